@@ -1,0 +1,78 @@
+"""What can be set about the scheduler, with its defaults and their checks.
+
+Owns :class:`SchedulerConfig`. Must not know where a value comes from (flags, tests, scenarios).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+Policy = Literal["sbs", "round_robin", "random", "random_rank", "least_requests", "least_tokens"]
+Trigger = Literal["adaptive", "paper"]
+DecodeRule = Literal["iqr", "potential"]
+
+POLICIES: tuple[str, ...] = get_args(Policy)
+TRIGGERS: tuple[str, ...] = get_args(Trigger)
+DECODE_RULES: tuple[str, ...] = get_args(DecodeRule)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All times in seconds, all sizes in tokens or requests."""
+
+    policy: Policy = "sbs"
+    trigger: Trigger = "adaptive"
+    decode_rule: DecodeRule = "iqr"
+
+    t_default_s: float = 0.3
+    """T_default of Algorithm 1: forward time assumed before the first EndForward."""
+    window: int = 100
+    """W_size of Algorithm 1: forward times in the moving average."""
+    watchdog_factor: float = 5.0
+    """T_timeout = watchdog_factor x mean forward time (paper section 4.1.2)."""
+    n_limit: int = 20
+    """N_limit of Algorithm 2: cycles a request may stay unallocated before flow control."""
+    iqr_k: float = 1.5
+    """k of Algorithm 3."""
+
+    default_chunk_tokens: int = 8192
+    """C_chunk per rank where the engine does not say."""
+    max_queue_requests: int = 10_000
+    max_queue_tokens: int = 0
+    """Prompt tokens waiting in the scheduler; 0: unbounded."""
+    default_timeout_s: float = 60.0
+    """Longest wait in the scheduler of a request that brings no deadline."""
+    default_output_tokens: int = 256
+    """Expected output before the first completion taught better."""
+
+    initial_latency_s: float = 0.02
+    """L_net (dispatch until the rank can run the request) before the first measurement."""
+    max_hold_s: float = 2.0
+    """Adaptive trigger: no request is held longer than this while an instance could take it."""
+    seed: int = 0
+    """For the policies that draw at random."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("policy", POLICIES),
+            ("trigger", TRIGGERS),
+            ("decode_rule", DECODE_RULES),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+        for name in (
+            "t_default_s",
+            "window",
+            "watchdog_factor",
+            "default_chunk_tokens",
+            "max_queue_requests",
+            "default_timeout_s",
+            "max_hold_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)}")
+        for name in ("n_limit", "iqr_k", "max_queue_tokens", "initial_latency_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")

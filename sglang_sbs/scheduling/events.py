@@ -1,0 +1,159 @@
+"""What the scheduler is told and what it answers: events in, commands out.
+
+Owns the vocabulary between the policy and whoever drives it (router, simulator, tests, replay).
+Must not know sockets, clocks, asyncio or SGLang. All times are seconds of the driver's monotonic
+clock; every event reaches :meth:`Scheduler.handle` together with the driver's ``now_s``.
+
+All types are tagged msgspec structs, so an event log is the events themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from sglang_sbs.wire import EndForward
+
+InstanceId = str
+"""How the driver names an engine instance (the router: its worker URL)."""
+InstanceRole = Literal["prefill", "decode"]
+Outcome = Literal["completed", "failed", "aborted"]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    pass
+
+
+# Requests -------------------------------------------------------------------------------------
+
+
+class RequestArrived(_Message):
+    """A request waits for an assignment. ``rid`` is unique and never reused, also by retries."""
+
+    rid: str
+    prompt_tokens: int
+    """L(r); an estimate unless the driver tokenized."""
+    max_new_tokens: int | None = None
+    deadline_s: float | None = None
+    """Absolute time after which it is refused instead of dispatched."""
+    exclude: tuple[InstanceId, ...] = ()
+    """Instances a retry should avoid while there are others."""
+
+
+class PrefillDone(_Message):
+    """The prefill leg answered, or the first token came out of decode: L(r) left the prefill rank.
+
+    Sent at most once per leg; a second one for the same request changes nothing.
+    """
+
+    rid: str
+    prompt_tokens: int | None = None
+    """As the engine counted them."""
+    cached_tokens: int | None = None
+
+
+class RequestEnded(_Message):
+    """The request is over on both legs, whatever state it was in (queued ones are dropped)."""
+
+    rid: str
+    outcome: Outcome
+    completion_tokens: int | None = None
+
+
+# Instances ------------------------------------------------------------------------------------
+
+
+class InstanceUp(_Message):
+    """An instance may be used from now on, or its limits changed."""
+
+    instance: InstanceId
+    role: InstanceRole
+    dp_size: int
+    chunk_tokens: int = 0
+    """C_chunk per DP rank (prefill); 0: unknown."""
+    kv_capacity_tokens: int = 0
+    """Per DP rank; 0: unknown, not enforced."""
+    max_running_requests: int = 0
+    """Per DP rank; 0: unknown, not enforced."""
+    page_size: int = 1
+
+
+class InstanceDown(_Message):
+    """No new dispatch to the instance. What runs there is ended by ``RequestEnded``."""
+
+    instance: InstanceId
+
+
+class ForwardEnded(_Message):
+    """An EndForward message, bound to an instance."""
+
+    instance: InstanceId
+    report: EndForward
+
+
+class LoadPolled(_Message):
+    """A load poll of an instance without (fresh) EndForward: the coarse fallback signal."""
+
+    instance: InstanceId
+    queued_tokens: list[int]
+    """Per DP rank: prompt tokens waiting or bootstrapping."""
+    running_requests: list[int]
+    kv_tokens: list[int]
+
+
+class TimerFired(_Message):
+    """The time of an earlier :class:`WakeAt` has come (early or spurious ones do no harm)."""
+
+
+Event = (
+    RequestArrived
+    | PrefillDone
+    | RequestEnded
+    | InstanceUp
+    | InstanceDown
+    | ForwardEnded
+    | LoadPolled
+    | TimerFired
+)
+
+
+# Commands -------------------------------------------------------------------------------------
+
+
+class Dispatch(_Message):
+    """Send both legs of the request now."""
+
+    rid: str
+    prefill: InstanceId
+    prefill_rank: int
+    decode: InstanceId
+    decode_rank: int
+    batch: int
+    """Number of the gang it leaves with; requests of one gang should be sent back to back."""
+    held_s: float
+    reason: str
+    """Why now and why there, for people."""
+
+
+RefuseCause = Literal[
+    "queue_full", "deadline", "flow_control", "no_prefill", "no_decode", "too_long"
+]
+
+
+class Refuse(_Message):
+    """Answer the client with an overload error; the request is over for the scheduler."""
+
+    rid: str
+    cause: RefuseCause
+    retry_after_s: float
+    message: str
+
+
+class WakeAt(_Message):
+    """Send :class:`TimerFired` at this time; replaces any earlier one."""
+
+    time_s: float
+
+
+Command = Dispatch | Refuse | WakeAt

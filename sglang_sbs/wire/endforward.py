@@ -1,0 +1,146 @@
+"""EndForward, wire v1: what one DP rank says after each forward pass.
+
+Owns the message and its framing. Must not know sockets, the scheduler or SGLang.
+
+One message is three ZMQ frames: ``TOPIC``, the sequence number as unsigned 64-bit big-endian, and a
+msgpack array (:class:`EndForward`, positional). Compatibility rule: fields are only ever appended,
+each with a default; a decoder ignores trailing fields it does not know.
+
+Every field is absolute or cumulative, so a lost, duplicated or late message heals with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+TOPIC = b"sbs1"
+FRAMES = 3
+
+Kind = Literal["forward", "idle", "heartbeat"]
+Role = Literal["prefill", "decode", "null"]
+
+
+class MalformedMessage(ValueError):
+    """The frames are not an EndForward v1 message."""
+
+
+class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """State of one DP rank at the end of a forward pass (or while idle).
+
+    Times are seconds of the engine's monotonic clock, which differs per host: a receiver may
+    subtract two of them, and place the pass end at ``its own now - age_s``.
+    """
+
+    instance_id: str
+    """Worker URL if configured on the engine, else empty (the receiver binds by ``rids``)."""
+    boot_id: str
+    """New for every start of the engine; a change means everything in flight there is gone."""
+    role: Role
+    dp_rank: int
+    dp_size: int
+    seq: int
+    """Counts this rank's messages from 0 within one ``boot_id``."""
+    kind: Kind
+    """``forward``: a pass ended. ``idle``: the rank just became idle. ``heartbeat``: liveness only;
+    the state fields are current, the pass fields repeat the last pass."""
+
+    forward_id: int = 0
+    """SGLang's ``batch.forward_iter``; counts passes on every rank alike."""
+    mode: str = "idle"
+    """SGLang's ForwardMode name in lower case (``extend``, ``decode``, ``idle``, ...)."""
+    launch_s: float = 0.0
+    end_s: float = 0.0
+    age_s: float = 0.0
+    """Send time minus ``end_s``."""
+    forward_s: float = 0.0
+    """T_fwd: ``end - max(launch, previous end)``, the time the device was busy with this pass."""
+    extend_tokens: int = 0
+    cached_tokens: int = 0
+    batch_size: int = 0
+    tokens_per_rank: list[int] | None = None
+    """Tokens of every DP rank in this pass (the barrier's view), when the engine gathers them."""
+
+    inflight_passes: int = 0
+    """Passes already launched behind this one (overlap scheduling); the first started at ``end_s``."""
+    inflight_tokens: int = 0
+    inflight_requests: int = 0
+
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    """Uncached prompt tokens of requests that are schedulable and not yet launched."""
+    bootstrapping_requests: int = 0
+    bootstrapping_tokens: int = 0
+    """Prefill: requests still in the handshake with decode."""
+    chunk_remainder_tokens: int = 0
+    """Tokens of the chunked request that no launched pass contains yet."""
+    kv_transfer_requests: int = 0
+    """Prefill: requests whose KV is being sent. Decode: preallocated or in transfer."""
+
+    running_requests: int = 0
+    """B_i of the paper."""
+    kv_tokens: int = 0
+    """K_i of the paper: KV cache tokens in use, without evictable prefix cache."""
+    kv_capacity_tokens: int = 0
+
+    chunk_tokens: int = 0
+    """C_chunk per rank: ``--chunked-prefill-size`` after SGLang divided it by the DP size."""
+    max_running_requests: int = 0
+    """Per rank."""
+
+    accepted_requests: int = 0
+    accepted_tokens: int = 0
+    computed_tokens: int = 0
+    """Extend tokens of all passes ended so far."""
+    aborted_requests: int = 0
+
+    rids: list[str] = []
+    """Request ids this rank has accepted since its previous message (at most ``MAX_RIDS``)."""
+    hook_errors: int = 0
+    sglang_version: str = ""
+
+    @property
+    def queued_tokens(self) -> int:
+        """R_queued of the paper: accepted by the rank and in no launched pass, tokens."""
+        return self.waiting_tokens + self.bootstrapping_tokens + self.chunk_remainder_tokens
+
+    @property
+    def idle(self) -> bool:
+        """Quiescence: nothing launched, waiting or bootstrapping (KV sends may still run)."""
+        return (
+            self.inflight_passes == 0
+            and self.waiting_requests == 0
+            and self.bootstrapping_requests == 0
+            and self.chunk_remainder_tokens == 0
+            and (self.role == "prefill" or self.running_requests == 0)
+        )
+
+
+MAX_RIDS = 1024
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EndForward)
+
+
+def encode_endforward(message: EndForward) -> list[bytes]:
+    """The three frames of one message."""
+    return [TOPIC, message.seq.to_bytes(8, "big"), _encoder.encode(message)]
+
+
+def decode_endforward(frames: Sequence[bytes]) -> EndForward:
+    """Parse the frames of one message.
+
+    Raises:
+        MalformedMessage: wrong topic, frame count or types, or an impossible rank.
+    """
+    if len(frames) != FRAMES or frames[0] != TOPIC:
+        raise MalformedMessage(f"expected {FRAMES} frames starting with {TOPIC!r}")
+    try:
+        message = _decoder.decode(frames[2])
+    except msgspec.DecodeError as error:
+        raise MalformedMessage(str(error)) from error
+    if not 0 <= message.dp_rank < message.dp_size:
+        raise MalformedMessage(f"dp_rank {message.dp_rank} outside [0, {message.dp_size})")
+    return message
