@@ -28,7 +28,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 # Requests -------------------------------------------------------------------------------------
 
 
-class RequestArrived(_Message):
+class RequestArrived(_Message, frozen=True):
     """A request waits for an assignment. ``rid`` is unique and never reused, also by retries."""
 
     rid: str
@@ -41,7 +41,7 @@ class RequestArrived(_Message):
     """Instances a retry should avoid while there are others."""
 
 
-class PrefillDone(_Message):
+class PrefillDone(_Message, frozen=True):
     """The prefill leg answered, or the first token came out of decode: L(r) left the prefill rank.
 
     Sent at most once per leg; a second one for the same request changes nothing.
@@ -53,7 +53,7 @@ class PrefillDone(_Message):
     cached_tokens: int | None = None
 
 
-class RequestEnded(_Message):
+class RequestEnded(_Message, frozen=True):
     """The request is over on both legs, whatever state it was in (queued ones are dropped)."""
 
     rid: str
@@ -64,7 +64,7 @@ class RequestEnded(_Message):
 # Instances ------------------------------------------------------------------------------------
 
 
-class InstanceUp(_Message):
+class InstanceUp(_Message, frozen=True):
     """An instance may be used from now on, or its limits changed."""
 
     instance: InstanceId
@@ -79,20 +79,20 @@ class InstanceUp(_Message):
     page_size: int = 1
 
 
-class InstanceDown(_Message):
+class InstanceDown(_Message, frozen=True):
     """No new dispatch to the instance. What runs there is ended by ``RequestEnded``."""
 
     instance: InstanceId
 
 
-class ForwardEnded(_Message):
+class ForwardEnded(_Message, frozen=True):
     """An EndForward message, bound to an instance."""
 
     instance: InstanceId
     report: EndForward
 
 
-class LoadPolled(_Message):
+class LoadPolled(_Message, frozen=True):
     """A load poll of an instance without (fresh) EndForward: the coarse fallback signal."""
 
     instance: InstanceId
@@ -102,7 +102,7 @@ class LoadPolled(_Message):
     kv_tokens: list[int]
 
 
-class TimerFired(_Message):
+class TimerFired(_Message, frozen=True):
     """The time of an earlier :class:`WakeAt` has come (early or spurious ones do no harm)."""
 
 
@@ -121,7 +121,7 @@ Event = (
 # Commands -------------------------------------------------------------------------------------
 
 
-class Dispatch(_Message):
+class Dispatch(_Message, frozen=True):
     """Send both legs of the request now."""
 
     rid: str
@@ -141,7 +141,7 @@ RefuseCause = Literal[
 ]
 
 
-class Refuse(_Message):
+class Refuse(_Message, frozen=True):
     """Answer the client with an overload error; the request is over for the scheduler."""
 
     rid: str
@@ -150,7 +150,7 @@ class Refuse(_Message):
     message: str
 
 
-class WakeAt(_Message):
+class WakeAt(_Message, frozen=True):
     """Send :class:`TimerFired` at this time; replaces any earlier one."""
 
     time_s: float

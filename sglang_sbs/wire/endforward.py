@@ -6,7 +6,7 @@ One message is three ZMQ frames: ``TOPIC``, the sequence number as unsigned 64-b
 msgpack array (:class:`EndForward`, positional). Compatibility rule: fields are only ever appended,
 each with a default; a decoder ignores trailing fields it does not know.
 
-Every field is absolute or cumulative, so a lost, duplicated or late message heals with the next one.
+Every field is absolute or cumulative, so a lost, duplicated or late message heals with the next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 TOPIC = b"sbs1"
 FRAMES = 3
 
-Kind = Literal["forward", "idle", "heartbeat"]
+Kind = Literal["launch", "forward", "idle", "heartbeat"]
 Role = Literal["prefill", "decode", "null"]
 
 
@@ -44,8 +44,11 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     seq: int
     """Counts this rank's messages from 0 within one ``boot_id``."""
     kind: Kind
-    """``forward``: a pass ended. ``idle``: the rank just became idle. ``heartbeat``: liveness only;
-    the state fields are current, the pass fields repeat the last pass."""
+    """``forward``: a pass ended. ``launch``: a prefill pass with tokens on some rank was handed to
+    the device (``launch_s`` is set and ``age_s`` counts from it; ``end_s`` and ``forward_s`` are 0;
+    the pass itself is not part of ``inflight_*``). ``idle``: the rank just became idle.
+    ``heartbeat``: liveness only; the state fields are current, the pass fields repeat the last
+    pass."""
 
     forward_id: int = 0
     """SGLang's ``batch.forward_iter``; counts passes on every rank alike."""
@@ -54,7 +57,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     launch_s: float = 0.0
     end_s: float = 0.0
     age_s: float = 0.0
-    """Send time minus ``end_s``."""
+    """Send time minus ``end_s`` (minus ``launch_s`` for a launch)."""
     forward_s: float = 0.0
     """T_fwd: ``end - max(launch, previous end)``, the time the device was busy with this pass."""
     extend_tokens: int = 0
@@ -64,7 +67,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Tokens of every DP rank in this pass (the barrier's view), when the engine gathers them."""
 
     inflight_passes: int = 0
-    """Passes already launched behind this one (overlap scheduling); the first started at ``end_s``."""
+    """Passes already launched behind this one (overlap); the first started at ``end_s``."""
     inflight_tokens: int = 0
     inflight_requests: int = 0
 
@@ -100,6 +103,8 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Request ids this rank has accepted since its previous message (at most ``MAX_RIDS``)."""
     hook_errors: int = 0
     sglang_version: str = ""
+    hook_us: int = 0
+    """Engine time spent on making and sending this rank's previous message, microseconds."""
 
     @property
     def queued_tokens(self) -> int:

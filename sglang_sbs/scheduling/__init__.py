@@ -1,0 +1,42 @@
+"""The policy: who leaves when, for which DP ranks. Sans-I/O, see ``scheduler``."""
+
+from sglang_sbs.scheduling.config import DECODE_RULES, POLICIES, TRIGGERS, SchedulerConfig
+from sglang_sbs.scheduling.events import (
+    Command,
+    Dispatch,
+    Event,
+    ForwardEnded,
+    InstanceDown,
+    InstanceUp,
+    LoadPolled,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    TimerFired,
+    WakeAt,
+)
+from sglang_sbs.scheduling.scheduler import Scheduler
+from sglang_sbs.scheduling.snapshot import Snapshot
+
+__all__ = [
+    "DECODE_RULES",
+    "POLICIES",
+    "TRIGGERS",
+    "Command",
+    "Dispatch",
+    "Event",
+    "ForwardEnded",
+    "InstanceDown",
+    "InstanceUp",
+    "LoadPolled",
+    "PrefillDone",
+    "Refuse",
+    "RequestArrived",
+    "RequestEnded",
+    "Scheduler",
+    "SchedulerConfig",
+    "Snapshot",
+    "TimerFired",
+    "WakeAt",
+]

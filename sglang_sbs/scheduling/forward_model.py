@@ -1,0 +1,112 @@
+"""Predicts the forward time of a prefill pass from its tokens per DP rank, learning online.
+
+Owns the fit T = a + b_max * max_d(tokens_d) + b_mean * mean_d(tokens_d) and its error. Must not
+know instances, time or which policy asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_FEATURES = 3
+_FORGET = 0.98
+_OUTLIER = 4.0
+"""A pass this many times longer than predicted (GC pause, preemption) is clipped, not learned."""
+_ERROR_STEP = 0.1
+
+
+class ForwardModel:
+    """Exponentially forgetting ridge regression in units of the default forward time and chunk.
+
+    Before the first pass the prediction is half T_default fixed plus half T_default for a full
+    chunk: the shape matters little, only that it is positive and grows.
+    """
+
+    def __init__(self, *, t_default_s: float, chunk_tokens: int) -> None:
+        self._time_unit_s = t_default_s
+        self._token_unit = float(max(1, chunk_tokens))
+        prior = (0.5, 0.25, 0.25)
+        weight = (0.5, 0.1, 0.1)
+        self._moments = [
+            [weight[i] if i == j else 0.0 for j in range(_FEATURES)] for i in range(_FEATURES)
+        ]
+        self._targets = [weight[i] * prior[i] for i in range(_FEATURES)]
+        self._weights: list[float] = list(prior)
+        self.passes = 0
+        self.error_s = 0.1 * t_default_s
+        """Smoothed absolute prediction error."""
+
+    @property
+    def fixed_s(self) -> float:
+        """a: the time of an empty pass."""
+        return max(0.0, self._weights[0]) * self._time_unit_s
+
+    def slope_s_per_token(self, imbalance: float = 1.1) -> float:
+        """Time per mean token of a pass whose heaviest rank has ``imbalance`` times the mean."""
+        slope = self._weights[1] * imbalance + self._weights[2]
+        return max(1e-9, slope * self._time_unit_s / self._token_unit)
+
+    def predict_s(self, tokens_per_rank: Sequence[int]) -> float:
+        """Forward time of a pass with these extend tokens on each rank; at least 1 ms."""
+        features = self._features(tokens_per_rank)
+        value = sum(w * x for w, x in zip(self._weights, features, strict=True))
+        return max(1e-3, value * self._time_unit_s)
+
+    def observe(self, tokens_per_rank: Sequence[int], forward_s: float) -> None:
+        """Learn from one finished pass."""
+        predicted_s = self.predict_s(tokens_per_rank)
+        if self.passes >= 10:
+            forward_s = min(forward_s, _OUTLIER * predicted_s)
+        self.passes += 1
+        self.error_s += _ERROR_STEP * (abs(forward_s - predicted_s) - self.error_s)
+        x = self._features(tokens_per_rank)
+        y = forward_s / self._time_unit_s
+        for i in range(_FEATURES):
+            for j in range(_FEATURES):
+                self._moments[i][j] = _FORGET * self._moments[i][j] + x[i] * x[j]
+            # Keeps the solution defined when all passes look alike.
+            self._moments[i][i] += 1e-4
+            self._targets[i] = _FORGET * self._targets[i] + x[i] * y + 1e-4 * self._weights[i]
+        self._weights = _non_negative_solution(self._moments, self._targets)
+
+    def _features(self, tokens_per_rank: Sequence[int]) -> tuple[float, float, float]:
+        return (
+            1.0,
+            max(tokens_per_rank) / self._token_unit,
+            sum(tokens_per_rank) / len(tokens_per_rank) / self._token_unit,
+        )
+
+
+def _non_negative_solution(moments: list[list[float]], targets: list[float]) -> list[float]:
+    """Solve the normal equations with no negative coefficient (the most negative dropped first)."""
+    active = list(range(len(targets)))
+    while active:
+        solution = _solve(
+            [[moments[i][j] for j in active] for i in active], [targets[i] for i in active]
+        )
+        worst = min(range(len(active)), key=solution.__getitem__)
+        if solution[worst] >= 0:
+            weights = [0.0] * len(targets)
+            for index, value in zip(active, solution, strict=True):
+                weights[index] = value
+            return weights
+        del active[worst]
+    return [0.0] * len(targets)
+
+
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Gaussian elimination with partial pivoting; the matrix is positive definite and tiny."""
+    n = len(vector)
+    rows = [[*row, vector[i]] for i, row in enumerate(matrix)]
+    for k in range(n):
+        pivot = max(range(k, n), key=lambda i: abs(rows[i][k]))
+        rows[k], rows[pivot] = rows[pivot], rows[k]
+        for i in range(k + 1, n):
+            factor = rows[i][k] / rows[k][k]
+            for j in range(k, n + 1):
+                rows[i][j] -= factor * rows[k][j]
+    solution = [0.0] * n
+    for k in reversed(range(n)):
+        rest = sum(rows[k][j] * solution[j] for j in range(k + 1, n))
+        solution[k] = (rows[k][n] - rest) / rows[k][k]
+    return solution

@@ -1,0 +1,118 @@
+"""Algorithm 2 of the paper: Prioritized Batch Allocation (PBAA), basic and cache-aware.
+
+Owns the mapping of a batch of requests to the DP ranks of one prefill instance. Pure functions;
+must not know time, readiness or why a batch leaves now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.request import Request
+
+PrefixHit = Callable[[Request, int], int]
+"""L_hit(r, d): tokens of the prompt the rank's cache already holds."""
+
+
+class Allocation(NamedTuple):
+    """M and Q_next of Algorithm 2."""
+
+    placed: list[tuple[Request, int]]
+    left: list[Request]
+
+
+def no_hit(_request: Request, _rank: int) -> int:
+    """Basic mode."""
+    return 0
+
+
+def pbaa(
+    pending: Iterable[Request],
+    new: Iterable[Request],
+    c_avail: Sequence[int],
+    prefix_hit_tokens: PrefixHit = no_hit,
+) -> Allocation:
+    """Phases 1 and 2 of Algorithm 2: pending before new, each longest first.
+
+    A request goes to the rank with the most capacity left after it, as long as that rank's
+    ``C_avail`` is positive, so a rank may be overshot by at most one request. Phase 3 (counting
+    ``r.wait``) belongs to the caller, who knows what a cycle is.
+
+    Args:
+        pending: unassigned requests of earlier cycles.
+        new: requests that have not been through a cycle.
+        c_avail: C_avail per DP rank, uncached tokens; not modified.
+        prefix_hit_tokens: L_hit; the default is the basic mode.
+    """
+    capacity = list(c_avail)
+    ranks = range(len(capacity))
+    placed: list[tuple[Request, int]] = []
+    left: list[Request] = []
+    for queue in (pending, new):
+        for request in sorted(queue, key=lambda r: -r.prompt_tokens):
+            after = [
+                capacity[d] - (request.prompt_tokens - prefix_hit_tokens(request, d)) for d in ranks
+            ]
+            best = max(ranks, key=after.__getitem__)
+            if capacity[best] > 0:
+                placed.append((request, best))
+                capacity[best] = after[best]
+            else:
+                left.append(request)
+    return Allocation(placed, left)
+
+
+def place_fitting(
+    requests: Iterable[Request],
+    c_avail: Sequence[int],
+    chunk_tokens: int,
+    prefix_hit_tokens: PrefixHit = no_hit,
+) -> Allocation:
+    """Longest first into the emptiest rank, but only where the whole request fits in the pass.
+
+    A request longer than a chunk goes only to an empty rank. This removes the overshoot of
+    Algorithm 2 (its leftovers cost the next batch a whole pass).
+    """
+    capacity = list(c_avail)
+    ranks = range(len(capacity))
+    placed: list[tuple[Request, int]] = []
+    left: list[Request] = []
+    for request in sorted(requests, key=lambda r: -r.prompt_tokens):
+        need = [request.prompt_tokens - prefix_hit_tokens(request, d) for d in ranks]
+        best = max(ranks, key=lambda d: capacity[d] - need[d])
+        if capacity[best] >= min(need[best], chunk_tokens):
+            placed.append((request, best))
+            capacity[best] -= need[best]
+        else:
+            left.append(request)
+    return Allocation(placed, left)
+
+
+def top_up(
+    allocation: Allocation,
+    c_avail: Sequence[int],
+    chunk_tokens: int,
+    keep_tokens: float,
+    hole_share: float = 0.02,
+) -> Allocation:
+    """Fill what :func:`place_fitting` left free by splitting the oldest leftovers over two passes.
+
+    Only while more than ``keep_tokens`` prompt tokens are left over, and only holes of at least
+    ``hole_share`` of a chunk: splitting costs the next pass, so it pays only under backlog.
+    """
+    capacity = list(c_avail)
+    for request, rank in allocation.placed:
+        capacity[rank] -= request.prompt_tokens
+    placed = list(allocation.placed)
+    left: list[Request] = []
+    remaining = sum(r.prompt_tokens for r in allocation.left)
+    for request in sorted(allocation.left, key=lambda r: r.order):
+        best = max(range(len(capacity)), key=capacity.__getitem__)
+        if remaining > keep_tokens and capacity[best] > hole_share * chunk_tokens:
+            placed.append((request, best))
+            capacity[best] -= request.prompt_tokens
+            remaining -= request.prompt_tokens
+        else:
+            left.append(request)
+    return Allocation(placed, left)

@@ -1,0 +1,452 @@
+"""What the scheduler believes about one prefill instance, and how reports correct it.
+
+Owns, per DP rank, U_flight and R_queued (so C_avail), the passes in flight with their predicted
+ends, readiness (quiescence, EndForward, watchdog) and the forward model. Must not know the queue,
+other instances or the policy.
+
+How the belief is kept true
+---------------------------
+A dispatched request is *in flight* until the rank reports that it accepted it (``rids``), then it
+is part of the rank's reported queue (absolute numbers, never summed up here), and with a launch it
+leaves both and is part of a :class:`Pass`. EndForward ends the pass. So every report replaces
+belief by fact, and a lost one is healed by the next.
+
+Without reports (no plugin, or the instance fell silent) the same state is kept by assumption: a
+backlog is *presumed* launched after the usual latency, first come first served up to the chunk, and
+the pass is presumed over when one of its requests is answered. A later report overrides that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sglang_sbs.scheduling.events import InstanceId, InstanceUp
+from sglang_sbs.scheduling.forward_model import ForwardModel
+from sglang_sbs.wire import EndForward
+
+_ON_TIME_S = 0.002
+"""Slack in telling a launch right after a pass from one that had to wait for a request."""
+
+Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
+"""Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
+at fixed intervals (paper section 4.1.2, graceful degradation)."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass believed to be running or queued on the device."""
+
+    start_s: float
+    end_s: float
+    """Predicted."""
+    tokens: list[int]
+    """Extend tokens per DP rank."""
+    forward_id: int | None
+    """None: presumed, not reported."""
+    rids: dict[str, int] = field(default_factory=dict)
+    """Requests presumed to complete in it, with their rank."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A request dispatched and not yet accepted by its rank."""
+
+    tokens: int
+    sent_s: float
+    sent_to_idle: bool
+    """Nothing ran or waited there, so the time until its launch is L_net and nothing else."""
+
+
+@dataclass(slots=True)
+class PrefillRank:
+    """One DP rank. Tokens are uncached prompt tokens."""
+
+    flight: dict[str, InFlight] = field(default_factory=dict)
+    """U_flight by request: dispatched and not yet accepted by the rank."""
+    queued_tokens: int = 0
+    """R_queued as last reported."""
+    outstanding: dict[str, int] = field(default_factory=dict)
+    """Everything dispatched here and not yet prefilled, whatever its state."""
+    boot_id: str = ""
+    last_seq: int = -1
+    last_accepted: int = 0
+    reported_s: float | None = None
+    idle: bool = True
+    last_forward_id: int = -1
+
+    def forget(self) -> None:
+        """Drop everything believed to be at the rank; its report counters stay."""
+        self.flight.clear()
+        self.outstanding.clear()
+        self.queued_tokens = 0
+        self.idle = True
+
+    @property
+    def flight_tokens(self) -> int:
+        """U_flight."""
+        return sum(request.tokens for request in self.flight.values())
+
+    @property
+    def backlog_tokens(self) -> int:
+        """U_flight + R_queued: ahead of a new request in the passes to come."""
+        return self.flight_tokens + self.queued_tokens
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """All tokens dispatched and not yet prefilled, the pass that runs included."""
+        return sum(self.outstanding.values())
+
+
+@dataclass(slots=True)
+class Observation:
+    """What one signal taught about the instance."""
+
+    forward_s: float | None = None
+    """T_fwd of a pass that ended, once per pass."""
+    latencies_s: list[float] = field(default_factory=list)
+    """L_net samples: dispatch to an idle instance until the launch."""
+    landed_s: list[float] = field(default_factory=list)
+    """How long before a launch those requests were sent that were in it (not the ones above)."""
+    missed_s: list[float] = field(default_factory=list)
+    """The same for those that had to wait for the next pass although this one had room."""
+
+
+class PrefillInstance:
+    """Belief about one prefill instance with ``dp_size`` ranks."""
+
+    def __init__(self, up: InstanceUp, *, t_default_s: float, default_chunk_tokens: int) -> None:
+        self.id: InstanceId = up.instance
+        self.dp_size = up.dp_size
+        self.chunk_tokens = up.chunk_tokens or default_chunk_tokens
+        self.page_size = max(1, up.page_size)
+        self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
+        self.ranks = [PrefillRank() for _ in range(up.dp_size)]
+        self.passes: list[Pass] = []
+        self.tier: Tier = "none"
+        self.ready = True
+        """EndForward (or quiescence) since the last dispatch."""
+        self.watchdog_s: float | None = None
+        self.watchdog_fires = 0
+        self.gap_s = 0.005
+        """Smoothed pause between the end of a pass and the launch of the next."""
+        self.free_since_s = float("-inf")
+        self.last_dispatch_s = float("-inf")
+        self.passes_ended = 0
+        self.timeout_s = 5 * t_default_s
+        """T_timeout of the watchdog; the owner keeps it at 5 x the mean forward time."""
+
+    # Questions ----------------------------------------------------------------------------
+
+    def c_avail(self) -> list[int]:
+        """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens."""
+        return [self.chunk_tokens - rank.backlog_tokens for rank in self.ranks]
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of a pass with a full chunk on every rank."""
+        return self.chunk_tokens * self.dp_size
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Dispatched or queued and in no pass yet, all ranks."""
+        return sum(rank.backlog_tokens for rank in self.ranks)
+
+    @property
+    def idle(self) -> bool:
+        """Quiescence: no pass runs and nothing waits for one."""
+        return not self.passes and self.backlog_tokens == 0
+
+    @property
+    def launching(self) -> bool:
+        """No pass runs but there is a backlog, so one is about to start without us knowing it."""
+        return not self.passes and self.backlog_tokens > 0
+
+    def free_at_s(self, now_s: float, latency_s: float) -> float:
+        """Predicted end of everything already launched or about to be."""
+        if self.passes:
+            return self.passes[-1].end_s
+        if self.launching:
+            start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
+            return start_s + self.model.predict_s(self._next_pass_tokens())
+        return now_s
+
+    @property
+    def has_outstanding(self) -> bool:
+        """Whether any dispatched request is not prefilled yet."""
+        return any(rank.outstanding for rank in self.ranks)
+
+    # Time ---------------------------------------------------------------------------------
+
+    def advance(self, now_s: float, latency_s: float) -> float | None:
+        """Let presumed launches and ends happen, and the watchdog fire, up to ``now_s``.
+
+        Returns:
+            When to call again even if nothing is heard; None for never.
+        """
+        if self.watchdog_s is not None and self.watchdog_s <= now_s:
+            self._on_watchdog(now_s)
+        if self.tier != "endforward":
+            while self.passes and not self.passes[0].rids and self.passes[0].end_s <= now_s:
+                # No request finishes in this pass (chunks only), so no answer will end it.
+                self.free_since_s = self.passes.pop(0).end_s
+                self.ready = True
+        times = [self.watchdog_s] if self.watchdog_s is not None else []
+        launch_s = self._presumed_launch_s(latency_s)
+        if launch_s is not None and launch_s <= now_s:
+            self._presume_launch(now_s, launch_s)
+        elif launch_s is not None:
+            times.append(launch_s)
+        if self.tier != "endforward" and self.passes and not self.passes[0].rids:
+            times.append(self.passes[0].end_s)
+        return min(times, default=None)
+
+    # Own actions --------------------------------------------------------------------------
+
+    def dispatched(self, rid: str, rank: int, tokens: int, now_s: float) -> None:
+        """A request leaves for a rank; arms the watchdog."""
+        idle = (
+            not self.passes and not self.ranks[rank].flight and not self.ranks[rank].queued_tokens
+        )
+        self.ranks[rank].flight[rid] = InFlight(tokens, now_s, idle)
+        self.ranks[rank].outstanding[rid] = tokens
+        self.last_dispatch_s = now_s
+        self.ready = False
+        if self.watchdog_s is None:
+            self.watchdog_s = now_s + self.timeout_s
+
+    def prefilled(self, rid: str, rank: int, now_s: float) -> Observation:
+        """The engine answered for this request (or it is over): it holds no prefill capacity now.
+
+        Without EndForward this is also the sign that the pass it was presumed in has ended.
+        """
+        self.dropped(rid, rank)
+        if self.tier == "endforward":
+            return Observation()
+        if self.has_outstanding:
+            self.watchdog_s = now_s + self.timeout_s
+        for index, running in enumerate(self.passes):
+            if rid in running.rids:
+                if self.tier != "load_poll":
+                    self.tier = "http"
+                del self.passes[:index]
+                return self._end_presumed(now_s)
+        return Observation()
+
+    def dropped(self, rid: str, rank: int) -> None:
+        """The request left the rank without telling us anything about a pass."""
+        self.ranks[rank].outstanding.pop(rid, None)
+        self.ranks[rank].flight.pop(rid, None)
+        if not self.has_outstanding:
+            self.watchdog_s = None
+
+    # Reports ------------------------------------------------------------------------------
+
+    def on_report(self, report: EndForward, now_s: float) -> Observation:
+        """Replace belief by what a rank says. Old and duplicate messages change nothing."""
+        if not 0 <= report.dp_rank < self.dp_size:
+            return Observation()
+        rank = self.ranks[report.dp_rank]
+        if rank.boot_id != report.boot_id:
+            if rank.boot_id:
+                rank.forget()
+                self.passes.clear()
+            rank.boot_id, rank.last_seq, rank.last_accepted = report.boot_id, -1, -1
+            rank.last_forward_id = -1
+        if report.seq <= rank.last_seq:
+            return Observation()
+        gap = report.seq != rank.last_seq + 1
+        rank.last_seq = report.seq
+        rank.reported_s = now_s
+        self.tier = "endforward"
+        learned = self._acknowledge(rank, report, gap, now_s)
+        rank.queued_tokens = report.queued_tokens
+        rank.idle = report.idle
+        self.watchdog_s = now_s + self.timeout_s if self.has_outstanding else None
+        if report.kind == "launch":
+            self._on_launch(report, now_s)
+        elif report.kind == "forward":
+            learned.forward_s = self._on_end(rank, report, now_s)
+        elif all(r.idle for r in self.ranks):
+            self._on_quiescent(now_s)
+        return learned
+
+    def on_load_poll(self, queued_tokens: list[int], now_s: float) -> None:
+        """Coarse fallback: what a load poll says is queued beyond what we know we sent."""
+        if self.tier == "endforward" or len(queued_tokens) != self.dp_size:
+            return
+        self.tier = "load_poll"
+        for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
+            rank.queued_tokens = max(0, tokens - rank.flight_tokens)
+        if not any(queued_tokens) and not self.has_outstanding:
+            self._on_quiescent(now_s)
+
+    def reset(self) -> None:
+        """Forget everything believed to be queued or running."""
+        for rank in self.ranks:
+            rank.forget()
+        self.passes.clear()
+        self.watchdog_s = None
+        self.ready = True
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _on_watchdog(self, now_s: float) -> None:
+        """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
+        self.watchdog_fires += 1
+        self.reset()
+        self.tier = "interval"
+        self.free_since_s = now_s
+
+    def _presumed_launch_s(self, latency_s: float) -> float | None:
+        if not self.launching:
+            return None
+        start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
+        # A plugin reports launches: give its message time before believing it lost.
+        grace_s = 0.5 * self.model.predict_s([0]) if self.tier == "endforward" else 0.0
+        return start_s + grace_s
+
+    def _presume_launch(self, now_s: float, start_s: float) -> None:
+        """Believe that the backlog was launched: FCFS per rank, up to the chunk."""
+        tokens = []
+        rids: dict[str, int] = {}
+        for index, rank in enumerate(self.ranks):
+            room = self.chunk_tokens
+            take = min(room, rank.queued_tokens)
+            rank.queued_tokens -= take
+            room -= take
+            for rid in list(rank.flight):
+                if room <= 0:
+                    break
+                part = min(room, rank.flight[rid].tokens)
+                room -= part
+                if part == rank.flight[rid].tokens:
+                    del rank.flight[rid]
+                    rids[rid] = index
+                else:
+                    rank.flight[rid].tokens -= part
+            tokens.append(self.chunk_tokens - room)
+        end_s = start_s + self.model.predict_s(tokens)
+        self.passes.append(Pass(start_s, max(end_s, now_s), tokens, None, rids))
+
+    def _acknowledge(
+        self, rank: PrefillRank, report: EndForward, gap: bool, now_s: float
+    ) -> Observation:
+        learned = Observation()
+        launch_s = now_s - report.age_s
+        landed_s = []
+        for rid in report.rids:
+            sent = rank.flight.pop(rid, None)
+            if sent is None or report.kind != "launch":
+                continue
+            ahead_s = max(0.0, launch_s - sent.sent_s)
+            if sent.sent_to_idle:
+                learned.latencies_s.append(ahead_s)
+            elif launch_s > self.free_since_s + 2 * self.gap_s + _ON_TIME_S:
+                # The instance fell idle and launched when this one came: too late for the gapless
+                # launch it was meant for.
+                learned.missed_s.append(self.free_since_s - sent.sent_s)
+            else:
+                landed_s.append(ahead_s)
+        if report.kind == "launch" and report.extend_tokens < self.chunk_tokens:
+            # The last accepted are still in the handshake with decode: too late for this pass, like
+            # those that are not even at the rank.
+            late = min(report.bootstrapping_requests, len(landed_s))
+            learned.missed_s += [launch_s - sent.sent_s for sent in rank.flight.values()]
+            learned.missed_s += landed_s[len(landed_s) - late :]
+            landed_s = landed_s[: len(landed_s) - late]
+        learned.landed_s = landed_s
+        if gap and rank.last_accepted >= 0:
+            # Messages were lost, and with them the rids they acknowledged: by the counter, that
+            # many of the oldest requests in flight were accepted.
+            missing = report.accepted_requests - rank.last_accepted - len(report.rids)
+            for rid in list(rank.flight)[: max(0, missing)]:
+                del rank.flight[rid]
+        rank.last_accepted = report.accepted_requests
+        for running in self.passes:
+            if running.forward_id is None:
+                for rid in report.rids:
+                    running.rids.pop(rid, None)
+        return learned
+
+    def _on_launch(self, report: EndForward, now_s: float) -> None:
+        for rank in self.ranks:
+            # The barrier: no rank is idle while a pass runs. Its own next report says otherwise.
+            rank.idle = False
+        self._drop_presumed()
+        tokens = self._vector(report)
+        known = next((p for p in self.passes if p.forward_id == report.forward_id), None)
+        if known is not None:
+            known.tokens[report.dp_rank] = tokens[report.dp_rank]
+            known.end_s = known.start_s + self.model.predict_s(known.tokens)
+            return
+        start_s = now_s - report.age_s
+        if self.passes:
+            start_s = max(start_s, self.passes[-1].end_s)
+        elif self.passes_ended:
+            pause_s = start_s - self.free_since_s
+            if 0 <= pause_s < 0.25 * self.model.predict_s(tokens):
+                self.gap_s += 0.1 * (pause_s - self.gap_s)
+        end_s = start_s + self.model.predict_s(tokens)
+        self.passes.append(Pass(start_s, end_s, tokens, report.forward_id))
+
+    def _on_end(self, rank: PrefillRank, report: EndForward, now_s: float) -> float | None:
+        newest = max(r.last_forward_id for r in self.ranks)
+        rank.last_forward_id = max(rank.last_forward_id, report.forward_id)
+        self._drop_presumed()
+        if report.forward_id <= newest:
+            return None
+        ended = next((p for p in self.passes if p.forward_id == report.forward_id), None)
+        tokens = ended.tokens if ended is not None else self._vector(report)
+        self.passes = [p for p in self.passes if (p.forward_id or 0) > report.forward_id]
+        end_s = now_s - report.age_s
+        self.ready = True
+        self.free_since_s = end_s
+        self._rechain(end_s)
+        if sum(tokens) == 0 or report.forward_s <= 0:
+            return None
+        self.passes_ended += 1
+        self.model.observe(tokens, report.forward_s)
+        return report.forward_s
+
+    def _end_presumed(self, now_s: float) -> Observation:
+        ended = self.passes.pop(0)
+        forward_s = max(1e-3, now_s - ended.start_s)
+        self.ready = True
+        self.free_since_s = now_s
+        self._rechain(now_s)
+        self.passes_ended += 1
+        self.model.observe(ended.tokens, forward_s)
+        return Observation(forward_s=forward_s)
+
+    def _rechain(self, start_s: float) -> None:
+        """Re-anchor what is behind a pass that just ended."""
+        for running in self.passes:
+            running.start_s = start_s
+            running.end_s = start_s = start_s + self.model.predict_s(running.tokens)
+
+    def _on_quiescent(self, now_s: float) -> None:
+        self.passes.clear()
+        self.free_since_s = min(self.free_since_s, now_s)
+        # What was sent a moment ago is not seen yet: the instance is not free for another batch.
+        if self.backlog_tokens == 0:
+            self.ready = True
+
+    def _drop_presumed(self) -> None:
+        """A report supersedes presumed passes; what no rank acknowledged is in flight again."""
+        for running in [p for p in self.passes if p.forward_id is None]:
+            self.passes.remove(running)
+            for rid, index in running.rids.items():
+                tokens = self.ranks[index].outstanding.get(rid)
+                if tokens is not None:
+                    self.ranks[index].flight[rid] = InFlight(tokens, self.last_dispatch_s, False)
+
+    def _vector(self, report: EndForward) -> list[int]:
+        if report.tokens_per_rank is not None and len(report.tokens_per_rank) == self.dp_size:
+            return list(report.tokens_per_rank)
+        tokens = [0] * self.dp_size
+        tokens[report.dp_rank] = report.extend_tokens
+        return tokens
+
+    def _next_pass_tokens(self) -> list[int]:
+        return [min(self.chunk_tokens, rank.backlog_tokens) for rank in self.ranks]

@@ -1,0 +1,90 @@
+"""The scheduler's record of one request and the bounded queue of those that wait.
+
+Owns arrival order, deadlines and the pending/new distinction of Algorithm 2. Must not know
+instances or how a request is placed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from sglang_sbs.scheduling.events import InstanceId
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, from arrival to end. Sizes in tokens, times in seconds."""
+
+    rid: str
+    order: int
+    """Arrival number: the FCFS key."""
+    prompt_tokens: int
+    max_new_tokens: int | None
+    arrived_s: float
+    deadline_s: float
+    exclude: tuple[InstanceId, ...] = ()
+    total_tokens: int = 0
+    """Prompt plus expected output: what it will occupy in decode."""
+    waited_cycles: int = 0
+    """``r.wait`` of Algorithm 2; 0 means newly arrived."""
+    prefill: tuple[InstanceId, int] | None = None
+    decode: tuple[InstanceId, int] | None = None
+    dispatched_s: float = 0.0
+    prefilled: bool = False
+
+
+@dataclass(slots=True)
+class RequestQueue:
+    """Requests that wait for an assignment, in arrival order."""
+
+    tokens: int = 0
+    _requests: dict[str, Request] = field(default_factory=dict)
+    _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        """Append; arrival order is the order of calls."""
+        self._requests[request.rid] = request
+        self.tokens += request.prompt_tokens
+        heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.rid))
+
+    def remove(self, rid: str) -> Request | None:
+        """Take out a request, wherever it stands; None if it does not wait here."""
+        request = self._requests.pop(rid, None)
+        if request is not None:
+            self.tokens -= request.prompt_tokens
+        return request
+
+    def next_deadline_s(self) -> float | None:
+        """The earliest deadline of a waiting request."""
+        while self._deadlines and self._deadlines[0][2] not in self._requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expired(self, now_s: float) -> list[Request]:
+        """Remove and return the requests whose deadline has passed."""
+        out = []
+        while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
+            request = self.remove(heapq.heappop(self._deadlines)[2])
+            if request is not None:
+                out.append(request)
+        return out
+
+    def waited_longest_cycles(self) -> int:
+        """The largest ``r.wait`` of Algorithm 2 among the waiting requests."""
+        return max((r.waited_cycles for r in self), default=0)
+
+
+def prompt_tokens_of(requests: Iterable[Request]) -> int:
+    """Sum of L(r)."""
+    return sum(r.prompt_tokens for r in requests)

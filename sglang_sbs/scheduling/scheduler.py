@@ -1,0 +1,408 @@
+"""The Staggered Batch Scheduler: events and ``now`` in, commands out.
+
+Owns every state transition of a request, the cluster's membership, and the order in which the
+parts are asked. Everything that changes state is in this file or called from it. Must not know
+sockets, clocks, asyncio or SGLang; the router, the simulator and the tests drive this very object.
+
+Theory of operation
+-------------------
+A request is *queued* from :class:`RequestArrived` until it is dispatched or refused, *dispatched*
+until :class:`PrefillDone`, *decoding* until :class:`RequestEnded`. RequestEnded may come in any
+state and is the only way out after a dispatch; a refusal is the only way out of the queue besides
+it. Everything else is belief about instances (``prefill_instance``, ``decode_instance``), which the
+reports of the engines replace, never add to.
+
+After every event the same loop runs: time-outs, then the policy is asked for one batch at a time
+until it has none, each batch gets its decode ranks (Algorithm 3 or the potential), and the earliest
+time at which anything could change by itself becomes :class:`WakeAt`. A batch's request that no
+decode rank can admit is not dispatched: a prefill whose decode has no room would hold a bootstrap
+slot and compute nothing.
+
+Not in the table: an instance that goes down keeps its requests in the books until their
+RequestEnded, because only the relay knows whether they survive. An unknown rid is ignored
+everywhere, so a late or repeated event is harmless.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sglang_sbs.scheduling import events as ev
+from sglang_sbs.scheduling.adaptive_trigger import AdaptiveTrigger
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.decode import (
+    DecodeLoad,
+    DecodeRuleFunction,
+    RoundRobinDecode,
+    fewest_requests,
+    iqr_lexicographic,
+    potential,
+    schedule_decode,
+)
+from sglang_sbs.scheduling.decode_instance import DecodeInstance
+from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.paper_trigger import PaperTrigger
+from sglang_sbs.scheduling.policy import (
+    LeastRequests,
+    LeastTokens,
+    Placement,
+    Plan,
+    PrefillPolicy,
+    Random,
+    RandomRank,
+    RoundRobin,
+)
+from sglang_sbs.scheduling.prefill_instance import Observation, PrefillInstance
+from sglang_sbs.scheduling.request import Request, RequestQueue
+from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
+
+_OUTPUT_STEP = 0.05
+_LATENCY_SAMPLES = 64
+
+
+class Scheduler:
+    """See the module's theory of operation."""
+
+    def __init__(self, config: SchedulerConfig | None = None) -> None:
+        self.config = config or SchedulerConfig()
+        self.interval = IntervalController(
+            t_default_s=self.config.t_default_s,
+            window=self.config.window,
+            latency_s=self.config.initial_latency_s,
+        )
+        self.policy = _make_policy(self.config, self.interval)
+        self.prefill: dict[ev.InstanceId, PrefillInstance] = {}
+        self.decode: dict[ev.InstanceId, DecodeInstance] = {}
+        self.queue = RequestQueue()
+        self.throttled = False
+        """Flow control: a request has waited more than N_limit cycles, new ones are refused."""
+        self._down: set[ev.InstanceId] = set()
+        self._requests: dict[str, Request] = {}
+        self._choose_decode = _make_decode_rule(self.config)
+        self._expected_output = float(self.config.default_output_tokens)
+        self._latencies_s: deque[float] = deque(maxlen=_LATENCY_SAMPLES)
+        self._arrivals = 0
+        self.batches = 0
+        """Gangs dispatched so far."""
+        self._wake_s: float | None = None
+
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
+        """Take in one event at the driver's time and return what to do, in order.
+
+        ``now_s`` must not decrease. The last :class:`WakeAt` returned stays in force until another
+        one replaces it.
+        """
+        out: list[ev.Command] = []
+        match event:
+            case ev.RequestArrived():
+                self._on_arrived(event, now_s, out)
+            case ev.PrefillDone():
+                self._on_prefill_done(event, now_s)
+            case ev.RequestEnded():
+                self._on_ended(event)
+            case ev.ForwardEnded():
+                self._on_report(event, now_s)
+            case ev.LoadPolled():
+                self._on_load_polled(event, now_s)
+            case ev.InstanceUp():
+                self._on_up(event)
+            case ev.InstanceDown():
+                self._on_down(event)
+            case ev.TimerFired():
+                pass
+        self._drive(now_s, out)
+        return out
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """The state matrix and queue, for metrics and people."""
+        return snapshot_of(self, now_s)
+
+    @property
+    def in_flight_requests(self) -> int:
+        """Dispatched and not ended."""
+        return len(self._requests) - len(self.queue)
+
+    def is_up(self, instance: ev.InstanceId) -> bool:
+        """Whether new requests may go there."""
+        return instance not in self._down
+
+    # Requests -----------------------------------------------------------------------------
+
+    def _on_arrived(self, event: ev.RequestArrived, now_s: float, out: list[ev.Command]) -> None:
+        if event.rid in self._requests:
+            return
+        refusal = self._refusal(event)
+        if refusal is not None:
+            cause, message = refusal
+            out.append(self._refuse(event.rid, cause, message))
+            return
+        timeout_s = now_s + self.config.default_timeout_s
+        request = Request(
+            rid=event.rid,
+            order=self._arrivals,
+            prompt_tokens=max(1, event.prompt_tokens),
+            max_new_tokens=event.max_new_tokens,
+            arrived_s=now_s,
+            deadline_s=timeout_s if event.deadline_s is None else event.deadline_s,
+            exclude=event.exclude,
+        )
+        self._arrivals += 1
+        self._requests[event.rid] = request
+        self.queue.add(request)
+        self.policy.on_arrival(request.prompt_tokens, now_s)
+
+    def _refusal(self, event: ev.RequestArrived) -> tuple[ev.RefuseCause, str] | None:
+        config = self.config
+        if not self._up_prefill():
+            return "no_prefill", "no prefill instance is up"
+        up_decode = self._up_decode()
+        if not up_decode:
+            return "no_decode", "no decode instance is up"
+        if event.prompt_tokens > max(d.kv_capacity_tokens for d in up_decode):
+            return "too_long", (
+                f"the prompt has {event.prompt_tokens} tokens, more than a decode DP rank can hold "
+                f"({max(d.kv_capacity_tokens for d in up_decode)})"
+            )
+        if len(self.queue) >= config.max_queue_requests:
+            return "queue_full", f"{len(self.queue)} requests are waiting (the limit)"
+        if config.max_queue_tokens and (
+            self.queue.tokens + event.prompt_tokens > config.max_queue_tokens
+        ):
+            return "queue_full", (
+                f"{self.queue.tokens} prompt tokens are waiting "
+                f"(the limit is {config.max_queue_tokens})"
+            )
+        if self.throttled:
+            return "flow_control", (
+                f"overload: a request has waited more than {config.n_limit} scheduling cycles"
+            )
+        return None
+
+    def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> None:
+        request = self._requests.get(event.rid)
+        if request is None or request.prefill is None or request.prefilled:
+            return
+        request.prefilled = True
+        instance = self.prefill.get(request.prefill[0])
+        if instance is not None:
+            self._learn(instance.prefilled(request.rid, request.prefill[1], now_s))
+
+    def _on_ended(self, event: ev.RequestEnded) -> None:
+        request = self._requests.pop(event.rid, None)
+        if request is None:
+            return
+        self.queue.remove(event.rid)
+        if request.prefill is not None:
+            instance = self.prefill.get(request.prefill[0])
+            if instance is not None:
+                instance.dropped(request.rid, request.prefill[1])
+        if request.decode is not None:
+            decode = self.decode.get(request.decode[0])
+            if decode is not None:
+                decode.ended(request.rid, request.decode[1])
+        if event.outcome == "completed" and event.completion_tokens is not None:
+            difference = event.completion_tokens - self._expected_output
+            self._expected_output += _OUTPUT_STEP * difference
+
+    # Instances ----------------------------------------------------------------------------
+
+    def _on_up(self, event: ev.InstanceUp) -> None:
+        self._down.discard(event.instance)
+        if event.role == "prefill":
+            known = self.prefill.get(event.instance)
+            if known is None or known.dp_size != event.dp_size:
+                self.prefill[event.instance] = PrefillInstance(
+                    event,
+                    t_default_s=self.config.t_default_s,
+                    default_chunk_tokens=self.config.default_chunk_tokens,
+                )
+            elif event.chunk_tokens:
+                known.chunk_tokens = event.chunk_tokens
+        else:
+            known_decode = self.decode.get(event.instance)
+            if known_decode is None or known_decode.dp_size != event.dp_size:
+                self.decode[event.instance] = DecodeInstance(event)
+            else:
+                known_decode.set_limits(event)
+        self.interval.on_topology_change(len(self._up_prefill()))
+
+    def _on_down(self, event: ev.InstanceDown) -> None:
+        if event.instance in self.prefill:
+            self.prefill[event.instance].reset()
+        if event.instance in self.prefill or event.instance in self.decode:
+            self._down.add(event.instance)
+        self.interval.on_topology_change(len(self._up_prefill()))
+
+    def _on_report(self, event: ev.ForwardEnded, now_s: float) -> None:
+        prefill = self.prefill.get(event.instance)
+        if prefill is not None:
+            self._learn(prefill.on_report(event.report, now_s))
+            return
+        decode = self.decode.get(event.instance)
+        if decode is not None:
+            decode.on_report(event.report, now_s)
+
+    def _on_load_polled(self, event: ev.LoadPolled, now_s: float) -> None:
+        prefill = self.prefill.get(event.instance)
+        if prefill is not None:
+            prefill.on_load_poll(event.queued_tokens, now_s)
+        decode = self.decode.get(event.instance)
+        if decode is not None:
+            decode.on_load_poll(event.running_requests, event.kv_tokens)
+
+    def _learn(self, observation: Observation) -> None:
+        if observation.latencies_s:
+            self._latencies_s.extend(observation.latencies_s)
+            ordered = sorted(self._latencies_s)
+            self.interval.latency_s = ordered[len(ordered) // 2]
+        if observation.landed_s or observation.missed_s:
+            self.policy.on_landing(observation.landed_s, observation.missed_s)
+        if observation.forward_s is not None:
+            self.interval.on_end_forward(observation.forward_s)
+            timeout_s = self.config.watchdog_factor * self.interval.mean_forward_s
+            for instance in self.prefill.values():
+                instance.timeout_s = timeout_s
+
+    def _up_prefill(self) -> list[PrefillInstance]:
+        return [i for i in self.prefill.values() if i.id not in self._down]
+
+    def _up_decode(self) -> list[DecodeInstance]:
+        return [d for d in self.decode.values() if d.id not in self._down]
+
+    # The loop -----------------------------------------------------------------------------
+
+    def _drive(self, now_s: float, out: list[ev.Command]) -> None:
+        for request in self.queue.expired(now_s):
+            del self._requests[request.rid]
+            waited_s = now_s - request.arrived_s
+            out.append(
+                self._refuse(request.rid, "deadline", f"not scheduled within {waited_s:.1f} s")
+            )
+        instances = self._up_prefill()
+        wakes: list[float | None] = [
+            i.advance(now_s, self.interval.latency_s) for i in self.prefill.values()
+        ]
+        while instances and len(self.queue):
+            plan = self.policy.plan(list(self.queue), instances, now_s)
+            dispatched = self._commit(plan, now_s, out)
+            self._count_cycle(plan)
+            if not dispatched:
+                wakes.append(plan.wake_s)
+                break
+        if not len(self.queue):
+            self.throttled = False
+        wakes.extend(i.advance(now_s, self.interval.latency_s) for i in instances)
+        wakes.append(self.queue.next_deadline_s())
+        wake_s = min((w for w in wakes if w is not None), default=None)
+        if wake_s is not None and wake_s != self._wake_s:
+            out.append(ev.WakeAt(time_s=wake_s))
+        self._wake_s = wake_s
+
+    def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> bool:
+        """Choose decode ranks and dispatch; False if nothing could leave."""
+        if not plan.placements:
+            return False
+        targets: list[tuple[DecodeInstance, int]] = []
+        loads: list[DecodeLoad] = []
+        for decode in self._up_decode():
+            for rank, load in enumerate(decode.loads()):
+                targets.append((decode, rank))
+                loads.append(load)
+        for placement in plan.placements:
+            placement.request.total_tokens = self._total_tokens(placement.request)
+        ids = {decode.id for decode, _ in targets}
+        assigned = schedule_decode(
+            [placement.request for placement in plan.placements],
+            loads,
+            self._choose_decode,
+            allowed=lambda request, i: (
+                targets[i][0].id not in request.exclude or ids <= set(request.exclude)
+            ),
+            admit=self.policy.holds,
+        )
+        if not assigned:
+            return False
+        self.batches += 1
+        for placement in plan.placements:
+            index = assigned.get(placement.request.rid)
+            if index is not None:
+                self._dispatch(placement, targets[index], plan.reason, now_s, out)
+        return True
+
+    def _dispatch(
+        self,
+        placement: Placement,
+        decode: tuple[DecodeInstance, int],
+        reason: str,
+        now_s: float,
+        out: list[ev.Command],
+    ) -> None:
+        request, instance, rank = placement
+        self.queue.remove(request.rid)
+        request.prefill = (instance.id, rank)
+        request.decode = (decode[0].id, decode[1])
+        request.dispatched_s = now_s
+        instance.dispatched(request.rid, rank, request.prompt_tokens, now_s)
+        decode[0].dispatched(request.rid, decode[1], request.total_tokens)
+        out.append(
+            ev.Dispatch(
+                rid=request.rid,
+                prefill=instance.id,
+                prefill_rank=rank,
+                decode=decode[0].id,
+                decode_rank=decode[1],
+                batch=self.batches,
+                held_s=now_s - request.arrived_s,
+                reason=reason,
+            )
+        )
+
+    def _count_cycle(self, plan: Plan) -> None:
+        """Phase 3 of Algorithm 2. Flow control throttles: who waits keeps waiting in front."""
+        for request in plan.passed_over:
+            request.waited_cycles += 1
+        if plan.passed_over or plan.placements:
+            self.throttled = self.queue.waited_longest_cycles() > self.config.n_limit
+
+    def _total_tokens(self, request: Request) -> int:
+        expected = int(self._expected_output)
+        if request.max_new_tokens is not None:
+            expected = min(expected, request.max_new_tokens)
+        return request.prompt_tokens + expected
+
+    def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
+        return ev.Refuse(rid=rid, cause=cause, retry_after_s=self._retry_after_s(), message=message)
+
+    def _retry_after_s(self) -> float:
+        """Time until the prompt tokens that wait now are computed, at full passes; at least 1 s."""
+        rate = sum(
+            i.capacity_tokens / i.model.predict_s([i.chunk_tokens] * i.dp_size)
+            for i in self._up_prefill()
+        )
+        return max(1.0, self.queue.tokens / rate) if rate else 5.0
+
+
+def _make_policy(config: SchedulerConfig, interval: IntervalController) -> PrefillPolicy:
+    match config.policy:
+        case "sbs":
+            if config.trigger == "paper":
+                return PaperTrigger(interval)
+            return AdaptiveTrigger(interval, max_hold_s=config.max_hold_s)
+        case "round_robin":
+            return RoundRobin()
+        case "random":
+            return Random(config.seed)
+        case "random_rank":
+            return RandomRank(config.seed)
+        case "least_requests":
+            return LeastRequests()
+        case "least_tokens":
+            return LeastTokens()
+
+
+def _make_decode_rule(config: SchedulerConfig) -> DecodeRuleFunction:
+    if config.policy == "sbs":
+        return iqr_lexicographic(config.iqr_k) if config.decode_rule == "iqr" else potential
+    if config.policy in ("least_requests", "least_tokens"):
+        return fewest_requests
+    return RoundRobinDecode()

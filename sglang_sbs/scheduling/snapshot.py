@@ -1,0 +1,143 @@
+"""The scheduler's state as plain data, for metrics, dashboards and people.
+
+Owns :class:`Snapshot`. Reads the scheduler, never changes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from sglang_sbs.scheduling.scheduler import Scheduler
+
+
+class PrefillRankState(msgspec.Struct, frozen=True):
+    """One prefill DP rank; tokens."""
+
+    c_avail: int
+    flight_tokens: int
+    queued_tokens: int
+    outstanding_requests: int
+    age_s: float | None
+    """Since its last EndForward message; None: never."""
+
+
+class PrefillState(msgspec.Struct, frozen=True):
+    """One prefill instance."""
+
+    instance: str
+    up: bool
+    tier: str
+    ready: bool
+    predicted_free_in_s: float
+    forward_fixed_s: float
+    prediction_error_s: float
+    gap_s: float
+    watchdog_fires: int
+    passes: int
+    ranks: list[PrefillRankState]
+
+
+class DecodeRankState(msgspec.Struct, frozen=True):
+    """One decode DP rank: ⟨B_i, K_i⟩ with own dispatches counted."""
+
+    running: int
+    kv_tokens: int
+    flight_requests: int
+    age_s: float | None
+
+
+class DecodeState(msgspec.Struct, frozen=True):
+    """One decode instance."""
+
+    instance: str
+    up: bool
+    ranks: list[DecodeRankState]
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything the scheduler would show."""
+
+    policy: str
+    trigger: str
+    queue_requests: int
+    queue_tokens: int
+    in_flight_requests: int
+    """Dispatched and not ended."""
+    oldest_wait_s: float
+    interval_s: float
+    mean_forward_s: float
+    latency_s: float
+    """L_net."""
+    lead_s: float | None
+    throttled: bool
+    batches: int
+    prefill: list[PrefillState]
+    decode: list[DecodeState]
+
+
+def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
+    """Copy the state at ``now_s``."""
+    interval = scheduler.interval
+    first = next(iter(scheduler.queue), None)
+    return Snapshot(
+        policy=scheduler.config.policy,
+        trigger=scheduler.config.trigger if scheduler.config.policy == "sbs" else "immediate",
+        queue_requests=len(scheduler.queue),
+        queue_tokens=scheduler.queue.tokens,
+        in_flight_requests=scheduler.in_flight_requests,
+        oldest_wait_s=now_s - first.arrived_s if first else 0.0,
+        interval_s=interval.interval_s,
+        mean_forward_s=interval.mean_forward_s,
+        latency_s=interval.latency_s,
+        lead_s=getattr(scheduler.policy, "lead_s", None),
+        throttled=scheduler.throttled,
+        batches=scheduler.batches,
+        prefill=[
+            PrefillState(
+                instance=i.id,
+                up=scheduler.is_up(i.id),
+                tier=i.tier,
+                ready=i.ready,
+                predicted_free_in_s=max(0.0, i.free_at_s(now_s, interval.latency_s) - now_s),
+                forward_fixed_s=i.model.fixed_s,
+                prediction_error_s=i.model.error_s,
+                gap_s=i.gap_s,
+                watchdog_fires=i.watchdog_fires,
+                passes=i.passes_ended,
+                ranks=[
+                    PrefillRankState(
+                        c_avail=c_avail,
+                        flight_tokens=rank.flight_tokens,
+                        queued_tokens=rank.queued_tokens,
+                        outstanding_requests=len(rank.outstanding),
+                        age_s=_age_s(rank.reported_s, now_s),
+                    )
+                    for rank, c_avail in zip(i.ranks, i.c_avail(), strict=True)
+                ],
+            )
+            for i in scheduler.prefill.values()
+        ],
+        decode=[
+            DecodeState(
+                instance=d.id,
+                up=scheduler.is_up(d.id),
+                ranks=[
+                    DecodeRankState(
+                        running=load.running,
+                        kv_tokens=load.kv_tokens,
+                        flight_requests=len(rank.flight),
+                        age_s=_age_s(rank.reported_s, now_s),
+                    )
+                    for rank, load in zip(d.ranks, d.loads(), strict=True)
+                ],
+            )
+            for d in scheduler.decode.values()
+        ],
+    )
+
+
+def _age_s(reported_s: float | None, now_s: float) -> float | None:
+    return None if reported_s is None else now_s - reported_s
