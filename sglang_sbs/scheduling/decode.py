@@ -36,11 +36,16 @@ class DecodeLoad:
 
     def has_room(self, tokens: int) -> bool:
         """Whether the rank can admit a request of this total length; an empty rank always can."""
+        return tokens <= self.room_tokens
+
+    @property
+    def room_tokens(self) -> int:
+        """The largest total length it can admit."""
         if self.running == 0:
-            return True
-        return self.running < self.max_running and (
-            max(self.kv_tokens, self.committed_tokens) + tokens <= self.kv_capacity_tokens
-        )
+            return UNLIMITED
+        if self.running >= self.max_running:
+            return 0
+        return self.kv_capacity_tokens - max(self.kv_tokens, self.committed_tokens)
 
     def add(self, tokens: int) -> None:
         """Account for one more request of this total length."""

@@ -10,8 +10,12 @@ from collections.abc import Sequence
 
 _FEATURES = 3
 _FORGET = 0.98
+_WARM_UP = 10
 _OUTLIER = 4.0
-"""A pass this many times longer than predicted (GC pause, preemption) is clipped, not learned."""
+"""A residual is clipped at this many smoothed absolute errors (GC pause, preemption). The error
+itself grows by the clipped residuals, so a lasting change gets through within some tens of passes."""
+_RELATIVE_ERROR = 0.05
+"""The error counts as at least this share of the prediction when clipping."""
 _ERROR_STEP = 0.1
 
 
@@ -55,8 +59,9 @@ class ForwardModel:
     def observe(self, tokens_per_rank: Sequence[int], forward_s: float) -> None:
         """Learn from one finished pass."""
         predicted_s = self.predict_s(tokens_per_rank)
-        if self.passes >= 10:
-            forward_s = min(forward_s, _OUTLIER * predicted_s)
+        if self.passes >= _WARM_UP:
+            limit_s = _OUTLIER * max(self.error_s, _RELATIVE_ERROR * predicted_s)
+            forward_s = min(max(forward_s, predicted_s - limit_s), predicted_s + limit_s)
         self.passes += 1
         self.error_s += _ERROR_STEP * (abs(forward_s - predicted_s) - self.error_s)
         x = self._features(tokens_per_rank)

@@ -239,6 +239,8 @@ class PrefillInstance:
         self.ranks[rank].flight.pop(rid, None)
         if not self.has_outstanding:
             self.watchdog_s = None
+            if self.tier != "endforward" and not self.passes:
+                self.ready = True
 
     # Reports ------------------------------------------------------------------------------
 
@@ -278,6 +280,9 @@ class PrefillInstance:
         self.tier = "load_poll"
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
             rank.queued_tokens = max(0, tokens - rank.flight_tokens)
+        if any(queued_tokens) and not self.passes:
+            # It waits for something: a pass of which we do not know runs until now at least.
+            self.free_since_s = now_s
         if not any(queued_tokens) and not self.has_outstanding:
             self._on_quiescent(now_s)
 

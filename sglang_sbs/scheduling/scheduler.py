@@ -283,7 +283,8 @@ class Scheduler:
             i.advance(now_s, self.interval.latency_s) for i in self.prefill.values()
         ]
         while instances and len(self.queue):
-            plan = self.policy.plan(list(self.queue), instances, now_s)
+            queue = self._admissible() if self.policy.holds else list(self.queue)
+            plan = self.policy.plan(queue, instances, now_s)
             dispatched = self._commit(plan, now_s, out)
             self._count_cycle(plan)
             if not dispatched:
@@ -297,6 +298,12 @@ class Scheduler:
         if wake_s is not None and wake_s != self._wake_s:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
+
+    def _admissible(self) -> list[Request]:
+        """The waiting requests that some decode rank has room for now."""
+        loads = [load for decode in self._up_decode() for load in decode.loads()]
+        room = max((load.room_tokens for load in loads), default=0)
+        return [r for r in self.queue if self._total_tokens(r) <= room]
 
     def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> bool:
         """Choose decode ranks and dispatch; False if nothing could leave."""

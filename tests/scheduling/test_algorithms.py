@@ -1,0 +1,175 @@
+"""Algorithms 1-3 of the paper, on cases small enough to check by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_sbs.scheduling.decode import (
+    DecodeLoad,
+    iqr_lexicographic,
+    outlier_threshold,
+    percentile,
+    potential,
+    schedule_decode,
+)
+from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.pbaa import pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.request import Request
+
+
+def request(rid: str, tokens: int, *, order: int = 0, output: int = 0) -> Request:
+    return Request(
+        rid=rid,
+        order=order,
+        prompt_tokens=tokens,
+        max_new_tokens=None,
+        arrived_s=0.0,
+        deadline_s=100.0,
+        total_tokens=tokens + output,
+    )
+
+
+class TestInterval:
+    def test_before_any_sample_it_is_t_default_plus_latency_over_instances(self):
+        interval = IntervalController(t_default_s=0.3, window=4, latency_s=0.03)
+        interval.on_topology_change(3)
+        assert interval.interval_s == pytest.approx(0.11)
+
+    def test_the_window_evicts_the_oldest_sample(self):
+        interval = IntervalController(t_default_s=9.0, window=2, latency_s=0.0)
+        interval.on_topology_change(1)
+        for sample in (0.1, 0.2, 0.4):
+            interval.on_end_forward(sample)
+        assert interval.mean_forward_s == pytest.approx(0.3)
+
+    def test_a_topology_change_takes_effect_at_once(self):
+        interval = IntervalController(t_default_s=0.4, window=2, latency_s=0.0)
+        interval.on_topology_change(2)
+        before = interval.interval_s
+        interval.on_topology_change(4)
+        assert interval.interval_s == pytest.approx(before / 2)
+
+
+class TestPbaa:
+    def test_pending_requests_go_before_longer_new_ones(self):
+        placed, left = pbaa([request("old", 10)], [request("new", 100)], [1, -5])
+        assert [(r.rid, d) for r, d in placed] == [("old", 0)]
+        assert [r.rid for r in left] == ["new"]
+
+    def test_longest_first_into_the_emptiest_rank(self):
+        batch = [request("a", 100), request("b", 300), request("c", 200)]
+        placed, left = pbaa([], batch, [400, 390])
+        assert [(r.rid, d) for r, d in placed] == [("b", 0), ("c", 1), ("a", 1)]
+        assert left == []
+
+    def test_positive_capacity_admits_an_overshoot_as_the_paper_writes_it(self):
+        placed, _ = pbaa([], [request("big", 1000)], [1, 0])
+        assert [(r.rid, d) for r, d in placed] == [("big", 0)]
+
+    def test_no_capacity_leaves_everything_for_the_next_cycle(self):
+        placed, left = pbaa([request("a", 1)], [request("b", 2)], [0, -3])
+        assert placed == []
+        assert [r.rid for r in left] == ["a", "b"]
+
+    def test_cache_aware_mode_prefers_the_rank_that_holds_the_prefix(self):
+        def hit(_request: Request, rank: int) -> int:
+            return 90 if rank == 1 else 0
+
+        placed, _ = pbaa([], [request("r", 100)], [120, 60], hit)
+        assert [(r.rid, d) for r, d in placed] == [("r", 1)]
+
+    @given(
+        tokens=st.lists(st.integers(1, 5000), max_size=40),
+        capacity=st.lists(st.integers(-500, 4000), min_size=1, max_size=8),
+    )
+    def test_every_request_is_placed_once_or_left_and_a_rank_is_overshot_by_one_at_most(
+        self, tokens, capacity
+    ):
+        batch = [request(str(i), t, order=i) for i, t in enumerate(tokens)]
+        placed, left = pbaa(batch[::2], batch[1::2], capacity)
+        assert {r.rid for r, _ in placed} | {r.rid for r in left} == {r.rid for r in batch}
+        assert len(placed) + len(left) == len(batch)
+        for rank, free in enumerate(capacity):
+            mine = [r.prompt_tokens for r, d in placed if d == rank]
+            assert not mine or free - sum(mine[:-1]) > 0
+
+    @given(
+        tokens=st.lists(st.integers(1, 3000), max_size=40),
+        capacity=st.lists(st.integers(0, 1000), min_size=1, max_size=8),
+    )
+    def test_fitting_placement_never_splits_what_a_chunk_could_hold(self, tokens, capacity):
+        batch = [request(str(i), t, order=i) for i, t in enumerate(tokens)]
+        placed, left = place_fitting(batch, capacity, chunk_tokens=1000)
+        assert len(placed) + len(left) == len(batch)
+        for rank, free in enumerate(capacity):
+            mine = [r.prompt_tokens for r, d in placed if d == rank]
+            if sum(mine) > free:
+                assert mine[0] > 1000
+                assert len(mine) == 1
+                assert free == 1000
+
+    def test_top_up_splits_the_oldest_leftover_only_under_backlog(self):
+        batch = [request("a", 600, order=0), request("b", 600, order=1), request("c", 900, order=2)]
+        fitted = place_fitting(batch, [1000], 1000)
+        assert [r.rid for r, _ in fitted.placed] == ["c"]
+        quiet = top_up(fitted, [1000], 1000, keep_tokens=5000)
+        assert [r.rid for r, _ in quiet.placed] == ["c"]
+        busy = top_up(fitted, [1000], 1000, keep_tokens=500)
+        assert [r.rid for r, _ in busy.placed] == ["c", "a"]
+
+
+class TestDecode:
+    def test_percentiles_interpolate_linearly(self):
+        assert percentile([10, 20, 30, 40], 0.25) == pytest.approx(17.5)
+        assert percentile([7], 0.75) == 7
+
+    def test_the_outlier_threshold_is_q3_plus_k_times_iqr(self):
+        assert outlier_threshold([0, 10, 20, 30, 40], 1.5) == pytest.approx(30 + 1.5 * 20)
+
+    def test_a_rank_with_an_outlier_kv_load_is_masked_even_with_the_smallest_batch(self):
+        loads = [DecodeLoad(5, 100), DecodeLoad(5, 110), DecodeLoad(5, 105), DecodeLoad(0, 9000)]
+        assigned = schedule_decode([request("r", 10)], loads, iqr_lexicographic(1.5))
+        assert assigned == {"r": 0}
+
+    def test_lexicographic_batch_size_first_then_kv(self):
+        loads = [DecodeLoad(3, 10), DecodeLoad(2, 30), DecodeLoad(2, 20)]
+        assert schedule_decode([request("r", 1)], loads, iqr_lexicographic(9.0)) == {"r": 2}
+
+    def test_long_requests_choose_first_and_the_state_follows_each_assignment(self):
+        loads = [DecodeLoad(0, 0), DecodeLoad(0, 0)]
+        batch = [request("short", 10), request("long", 1000), request("mid", 100)]
+        assigned = schedule_decode(batch, loads, iqr_lexicographic(1.5))
+        assert assigned == {"long": 0, "mid": 1, "short": 1}
+        assert [(load.running, load.kv_tokens) for load in loads] == [(1, 1000), (2, 110)]
+
+    def test_a_rank_without_room_is_not_feasible_and_nothing_fits_nowhere(self):
+        full = DecodeLoad(1, 90, 90, kv_capacity_tokens=100)
+        assert schedule_decode([request("r", 50)], [full], iqr_lexicographic(1.5)) == {}
+        assert schedule_decode([request("r", 50)], [full], iqr_lexicographic(1.5), admit=False)
+
+    @given(
+        loads=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10**5)), min_size=1),
+        tokens=st.lists(st.integers(1, 4000), min_size=1, max_size=20),
+        k=st.floats(0, 5),
+    )
+    def test_a_masked_rank_is_never_chosen_while_a_safe_one_exists(self, loads, tokens, k):
+        state = [DecodeLoad(b, kv) for b, kv in loads]
+        rule = iqr_lexicographic(k)
+
+        def checked(r, current, feasible):
+            chosen = rule(r, current, feasible)
+            threshold = outlier_threshold([x.kv_tokens for x in current], k)
+            safe = [i for i in feasible if current[i].kv_tokens <= threshold]
+            assert not safe or chosen in safe
+            best = min((current[i].running, current[i].kv_tokens) for i in safe or feasible)
+            assert (current[chosen].running, current[chosen].kv_tokens) == best
+            return chosen
+
+        batch = [request(str(i), t) for i, t in enumerate(tokens)]
+        assert len(schedule_decode(batch, state, checked)) == len(batch)
+
+    def test_the_potential_avoids_the_rank_that_is_ahead_in_either_dimension(self):
+        loads = [DecodeLoad(10, 5000), DecodeLoad(2, 50_000), DecodeLoad(9, 6000)]
+        assert schedule_decode([request("r", 1000)], loads, potential) == {"r": 2}

@@ -1,0 +1,51 @@
+"""The online forward-time model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_sbs.scheduling.forward_model import ForwardModel
+
+
+def passes(rng: random.Random, n: int) -> list[list[int]]:
+    return [[rng.randrange(1, 3000) for _ in range(8)] for _ in range(n)]
+
+
+@pytest.mark.parametrize(("b_max", "b_mean"), [(8e-5, 0.0), (5e-5, 3e-5), (0.0, 8e-5)])
+def test_it_learns_who_pays_for_imbalance(b_max: float, b_mean: float):
+    rng = random.Random(3)
+    model = ForwardModel(t_default_s=0.5, chunk_tokens=3072)
+
+    def truth(tokens: list[int]) -> float:
+        return 0.1 + b_max * max(tokens) + b_mean * sum(tokens) / 8
+
+    for tokens in passes(rng, 200):
+        model.observe(tokens, truth(tokens))
+    for tokens in ([3000] * 8, [3000] + [10] * 7, [50] * 8):
+        assert model.predict_s(tokens) == pytest.approx(truth(tokens), rel=0.05)
+
+
+def test_a_pause_of_the_engine_does_not_spoil_the_model():
+    rng = random.Random(4)
+    model = ForwardModel(t_default_s=0.2, chunk_tokens=3072)
+    for tokens in passes(rng, 60):
+        model.observe(tokens, 0.1 + 5e-5 * max(tokens))
+    expected = model.predict_s([1000] * 8)
+    model.observe([1000] * 8, 30.0)
+    for tokens in passes(rng, 20):
+        model.observe(tokens, 0.1 + 5e-5 * max(tokens))
+    assert model.predict_s([1000] * 8) == pytest.approx(expected, rel=0.25)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4000), st.floats(1e-4, 20.0)), max_size=60))
+def test_any_history_gives_a_positive_prediction_that_does_not_fall_with_load(history):
+    model = ForwardModel(t_default_s=0.3, chunk_tokens=1024)
+    for tokens, forward_s in history:
+        model.observe([tokens, tokens // 2], forward_s)
+    assert (
+        0 < model.predict_s([0, 0]) <= model.predict_s([1024, 512]) <= model.predict_s([4096] * 2)
+    )

@@ -1,0 +1,424 @@
+"""Behaviour of the whole scheduler object, event by event."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sglang_sbs.scheduling import (
+    Dispatch,
+    ForwardEnded,
+    InstanceDown,
+    InstanceUp,
+    LoadPolled,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    Scheduler,
+    SchedulerConfig,
+    TimerFired,
+    WakeAt,
+)
+from sglang_sbs.wire import EndForward
+
+
+class Driver:
+    """A scheduler with its clock, collecting commands by kind."""
+
+    def __init__(self, **config):
+        self.scheduler = Scheduler(SchedulerConfig(**config))
+        self.now_s = 100.0
+        self.dispatched: list[Dispatch] = []
+        self.refused: list[Refuse] = []
+        self.wake_s: float | None = None
+        self._seq: dict[tuple[str, int], int] = {}
+
+    def tell(self, event) -> list[Dispatch]:
+        new = []
+        for command in self.scheduler.handle(event, self.now_s):
+            match command:
+                case Dispatch():
+                    new.append(command)
+                case Refuse():
+                    self.refused.append(command)
+                case WakeAt():
+                    self.wake_s = command.time_s
+        self.dispatched += new
+        return new
+
+    def up(self, prefill: int = 1, dp: int = 2, chunk: int = 1000, decode_dp: int = 2, **decode):
+        for i in range(prefill):
+            self.tell(InstanceUp(instance=f"p{i}", role="prefill", dp_size=dp, chunk_tokens=chunk))
+        self.tell(InstanceUp(instance="d0", role="decode", dp_size=decode_dp, **decode))
+        return self
+
+    def arrive(self, rid: str, tokens: int = 100, **more) -> list[Dispatch]:
+        return self.tell(RequestArrived(rid=rid, prompt_tokens=tokens, **more))
+
+    def wait(self, seconds: float) -> list[Dispatch]:
+        """Let time pass, firing timers when they are due."""
+        end_s = self.now_s + seconds
+        new = []
+        while self.wake_s is not None and self.wake_s <= end_s:
+            self.now_s = max(self.now_s, self.wake_s)
+            self.wake_s = None
+            new += self.tell(TimerFired())
+        self.now_s = end_s
+        return new
+
+    def report(self, instance: str, rank: int = 0, dp: int = 2, **fields) -> list[Dispatch]:
+        key = (instance, rank)
+        seq = fields.pop("seq", None)
+        if seq is None:
+            seq = self._seq.get(key, -1) + 1
+        self._seq[key] = max(seq, self._seq.get(key, -1))
+        base = {
+            "instance_id": instance,
+            "boot_id": "boot",
+            "role": "decode" if instance.startswith("d") else "prefill",
+            "dp_rank": rank,
+            "dp_size": dp,
+            "seq": seq,
+            "kind": "forward",
+        }
+        return self.tell(ForwardEnded(instance=instance, report=EndForward(**{**base, **fields})))
+
+    def prefill_state(self, instance: str = "p0"):
+        state = self.scheduler.snapshot(self.now_s)
+        return next(p for p in state.prefill if p.instance == instance)
+
+
+TRIGGERS = pytest.mark.parametrize("trigger", ["paper", "adaptive"])
+POLICIES = pytest.mark.parametrize(
+    "policy", ["sbs", "round_robin", "random", "random_rank", "least_requests", "least_tokens"]
+)
+
+
+@TRIGGERS
+def test_a_request_to_an_idle_cluster_leaves_at_once(trigger):
+    driver = Driver(trigger=trigger).up(prefill=3)
+    (dispatch,) = driver.arrive("r")
+    assert dispatch.rid == "r"
+    assert dispatch.held_s == 0
+    assert dispatch.reason
+
+
+@TRIGGERS
+def test_while_the_only_instance_computes_requests_wait_in_the_scheduler(trigger):
+    driver = Driver(trigger=trigger, t_default_s=0.5).up()
+    driver.arrive("first")
+    driver.now_s += 0.01
+    for rank in (0, 1):
+        driver.report(
+            "p0",
+            rank,
+            kind="launch",
+            forward_id=1,
+            tokens_per_rank=[100, 0],
+            extend_tokens=100 if rank == 0 else 0,
+            rids=["first"] if rank == 0 else [],
+            accepted_requests=1 - rank,
+        )
+    driver.now_s += 0.1
+    assert driver.arrive("a") == []
+    assert driver.arrive("b") == []
+    assert driver.scheduler.snapshot(driver.now_s).queue_requests == 2
+
+
+def test_the_paper_trigger_sends_the_batch_at_end_forward_packed_over_the_ranks():
+    driver = Driver(trigger="paper", t_default_s=0.3).up()
+    driver.arrive("first", 100)
+    driver.report(
+        "p0",
+        0,
+        kind="launch",
+        forward_id=1,
+        tokens_per_rank=[100, 0],
+        extend_tokens=100,
+        rids=["first"],
+        accepted_requests=1,
+    )
+    driver.wait(0.1)
+    for rid, tokens in (("a", 900), ("b", 500), ("c", 400)):
+        driver.arrive(rid, tokens)
+    assert driver.wait(0.3) == []
+    sent = driver.report(
+        "p0", 0, forward_id=1, forward_s=0.4, tokens_per_rank=[100, 0], accepted_requests=1
+    )
+    ranks = {d.rid: d.prefill_rank for d in sent}
+    assert set(ranks) == {"a", "b", "c"}
+    assert ranks["b"] == ranks["c"] != ranks["a"]
+    assert len({d.batch for d in sent}) == 1
+
+
+def test_the_paper_trigger_serves_instances_in_rotation_one_interval_apart():
+    driver = Driver(trigger="paper", t_default_s=0.3, initial_latency_s=0.0).up(prefill=3)
+    targets = []
+    for i in range(3):
+        (dispatch,) = driver.arrive(f"r{i}") or driver.wait(0.1)
+        targets.append((dispatch.prefill, round(driver.now_s, 3)))
+        driver.wait(0.05)
+    assert [t for t, _ in targets] == ["p0", "p1", "p2"]
+    assert targets[1][1] - targets[0][1] == pytest.approx(0.1, abs=0.051)
+
+
+def test_the_adaptive_trigger_dispatches_ahead_of_the_predicted_end():
+    driver = Driver(t_default_s=0.4, initial_latency_s=0.02).up()
+    driver.arrive("first", 1000)
+    driver.now_s += 0.02
+    driver.report(
+        "p0",
+        0,
+        kind="launch",
+        forward_id=1,
+        tokens_per_rank=[1000, 0],
+        extend_tokens=1000,
+        rids=["first"],
+        accepted_requests=1,
+    )
+    started_s = driver.now_s
+    predicted_s = driver.prefill_state().predicted_free_in_s
+    driver.now_s += 0.05
+    assert driver.arrive("next", 500) == []
+    (dispatch,) = driver.wait(10.0)
+    assert dispatch.rid == "next"
+    assert 0.05 < dispatch.held_s < predicted_s - 0.05
+    assert started_s + 0.05 + dispatch.held_s > started_s + 0.5 * predicted_s
+
+
+@TRIGGERS
+def test_c_avail_is_the_chunk_minus_flight_minus_what_the_rank_reports_queued(trigger):
+    driver = Driver(trigger=trigger).up()
+    driver.arrive("r", 300)
+    rank = driver.dispatched[0].prefill_rank
+    assert driver.prefill_state().ranks[rank].c_avail == 700
+    driver.report(
+        "p0",
+        rank,
+        kind="heartbeat",
+        rids=["r"],
+        accepted_requests=1,
+        bootstrapping_requests=1,
+        bootstrapping_tokens=300,
+    )
+    state = driver.prefill_state().ranks[rank]
+    assert (state.flight_tokens, state.queued_tokens, state.c_avail) == (0, 300, 700)
+    driver.report("p0", rank, kind="launch", forward_id=1, extend_tokens=300, accepted_requests=1)
+    assert driver.prefill_state().ranks[rank].c_avail == 1000
+
+
+@TRIGGERS
+def test_duplicate_and_reordered_reports_change_nothing(trigger):
+    driver = Driver(trigger=trigger).up()
+    driver.arrive("r", 300)
+    rank = driver.dispatched[0].prefill_rank
+    driver.report(
+        "p0",
+        rank,
+        kind="launch",
+        forward_id=1,
+        extend_tokens=300,
+        rids=["r"],
+        seq=0,
+        accepted_requests=1,
+    )
+    driver.report(
+        "p0", rank, forward_id=1, forward_s=0.2, extend_tokens=300, seq=1, accepted_requests=1
+    )
+    before = msgspec.structs.asdict(driver.scheduler.snapshot(driver.now_s))
+    driver.report(
+        "p0", rank, forward_id=1, forward_s=9.9, extend_tokens=300, seq=1, waiting_tokens=7
+    )
+    driver.report("p0", rank, kind="launch", forward_id=1, extend_tokens=300, seq=0)
+    assert msgspec.structs.asdict(driver.scheduler.snapshot(driver.now_s)) == before
+
+
+def test_a_lost_message_heals_through_the_cumulative_counter():
+    driver = Driver(policy="least_tokens").up(dp=1)
+    for i in range(3):
+        driver.arrive(f"r{i}", 100)
+    assert driver.prefill_state().ranks[0].flight_tokens == 300
+    driver.report("p0", 0, dp=1, kind="heartbeat", seq=0)
+    # seq 1, which acknowledged r0 and r1, was lost.
+    driver.report("p0", 0, dp=1, kind="heartbeat", seq=2, accepted_requests=2)
+    assert driver.prefill_state().ranks[0].flight_tokens == 100
+
+
+def test_an_engine_restart_forgets_what_was_in_flight_there():
+    driver = Driver(policy="least_tokens").up(dp=1)
+    driver.report("p0", 0, dp=1, kind="heartbeat")
+    driver.arrive("r", 100)
+    driver.report("p0", 0, dp=1, kind="heartbeat", boot_id="second", seq=0)
+    state = driver.prefill_state().ranks[0]
+    assert (state.flight_tokens, state.outstanding_requests) == (0, 0)
+
+
+@TRIGGERS
+def test_the_watchdog_resets_a_silent_instance_and_serves_it_at_fixed_intervals(trigger):
+    driver = Driver(trigger=trigger, t_default_s=0.2, default_timeout_s=1000).up()
+    driver.arrive("lost", 1000)
+    driver.report("p0", 0, kind="heartbeat")
+    driver.arrive("next", 100)
+    driver.wait(1.5)
+    state = driver.prefill_state()
+    assert state.watchdog_fires >= 1
+    assert state.tier == "interval"
+    assert [d.rid for d in driver.dispatched] == ["lost", "next"]
+    for i in range(5):
+        driver.arrive(f"more{i}", 100)
+    driver.wait(30.0)
+    assert len(driver.dispatched) == 7
+
+
+@TRIGGERS
+def test_without_a_plugin_http_answers_keep_it_going(trigger):
+    driver = Driver(trigger=trigger, t_default_s=0.2).up()
+    driver.arrive("a", 500)
+    driver.now_s += 0.1
+    driver.arrive("b", 500)
+    driver.wait(0.15)
+    driver.tell(PrefillDone(rid="a"))
+    driver.wait(0.1)
+    assert [d.rid for d in driver.dispatched] == ["a", "b"]
+    assert driver.prefill_state().tier == "http"
+
+
+def test_a_load_poll_is_the_tier_in_force_until_end_forward_arrives():
+    driver = Driver().up()
+    driver.tell(
+        LoadPolled(instance="p0", queued_tokens=[700, 0], running_requests=[0, 0], kv_tokens=[0, 0])
+    )
+    assert driver.prefill_state().tier == "load_poll"
+    assert [r.c_avail for r in driver.prefill_state().ranks] == [300, 1000]
+    driver.report("p0", 0, kind="heartbeat")
+    assert driver.prefill_state().tier == "endforward"
+
+
+@TRIGGERS
+def test_decode_without_room_holds_the_request_before_prefill(trigger):
+    driver = Driver(trigger=trigger, default_output_tokens=100).up(
+        decode_dp=1, kv_capacity_tokens=1000
+    )
+    driver.arrive("a", 500)
+    driver.tell(PrefillDone(rid="a"))
+    driver.wait(5.0)
+    assert driver.arrive("b", 500) == []
+    driver.wait(5.0)
+    assert [d.rid for d in driver.dispatched] == ["a"]
+    driver.tell(RequestEnded(rid="a", outcome="completed"))
+    driver.wait(2.0)
+    assert [d.rid for d in driver.dispatched] == ["a", "b"]
+
+
+@POLICIES
+def test_nothing_goes_to_an_instance_that_is_down(policy):
+    driver = Driver(policy=policy).up(prefill=2)
+    driver.tell(InstanceDown(instance="p0"))
+    for i in range(8):
+        driver.arrive(f"r{i}")
+        driver.wait(1.0)
+    assert {d.prefill for d in driver.dispatched} == {"p1"}
+
+
+@POLICIES
+def test_no_instance_is_a_clear_refusal(policy):
+    driver = Driver(policy=policy)
+    driver.arrive("a")
+    driver.tell(InstanceUp(instance="p0", role="prefill", dp_size=1))
+    driver.arrive("b")
+    assert [(r.rid, r.cause) for r in driver.refused] == [("a", "no_prefill"), ("b", "no_decode")]
+    assert all(r.retry_after_s > 0 and r.message for r in driver.refused)
+
+
+@TRIGGERS
+def test_the_queue_is_bounded_and_says_when_to_come_back(trigger):
+    driver = Driver(trigger=trigger, max_queue_requests=3, t_default_s=10.0).up()
+    for i in range(30):
+        driver.arrive(f"r{i}", 1000)
+    assert {r.cause for r in driver.refused} == {"queue_full"}
+    assert len(driver.dispatched) + len(driver.refused) + 3 == 30
+    assert all(r.retry_after_s >= 1 for r in driver.refused)
+
+
+@TRIGGERS
+def test_a_deadline_in_the_queue_is_a_refusal_not_a_hang(trigger):
+    driver = Driver(trigger=trigger, t_default_s=50.0, max_hold_s=500.0).up()
+    driver.arrive("runs", 2000)
+    driver.arrive("also", 2000)
+    driver.now_s += 1
+    driver.arrive("late", 2000, deadline_s=driver.now_s + 2)
+    driver.wait(3.0)
+    assert [(r.rid, r.cause) for r in driver.refused] == [("late", "deadline")]
+
+
+def test_after_n_limit_cycles_flow_control_refuses_new_requests_until_the_old_one_leaves():
+    driver = Driver(trigger="paper", n_limit=2, t_default_s=0.1, default_timeout_s=1000).up(
+        dp=1, chunk=100
+    )
+    driver.arrive("big", 100)
+    for cycle in range(4):
+        driver.arrive(f"long{cycle}", 99)
+        driver.arrive(f"short{cycle}", 1)
+        driver.wait(0.2)
+        driver.report(
+            "p0",
+            0,
+            dp=1,
+            forward_id=cycle + 1,
+            forward_s=0.1,
+            waiting_requests=1,
+            waiting_tokens=100,
+        )
+        driver.wait(0.2)
+    assert driver.scheduler.throttled
+    driver.arrive("new")
+    assert driver.refused[-1].cause == "flow_control"
+    for cycle in range(40):
+        sent = [d.rid for d in driver.dispatched]
+        driver.report("p0", 0, dp=1, forward_id=cycle + 10, forward_s=0.1, rids=sent)
+        driver.wait(0.3)
+    assert not driver.scheduler.throttled
+    assert driver.scheduler.snapshot(driver.now_s).queue_requests == 0
+
+
+def test_a_retry_avoids_the_instances_it_failed_on_while_there_are_others():
+    driver = Driver().up(prefill=2)
+    for i in range(4):
+        driver.arrive(f"r{i}", exclude=("p0",))
+        driver.wait(3.0)
+    assert {d.prefill for d in driver.dispatched} == {"p1"}
+    driver.tell(InstanceDown(instance="p1"))
+    driver.arrive("last", exclude=("p0",))
+    driver.wait(3.0)
+    assert driver.dispatched[-1].prefill == "p0"
+
+
+@TRIGGERS
+def test_a_request_aborted_in_the_queue_is_never_dispatched(trigger):
+    driver = Driver(trigger=trigger, t_default_s=1.0).up()
+    driver.arrive("runs", 2000)
+    driver.arrive("more", 2000)
+    driver.now_s += 0.1
+    driver.arrive("gone", 2000)
+    driver.tell(RequestEnded(rid="gone", outcome="aborted"))
+    driver.wait(20.0)
+    assert "gone" not in {d.rid for d in driver.dispatched}
+
+
+@POLICIES
+def test_unknown_requests_and_instances_are_ignored(policy):
+    driver = Driver(policy=policy).up()
+    driver.tell(PrefillDone(rid="nobody"))
+    driver.tell(RequestEnded(rid="nobody", outcome="failed"))
+    driver.tell(InstanceDown(instance="nowhere"))
+    driver.report("nowhere")
+    driver.report("p0", rank=1, dp=9, kind="heartbeat")
+    assert driver.arrive("r")
+
+
+def test_a_bad_setting_names_the_field_and_what_is_allowed():
+    with pytest.raises(ValueError, match=r"policy='fast' is not one of sbs, round_robin"):
+        SchedulerConfig(policy="fast")
+    with pytest.raises(ValueError, match="t_default_s must be greater than 0"):
+        SchedulerConfig(t_default_s=0)
