@@ -31,7 +31,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """W_size of Algorithm 1: forward times in the moving average."""
     watchdog_factor: float = 5.0
     """T_timeout = watchdog_factor x mean forward time (paper section 4.1.2)."""
-    n_limit: int = 20
+    n_limit: int = 100
     """N_limit of Algorithm 2: cycles a request may stay unallocated before flow control."""
     iqr_k: float = 1.5
     """k of Algorithm 3."""

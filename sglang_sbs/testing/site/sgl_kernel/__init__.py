@@ -1,20 +1,5 @@
-"""Stand-in for SGLang's CUDA kernel package on a machine without CUDA.
+"""Stand-in for sglang-kernel on CPU engines: see `sglang_sbs/testing/absent_package.py`."""
 
-Owns: satisfying `import sgl_kernel` / `from sgl_kernel import NAME`, which SGLang modules run at
-import time whatever the device is. It must know nothing about SGLang: every name exists, and
-calling one is an error that says which kernel was reached.
-"""
+from sglang_sbs.testing import absent_package
 
-from collections.abc import Callable
-from typing import Any, NoReturn
-
-
-def __getattr__(name: str) -> Callable[..., NoReturn]:
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def missing_kernel(*_args: Any, **_kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU build of sglang-kernel")
-
-    missing_kernel.__name__ = name
-    return missing_kernel
+absent_package.install(__name__, __version__="0.0.0")

@@ -1,0 +1,150 @@
+"""What the engines did, read from a router's event log.
+
+Owns the reconstruction of forward passes and of who served what. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from sglang_sbs.router.eventlog import read_event_log
+from sglang_sbs.scheduling import Dispatch, ForwardEnded
+
+_GAP_SHARE = 0.5
+"""A pause longer than this share of a pass is a lack of requests, not the engine's own gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """One prefill pass; times in seconds of the router's clock."""
+
+    instance: str
+    start_s: float
+    end_s: float
+    tokens: tuple[int, ...]
+    """Extend tokens per DP rank."""
+
+    @property
+    def active_ranks(self) -> int:
+        return sum(tokens > 0 for tokens in self.tokens)
+
+
+@dataclass(slots=True)
+class EngineRecord:
+    """Everything a router's event log says about the engines, by instance name."""
+
+    prefill_ranks: Counter[str] = field(default_factory=Counter)
+    """Requests dispatched, by ``p0/0``."""
+    decode_ranks: Counter[str] = field(default_factory=Counter)
+    endforward: Counter[str] = field(default_factory=Counter)
+    """EndForward messages of kind ``forward``, by rank, prefill and decode."""
+    pairs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """rid -> (prefill rank, decode rank)."""
+    held_s: list[float] = field(default_factory=list)
+    passes: list[ForwardPass] = field(default_factory=list)
+    hook_us: list[int] = field(default_factory=list)
+    """Time the hook took for one message, microseconds."""
+    chunk_tokens: int = 0
+
+
+class PassStatistics(msgspec.Struct, frozen=True):
+    """Over all prefill instances, between the first launch and the last end of each."""
+
+    passes: int
+    tokens_per_pass: float
+    chunk_utilization: float
+    """Share of the token capacity of the passes that was used."""
+    active_ranks: float
+    """Mean share of DP ranks with tokens in a pass."""
+    idle_share: float
+    """Share of time with no pass on the device."""
+    gap_ms_p50: float
+    """Pause before a pass that follows another without running out of requests."""
+    bubble_share: float
+    """Share of time lost in those pauses."""
+
+
+def read_engines(log: Path, names: Mapping[str, str]) -> EngineRecord:
+    """Read an event log; ``names`` maps worker URLs to short names (``p0``)."""
+    record = EngineRecord()
+    open_passes: dict[tuple[str, int], list[int]] = {}
+    seen: set[tuple[str, str, int]] = set()
+    for entry in read_event_log(log):
+        for command in entry.commands:
+            if isinstance(command, Dispatch):
+                prefill = f"{names[command.prefill]}/{command.prefill_rank}"
+                decode = f"{names[command.decode]}/{command.decode_rank}"
+                record.prefill_ranks[prefill] += 1
+                record.decode_ranks[decode] += 1
+                record.pairs[command.rid] = (prefill, decode)
+                record.held_s.append(command.held_s)
+        if not isinstance(entry.event, ForwardEnded):
+            continue
+        report = entry.event.report
+        name = names[entry.event.instance]
+        if report.hook_us:
+            record.hook_us.append(report.hook_us)
+        if report.kind == "launch":
+            tokens = open_passes.setdefault((name, report.forward_id), [0] * report.dp_size)
+            tokens[report.dp_rank] = report.extend_tokens
+        if report.kind != "forward":
+            continue
+        record.endforward[f"{name}/{report.dp_rank}"] += 1
+        if report.role != "prefill":
+            continue
+        record.chunk_tokens = report.chunk_tokens or record.chunk_tokens
+        key = (name, report.boot_id, report.forward_id)
+        tokens = open_passes.pop((name, report.forward_id), [])
+        if key in seen or not any(tokens):
+            continue
+        seen.add(key)
+        end_s = entry.now_s - report.age_s
+        record.passes.append(ForwardPass(name, end_s - report.forward_s, end_s, tuple(tokens)))
+    return record
+
+
+def pass_statistics(
+    passes: Iterable[ForwardPass],
+    chunk_tokens: int,
+    window_s: tuple[float, float] = (-math.inf, math.inf),
+) -> PassStatistics:
+    """Summarise the passes that lie wholly in ``window_s``."""
+    by_instance: dict[str, list[ForwardPass]] = {}
+    for one in passes:
+        if window_s[0] <= one.start_s and one.end_s <= window_s[1]:
+            by_instance.setdefault(one.instance, []).append(one)
+    inside = [one for ones in by_instance.values() for one in ones]
+    if not inside:
+        nan = math.nan
+        return PassStatistics(0, nan, nan, nan, nan, nan, nan)
+    span_s = busy_s = 0.0
+    gaps_s: list[float] = []
+    for ones in by_instance.values():
+        ones.sort(key=lambda one: one.start_s)
+        span_s += ones[-1].end_s - ones[0].start_s
+        busy_s += sum(one.end_s - one.start_s for one in ones)
+        for before, after in pairwise(ones):
+            gap_s = max(0.0, after.start_s - before.end_s)
+            if gap_s < _GAP_SHARE * (after.end_s - after.start_s):
+                gaps_s.append(gap_s)
+    return PassStatistics(
+        passes=len(inside),
+        tokens_per_pass=statistics.mean(sum(one.tokens) for one in inside),
+        chunk_utilization=(
+            statistics.mean(sum(one.tokens) / (len(one.tokens) * chunk_tokens) for one in inside)
+            if chunk_tokens
+            else math.nan
+        ),
+        active_ranks=statistics.mean(one.active_ranks / len(one.tokens) for one in inside),
+        idle_share=1 - busy_s / span_s,
+        gap_ms_p50=1e3 * statistics.median(gaps_s) if gaps_s else math.nan,
+        bubble_share=sum(gaps_s) / span_s,
+    )

@@ -1,0 +1,67 @@
+"""``sglang-sbs``: one command with a verb for each thing to do.
+
+Owns the list of verbs. Each verb's own module parses its flags; nothing heavy is imported for a
+verb that was not asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from sglang_sbs import __version__
+
+
+class Verb(NamedTuple):
+    """A subcommand: the module whose ``main(argv)`` it runs, and its line in the help."""
+
+    module: str
+    help: str
+
+
+VERBS = {
+    "router": Verb("sglang_sbs.launch_router", "route to running SGLang prefill/decode instances"),
+    "server": Verb("sglang_sbs.launch_server", "start instances and a router on this machine"),
+    "demo": Verb("sglang_sbs.bench.demo", "see SBS work on a real tiny cluster, here and now"),
+    "bench": Verb("sglang_sbs.bench.compare", "compare policies and triggers on that cluster"),
+}
+
+
+def usage() -> str:
+    """What ``sglang-sbs --help`` prints."""
+    verbs = "\n".join(f"  {name:<8} {verb.help}" for name, verb in VERBS.items())
+    return f"""\
+usage: sglang-sbs [--version] VERB [flags]
+
+Staggered Batch Scheduling for SGLang clusters with PD disaggregation and DP attention.
+
+verbs (each has --help):
+{verbs}
+
+example:
+  sglang-sbs router --pd-disaggregation --prefill http://p0:30000 8998 \\
+      --decode http://d0:30000 --policy sbs
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console command; the exit code of the verb."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage(), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"sglang-sbs {__version__}")
+        return 0
+    verb = VERBS.get(words[0])
+    if verb is None:
+        print(f"sglang-sbs: no verb {words[0]!r}; one of {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    run: Callable[[Sequence[str]], int | None] = import_module(verb.module).main
+    return run(words[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

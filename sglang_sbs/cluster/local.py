@@ -1,0 +1,197 @@
+"""`LocalCluster`: the planned processes as one async context manager.
+
+Owns: the order of starting (engines, readiness, router) and stopping, and the reports on the way.
+Must not know how a process is planned or spawned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from sglang_sbs.cluster.logs import last_log_lines
+from sglang_sbs.cluster.plan import ClusterPlan, InstancePlan, ServerPlan
+from sglang_sbs.cluster.readiness import (
+    ENGINE_READINESS_PATHS,
+    ROUTER_READINESS_PATHS,
+    NotReadyError,
+    freeze_gc,
+    wait_until_ready,
+)
+from sglang_sbs.cluster.spawn import ChildSpawner, NurserySpawner, Spawner
+from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor
+
+ENGINE_STOP_GRACE_S = 20.0
+DEFAULT_STARTUP_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step of the start: `name` (a process) reached `state` `elapsed_s` after the start."""
+
+    name: str
+    state: str
+    elapsed_s: float
+
+
+class ClusterStartError(RuntimeError):
+    """The cluster did not come up; nothing of it is left running."""
+
+
+class LocalCluster:
+    """A running cluster.
+
+    ```python
+    async with LocalCluster(plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))) as cluster:
+        print(cluster.plan.router.url, [instance.url for instance in cluster.instances])
+        await cluster.wait_for_death()
+    ```
+
+    Entering returns when every server is ready and raises `ClusterStartError` if one is not.
+    Leaving stops everything that was started, and only that.
+    """
+
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S,
+        on_progress: Callable[[Progress], None] = lambda _progress: None,
+    ) -> None:
+        self.plan = plan
+        self._startup_timeout_s = startup_timeout_s
+        self._on_progress = on_progress
+        self._supervisor = Supervisor()
+        self._children = ChildSpawner()
+        self._nursery: NurserySpawner | None = None
+        self._started_s = 0.0
+
+    @property
+    def instances(self) -> tuple[InstancePlan, ...]:
+        """The SGLang instances, prefill ones first."""
+        return self.plan.instances
+
+    @property
+    def router(self) -> ServerPlan | None:
+        """The router, if one was planned."""
+        return self.plan.router
+
+    def pid(self, name: str) -> int:
+        """Process id of the server process called `name` (`prefill-0`, `router`, …).
+
+        Raises:
+            KeyError: no such process was started.
+        """
+        for process in self._supervisor.processes:
+            if process.name == name:
+                return process.pid
+        raise KeyError(name)
+
+    async def __aenter__(self) -> Self:
+        self._started_s = time.monotonic()
+        self.plan.log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            await self._start_engines()
+            if self.plan.router is not None:
+                await self._start_router(self.plan.router)
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stop()
+
+    async def wait_for_death(self) -> ProcessDiedError:
+        """Wait until a server ends by itself; what is known about its end."""
+        return await self._supervisor.first_death()
+
+    async def _start_engines(self) -> None:
+        spawner: Spawner = self._children
+        if self.plan.fork_engines:
+            self._report("nursery", "importing SGLang")
+            self._nursery = NurserySpawner(
+                self.plan.nursery_environment, self.plan.log_dir / "nursery.log"
+            )
+            self._supervisor.watch(await self._nursery.open())
+            self._report("nursery", "ready")
+            spawner = self._nursery
+        for instance in self.plan.instances:
+            await self._supervisor.start(instance, spawner)
+            self._report(instance.name, "starting")
+        async with aiohttp.ClientSession() as session:
+            await self._unless_one_dies(
+                *(self._wait_for_engine(session, instance) for instance in self.plan.instances)
+            )
+
+    async def _wait_for_engine(self, session: aiohttp.ClientSession, plan: InstancePlan) -> None:
+        await self._wait_for(session, plan, ENGINE_READINESS_PATHS)
+        if self.plan.fork_engines:
+            await freeze_gc(session, plan.url)
+        self._report(plan.name, "ready")
+
+    async def _start_router(self, plan: ServerPlan) -> None:
+        await self._supervisor.start(plan, self._children)
+        self._report(plan.name, "starting")
+        async with aiohttp.ClientSession() as session:
+            await self._unless_one_dies(self._wait_for(session, plan, ROUTER_READINESS_PATHS))
+        self._report(plan.name, "ready")
+
+    async def _wait_for(
+        self, session: aiohttp.ClientSession, plan: ServerPlan, paths: tuple[str, ...]
+    ) -> None:
+        left_s = self._startup_timeout_s - (time.monotonic() - self._started_s)
+        try:
+            await wait_until_ready(session, plan.url, paths, left_s)
+        except NotReadyError as error:
+            raise ClusterStartError(
+                f"{plan.name}: {error}. Last lines of {plan.log_path}:\n"
+                f"{last_log_lines(plan.log_path)}"
+            ) from error
+
+    async def _unless_one_dies(self, *waits: Coroutine[Any, Any, None]) -> None:
+        """Run `waits` to their ends, or raise what failed first: one of them, or a process."""
+        death = asyncio.create_task(self._supervisor.first_death())
+        pending: set[asyncio.Task[Any]] = {asyncio.create_task(wait) for wait in waits}
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    {death, *pending}, return_when=asyncio.FIRST_COMPLETED
+                )
+                pending.discard(death)
+                if death in done:
+                    raise ClusterStartError(str(death.result()))
+                for finished in done:
+                    finished.result()
+        finally:
+            for task in (death, *pending):
+                task.cancel()
+            await asyncio.gather(death, *pending, return_exceptions=True)
+
+    async def _stop(self) -> None:
+        for process in self._supervisor.processes:
+            self._report(process.name, "stopping")
+        # A second Ctrl-C must not leave processes behind.
+        await asyncio.shield(self._stop_all())
+
+    async def _stop_all(self) -> None:
+        killed = await self._supervisor.stop(ENGINE_STOP_GRACE_S)
+        for name in killed:
+            self._report(name, "killed")
+        if self._nursery is not None:
+            with contextlib.suppress(ProcessLookupError):
+                await self._nursery.close()
+
+    def _report(self, name: str, state: str) -> None:
+        self._on_progress(Progress(name, state, time.monotonic() - self._started_s))

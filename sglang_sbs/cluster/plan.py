@@ -1,0 +1,323 @@
+"""From options to the exact processes of a PD cluster on one machine.
+
+Owns: command lines, environments, port layout and GPU assignment. Pure: starts nothing, opens no
+socket, reads no environment (`ports` and `environment` are passed in).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from sglang_sbs.testing.cpu_engine.environment import (
+    CPU_DECODE_FLAGS,
+    CPU_ENGINE_FLAGS,
+    CPU_PD_FLAGS,
+    cpu_engine_environment,
+)
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+
+# Ports of one instance, as offsets into its block. SGLang derives six more from dist-init under
+# DP attention (tokenizer, detokenizer, RPC, metrics, scheduler input, load collector: `PortArgs`).
+HTTP_OFFSET, BOOTSTRAP_OFFSET, NCCL_OFFSET, DIST_INIT_OFFSET = range(4)
+PORTS_PER_INSTANCE = 16
+
+CPU_MAX_TOTAL_TOKENS = 131072
+CPU_MAX_RUNNING_REQUESTS_PER_RANK = 128
+
+# Flags that this planner writes; a user's own would break the layout.
+_PLANNED_FLAGS = {
+    "--host": "the engines' address is planned; --host of this command is the router's",
+    "--port": "the engines' ports are planned; --port of this command is the router's",
+    "--disaggregation-mode": "use --prefill-instances and --decode-instances",
+    "--disaggregation-bootstrap-port": "bootstrap ports are planned",
+    "--nccl-port": "leave it out: ports are planned",
+    "--dist-init-addr": "leave it out: all instances are on this machine",
+    "--nnodes": "leave it out: all instances are on this machine",
+    "--node-rank": "leave it out: all instances are on this machine",
+    "--config": "write the engine's flags on the command line",
+}
+_MODEL_FLAGS = ("--model-path", "--model")
+
+
+class PlanError(ValueError):
+    """Options that no cluster can be planned from."""
+
+
+class Role(StrEnum):
+    """What an instance does; a unified one does both and needs no router."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What a user asks for. Flags are SGLang's, passed verbatim to every engine or to one role's.
+
+    `environment` is the environment the engines start from.
+    """
+
+    model_path: str
+    prefill_instances: int = 1
+    decode_instances: int = 1
+    unified_instances: int = 0
+    engine_flags: Sequence[str] = ()
+    prefill_flags: Sequence[str] = ()
+    decode_flags: Sequence[str] = ()
+    cpu: bool = False
+    virtual_gpu: VirtualGpuCost | None = None
+    host: str = "127.0.0.1"
+    log_dir: Path = Path()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    with_router: bool = True
+    router_flags: Sequence[str] = ()
+    router_host: str = "127.0.0.1"
+    router_port: int | None = None
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process to start. `argv[0]` is the interpreter; `environment` is complete."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    log_path: Path
+
+
+@dataclass(frozen=True)
+class ServerPlan(ProcessPlan):
+    """A process that serves HTTP at `url`."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class InstancePlan(ServerPlan):
+    """One SGLang instance. `ranks` is the number of its DP ranks."""
+
+    role: Role
+    host: str
+    bootstrap_port: int | None
+    ranks: int
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """All processes of a cluster. With `fork_engines` instances come from the CPU nursery."""
+
+    instances: tuple[InstancePlan, ...]
+    router: ServerPlan | None
+    fork_engines: bool
+    nursery_environment: Mapping[str, str]
+    log_dir: Path
+
+    @property
+    def servers(self) -> tuple[ServerPlan, ...]:
+        """Every server, the router last."""
+        return (*self.instances, *([self.router] if self.router is not None else []))
+
+    def of_role(self, role: Role) -> tuple[InstancePlan, ...]:
+        """Instances of `role`, in order."""
+        return tuple(instance for instance in self.instances if instance.role is role)
+
+
+def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> ClusterPlan:
+    """Plan every process of the cluster.
+
+    `port_blocks` yields first ports of disjoint free blocks of `PORTS_PER_INSTANCE`.
+
+    Raises:
+        PlanError: the message names the flag and what to write instead.
+    """
+    _check(options)
+    on_cpu = options.cpu or options.virtual_gpu is not None
+    tensor_parallel = _int_flag(options.engine_flags, "--tp", "--tp-size", "--tensor-parallel-size")
+    pipeline_parallel = _int_flag(
+        options.engine_flags, "--pp", "--pp-size", "--pipeline-parallel-size"
+    )
+    data_parallel = _int_flag(options.engine_flags, "--dp", "--dp-size", "--data-parallel-size")
+    dp_attention = "--enable-dp-attention" in options.engine_flags
+    gpus_per_instance = tensor_parallel * pipeline_parallel * (1 if dp_attention else data_parallel)
+
+    environment = dict(options.environment)
+    if on_cpu:
+        environment |= cpu_engine_environment(gpus_per_instance, options.virtual_gpu, environment)
+    endforward_endpoint: str | None = None
+    router_port = options.router_port
+    if options.with_router:
+        first = next(port_blocks)
+        endforward_endpoint = f"tcp://127.0.0.1:{first + 1}"
+        router_port = first if router_port is None else router_port
+
+    roles = (
+        [Role.PREFILL] * options.prefill_instances
+        + [Role.DECODE] * options.decode_instances
+        + [Role.UNIFIED] * options.unified_instances
+    )
+    instances = []
+    for index, role in enumerate(roles):
+        number = index - roles.index(role)
+        first = next(port_blocks)
+        url = f"http://{options.host}:{first + HTTP_OFFSET}"
+        instance_environment = dict(environment)
+        if endforward_endpoint is not None:
+            instance_environment["SGLANG_SBS_ROUTERS"] = endforward_endpoint
+            instance_environment["SGLANG_SBS_INSTANCE_ID"] = url
+        instances.append(
+            InstancePlan(
+                name=f"{role}-{number}",
+                role=role,
+                argv=_engine_argv(
+                    options, role, first, index * gpus_per_instance, data_parallel, on_cpu
+                ),
+                environment=instance_environment,
+                log_path=options.log_dir / f"{role}-{number}.log",
+                url=url,
+                host=options.host,
+                bootstrap_port=first + BOOTSTRAP_OFFSET if role is Role.PREFILL else None,
+                ranks=data_parallel,
+            )
+        )
+    router = None
+    if endforward_endpoint is not None and router_port is not None:
+        router = _plan_router(options, instances, router_port, endforward_endpoint)
+    return ClusterPlan(
+        instances=tuple(instances),
+        router=router,
+        fork_engines=on_cpu,
+        nursery_environment=environment,
+        log_dir=options.log_dir,
+    )
+
+
+def _check(options: ClusterOptions) -> None:
+    counts = {
+        "--prefill-instances": options.prefill_instances,
+        "--decode-instances": options.decode_instances,
+    }
+    for flag, count in counts.items():
+        if count < 0 or (count == 0 and options.unified_instances == 0):
+            raise PlanError(f"{flag} must be at least 1, got {count}")
+    for flags in (options.engine_flags, options.prefill_flags, options.decode_flags):
+        for word in flags:
+            flag = word.partition("=")[0]
+            if flag in _PLANNED_FLAGS:
+                raise PlanError(f"{flag} cannot be passed to the engines: {_PLANNED_FLAGS[flag]}")
+            if flag in _MODEL_FLAGS and flags is not options.engine_flags:
+                raise PlanError(f"{flag} cannot differ between prefill and decode")
+
+
+def _engine_argv(
+    options: ClusterOptions, role: Role, first_port: int, first_gpu: int, ranks: int, on_cpu: bool
+) -> tuple[str, ...]:
+    """`python -m sglang.launch_server …` of one instance."""
+    role_flags = {
+        Role.PREFILL: options.prefill_flags,
+        Role.DECODE: options.decode_flags,
+        Role.UNIFIED: (),
+    }[role]
+    given = [*options.engine_flags, *role_flags]
+    planned = ["--model-path", options.model_path]
+    planned += ["--host", options.host, "--port", str(first_port + HTTP_OFFSET)]
+    planned += ["--nccl-port", str(first_port + NCCL_OFFSET)]
+    planned += ["--dist-init-addr", f"127.0.0.1:{first_port + DIST_INIT_OFFSET}"]
+    if role is not Role.UNIFIED:
+        planned += ["--disaggregation-mode", str(role)]
+    if role is Role.PREFILL:
+        planned += ["--disaggregation-bootstrap-port", str(first_port + BOOTSTRAP_OFFSET)]
+    if on_cpu:
+        defaults = list(CPU_ENGINE_FLAGS)
+        defaults += ["--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]
+        defaults += ["--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS_PER_RANK * ranks)]
+        if role is not Role.UNIFIED:
+            defaults += CPU_PD_FLAGS
+        if role is Role.DECODE:
+            defaults += CPU_DECODE_FLAGS
+        planned += _without_given(defaults, given)
+    elif first_gpu or "--base-gpu-id" in given:
+        step = _int_flag(given, "--gpu-id-step")
+        base = _int_flag(given, "--base-gpu-id", default=0)
+        given = _without_flag(given, "--base-gpu-id")
+        planned += ["--base-gpu-id", str(base + first_gpu * step)]
+    return (sys.executable, "-m", "sglang.launch_server", *planned, *given)
+
+
+def _plan_router(
+    options: ClusterOptions,
+    instances: Sequence[InstancePlan],
+    port: int,
+    endforward_endpoint: str,
+) -> ServerPlan:
+    argv = [sys.executable, "-m", "sglang_sbs.launch_router", "--pd-disaggregation"]
+    for instance in instances:
+        if instance.role is Role.PREFILL:
+            argv += ["--prefill", instance.url, str(instance.bootstrap_port)]
+        elif instance.role is Role.DECODE:
+            argv += ["--decode", instance.url]
+    argv += ["--host", options.router_host, "--port", str(port)]
+    argv += _without_given(
+        [
+            *("--tokenizer-path", options.model_path),
+            *("--sbs-endforward-bind", endforward_endpoint),
+        ],
+        options.router_flags,
+    )
+    argv += options.router_flags
+    # A wildcard address is where to listen, not where to connect to.
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.router_host, options.router_host)
+    return ServerPlan(
+        name="router",
+        argv=tuple(argv),
+        environment=dict(options.environment),
+        log_path=options.log_dir / "router.log",
+        url=f"http://{host}:{port}",
+    )
+
+
+def _int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
+    """Value of the last of `names` in `flags` (SGLang lets a later one win)."""
+    value = default
+    for index, word in enumerate(flags):
+        name, equals, text = word.partition("=")
+        if name not in names:
+            continue
+        if not equals:
+            text = flags[index + 1] if index + 1 < len(flags) else ""
+        try:
+            value = int(text)
+        except ValueError:
+            raise PlanError(f"{name} must be a whole number, got {text!r}") from None
+    return value
+
+
+def _without_given(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
+    """`defaults`, a list of flags with at most one value each, less those that `given` has too."""
+    given_names = {word.partition("=")[0] for word in given}
+    kept: list[str] = []
+    keep = True
+    for word in defaults:
+        if word.startswith("--"):
+            keep = word not in given_names
+        if keep:
+            kept.append(word)
+    return kept
+
+
+def _without_flag(flags: Sequence[str], name: str) -> list[str]:
+    """`flags` less every `name VALUE` and `name=VALUE`."""
+    kept: list[str] = []
+    skip_value = False
+    for word in flags:
+        if skip_value:
+            skip_value = False
+        elif word == name:
+            skip_value = True
+        elif not word.startswith(name + "="):
+            kept.append(word)
+    return kept

@@ -1,0 +1,328 @@
+"""Reads SGLang's scheduler objects: the fields of EndForward, wherever a version keeps them.
+
+Owns attribute names of SGLang 0.5.11 to 0.5.23 (file names below are relative to ``sglang/srt``).
+Must not know sockets, messages or time, and must not change anything but marks on its own
+``_sbs_*`` attributes.
+
+All objects are SGLang's and untyped here (``Any``), so that this package needs no SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, cast
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["prefill", "decode", "null"]
+
+HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
+"""``constants.py``: requests of ``/health``, which no router sent."""
+
+
+class Placement(NamedTuple):
+    """Which KV cache this process serves."""
+
+    dp_rank: int
+    dp_size: int
+    emits: bool
+    """One process per KV cache speaks: first of its pipeline, attention TP and context group."""
+
+
+class Pass(NamedTuple):
+    """One forward pass as it was launched."""
+
+    forward_id: int
+    mode: str
+    launch_s: float
+    is_extend: bool
+    is_prebuilt: bool
+    extend_tokens: int
+    cached_tokens: int
+    batch_size: int
+    tokens_per_rank: list[int] | None
+
+
+class Occupancy(NamedTuple):
+    """Cheap counts; a change of any of them is a change worth reporting."""
+
+    inflight_passes: int
+    waiting_requests: int
+    bootstrapping_requests: int
+    chunking: bool
+    kv_transfer_requests: int
+    running_requests: int
+
+
+def is_quiescent(occupancy: Occupancy, role: Role) -> bool:
+    """Nothing launched, waiting or bootstrapping: ``EndForward.idle`` of a message with these."""
+    return (
+        occupancy.inflight_passes == 0
+        and occupancy.waiting_requests == 0
+        and occupancy.bootstrapping_requests == 0
+        and not occupancy.chunking
+        and (role == "prefill" or occupancy.running_requests == 0)
+    )
+
+
+class Backlog(NamedTuple):
+    """The fields that cost a walk over queues or pools, tokens."""
+
+    inflight_tokens: int
+    inflight_requests: int
+    waiting_tokens: int
+    bootstrapping_tokens: int
+    chunk_remainder_tokens: int
+    kv_tokens: int
+
+
+class Limits(NamedTuple):
+    chunk_tokens: int
+    max_running_requests: int
+    kv_capacity_tokens: int
+
+
+def read_placement(scheduler: Any) -> Placement:
+    """Rank of this process, by the rule of ``disaggregation/kv_events.py`` (0.5.16+).
+
+    The numbers live in ``runtime_context.get_parallel()`` (0.5.22+), ``scheduler.ps`` (0.5.14 to
+    0.5.20) or on the scheduler (0.5.11, 0.5.12, where ``attn_dp_size`` follows from the arguments).
+    """
+    ranks = getattr(scheduler, "ps", None)
+    if ranks is None and hasattr(scheduler, "attn_tp_rank"):
+        ranks = scheduler
+    if ranks is None:
+        ranks = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    dp_size = int(ranks.dp_size)
+    attn_dp_size = getattr(ranks, "attn_dp_size", None)
+    if attn_dp_size is None:
+        attn_dp_size = dp_size if scheduler.server_args.enable_dp_attention else 1
+    emits = ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and ranks.attn_cp_rank == 0
+    if attn_dp_size > 1:
+        return Placement(int(ranks.attn_dp_rank), int(attn_dp_size), emits)
+    return Placement(int(ranks.dp_rank or 0), max(1, dp_size), emits)
+
+
+def read_role(scheduler: Any) -> Role:
+    """``disaggregation_mode``; read for every message, as it can be switched at run time."""
+    return cast(Role, scheduler.disaggregation_mode.value)
+
+
+def read_pass(batch: Any, entered_s: float, dp_size: int) -> Pass:
+    """Describe a batch right after ``Scheduler.run_batch`` (``managers/schedule_batch.py``).
+
+    ``extend_num_tokens`` stays set on decode batches that were merged from prefilled ones, so only
+    an extend pass has extend tokens; ``TARGET_VERIFY`` counts as extend in SGLang, not here.
+
+    Args:
+        entered_s: when run_batch was entered, where the batch has no ``launch_ts`` (< 0.5.18).
+    """
+    mode = batch.forward_mode
+    is_extend = mode.is_extend() and not mode.is_target_verify()
+    stats = getattr(batch, "prefill_stats", None) if is_extend else None
+    per_rank = getattr(batch, "global_num_tokens", None)
+    return Pass(
+        forward_id=int(getattr(batch, "forward_iter", None) or 0),
+        mode=mode.name.lower(),
+        launch_s=getattr(batch, "launch_ts", None) or entered_s,
+        is_extend=is_extend,
+        is_prebuilt=mode.is_prebuilt(),
+        extend_tokens=int(batch.extend_num_tokens or 0) if is_extend else 0,
+        cached_tokens=int(stats.log_hit_tokens) if stats is not None else 0,
+        batch_size=len(batch.reqs),
+        tokens_per_rank=list(per_rank) if per_rank and len(per_rank) == dp_size else None,
+    )
+
+
+def is_health_check(req: Any) -> bool:
+    return str(req.rid).startswith(HEALTH_CHECK_RID_PREFIX)
+
+
+class SchedulerReader:
+    """Reads one SGLang scheduler; what the version lacks is decided once and reported as 0."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.placement = read_placement(scheduler)
+        self.missing: list[str] = []
+        """Fields this version cannot give."""
+        if hasattr(scheduler, "pool_stats_observer"):
+            self._pool: Callable[[], Any] | None = lambda: scheduler.pool_stats_observer
+        elif hasattr(scheduler, "get_pool_stats"):
+            self._pool = lambda: scheduler
+        else:
+            self._pool = None
+            self.missing.append("kv_tokens")
+        self._inquirer = hasattr(
+            getattr(scheduler, "load_inquirer", None), "get_num_waiting_uncached_tokens"
+        )
+        self.limits = Limits(
+            chunk_tokens=int(
+                getattr(scheduler, "chunked_prefill_size", 0)
+                or getattr(scheduler, "max_prefill_tokens", 0)
+                or 0
+            ),
+            max_running_requests=int(getattr(scheduler, "max_running_requests", 0) or 0),
+            kv_capacity_tokens=int(getattr(scheduler, "max_total_num_tokens", 0) or 0),
+        )
+        for name, value in self.limits._asdict().items():
+            if not value:
+                self.missing.append(name)
+
+    def inflight(self) -> list[tuple[Any, Any]]:
+        """Launched batches with their results, oldest first (overlap scheduling only)."""
+        queue = getattr(self.scheduler, "result_queue", None) or ()
+        return [item for item in queue if not item[0].forward_mode.is_prebuilt()]
+
+    def occupancy(self, role: Role) -> Occupancy:
+        """A few ``len()``; the same attributes from 0.5.11 to 0.5.23."""
+        s = self.scheduler
+        waiting, bootstrapping, transfer = len(s.waiting_queue), 0, 0
+        if role == "prefill":
+            bootstrapping = len(s.disagg_prefill_bootstrap_queue.queue)
+            transfer = len(s.disagg_prefill_inflight_queue)
+        elif role == "decode":
+            prealloc = s.disagg_decode_prealloc_queue
+            waiting += len(prealloc.retracted_queue)
+            transfer = len(prealloc.queue) + len(s.disagg_decode_transfer_queue.queue)
+        return Occupancy(
+            inflight_passes=len(self.inflight()),
+            waiting_requests=waiting,
+            bootstrapping_requests=bootstrapping,
+            chunking=s.chunked_req is not None,
+            kv_transfer_requests=transfer,
+            running_requests=len(s.running_batch.reqs),
+        )
+
+    def backlog(self, role: Role) -> Backlog:
+        """Tokens behind :meth:`occupancy`."""
+        s = self.scheduler
+        tokens = requests = 0
+        for batch, _ in self.inflight():
+            mode = batch.forward_mode
+            is_extend = mode.is_extend() and not mode.is_target_verify()
+            tokens += int(batch.extend_num_tokens or 0) if is_extend else len(batch.reqs)
+            requests += len(batch.reqs)
+        bootstrapping = 0
+        if role == "prefill":
+            queue = s.disagg_prefill_bootstrap_queue.queue
+            bootstrapping = sum(len(req.origin_input_ids) for req in queue)
+        return Backlog(
+            inflight_tokens=tokens,
+            inflight_requests=requests,
+            waiting_tokens=self._waiting_tokens(role),
+            bootstrapping_tokens=bootstrapping,
+            chunk_remainder_tokens=self._chunk_remainder(),
+            kv_tokens=self._kv_tokens(),
+        )
+
+    def accepted(self, req: Any, role: Role) -> bool:
+        """Whether ``Scheduler._add_request_to_queue`` just took ``req`` for the first time.
+
+        Requests refused on arrival are in no queue then; retracted ones, which come here again,
+        carry the mark of their first time.
+        """
+        s = self.scheduler
+        if is_health_check(req) or getattr(req, "_sbs_accepted", False):
+            return False
+        if role == "prefill":
+            queue = s.disagg_prefill_bootstrap_queue.queue
+            taken = bool(queue) and queue[-1] is req
+        elif role == "decode":
+            queue = s.disagg_decode_prealloc_queue.queue
+            taken = bool(queue) and queue[-1].req is req
+        else:
+            taken = bool(s.waiting_queue) and s.waiting_queue[-1] is req
+        if taken:
+            req._sbs_accepted = True
+        return taken
+
+    def newly_aborted(self, abort: Any, role: Role) -> int:
+        """How many accepted requests an ``AbortReq`` ends, before the scheduler handles it.
+
+        Same match as ``Scheduler.abort_request``: by rid prefix, or all. A repeated abort of the
+        same request counts once.
+        """
+        count = 0
+        for req in self._requests(role):
+            if (
+                getattr(req, "_sbs_accepted", False)
+                and not getattr(req, "_sbs_aborted", False)
+                and not req.finished()
+                and (abort.abort_all or req.rid.startswith(abort.rid))
+            ):
+                req._sbs_aborted = True
+                count += 1
+        return count
+
+    def _requests(self, role: Role) -> Iterator[Any]:
+        s = self.scheduler
+        if s.chunked_req is not None:
+            yield s.chunked_req
+        yield from s.waiting_queue
+        yield from s.running_batch.reqs
+        if getattr(s, "last_batch", None) is not None:
+            yield from s.last_batch.reqs
+        for batch, _ in self.inflight():
+            yield from batch.reqs
+        if role == "prefill":
+            yield from s.disagg_prefill_bootstrap_queue.queue
+            yield from s.disagg_prefill_inflight_queue
+        elif role == "decode":
+            yield from s.disagg_decode_prealloc_queue.retracted_queue
+            for entry in s.disagg_decode_prealloc_queue.queue:
+                yield entry.req
+            for entry in s.disagg_decode_transfer_queue.queue:
+                yield entry.req
+
+    def _waiting_tokens(self, role: Role) -> int:
+        """Uncached tokens of ``waiting_queue``.
+
+        ``SchedulerLoadInquirer.get_num_waiting_uncached_tokens`` (0.5.14+,
+        ``managers/scheduler_components/load_inquirer.py``) adds the chunked request with everything
+        behind its last cached token, also the chunk in flight: that part is taken off again.
+        """
+        s = self.scheduler
+        if role == "decode" or not s.waiting_queue:
+            return 0
+        if not self._inquirer:
+            return sum(int(req.seqlen) for req in s.waiting_queue)
+        tokens = int(s.load_inquirer.get_num_waiting_uncached_tokens())
+        chunked = s.chunked_req
+        if chunked is not None:
+            tokens -= max(0, chunked.seqlen - _prefix_len(chunked))
+        return max(0, tokens)
+
+    def _chunk_remainder(self) -> int:
+        chunked = self.scheduler.chunked_req
+        return 0 if chunked is None else max(0, chunked.seqlen - _launched_len(chunked))
+
+    def _kv_tokens(self) -> int:
+        if self._pool is None:
+            return 0
+        return int(self._pool().get_pool_stats().get_kv_token_stats()[0])
+
+
+def _prefix_len(req: Any) -> int:
+    """Tokens of a request that are in its KV row (``prefix_len`` since 0.5.22)."""
+    return int(req.prefix_len) if hasattr(req, "prefix_len") else len(req.prefix_indices)
+
+
+def _launched_len(req: Any) -> int:
+    """End of the newest chunk that was put into a batch.
+
+    ``extend_end`` since 0.5.22, ``extend_range`` in 0.5.16 to 0.5.20, ``fill_len`` in 0.5.14,
+    ``fill_ids`` before.
+    """
+    if hasattr(req, "extend_end"):
+        end = req.extend_end
+    elif hasattr(req, "extend_range"):
+        end = None if req.extend_range is None else req.extend_range.end
+    elif hasattr(req, "fill_len"):
+        end = req.fill_len
+    else:
+        end = len(req.fill_ids)
+    # None: taken back before its next chunk was cut.
+    return _prefix_len(req) if end is None else int(end)

@@ -1,0 +1,144 @@
+"""Environment variables of the engine hook, checked once per process.
+
+Owns their names, defaults and error messages. Must not know sockets or SGLang.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import uuid
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+from sglang_sbs.engine import BIND, ROUTERS
+
+INSTANCE_ID = "SGLANG_SBS_INSTANCE_ID"
+BOOT_ID = "SGLANG_SBS_BOOT_ID"
+DECODE_INTERVAL_MS = "SGLANG_SBS_DECODE_INTERVAL_MS"
+HEARTBEAT_S = "SGLANG_SBS_HEARTBEAT_S"
+
+
+class ConfigError(ValueError):
+    """A variable has a value that cannot be used; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class HookConfig:
+    """What the hook of one engine process was asked to do."""
+
+    routers: tuple[str, ...]
+    """Endpoints to connect to: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
+    bind: str | None
+    """``tcp://HOST:PORT`` of rank 0; rank d binds ``PORT + d``."""
+    instance_id: str
+    boot_id: str
+    decode_interval_s: float = 0.05
+    heartbeat_s: float = 1.0
+
+
+def load_config(environ: MutableMapping[str, str]) -> HookConfig:
+    """Read the configuration, and leave a boot id in ``environ`` for child processes.
+
+    SGLang calls plugins first in the main process, so the id that it writes there is inherited by
+    every rank and new for every start of the engine.
+
+    Raises:
+        ConfigError: naming the variable and a value that works.
+    """
+    routers = tuple(
+        _router(part.strip()) for part in environ.get(ROUTERS, "").split(",") if part.strip()
+    )
+    bind = environ.get(BIND, "").strip() or None
+    if bind is not None:
+        _check_bind(bind)
+    decode_interval_ms = _number(environ, DECODE_INTERVAL_MS, default=50.0, least=0.0)
+    heartbeat_s = _number(environ, HEARTBEAT_S, default=1.0, least=0.05)
+    boot_id = environ.get(BOOT_ID, "").strip()
+    if not boot_id:
+        boot_id = environ[BOOT_ID] = uuid.uuid4().hex
+    return HookConfig(
+        routers=routers,
+        bind=bind,
+        instance_id=environ.get(INSTANCE_ID, "").strip(),
+        boot_id=boot_id,
+        decode_interval_s=decode_interval_ms / 1000,
+        heartbeat_s=heartbeat_s,
+    )
+
+
+def split_tcp(endpoint: str) -> tuple[str, int]:
+    """Host (without brackets) and port of ``tcp://HOST:PORT``.
+
+    Raises:
+        ValueError: not of that form, or a port outside 1..65535.
+    """
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or not host or not (port.isascii() and port.isdigit()):
+        raise ValueError("not of the form tcp://HOST:PORT")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError("an IPv6 address needs brackets: tcp://[ADDRESS]:PORT")
+    if not 1 <= int(port) <= 65535:
+        raise ValueError(f"port {port} is not in 1..65535")
+    return host, int(port)
+
+
+def join_tcp(host: str, port: int) -> str:
+    """The inverse of :func:`split_tcp`."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def is_hostname(host: str) -> bool:
+    """Whether ``host`` needs name resolution, i.e. is not a literal IP address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
+
+
+def _router(endpoint: str) -> str:
+    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
+        return endpoint
+    try:
+        host, _ = split_tcp(endpoint)
+    except ValueError as error:
+        raise ConfigError(
+            f"{ROUTERS}: {endpoint!r}: {error}; write tcp://HOST:PORT or ipc://PATH, "
+            "several separated by commas, e.g. tcp://router-0:7600,tcp://router-1:7600"
+        ) from error
+    if host == "*":
+        raise ConfigError(
+            f"{ROUTERS}: {endpoint!r} has no address to connect to; write the router's host, e.g. "
+            f"tcp://router-0:7600 (to listen on this engine instead, set {BIND})"
+        )
+    return endpoint
+
+
+def _check_bind(endpoint: str) -> None:
+    try:
+        split_tcp(endpoint)
+    except ValueError as error:
+        raise ConfigError(
+            f"{BIND}: {endpoint!r}: {error}; write the endpoint of DP rank 0, e.g. tcp://*:7600 "
+            "(rank d binds port 7600 + d)"
+        ) from error
+
+
+def _number(environ: MutableMapping[str, str], name: str, *, default: float, least: float) -> float:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= least):
+        raise ConfigError(
+            f"{name}: {text!r} is not a number >= {least:g}; write e.g. {default:g}, "
+            "or unset it for that default"
+        )
+    return value

@@ -1,0 +1,398 @@
+"""When a DP rank says what: the hooks in SGLang's scheduler loop.
+
+Owns the state between two messages of this rank, throttling and error containment. Must not know
+attribute names of SGLang's objects (``collect``), sockets (``publish``) or how the hooks get into
+SGLang (``install``).
+
+Order within one pass (``managers/scheduler.py``, ``disaggregation/{prefill,decode}.py``)::
+
+    run_batch(k)                   around: note the pass, send ``launch`` (prefill)
+    process_batch_result(k)        around: wait for the pass as SGLang is about to, send
+                                   ``forward``, then let SGLang process the result
+    on_idle()                      before: send ``idle`` once, then changes and heartbeats
+
+Whatever goes wrong in here is counted, never raised; after ``MAX_ERRORS`` the hook is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from sglang_sbs.engine.collect import (
+    Occupancy,
+    Pass,
+    Role,
+    SchedulerReader,
+    is_quiescent,
+    read_pass,
+    read_role,
+)
+from sglang_sbs.engine.config import HookConfig, join_tcp, split_tcp
+from sglang_sbs.wire.endforward import MAX_RIDS, EndForward, Kind, encode_endforward
+
+logger = logging.getLogger(__name__)
+
+MAX_ERRORS = 20
+CHANGE_SHARE = 0.25
+"""A change of the running set shortens the interval between decode messages to this share."""
+CHANGE_INTERVAL_S = 0.01
+"""A change of state outside of passes is reported at most this often."""
+LOG_EVERY = 1000
+"""Messages between two debug lines about the hook's own cost."""
+
+
+class FrameSink(Protocol):
+    """Where messages go: ``publish.Publisher``, or a list in tests."""
+
+    def send(self, frames: Sequence[bytes]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenSink = Callable[[HookConfig, int], FrameSink]
+
+
+def open_publisher(config: HookConfig, dp_rank: int) -> FrameSink:
+    """The real sink. ZeroMQ is imported here, in ranks that send, and nowhere else."""
+    from sglang_sbs.engine.publish import Publisher
+
+    bind = None
+    if config.bind is not None:
+        host, port = split_tcp(config.bind)
+        bind = join_tcp(host, port + dp_rank)
+    return Publisher(config.routers, bind)
+
+
+class RankHook:
+    """The hook of one scheduler process. All methods run on the scheduler's thread."""
+
+    def __init__(
+        self,
+        config: HookConfig,
+        *,
+        open_sink: OpenSink = open_publisher,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._open_sink = open_sink
+        self._clock = clock
+        self.off = False
+        self.errors = 0
+        self._reader: SchedulerReader | None = None
+        self._sink: FrameSink | None = None
+        self._sglang_version = ""
+        # What this rank counted since it started.
+        self._seq = 0
+        self._accepted_requests = 0
+        self._accepted_tokens = 0
+        self._computed_tokens = 0
+        self._aborted_requests = 0
+        self._rids: list[str] = []
+        # The last pass that ended, and the last message.
+        self._pass: Pass | None = None
+        self._end_s = 0.0
+        self._forward_s = 0.0
+        self._sent_s = float("-inf")
+        self._sent_change: tuple[Occupancy, int, int] | None = None
+        self._said_idle = False
+        self._hook_us = 0
+        self._total_us = 0
+        self._max_us = 0
+
+    def close(self) -> None:
+        """Say nothing from now on."""
+        self.off = True
+        if self._sink is not None:
+            self._sink.close()
+
+    # Hooks --------------------------------------------------------------------------------
+
+    def around_run_batch(
+        self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around ``Scheduler.run_batch(self, batch, pp_proxy_tensors=None)``."""
+        if self.off:
+            return original(scheduler, batch, *args, **kwargs)
+        entered_s = self._clock()
+        result = original(scheduler, batch, *args, **kwargs)
+        try:
+            self._on_launch(scheduler, batch, result, entered_s)
+        except Exception:
+            self._failed()
+        return result
+
+    def around_process_batch_result(
+        self,
+        original: Callable[..., Any],
+        scheduler: Any,
+        batch: Any,
+        result: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Around ``Scheduler.process_batch_result(self, batch, result)``.
+
+        With ``copy_done``, waiting for it here is what the original does first; the message then
+        leaves before the CPU work on the result. Without (overlap disabled), the original itself
+        waits for the device, and the message follows it.
+        """
+        if self.off:
+            return original(scheduler, batch, result, *args, **kwargs)
+        pending = False
+        try:
+            pending = not self._on_result(scheduler, batch, result)
+        except Exception:
+            self._failed()
+        returned = original(scheduler, batch, result, *args, **kwargs)
+        if pending:
+            try:
+                self._on_end(scheduler, self._pass_of(scheduler, batch, result), self._clock())
+            except Exception:
+                self._failed()
+        return returned
+
+    def before_on_idle(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Before ``Scheduler.on_idle(self)``: the loop spins through it, or a plugin sleeps in it.
+
+        Before rather than after, so that ``idle`` leaves before such a sleep.
+        """
+        if self.off:
+            return
+        try:
+            self._on_idle(scheduler)
+        except Exception:
+            self._failed()
+
+    def around_add_request(
+        self, original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around ``Scheduler._add_request_to_queue(self, req, is_retracted=False)``."""
+        returned = original(scheduler, req, *args, **kwargs)
+        if not self.off:
+            try:
+                self._on_added(scheduler, req)
+            except Exception:
+                self._failed()
+        return returned
+
+    def before_abort_request(
+        self, scheduler: Any, recv_req: Any, *_args: Any, **_kwargs: Any
+    ) -> None:
+        """Before ``Scheduler.abort_request(self, recv_req)``, while its targets are in place."""
+        if self.off:
+            return
+        try:
+            reader = self._attached(scheduler)
+            if reader is not None:
+                self._aborted_requests += reader.newly_aborted(recv_req, read_role(scheduler))
+        except Exception:
+            self._failed()
+
+    # What they do -------------------------------------------------------------------------
+
+    def _on_launch(self, scheduler: Any, batch: Any, result: Any, entered_s: float) -> None:
+        reader = self._attached(scheduler)
+        if reader is None:
+            return
+        launched = read_pass(batch, entered_s, reader.placement.dp_size)
+        if launched.is_prebuilt:
+            return
+        with contextlib.suppress(AttributeError):  # a result with __slots__; see _pass_of
+            result._sbs_pass = launched
+        role = read_role(scheduler)
+        if role == "prefill" or (role == "null" and launched.is_extend):
+            self._send("launch", role, reader.occupancy(role), launched, self._clock())
+
+    def _on_result(self, scheduler: Any, batch: Any, result: Any) -> bool:
+        """Returns False when the end of the pass is not known yet."""
+        reader = self._attached(scheduler)
+        if reader is None or batch.forward_mode.is_prebuilt():
+            return True
+        done = getattr(result, "copy_done", None)
+        if done is None:
+            return False
+        done.synchronize()
+        self._on_end(scheduler, self._pass_of(scheduler, batch, result), self._clock())
+        return True
+
+    def _pass_of(self, scheduler: Any, batch: Any, result: Any) -> Pass:
+        """As noted at launch; pipeline stages rebuild the result, there the batch itself tells."""
+        noted: Pass | None = getattr(result, "_sbs_pass", None)
+        if noted is not None:
+            return noted
+        reader = self._attached(scheduler)
+        return read_pass(batch, self._end_s, reader.placement.dp_size if reader else 1)
+
+    def _on_end(self, scheduler: Any, ended: Pass, end_s: float) -> None:
+        reader = self._attached(scheduler)
+        if reader is None:
+            return
+        self._forward_s = max(0.0, end_s - max(ended.launch_s, self._end_s))
+        self._end_s = end_s
+        self._pass = ended
+        self._computed_tokens += ended.extend_tokens
+        self._said_idle = False
+        role = read_role(scheduler)
+        occupancy = reader.occupancy(role)
+        if role != "prefill" and not ended.is_extend:
+            # Decode passes are short: at most one message per interval, sooner on a change.
+            since_s = end_s - self._sent_s
+            changed = self._change(occupancy) != self._sent_change
+            if since_s < self._config.decode_interval_s * (CHANGE_SHARE if changed else 1):
+                return
+        self._send("forward", role, occupancy, ended, end_s)
+
+    def _on_idle(self, scheduler: Any) -> None:
+        reader = self._attached(scheduler)
+        if reader is None:
+            return
+        now_s = self._clock()
+        role = read_role(scheduler)
+        occupancy = reader.occupancy(role)
+        idle = is_quiescent(occupancy, role)
+        if idle and not self._said_idle:
+            self._send("idle", role, occupancy, self._pass, now_s)
+        else:
+            changed = self._change(occupancy) != self._sent_change
+            if now_s - self._sent_s >= (CHANGE_INTERVAL_S if changed else self._config.heartbeat_s):
+                self._send("heartbeat", role, occupancy, self._pass, now_s)
+        self._said_idle = idle
+
+    def _on_added(self, scheduler: Any, req: Any) -> None:
+        reader = self._attached(scheduler)
+        if reader is not None and reader.accepted(req, read_role(scheduler)):
+            self._accepted_requests += 1
+            self._accepted_tokens += len(req.origin_input_ids)
+            self._rids.append(req.rid)
+
+    def _change(self, occupancy: Occupancy) -> tuple[Occupancy, int, int]:
+        return occupancy, self._accepted_requests, self._aborted_requests
+
+    # Sending ------------------------------------------------------------------------------
+
+    def _attached(self, scheduler: Any) -> SchedulerReader | None:
+        """Set up on first use: only now is the rank of this process known."""
+        if self._reader is None and not self.off:
+            reader = SchedulerReader(scheduler)
+            if not reader.placement.emits:
+                self.off = True
+                return None
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                self._sglang_version = importlib.metadata.version("sglang")
+            self._sink = self._open_sink(self._config, reader.placement.dp_rank)
+            self._reader = reader
+            logger.info(
+                "EndForward of dp rank %d/%d, boot id %s, to %s",
+                reader.placement.dp_rank,
+                reader.placement.dp_size,
+                self._config.boot_id,
+                ", ".join(self._config.routers) or f"{self._config.bind} + rank",
+            )
+            if reader.missing:
+                logger.warning(
+                    "SGLang %s does not give %s; EndForward says 0 for it",
+                    self._sglang_version or "(unknown version)",
+                    ", ".join(reader.missing),
+                )
+        return self._reader
+
+    def _send(
+        self,
+        kind: Kind,
+        role: Role,
+        occupancy: Occupancy,
+        reported: Pass | None,
+        started_s: float,
+    ) -> None:
+        """Build, encode and send one message; ``started_s`` is when its making began."""
+        reader, sink = self._reader, self._sink
+        assert reader is not None and sink is not None
+        backlog = reader.backlog(role)
+        limits = reader.limits
+        placement = reader.placement
+        launch = kind == "launch"
+        launch_s = reported.launch_s if reported is not None else 0.0
+        end_s = 0.0 if launch else self._end_s
+        now_s = self._clock()
+        message = EndForward(
+            instance_id=self._config.instance_id,
+            boot_id=self._config.boot_id,
+            role=role,
+            dp_rank=placement.dp_rank,
+            dp_size=placement.dp_size,
+            seq=self._seq,
+            kind=kind,
+            forward_id=reported.forward_id if reported is not None else 0,
+            mode=reported.mode if reported is not None else "idle",
+            launch_s=launch_s,
+            end_s=end_s,
+            age_s=now_s - (launch_s if launch else end_s) if reported is not None else 0.0,
+            forward_s=0.0 if launch else self._forward_s,
+            extend_tokens=reported.extend_tokens if reported is not None else 0,
+            cached_tokens=reported.cached_tokens if reported is not None else 0,
+            batch_size=reported.batch_size if reported is not None else 0,
+            tokens_per_rank=reported.tokens_per_rank if reported is not None else None,
+            inflight_passes=occupancy.inflight_passes,
+            inflight_tokens=backlog.inflight_tokens,
+            inflight_requests=backlog.inflight_requests,
+            waiting_requests=occupancy.waiting_requests,
+            waiting_tokens=backlog.waiting_tokens,
+            bootstrapping_requests=occupancy.bootstrapping_requests,
+            bootstrapping_tokens=backlog.bootstrapping_tokens,
+            chunk_remainder_tokens=backlog.chunk_remainder_tokens,
+            kv_transfer_requests=occupancy.kv_transfer_requests,
+            running_requests=occupancy.running_requests,
+            kv_tokens=backlog.kv_tokens,
+            kv_capacity_tokens=limits.kv_capacity_tokens,
+            chunk_tokens=limits.chunk_tokens,
+            max_running_requests=limits.max_running_requests,
+            accepted_requests=self._accepted_requests,
+            accepted_tokens=self._accepted_tokens,
+            computed_tokens=self._computed_tokens,
+            aborted_requests=self._aborted_requests,
+            rids=self._rids[:MAX_RIDS],
+            hook_errors=self.errors,
+            sglang_version=self._sglang_version,
+            hook_us=self._hook_us,
+        )
+        sink.send(encode_endforward(message))
+        self._seq += 1
+        del self._rids[:MAX_RIDS]
+        self._sent_s = now_s
+        self._sent_change = self._change(occupancy)
+        self._measure(started_s)
+
+    def _measure(self, started_s: float) -> None:
+        self._hook_us = int((self._clock() - started_s) * 1e6)
+        self._total_us += self._hook_us
+        self._max_us = max(self._max_us, self._hook_us)
+        if self._seq % LOG_EVERY == 0:
+            logger.debug(
+                "EndForward hook: %d messages, mean %.0f us, max %d us",
+                self._seq,
+                self._total_us / self._seq,
+                self._max_us,
+            )
+
+    def _failed(self) -> None:
+        """Called while handling an exception of ours."""
+        from sglang_sbs.engine.publish import BindError
+
+        error = sys.exc_info()[1]
+        self.errors += 1
+        if isinstance(error, BindError):
+            self._turn_off(str(error))
+        elif self.errors >= MAX_ERRORS:
+            self._turn_off(f"{MAX_ERRORS} errors, the last one: {error!r}")
+        elif self.errors == 1:
+            logger.warning("EndForward hook: first error (the engine goes on)", exc_info=True)
+
+    def _turn_off(self, why: str) -> None:
+        logger.error("EndForward is off on this rank: %s", why)
+        self.close()

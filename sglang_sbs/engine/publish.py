@@ -1,0 +1,185 @@
+"""The PUB socket of one DP rank.
+
+Owns connecting to routers, binding, and following the addresses behind a host name. Must not know
+messages, SGLang or when something is sent.
+
+The socket belongs to the thread that calls :meth:`Publisher.send`. Name resolution, which may
+block for seconds, runs in a daemon thread that only hands over a set of endpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import zmq
+
+from sglang_sbs.engine.config import is_hostname, join_tcp, split_tcp
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_INTERVAL_S = 30.0
+SEND_HWM = 64
+"""A stalled router loses messages beyond this; the next one heals it."""
+
+Resolve = Callable[[str, int], frozenset[str]]
+
+
+class BindError(OSError):
+    """No endpoint of this rank can be used; the message says why and what to change."""
+
+
+def resolve_endpoints(host: str, port: int) -> frozenset[str]:
+    """All addresses of ``host`` as endpoints. May block.
+
+    IPv4 only when there is any: a router that listens on both families must not get each message
+    twice.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    v4 = {str(item[4][0]) for item in found if item[0] == socket.AF_INET}
+    chosen = v4 or {str(item[4][0]) for item in found if item[0] == socket.AF_INET6}
+    return frozenset(join_tcp(address, port) for address in chosen)
+
+
+class Publisher:
+    """Sends frames to every router, never blocking; without a listener nothing is queued."""
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        bind: str | None,
+        *,
+        resolve: Resolve = resolve_endpoints,
+        resolve_interval_s: float = RESOLVE_INTERVAL_S,
+    ) -> None:
+        """Open the socket; connections are made in the background.
+
+        Args:
+            bind: the endpoint of this rank (not of rank 0), or None.
+
+        Raises:
+            BindError: ``bind`` cannot be bound and there are no routers to connect to.
+        """
+        self._resolver: _Resolver | None = None
+        named = [e for e in routers if e.startswith("tcp://") and is_hostname(split_tcp(e)[0])]
+        self._literal = frozenset(routers) - frozenset(named)
+        self._wanted = self._connected = self._literal
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PUB)
+        self._socket.set_hwm(SEND_HWM)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Keep no pipe while a router is away: it would get stale messages when it returns.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        # A router host that vanished without closing the connection.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
+        try:
+            if bind is not None:
+                self._bind(bind, fatal=not routers)
+            for endpoint in self._literal:
+                self._socket.connect(endpoint)
+        except Exception:
+            self.close()
+            raise
+        if named:
+            self._resolver = _Resolver(named, resolve, resolve_interval_s, self._hand_over)
+            self._resolver.start()
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Queue one message for whoever listens.
+
+        Raises:
+            zmq.ZMQError: the socket is unusable.
+        """
+        if self._wanted is not self._connected:
+            self._follow(self._wanted)
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Stop resolving and drop the socket. May be called twice."""
+        if self._resolver is not None:
+            self._resolver.stop()
+            self._resolver = None
+        self._socket.close(0)
+        self._context.term()
+
+    def _bind(self, endpoint: str, *, fatal: bool) -> None:
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            message = (
+                f"SGLANG_SBS_BIND: cannot bind {endpoint}: {error.strerror}; give each engine on "
+                "this host its own base port, at least its DP size apart, or use SGLANG_SBS_ROUTERS"
+            )
+            if fatal:
+                raise BindError(message) from error
+            logger.warning("%s (still connecting to SGLANG_SBS_ROUTERS)", message)
+
+    def _hand_over(self, endpoints: frozenset[str]) -> None:
+        """Called by the resolver thread."""
+        self._wanted = self._literal | endpoints
+
+    def _follow(self, endpoints: frozenset[str]) -> None:
+        for gone in self._connected - endpoints:
+            self._socket.disconnect(gone)
+        for new in endpoints - self._connected:
+            self._socket.connect(new)
+        logger.info("EndForward goes to %s", ", ".join(sorted(endpoints)) or "nobody")
+        self._connected = endpoints
+
+
+class _Resolver(threading.Thread):
+    """Follows the addresses behind the host names of some endpoints."""
+
+    def __init__(
+        self,
+        endpoints: Iterable[str],
+        resolve: Resolve,
+        interval_s: float,
+        hand_over: Callable[[frozenset[str]], None],
+    ) -> None:
+        super().__init__(name="sglang-sbs-resolver", daemon=True)
+        self._known: dict[str, frozenset[str] | None] = dict.fromkeys(endpoints)
+        self._warned: set[str] = set()
+        self._resolve = resolve
+        self._interval_s = interval_s
+        self._hand_over = hand_over
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        retry_s = min(1.0, self._interval_s)
+        given = frozenset[str]()
+        while True:
+            for endpoint in self._known:
+                self._update(endpoint)
+            union = frozenset[str]().union(*(known or () for known in self._known.values()))
+            if union != given:
+                given = union
+                self._hand_over(union)
+            complete = None not in self._known.values()
+            retry_s = self._interval_s if complete else min(2 * retry_s, self._interval_s)
+            if self._stopped.wait(retry_s):
+                return
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _update(self, endpoint: str) -> None:
+        try:
+            self._known[endpoint] = self._resolve(*split_tcp(endpoint))
+            self._warned.discard(endpoint)
+        except OSError as error:
+            # What was known stays: a name server that is away must not silence the engine.
+            if endpoint not in self._warned:
+                self._warned.add(endpoint)
+                logger.warning(
+                    "SGLANG_SBS_ROUTERS: %s does not resolve (%s); trying again", endpoint, error
+                )

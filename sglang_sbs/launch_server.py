@@ -1,0 +1,233 @@
+"""`python -m sglang_sbs.launch_server`: a whole PD cluster with its router on one machine.
+
+Owns: the command line, and what the user sees while the cluster starts, runs and stops. How the
+processes are planned and supervised is `sglang_sbs/cluster/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_sbs.cluster.local import (
+    DEFAULT_STARTUP_TIMEOUT_S,
+    ClusterStartError,
+    LocalCluster,
+)
+from sglang_sbs.cluster.plan import (
+    PORTS_PER_INSTANCE,
+    ClusterOptions,
+    ClusterPlan,
+    PlanError,
+    plan_cluster,
+)
+from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
+from sglang_sbs.cluster.progress import show_progress
+from sglang_sbs.cluster.spawn import SpawnError
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+
+ROUTER_PREFIX = "--router-"
+# Router flags that need no prefix: no SGLang engine flag is called so.
+UNPREFIXED_ROUTER_FLAGS = ("--policy", "--prefill-policy", "--decode-policy")
+UNPREFIXED_ROUTER_PREFIX = "--sbs-"
+
+EPILOG = """\
+example: three prefill and one decode instance of two GPUs each (8 GPUs), scheduled by SBS
+
+  python -m sglang_sbs.launch_server --model-path Qwen/Qwen3-30B-A3B \\
+      --prefill-instances 3 --decode-instances 1 \\
+      --tp 2 --dp 2 --enable-dp-attention --router-policy sbs
+
+the same without GPUs, with the tiny model of the tests and modelled forward times
+
+  python -m sglang_sbs.launch_server --model-path "$(python -m sglang_sbs.testing.tiny_model)" \\
+      --prefill-instances 3 --decode-instances 1 \\
+      --tp 2 --dp 2 --enable-dp-attention --virtual-gpu --router-policy sbs
+
+--router-FLAG is passed to the router as --FLAG (python -m sglang_sbs.launch_router --help);
+--policy, --prefill-policy, --decode-policy and --sbs-* need no prefix. Every other flag goes to
+all SGLang engines as it is (python -m sglang.launch_server --help). --dry-run shows the result.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of this launcher's own flags; the rest is split by `split_flags`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_sbs.launch_server",
+        description="Start SGLang prefill and decode instances and the router on this machine.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model-path", "--model", required=True, help="as for SGLang")
+    parser.add_argument("--prefill-instances", type=int, default=1, metavar="N")
+    parser.add_argument("--decode-instances", type=int, default=1, metavar="N")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the router (%(default)s)")
+    parser.add_argument("--port", type=int, default=30000, help="port of the router (%(default)s)")
+    parser.add_argument(
+        "--prefill-args",
+        default="",
+        metavar="FLAGS",
+        help='flags of prefill engines only: --prefill-args="--max-running-requests 64"',
+    )
+    parser.add_argument("--decode-args", default="", metavar="FLAGS", help="the same for decode")
+    parser.add_argument(
+        "--log-dir", type=Path, help="where each process writes its log (a new temporary folder)"
+    )
+    parser.add_argument(
+        "--startup-timeout",
+        type=float,
+        default=DEFAULT_STARTUP_TIMEOUT_S,
+        metavar="SECONDS",
+        help="until all instances and the router must be ready (%(default).0f)",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="engines on CPU, with the model really computed there"
+    )
+    parser.add_argument(
+        "--virtual-gpu",
+        nargs="?",
+        const="{}",
+        metavar="JSON",
+        help="engines on CPU, forward passes only take the time of a GPU; JSON with fields of "
+        "sglang_sbs.testing.virtual_gpu.VirtualGpuCost overrides its cost model",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the exact command lines and exit"
+    )
+    return parser
+
+
+def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `words` into the engines' flags and the router's, the latter without `--router-`.
+
+    A flag takes the words up to the next one that starts with `--`.
+
+    Raises:
+        PlanError: a word before the first flag.
+    """
+    engine: list[str] = []
+    router: list[str] = []
+    target: list[str] | None = None
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            if name.startswith(ROUTER_PREFIX):
+                router.append("--" + word.removeprefix(ROUTER_PREFIX))
+                target = router
+                continue
+            is_router_flag = name in UNPREFIXED_ROUTER_FLAGS or name.startswith(
+                UNPREFIXED_ROUTER_PREFIX
+            )
+            target = router if is_router_flag else engine
+        elif target is None:
+            raise PlanError(f"{word!r} belongs to no flag: write --FLAG {word}")
+        target.append(word)
+    return engine, router
+
+
+def plan_from_command_line(arguments: Sequence[str]) -> tuple[ClusterPlan, argparse.Namespace]:
+    """Parse and plan; exits with a message that names the flag when something is wrong."""
+    parser = build_parser()
+    own, rest = parser.parse_known_args(arguments)
+    try:
+        engine_flags, router_flags = split_flags(rest)
+        options = ClusterOptions(
+            model_path=own.model_path,
+            prefill_instances=own.prefill_instances,
+            decode_instances=own.decode_instances,
+            engine_flags=engine_flags,
+            prefill_flags=shlex.split(own.prefill_args),
+            decode_flags=shlex.split(own.decode_args),
+            cpu=own.cpu,
+            virtual_gpu=_virtual_gpu(own.virtual_gpu),
+            log_dir=own.log_dir or Path(tempfile.mkdtemp(prefix="sglang-sbs-")),
+            environment=dict(os.environ),
+            router_flags=router_flags,
+            router_host=own.host,
+            router_port=own.port,
+        )
+        return plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE)), own
+    except PlanError as error:
+        parser.error(str(error))
+
+
+def _virtual_gpu(text: str | None) -> VirtualGpuCost | None:
+    if text is None:
+        return None
+    try:
+        return VirtualGpuCost.from_json(text)
+    except ValueError as error:
+        raise PlanError(f"--virtual-gpu: {error}") from None
+
+
+def describe(plan: ClusterPlan) -> str:
+    """Every process as a shell command, with the variables it gets beyond the inherited ones."""
+    commands = []
+    for process in plan.servers:
+        added = {
+            name: value
+            for name, value in process.environment.items()
+            if os.environ.get(name) != value
+        }
+        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(added.items())]
+        commands.append(f"# {process.name}\n" + " ".join([*variables, shlex.join(process.argv)]))
+    return "\n\n".join(commands)
+
+
+async def run(plan: ClusterPlan, startup_timeout_s: float) -> int:
+    """Bring the cluster up, serve until a signal or a death, stop it; the exit code."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for handled in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(handled, stop.set)
+    with show_progress(plan) as on_progress:
+        cluster = LocalCluster(plan, startup_timeout_s, on_progress)
+        stopped = asyncio.create_task(stop.wait())
+        entering = asyncio.create_task(cluster.__aenter__())
+        await asyncio.wait({stopped, entering}, return_when=asyncio.FIRST_COMPLETED)
+        if not entering.done():
+            entering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await entering
+            return 0
+        try:
+            await entering
+        except (ClusterStartError, SpawnError) as error:
+            print(f"The cluster did not start. {error}", file=sys.stderr)
+            return 1
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_exit(cluster)
+        if plan.router is not None:
+            print(f"Ready: {plan.router.url} (logs: {plan.log_dir}). Ctrl-C stops it.", flush=True)
+        death = asyncio.create_task(cluster.wait_for_death())
+        await asyncio.wait({stopped, death}, return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            print(death.result(), file=sys.stderr)
+            return 1
+        death.cancel()
+        print("Stopping", flush=True)
+        return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; exits non-zero when the cluster did not start or a process of it died."""
+    plan, own = plan_from_command_line(sys.argv[1:] if arguments is None else arguments)
+    if own.dry_run:
+        print(describe(plan))
+        return
+    if not is_port_free(own.port):
+        sys.exit(f"port {own.port} is in use: choose another with --port")
+    sys.exit(asyncio.run(run(plan, own.startup_timeout)))
+
+
+if __name__ == "__main__":
+    main()

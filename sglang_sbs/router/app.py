@@ -1,0 +1,170 @@
+"""The HTTP surface: routes, keys, request ids, error shapes.
+
+Owns which URL does what and how an error looks on the wire. What happens behind a route is the
+relay's (inference) or :mod:`.control`'s (everything else).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from sglang_sbs.router.control import Control
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.http_ids import request_id
+from sglang_sbs.router.relay import PATHS
+from sglang_sbs.router.requests import RouteKind, forwarded_headers
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.server import RouterServer
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_identifier: ContextVar[str] = ContextVar("request_id")
+"""The request id, from the middleware to the handler (one task, so one context, per request)."""
+
+_OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness", "/v1/models"})
+"""Served without a key, as sglang_router does."""
+_ADMIN_PREFIXES = ("/workers", "/flush_cache", "/get_loads", "/v1/loads", "/abort_request")
+_NOT_IMPLEMENTED = {
+    "/v1/embeddings": "Embeddings",
+    "/v1/classify": "Classify",
+    "/v1/rerank": "Rerank",
+    "/rerank": "Rerank",
+    "/v1/responses": "Responses",
+    "/v1/messages": "Messages",
+    "/v1/audio/transcriptions": "Audio transcriptions",
+    "/v1/interactions": "Interactions",
+    "/v1/realtime": "Realtime",
+}
+
+
+def build_app(server: RouterServer) -> web.Application:
+    """The aiohttp application of the serving port."""
+    surface = _Surface(server)
+    app = web.Application(
+        client_max_size=server.options.max_payload_bytes, middlewares=[surface.middleware]
+    )
+    for kind, path in PATHS.items():
+        app.router.add_post(path, surface.inference(kind))
+    control = Control(server)
+    for method, path, handler in control.routes():
+        app.router.add_route(method, path, handler)
+    for path, name in _NOT_IMPLEMENTED.items():
+        app.router.add_route("*", path, _not_implemented(name))
+    return app
+
+
+def _not_implemented(name: str) -> Handler:
+    async def handler(_request: web.Request) -> web.StreamResponse:
+        return web.Response(status=501, text=f"{name} not implemented")
+
+    return handler
+
+
+class _Surface:
+    def __init__(self, server: RouterServer) -> None:
+        self._server = server
+        self._options = server.options
+        self._metrics = server.metrics
+        self._origins = frozenset(server.options.cors_allowed_origins)
+
+    def inference(self, kind: RouteKind) -> Handler:
+        server = self._server
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            identifier = _identifier.get()
+            headers = forwarded_headers(list(request.headers.items()), identifier)
+            return await server.relay.handle(request, kind, headers, identifier)
+
+        return handler
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        path = request.path
+        identifier = request_id(path, request.headers, self._options.request_id_headers)
+        _identifier.set(identifier)
+        known = request.match_info.http_exception is None
+        resource = request.match_info.route.resource
+        label = resource.canonical if known and resource is not None else "unknown"
+        started_s = time.monotonic()
+        self._metrics.http_requests.labels(request.method, label).inc()
+        self._metrics.http_active.inc()
+        error_code = ""
+        status = 499
+        try:
+            response = await self._respond(request, handler, path)
+            status = response.status
+            error_code = response.headers.get("X-SMG-Error-Code", "")
+        finally:
+            self._metrics.http_active.dec()
+            self._metrics.http_responses.labels(str(status), error_code).inc()
+            self._metrics.http_seconds.labels(label).observe(time.monotonic() - started_s)
+        if not response.prepared:
+            response.headers.setdefault("x-request-id", identifier)
+            self.add_cors(request, response)
+        return response
+
+    async def _respond(
+        self, request: web.Request, handler: Handler, path: str
+    ) -> web.StreamResponse:
+        if request.method == "OPTIONS" and self._origins:
+            return web.Response(status=204)
+        if not self._authorised(request, path):
+            return web.Response(status=401)
+        try:
+            return await handler(request)
+        except RouterError as error:
+            return error.response()
+        except web.HTTPRequestEntityTooLarge:
+            limit = self._options.max_payload_bytes
+            return RouterError(
+                413, "payload_too_large", f"the body is over {limit} bytes (--max-payload-size)"
+            ).response()
+        except web.HTTPMethodNotAllowed as error:
+            return web.Response(status=405, headers={"Allow": error.headers.get("Allow", "")})
+        except web.HTTPNotFound:
+            return web.Response(status=404)
+        except asyncio.CancelledError:
+            raise
+        except ConnectionResetError:
+            raise
+        except Exception:
+            logger.exception("%s %s failed", request.method, path)
+            return RouterError(
+                500, "internal_error", "internal error; see the router's log"
+            ).response()
+
+    def _authorised(self, request: web.Request, path: str) -> bool:
+        options = self._options
+        admin = path.startswith(_ADMIN_PREFIXES)
+        if admin and options.admin_api_key is not None:
+            return _bearer_is(request, options.admin_api_key)
+        if options.api_key is None or path in _OPEN_PATHS:
+            return True
+        return _bearer_is(request, options.api_key)
+
+    def add_cors(self, request: web.Request, response: web.StreamResponse) -> None:
+        origin = request.headers.get("Origin")
+        if not origin or not self._origins:
+            return
+        if "*" in self._origins or origin in self._origins:
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, OPTIONS"
+            response.headers["Access-Control-Allow-Headers"] = "content-type, authorization"
+            response.headers["Access-Control-Expose-Headers"] = "x-request-id, x-smg-error-code"
+            response.headers["Vary"] = "Origin"
+
+
+def _bearer_is(request: web.Request, key: str) -> bool:
+    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(value.strip().encode(), key.encode())

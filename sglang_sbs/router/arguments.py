@@ -1,0 +1,360 @@
+"""The argument parser of the router: names, types, defaults and help of its flags.
+
+Owns what ``--help`` says and what argparse can check. Must not know what options become. Every flag
+exists as ``--x`` and as ``--router-x`` (the spelling of ``launch_server``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sglang_sbs.router.stock_flags import IGNORED_FLAGS, Arity
+from sglang_sbs.scheduling.config import (
+    DECODE_RULES,
+    POLICIES,
+    TRIGGERS,
+    Policy,
+    SchedulerConfig,
+)
+
+NEAREST_POLICY: dict[str, Policy] = {
+    "cache_aware": "least_tokens",
+    "power_of_two": "least_requests",
+    "manual": "round_robin",
+    "bucket": "least_tokens",
+}
+
+_EXAMPLE = """\
+example:
+  # on every engine node: the plugin reports each forward pass to the router
+  pip install sglang-sbs
+  SGLANG_SBS_ROUTERS=tcp://router:7600 python -m sglang.launch_server \\
+      --disaggregation-mode prefill --tp 32 --dp 8 --enable-dp-attention ...
+  # on the router node: the command you run today, with --policy sbs
+  python -m sglang_sbs.launch_router --pd-disaggregation \\
+      --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
+      --decode http://d0:30000 --policy sbs
+  curl http://localhost:30000/workers        # what it knows of each worker
+  curl http://localhost:29000/metrics        # Prometheus
+
+Every flag is also accepted with the prefix --router- (--router-policy sbs). Flags of
+sglang_router 0.3.2 that have no meaning here are accepted with a warning.
+"""
+
+
+class FlagError(ValueError):
+    """The command line cannot be used; the message names the flag and what to write instead."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message)
+
+
+def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.ArgumentParser:
+    """The parser; both spellings of every flag, the second one hidden from ``--help``."""
+    parser = _Parser(
+        prog=prog,
+        usage="%(prog)s --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--policy sbs] [flags]",
+        description="Router for PD-disaggregated SGLang clusters with staggered batch scheduling.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def group(title: str) -> Callable[..., None]:
+        section = parser.add_argument_group(title)
+
+        def add(name: str, help_text: str, **kwargs: Any) -> None:
+            default = kwargs.get("default")
+            if "action" not in kwargs and "choices" not in kwargs:
+                kwargs.setdefault("metavar", _metavar(name))
+            shown = "" if default in (None, False, ()) else f" (default: {default})"
+            section.add_argument(f"--{name}", help=help_text + shown, **kwargs)
+            kwargs["default"] = argparse.SUPPRESS
+            dest = name.replace("-", "_")
+            parser.add_argument(f"--router-{name}", dest=dest, help=argparse.SUPPRESS, **kwargs)
+
+        return add
+
+    add = group("workers")
+    add("pd-disaggregation", "accepted for compatibility: always on", action="store_true")
+    add(
+        "prefill",
+        "a prefill instance and its --disaggregation-bootstrap-port; repeat per instance. Without "
+        "a port (or with 'none') the engine is asked for it",
+        nargs="+",
+        action="append",
+        metavar=("URL", "BOOTSTRAP_PORT"),
+    )
+    add("decode", "a decode instance; repeat per instance", nargs=1, action="append", metavar="URL")
+    add(
+        "worker-startup-timeout-secs",
+        "complain when a worker is not up by then",
+        type=_seconds,
+        default=1800,
+    )
+    add(
+        "worker-startup-check-interval",
+        "longest pause between looks at a worker that is starting",
+        type=_seconds,
+        default=30,
+    )
+
+    add = group("policy")
+    add(
+        "policy",
+        f"{', '.join(POLICIES)}; stock names without a twin ({', '.join(NEAREST_POLICY)}) "
+        "are mapped to the nearest",
+        default="sbs",
+    )
+    add(
+        "sbs-trigger",
+        "adaptive: ahead of the predicted end of a pass. paper: Algorithm 1, to the letter",
+        choices=TRIGGERS,
+        default="adaptive",
+    )
+    add(
+        "sbs-decode",
+        "rule for the decode rank: iqr (Algorithm 3) or potential",
+        choices=DECODE_RULES,
+        default=SchedulerConfig().decode_rule,
+    )
+    add(
+        "sbs-endforward-bind",
+        "where engines' EndForward messages arrive; 'none' turns it off",
+        default="tcp://0.0.0.0:7600",
+        metavar="ENDPOINT",
+    )
+    add("sbs-n-limit", "N_limit of Algorithm 2: cycles until flow control", type=_count, default=20)
+    add(
+        "sbs-queue-timeout-secs",
+        "longest wait in the scheduler, then 503",
+        type=_seconds,
+        default=60,
+    )
+    add(
+        "sbs-max-queue-requests",
+        "longest queue in the scheduler, then 429",
+        type=_positive_int,
+        default=10_000,
+    )
+    add(
+        "sbs-t-default-ms",
+        "T_default: forward time before the first measurement",
+        type=_seconds,
+        default=300,
+    )
+    add(
+        "sbs-max-hold-ms",
+        "adaptive: no request is held longer while an instance could take it",
+        type=_seconds,
+        default=2000,
+    )
+    add(
+        "sbs-event-log",
+        "record scheduler events and commands for replay",
+        type=Path,
+        metavar="FILE",
+    )
+    add(
+        "tokenizer-path",
+        "model directory; makes prompt lengths exact for text and chat",
+        type=Path,
+        metavar="DIR",
+    )
+    add("chat-template", "template file instead of the tokenizer's own", type=Path, metavar="FILE")
+
+    add = group("serving")
+    add("host", "address to listen at", default="0.0.0.0")
+    add("port", "port to listen at", type=_port, default=30000)
+    add("request-timeout-secs", "for a whole request, answer included", type=_seconds, default=1800)
+    add(
+        "max-payload-size",
+        "largest request body, bytes",
+        type=_positive_int,
+        default=512 * 1024 * 1024,
+    )
+    add(
+        "shutdown-grace-period-secs",
+        "how long requests in flight may run on after SIGTERM",
+        type=_non_negative,
+        default=180,
+    )
+    add(
+        "max-concurrent-requests",
+        "client requests inside at once; -1: no limit",
+        type=int,
+        default=-1,
+    )
+    add("queue-size", "client requests waiting for that, then 429", type=_count, default=100)
+    add("queue-timeout-secs", "longest wait for that, then 503", type=_seconds, default=60)
+    add("request-id-headers", "headers that may bring a request id", nargs="*", metavar="NAME")
+    add(
+        "cors-allowed-origins",
+        "origins for CORS; * for any",
+        nargs="*",
+        default=(),
+        metavar="ORIGIN",
+    )
+    add(
+        "log-level",
+        "debug, info, warn or error",
+        choices=("debug", "info", "warn", "error"),
+        default="info",
+    )
+    add("log-dir", "also log to a file in this directory", type=Path, metavar="DIR")
+
+    add = group("keys and TLS")
+    add(
+        "api-key",
+        "clients must send it as a bearer token; also used towards engines",
+        metavar="KEY",
+    )
+    add(
+        "admin-api-key",
+        "for /workers, /flush_cache, /get_loads here and engines' admin endpoints",
+        metavar="KEY",
+    )
+    for name, text in (
+        ("tls-cert-path", "certificate to serve HTTPS with"),
+        ("tls-key-path", "its private key"),
+        ("client-cert-path", "client certificate towards engines"),
+        ("client-key-path", "its private key"),
+    ):
+        add(name, text, type=Path, metavar="FILE")
+    add(
+        "ca-cert-paths",
+        "CAs that sign engines' certificates",
+        type=Path,
+        nargs="*",
+        default=(),
+        metavar="FILE",
+    )
+
+    add = group("retries, health, circuit breaker")
+    add(
+        "retry-max-retries",
+        "attempts per request, before its first byte",
+        type=_positive_int,
+        default=5,
+    )
+    add(
+        "retry-initial-backoff-ms",
+        "pause before the second attempt",
+        type=_non_negative,
+        default=50,
+    )
+    add("retry-max-backoff-ms", "longest pause", type=_non_negative, default=30_000)
+    add("retry-backoff-multiplier", "growth of the pause", type=_seconds, default=1.5)
+    add("retry-jitter-factor", "random share of the pause, 0 to 1", type=_share, default=0.2)
+    add("disable-retries", "one attempt per request", action="store_true")
+    add(
+        "health-check-interval-secs",
+        "between checks of a healthy worker",
+        type=_seconds,
+        default=60,
+    )
+    add("health-check-timeout-secs", "per check", type=_seconds, default=5)
+    add(
+        "health-failure-threshold",
+        "failed checks until a worker is down",
+        type=_positive_int,
+        default=3,
+    )
+    add("health-success-threshold", "good checks until it is back", type=_positive_int, default=2)
+    add(
+        "health-check-endpoint",
+        "default: a check without a forward pass (/ready, /ping)",
+        metavar="PATH",
+    )
+    add("disable-health-check", "check only after failures", action="store_true")
+    add(
+        "cb-failure-threshold",
+        "consecutive failures that open the breaker",
+        type=_positive_int,
+        default=10,
+    )
+    add("cb-success-threshold", "successes that close it", type=_positive_int, default=3)
+    add("cb-timeout-duration-secs", "open until then", type=_seconds, default=60)
+    add("disable-circuit-breaker", "never open", action="store_true")
+
+    add = group("metrics")
+    add("prometheus-host", "address of /metrics", default="0.0.0.0")
+    add("prometheus-port", "port of /metrics", type=_port, default=29000)
+    add(
+        "prometheus-duration-buckets",
+        "histogram buckets, seconds",
+        type=float,
+        nargs="+",
+        metavar="SECONDS",
+    )
+
+    for name, (arity, _) in IGNORED_FLAGS.items():
+        _add_ignored(parser, name, arity)
+    return parser
+
+
+def _metavar(name: str) -> str:
+    last = name.rpartition("-")[2]
+    known = {"ms": "MS", "secs": "SECONDS", "host": "HOST", "port": "PORT", "policy": "POLICY"}
+    return known.get(last, "N")
+
+
+def _add_ignored(parser: argparse.ArgumentParser, name: str, arity: Arity) -> None:
+    specs: dict[Arity, dict[str, Any]] = {
+        "flag": {"action": "store_true"},
+        "one": {"nargs": None},
+        "many": {"nargs": "*"},
+    }
+    parser.add_argument(
+        f"--{name}",
+        f"--router-{name}",
+        dest=f"ignored:{name}",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+        **specs[arity],
+    )
+
+
+def _number(text: str, low: float, high: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 1e-9, 1e9, "a number greater than 0")
+
+
+def _non_negative(text: str) -> float:
+    return _number(text, 0, 1e9, "a number >= 0")
+
+
+def _share(text: str) -> float:
+    return _number(text, 0, 1, "a number from 0 to 1")
+
+
+def _whole(text: str, low: int, high: int, what: str) -> int:
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return int(text)
+
+
+def _positive_int(text: str) -> int:
+    return _whole(text, 1, 2**63, "a whole number >= 1")
+
+
+def _count(text: str) -> int:
+    return _whole(text, 0, 2**63, "a whole number >= 0")
+
+
+def _port(text: str) -> int:
+    return _whole(text, 0, 65535, "a port in 0..65535")

@@ -1,0 +1,279 @@
+"""Everything that is not inference: health, models, workers, loads, aborts.
+
+Owns the answers of these endpoints, in sglang_router's shapes. Must not know how requests are
+relayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+import orjson
+from aiohttp import web
+
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.registry import Worker, describe_worker
+from sglang_sbs.router.requests import bad_request
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.server import RouterServer
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_ASK_TIMEOUT_S = 30.0
+
+
+class Control:
+    def __init__(self, server: RouterServer) -> None:
+        self._server = server
+        self._registry = server.registry
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        return [
+            ("GET", "/health", self.health),
+            ("GET", "/liveness", self.health),
+            ("GET", "/readiness", self.readiness),
+            ("GET", "/health_generate", self.health_generate),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/model_info", self.model_info),
+            ("GET", "/get_model_info", self.model_info),
+            ("GET", "/server_info", self.server_info),
+            ("GET", "/get_server_info", self.server_info),
+            ("GET", "/workers", self.list_workers),
+            ("POST", "/workers", self.add_worker),
+            ("GET", "/workers/{worker_id}", self.get_worker),
+            ("DELETE", "/workers/{worker_id}", self.remove_worker),
+            ("POST", "/flush_cache", self.flush_cache),
+            ("GET", "/get_loads", self.loads),
+            ("GET", "/v1/loads", self.loads),
+            ("POST", "/abort_request", self.abort_request),
+        ]
+
+    # Health -----------------------------------------------------------------------------------
+
+    async def health(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(text="OK")
+
+    async def readiness(self, _request: web.Request) -> web.StreamResponse:
+        """Ready means: a real prefill/decode pair can take a request right now."""
+        if self._server.draining:
+            return _json({"status": "not ready", "reason": "draining"}, 503)
+        healthy = sum(worker.usable for worker in self._registry)
+        if not self._registry.ready:
+            return _json({"status": "not ready", "reason": "insufficient healthy workers"}, 503)
+        return _json(
+            {"status": "ready", "healthy_workers": healthy, "total_workers": len(self._registry)}
+        )
+
+    async def health_generate(self, _request: web.Request) -> web.StreamResponse:
+        """Really generates on one prefill and one decode instance."""
+        pair = [self._first("prefill"), self._first("decode")]
+        answers = await self._ask_all(pair, "GET", "/health_generate")
+        bad = [f"{worker.url}: {status}" for worker, status, _ in answers if status != 200]
+        if bad:
+            raise RouterError(503, "unhealthy_workers", "; ".join(bad))
+        return web.Response(text="OK")
+
+    # Model and server -------------------------------------------------------------------------
+
+    async def models(self, _request: web.Request) -> web.StreamResponse:
+        names = {w.info.model_id: w for w in self._registry if w.info and w.info.model_id}
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._server.started_at,
+                "owned_by": "sglang",
+                "max_model_len": worker.info.max_request_tokens or None if worker.info else None,
+            }
+            for name, worker in names.items()
+        ]
+        return _json({"object": "list", "data": data})
+
+    async def model_info(self, _request: web.Request) -> web.StreamResponse:
+        worker = self._first("prefill")
+        ((_, status, body),) = await self._ask_all([worker], "GET", "/model_info")
+        if status != 200:
+            raise RouterError(502, "proxy_request_failed", f"{worker.url}/model_info: {status}")
+        return web.Response(body=body, content_type="application/json")
+
+    async def server_info(self, _request: web.Request) -> web.StreamResponse:
+        """The first prefill's fields, then every worker's answer and the scheduler's state."""
+        workers = [worker for worker in self._registry if worker.usable]
+        answers = await self._ask_all(workers, "GET", "/server_info")
+        infos: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
+        states: list[Any] = []
+        for worker, status, body in answers:
+            value: dict[str, Any] = (
+                _object(body) if status == 200 else {"url": worker.url, "error": status}
+            )
+            infos[worker.role].append(value)
+            if worker.role == "decode" and isinstance(value.get("internal_states"), list):
+                states += value["internal_states"]
+        first = infos["prefill"][0] if infos["prefill"] else {}
+        snapshot = msgspec.to_builtins(self._server.dispatcher.snapshot())
+        return _json(first | {"internal_states": states} | infos | {"sbs": snapshot})
+
+    # Workers ----------------------------------------------------------------------------------
+
+    async def list_workers(self, _request: web.Request) -> web.StreamResponse:
+        now_s = time.monotonic()
+        workers = [describe_worker(worker, now_s) for worker in self._registry]
+        return _json(
+            {
+                "workers": workers,
+                "total": len(workers),
+                "stats": {
+                    "prefill_count": len(self._registry.of_role("prefill")),
+                    "decode_count": len(self._registry.of_role("decode")),
+                    "regular_count": 0,
+                },
+            }
+        )
+
+    async def add_worker(self, request: web.Request) -> web.StreamResponse:
+        body = _object(await request.read())
+        url, role = body.get("url"), body.get("worker_type")
+        port = body.get("bootstrap_port")
+        if not isinstance(url, str):
+            raise bad_request('url is required, e.g. {"url": "http://10.0.0.1:30000"}')
+        if role not in ("prefill", "decode"):
+            raise bad_request(f"worker_type must be prefill or decode, not {role!r}")
+        if port is not None and (not isinstance(port, int) or not 1 <= port <= 65535):
+            raise bad_request(f"bootstrap_port must be in 1..65535, not {port!r}")
+        try:
+            worker = self._server.add_worker(url, role, port)
+        except ValueError as error:
+            raise bad_request(str(error), "invalid_worker") from error
+        location = f"/workers/{worker.id}"
+        answer = {
+            "status": "accepted",
+            "worker_id": worker.id,
+            "url": worker.url,
+            "location": location,
+            "message": "Worker addition queued for background processing",
+        }
+        return _json(answer, 202, {"Location": location})
+
+    async def get_worker(self, request: web.Request) -> web.StreamResponse:
+        return _json(describe_worker(self._worker(request), time.monotonic()))
+
+    async def remove_worker(self, request: web.Request) -> web.StreamResponse:
+        worker = self._worker(request)
+        self._server.remove_worker(worker)
+        return _json(
+            {
+                "status": "accepted",
+                "worker_id": worker.id,
+                "message": "Worker removal queued for background processing",
+            },
+            202,
+        )
+
+    def _worker(self, request: web.Request) -> Worker:
+        worker_id = request.match_info["worker_id"]
+        worker = self._registry.by_id(worker_id)
+        if worker is None:
+            raise RouterError(404, "worker_not_found", f"no worker with id {worker_id}")
+        return worker
+
+    # Fan-out ----------------------------------------------------------------------------------
+
+    async def flush_cache(self, _request: web.Request) -> web.StreamResponse:
+        workers = list(self._registry)
+        answers = await self._ask_all(workers, "POST", "/flush_cache")
+        flushed = [worker.url for worker, status, _ in answers if status == 200]
+        failed = [
+            {"url": worker.url, "error": body[:200].decode("utf-8", "replace") or str(status)}
+            for worker, status, body in answers
+            if status != 200
+        ]
+        answer = {
+            "status": "partial_success" if failed else "success",
+            "message": f"flushed {len(flushed)} of {len(workers)} workers",
+            "workers_flushed": len(flushed),
+            "total_http_workers": len(workers),
+            "total_workers": len(workers),
+            "successful": flushed,
+            "failed": failed,
+        }
+        return _json(answer, 206 if failed else 200)
+
+    async def loads(self, _request: web.Request) -> web.StreamResponse:
+        workers = [worker for worker in self._registry if worker.info is not None]
+        answers = await self._ask_all(workers, "GET", "/v1/loads?include=core,disagg,queues")
+        loads = [
+            {
+                "worker": worker.url,
+                "worker_type": worker.role,
+                "load": worker.active,
+                "details": _object(body).get("loads") if status == 200 else None,
+            }
+            for worker, status, body in answers
+        ]
+        return _json({"loads": loads})
+
+    async def abort_request(self, request: web.Request) -> web.StreamResponse:
+        """By the id the client gave its request (prefix match, as on an engine), or all."""
+        body = _object(await request.read())
+        rid = body.get("rid")
+        if body.get("abort_all"):
+            count = self._server.in_flight.abort_all()
+        elif isinstance(rid, str) and rid:
+            count = self._server.in_flight.abort_client_request(rid)
+        else:
+            raise bad_request("rid is required (or abort_all: true)")
+        return _json({"aborted": count})
+
+    def _first(self, role: str) -> Worker:
+        for worker in self._registry:
+            if worker.role == role and worker.usable:
+                return worker
+        raise RouterError(503, f"no_{role}_servers", f"no usable {role} worker", retry_after_s=1.0)
+
+    async def _ask_all(
+        self, workers: Iterable[Worker], method: str, path: str
+    ) -> list[tuple[Worker, int, bytes]]:
+        """Ask several workers at once; 0 and the reason for those that cannot be reached."""
+        key = self._server.options.worker_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+        async def ask(worker: Worker) -> tuple[Worker, int, bytes]:
+            try:
+                async with self._server.session.request(
+                    method,
+                    worker.url + path,
+                    headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S),
+                ) as response:
+                    return worker, response.status, await response.read()
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                return worker, 0, (str(error) or type(error).__name__).encode()
+
+        return list(await asyncio.gather(*map(ask, workers)))
+
+
+def _json(
+    value: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> web.StreamResponse:
+    return web.Response(
+        status=status,
+        body=orjson.dumps(value),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise bad_request("must be a JSON object")
+    return value

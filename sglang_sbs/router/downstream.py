@@ -1,0 +1,91 @@
+"""The client's side of a stream: head, pieces, back pressure, end.
+
+Owns one streaming response. Must not know legs or their meaning. Pieces are written to the
+transport in the callback that brings them, past aiohttp's coroutine ``write``: per piece that saves
+a task switch, which is most of what relaying it would cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import HttpVersion11, web
+
+HIGH_WATER_BYTES = 1 << 20
+LOW_WATER_BYTES = 1 << 18
+_RECHECK_S = 0.02
+
+
+class Downstream:
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._pending: list[bytes] = []
+        self._chunked = request.version >= HttpVersion11
+        self._paused = False
+        self._pause: Callable[[], None] = lambda: None
+        self._resume: Callable[[], None] = lambda: None
+
+    @property
+    def opened(self) -> bool:
+        """The status line left: errors can only be events of the stream from now on."""
+        return self._response is not None
+
+    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """What to call when the client reads too slowly, and when it has caught up."""
+        self._pause, self._resume = pause, resume
+
+    def push(self, data: bytes) -> None:
+        """Send a piece; kept until :meth:`open` has sent the head."""
+        transport = self._transport
+        if transport is None:
+            self._pending.append(data)
+            return
+        if transport.is_closing():
+            return
+        if self._chunked:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            transport.write(data)
+        if transport.get_write_buffer_size() > HIGH_WATER_BYTES and not self._paused:
+            self._paused = True
+            self._pause()
+            asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
+
+    def _recheck(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > LOW_WATER_BYTES:
+            asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
+            return
+        self._paused = False
+        self._resume()
+
+    async def open(self, content_type: str, headers: dict[str, str]) -> None:
+        """Send the head and what was pushed so far, in one write. A second call does nothing."""
+        if self._response is not None:
+            return
+        response = web.StreamResponse(status=200, headers={**headers, "Content-Type": content_type})
+        if self._chunked:
+            response.enable_chunked_encoding()
+        self._response = response
+        await response.prepare(self._request)
+        pending, self._pending = self._pending, []
+        await response.write(b"".join(pending))
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("client connection is gone")
+        self._transport = transport
+        # Pieces that came while the head was on its way.
+        for data in self._pending:
+            self.push(data)
+        self._pending.clear()
+
+    async def finish(self) -> web.StreamResponse:
+        """End the body; returns the response for aiohttp."""
+        assert self._response is not None
+        await self._response.write_eof()
+        return self._response

@@ -1,0 +1,186 @@
+"""Receives EndForward: the SUB socket, decoding, and whose message it is.
+
+Owns binding a message to a worker: by configured instance id, by a boot id already bound, by the
+request ids the message echoes. Must not know the scheduler's use of it. Whatever arrives from the
+network is counted, never raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+
+from sglang_sbs.router.registry import Registry, Worker
+from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.urls import bracketed, split_worker_url
+from sglang_sbs.scheduling.events import Event, ForwardEnded
+from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_LIMIT = 512
+"""Messages handled before other callbacks of the event loop get a turn."""
+_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
+
+FindOwner = Callable[[str, str], str | None]
+"""``(rid, role) -> worker URL``: where the router sent that leg, if it knows the request."""
+
+
+class EndForwardListener:
+    def __init__(
+        self,
+        registry: Registry,
+        submit: Callable[[Event], None],
+        find_owner: FindOwner,
+        on_report: Callable[[Worker, EndForward], None] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._submit = submit
+        self._find_owner = find_owner
+        self._on_report = on_report
+        self._boots: dict[str, str] = {}  # boot id -> worker URL
+        self._unbound_warned: set[str] = set()
+        self._connected: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``dropped``."""
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._fd = -1
+
+    def open(self, bind: str | None) -> str | None:
+        """Start receiving; returns the endpoint actually bound (a wildcard port resolved).
+
+        Raises:
+            OSError: the endpoint cannot be bound.
+        """
+        self._context = zmq.Context(io_threads=1)
+        sock = self._context.socket(zmq.SUB)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.RCVHWM, 100_000)
+        sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        endpoint = None
+        if bind is not None:
+            try:
+                sock.bind(bind)
+            except zmq.ZMQError as error:
+                sock.close(0)
+                self._context.term()
+                self._context = None
+                raise OSError(f"--sbs-endforward-bind {bind}: {error}") from error
+            endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = sock
+        self._fd = int(sock.getsockopt(zmq.FD))
+        asyncio.get_running_loop().add_reader(self._fd, self._drain)
+        self._drain()
+        return endpoint
+
+    def close(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            self._socket.close(0)
+            self._socket = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def described(self, worker: Worker, info: WorkerInfo) -> None:
+        """``/server_info`` was read: learn its boot id, connect to a publisher that binds."""
+        if info.sbs is None:
+            return
+        if info.sbs.boot_id:
+            self._boots[info.sbs.boot_id] = worker.url
+        if info.sbs.bind and self._socket is not None:
+            for endpoint in publisher_endpoints(worker.url, info.sbs.bind, info.dp_size):
+                if endpoint not in self._connected:
+                    self._connected.add(endpoint)
+                    self._socket.connect(endpoint)
+                    # ZMQ's descriptor is edge-triggered and connecting may use up the edge.
+                    asyncio.get_running_loop().call_soon(self._drain)
+
+    def receive(self, frames: list[bytes]) -> None:
+        """Handle one message."""
+        try:
+            report = decode_endforward(frames)
+        except MalformedMessage as error:
+            self.counts["malformed"] += 1
+            if self.counts["malformed"] == 1:
+                logger.warning("malformed EndForward message (counted from now on): %s", error)
+            return
+        worker = self._bind(report)
+        if worker is None:
+            self.counts["unbound"] += 1
+            return
+        if not self._registry.reported(worker, report):
+            self.counts["dropped"] += 1
+            return
+        self.counts["bound"] += 1
+        if worker.announced:
+            self._submit(ForwardEnded(instance=worker.url, report=report))
+        if self._on_report is not None:
+            self._on_report(worker, report)
+
+    def _drain(self) -> None:
+        sock = self._socket
+        if sock is None:
+            return
+        for _ in range(_DRAIN_LIMIT):
+            try:
+                frames = sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.receive(frames)
+        asyncio.get_running_loop().call_soon(self._drain)
+
+    def _bind(self, report: EndForward) -> Worker | None:
+        url = self._boots.get(report.boot_id)
+        if url is not None:
+            worker = self._registry.get(url)
+            if worker is not None:
+                return worker
+        worker = self._identify(report)
+        if worker is not None:
+            self._boots[report.boot_id] = worker.url
+            logger.info(
+                "EndForward of boot %s is worker %s (%s)",
+                report.boot_id[:8],
+                worker.url,
+                "by instance id" if report.instance_id else "by echoed request ids",
+            )
+        elif report.boot_id not in self._unbound_warned and report.instance_id:
+            self._unbound_warned.add(report.boot_id)
+            logger.warning(
+                "EndForward from instance %r, which is no worker of this router; waiting for "
+                "request ids it echoes. Set SGLANG_SBS_INSTANCE_ID to the worker URL given here",
+                report.instance_id,
+            )
+        return worker
+
+    def _identify(self, report: EndForward) -> Worker | None:
+        if report.instance_id:
+            worker = self._registry.by_alias(report.instance_id)
+            if worker is not None:
+                return worker
+        for rid in report.rids:
+            url = self._find_owner(rid, report.role)
+            if url is not None:
+                return self._registry.get(url)
+        return None
+
+
+def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:
+    """Where to connect for an engine that binds ``tcp://HOST:PORT`` (rank d at ``PORT + d``).
+
+    A wildcard host means the host the worker is reached by. Not of that form: no endpoints.
+    """
+    scheme, _, address = bind.partition("://")
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit():
+        return []
+    if host in _WILDCARDS:
+        host = bracketed(split_worker_url(worker_url)[1])
+    return [f"tcp://{host}:{int(port) + rank}" for rank in range(dp_size)]

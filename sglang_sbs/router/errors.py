@@ -1,0 +1,176 @@
+"""Errors a client can see, and their JSON shape.
+
+Owns the error codes and bodies (those of ``sglang_router``: ``{"error": {type, code, message,
+param}}`` plus ``X-SMG-Error-Code``). Must not know who raises them or when.
+"""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+from typing import Any, Literal
+
+import orjson
+from aiohttp import web
+
+from sglang_sbs.scheduling.events import RefuseCause
+
+ERROR_CODE_HEADER = "X-SMG-Error-Code"
+TRANSPORT_FAILED = "PD disaggregation request failed"
+"""The literal code sglang_router gives a leg it could not reach or that broke off."""
+
+RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+
+Leg = Literal["prefill", "decode"]
+
+_LEG_CODES = {
+    400: "bad_request",
+    404: "not_found",
+    500: "internal_error",
+    502: "bad_gateway",
+    503: "unavailable",
+}
+
+_REFUSALS: dict[RefuseCause, tuple[int, str]] = {
+    "queue_full": (429, "queue_full"),
+    "flow_control": (429, "flow_control"),
+    "deadline": (503, "queue_timeout"),
+    "no_prefill": (503, "no_prefill_servers"),
+    "no_decode": (503, "no_decode_servers"),
+    "too_long": (400, "prompt_too_long"),
+}
+
+
+def reason_phrase(status: int) -> str:
+    """HTTP's own words for a status, also for one HTTP does not name."""
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Error"
+
+
+class RouterError(Exception):
+    """Becomes an error response; before the first byte a JSON body, after it an SSE event."""
+
+    def __init__(
+        self, status: int, code: str, message: str, *, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        """``X-SMG-Error-Code`` and, where waiting helps, ``Retry-After`` in whole seconds."""
+        headers = {ERROR_CODE_HEADER: self.code}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        return headers
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "type": reason_phrase(self.status),
+                "code": self.code,
+                "message": self.message,
+                "param": None,
+            }
+        }
+
+    def response(self) -> web.Response:
+        return web.Response(
+            status=self.status,
+            body=orjson.dumps(self.body()),
+            content_type="application/json",
+            headers=self.headers(),
+        )
+
+    def sse_event(self) -> bytes:
+        """The same error inside a stream whose status line has long left."""
+        error = self.body()["error"] | {"status": self.status}
+        return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
+
+
+class Refused(RouterError):
+    """The scheduler refused the request: it never reached an engine."""
+
+    def __init__(self, cause: RefuseCause, message: str, retry_after_s: float) -> None:
+        status, code = _REFUSALS[cause]
+        super().__init__(
+            status, code, message, retry_after_s=None if status == 400 else retry_after_s
+        )
+        self.cause = cause
+
+
+class LegFailure(RouterError):
+    """One leg of a PD pair failed; ``worker`` is the instance to blame."""
+
+    def __init__(
+        self,
+        leg: Leg,
+        worker: str,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        transport: bool = False,
+        unreachable: bool = False,
+    ) -> None:
+        super().__init__(status, code, message, retry_after_s=1.0 if status == 503 else None)
+        self.leg: Leg = leg
+        self.worker = worker
+        self.transport = transport
+        """The connection failed, as opposed to the engine answering with an error."""
+        self.unreachable = unreachable
+        """Nothing listens at the worker's address."""
+
+    @property
+    def retryable(self) -> bool:
+        return self.status in RETRYABLE_STATUSES
+
+    @property
+    def counts_against_worker(self) -> bool:
+        """Client errors (4xx) say nothing about the worker's health."""
+        return self.status >= 500
+
+
+def transport_failure(leg: Leg, worker: str, detail: str, *, unreachable: bool) -> LegFailure:
+    return LegFailure(
+        leg,
+        worker,
+        502,
+        TRANSPORT_FAILED,
+        f"{leg} worker {worker}: {detail}",
+        transport=True,
+        unreachable=unreachable,
+    )
+
+
+def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
+    """A leg answered with an HTTP error: its status and message reach the client."""
+    code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
+    return LegFailure(leg, worker, status, code, engine_message(body) or reason_phrase(status))
+
+
+def leg_aborted(leg: Leg, worker: str, status: int, message: str) -> LegFailure:
+    """The engine finished the request with ``finish_reason`` abort."""
+    code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
+    return LegFailure(leg, worker, status, code, message or f"request aborted by {leg} worker")
+
+
+def engine_message(body: bytes) -> str:
+    """The message inside SGLang's error bodies (several shapes), or the start of the text."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body[:2048].decode("utf-8", "replace").strip()
+    if isinstance(value, dict):
+        inner = value.get("error", value)
+        if isinstance(inner, str):
+            return inner
+        if isinstance(inner, dict):
+            for key in ("message", "detail"):
+                if isinstance(inner.get(key), str):
+                    return str(inner[key])
+    return body[:2048].decode("utf-8", "replace").strip()

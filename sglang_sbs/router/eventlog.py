@@ -1,0 +1,77 @@
+"""The event log: what the scheduler was told and what it answered, for replay.
+
+Owns the file format. Must not know sockets or the router's state. A file is the magic line, then
+records of ``u32 big-endian length`` + msgpack :class:`LogRecord`; the first record carries the
+configuration. Feeding the events with their ``now_s`` to a fresh ``Scheduler(config)`` must give
+the recorded commands again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.events import Command, Event
+
+MAGIC = b"sglang-sbs-events-1\n"
+_FLUSH_BYTES = 64 * 1024
+
+
+class LogRecord(msgspec.Struct, array_like=True, frozen=True):
+    now_s: float
+    event: Event | None
+    commands: list[Command]
+    config: SchedulerConfig | None = None
+
+
+class EventLogWriter:
+    """Appends records; buffered, so that an event costs microseconds."""
+
+    def __init__(self, path: Path, config: SchedulerConfig) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._buffer = bytearray(MAGIC)
+        self._append(LogRecord(0.0, None, [], config))
+        self.flush()
+
+    def write(self, now_s: float, event: Event, commands: Sequence[Command]) -> None:
+        self._append(LogRecord(now_s, event, list(commands)))
+        if len(self._buffer) >= _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.write(self._buffer)
+        self._file.flush()
+        self._buffer.clear()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+    def _append(self, record: LogRecord) -> None:
+        data = self._encoder.encode(record)
+        self._buffer += len(data).to_bytes(4, "big") + data
+
+
+def read_event_log(path: Path) -> Iterator[LogRecord]:
+    """The records of a log, a torn last one left out.
+
+    Raises:
+        ValueError: not an event log, or written by an incompatible version.
+    """
+    decoder = msgspec.msgpack.Decoder(LogRecord)
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ValueError(f"{path} is not an sglang-sbs event log")
+        while len(head := file.read(4)) == 4:
+            data = file.read(int.from_bytes(head, "big"))
+            if len(data) < int.from_bytes(head, "big"):
+                return
+            try:
+                yield decoder.decode(data)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,249 @@
+"""The command line of the router.
+
+Owns the checks that argparse cannot make, and the typed result. Must not know how an option is
+used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from sglang_sbs.router.arguments import NEAREST_POLICY, FlagError, build_parser
+from sglang_sbs.router.breaker import BreakerConfig
+from sglang_sbs.router.monitor import MonitorConfig
+from sglang_sbs.router.relay import RelayConfig
+from sglang_sbs.router.stock_flags import IGNORED_FLAGS, REFUSED_FLAGS
+from sglang_sbs.router.urls import normalise_worker_url
+from sglang_sbs.scheduling.config import (
+    POLICIES,
+    DecodeRule,
+    Policy,
+    SchedulerConfig,
+    Trigger,
+)
+
+_DEFAULT_HEALTH_ENDPOINT = "/health"
+_REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """The command line, checked. Times in seconds."""
+
+    prefill: tuple[tuple[str, int | None], ...]
+    """URL and bootstrap port."""
+    decode: tuple[str, ...]
+    scheduler: SchedulerConfig
+    relay: RelayConfig
+    breaker: BreakerConfig
+    monitor: MonitorConfig
+    host: str = "0.0.0.0"
+    port: int = 30000
+    prometheus_host: str = "0.0.0.0"
+    prometheus_port: int = 29000
+    prometheus_duration_buckets: tuple[float, ...] | None = None
+    endforward_bind: str | None = "tcp://0.0.0.0:7600"
+    event_log: Path | None = None
+    tokenizer_path: Path | None = None
+    chat_template: Path | None = None
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    max_concurrent_requests: int = -1
+    queue_size: int = 100
+    queue_timeout_s: float = 60.0
+    max_payload_bytes: int = 512 * 1024 * 1024
+    shutdown_grace_s: float = 180.0
+    request_id_headers: tuple[str, ...] = _REQUEST_ID_HEADERS
+    cors_allowed_origins: tuple[str, ...] = ()
+    log_level: str = "info"
+    log_dir: Path | None = None
+    tls_cert_path: Path | None = None
+    tls_key_path: Path | None = None
+    client_cert_path: Path | None = None
+    client_key_path: Path | None = None
+    ca_cert_paths: tuple[Path, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """To be logged once logging is set up."""
+
+    @property
+    def worker_key(self) -> str | None:
+        """The key for engines' admin endpoints (``/abort_request``)."""
+        return self.admin_api_key or self.api_key
+
+
+def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
+    """Parse and check a command line (without the program name).
+
+    Raises:
+        FlagError: naming the flag and what to write instead.
+        SystemExit: after ``--help``.
+    """
+    parser = build_parser(prog) if prog else build_parser()
+    _check_known(parser, argv)
+    return options_of(parser.parse_args(list(argv)))
+
+
+def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    known = {name for action in parser._actions for name in action.option_strings}
+    for argument in argv:
+        name = argument.partition("=")[0]
+        if not name.startswith("--") or name in known or name == "--":
+            continue
+        bare = name.removeprefix("--").removeprefix("router-")
+        if bare in REFUSED_FLAGS:
+            raise FlagError(f"{name}: {REFUSED_FLAGS[bare]}")
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else "; see --help"
+        raise FlagError(f"unknown flag {name}{hint}")
+
+
+def options_of(args: argparse.Namespace) -> RouterOptions:
+    """Check what the parser cannot. Raises: FlagError."""
+    warnings: list[str] = []
+    for key in vars(args):
+        if key.startswith("ignored:"):
+            name = key.removeprefix("ignored:")
+            warnings.append(f"--{name} has no effect here: {IGNORED_FLAGS[name][1]}")
+    prefill = tuple(_prefill(entry) for entry in args.prefill or ())
+    decode = tuple(_url("--decode", entry[0]) for entry in args.decode or ())
+    _check_workers([url for url, _ in prefill], list(decode))
+    endpoint = args.health_check_endpoint
+    if endpoint == _DEFAULT_HEALTH_ENDPOINT:
+        warnings.append(
+            "--health-check-endpoint /health runs a forward pass on DP rank 0 of an idle engine; "
+            "leave the flag out for a check that costs nothing"
+        )
+    elif endpoint is not None and not endpoint.startswith("/"):
+        raise FlagError(f"--health-check-endpoint {endpoint!r} must start with /, e.g. /ready")
+    if (args.tls_cert_path is None) != (args.tls_key_path is None):
+        raise FlagError("--tls-cert-path and --tls-key-path belong together: give both or none")
+    bind = args.sbs_endforward_bind
+    if bind.lower() == "none":
+        bind = None
+    elif not bind.startswith(("tcp://", "ipc://")):
+        raise FlagError(
+            f"--sbs-endforward-bind {bind!r}: write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, "
+            "or none"
+        )
+    if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
+        raise FlagError("--retry-max-backoff-ms must not be below --retry-initial-backoff-ms")
+    return RouterOptions(
+        prefill=prefill,
+        decode=decode,
+        scheduler=SchedulerConfig(
+            policy=_policy(args.policy, warnings),
+            trigger=cast(Trigger, args.sbs_trigger),
+            decode_rule=cast(DecodeRule, args.sbs_decode),
+            t_default_s=args.sbs_t_default_ms / 1000,
+            n_limit=args.sbs_n_limit,
+            max_queue_requests=args.sbs_max_queue_requests,
+            default_timeout_s=args.sbs_queue_timeout_secs,
+            max_hold_s=args.sbs_max_hold_ms / 1000,
+        ),
+        relay=RelayConfig(
+            request_timeout_s=args.request_timeout_secs,
+            max_attempts=1 if args.disable_retries else args.retry_max_retries,
+            initial_backoff_s=args.retry_initial_backoff_ms / 1000,
+            max_backoff_s=args.retry_max_backoff_ms / 1000,
+            backoff_multiplier=args.retry_backoff_multiplier,
+            jitter_factor=args.retry_jitter_factor,
+        ),
+        breaker=BreakerConfig(
+            enabled=not args.disable_circuit_breaker,
+            failure_threshold=args.cb_failure_threshold,
+            success_threshold=args.cb_success_threshold,
+            timeout_s=args.cb_timeout_duration_secs,
+        ),
+        monitor=MonitorConfig(
+            startup_timeout_s=args.worker_startup_timeout_secs,
+            startup_check_interval_s=args.worker_startup_check_interval,
+            health_enabled=not args.disable_health_check,
+            health_interval_s=args.health_check_interval_secs,
+            health_timeout_s=args.health_check_timeout_secs,
+            failure_threshold=args.health_failure_threshold,
+            success_threshold=args.health_success_threshold,
+            health_endpoint=endpoint,
+            api_key=args.api_key,
+        ),
+        host=args.host,
+        port=args.port,
+        prometheus_host=args.prometheus_host,
+        prometheus_port=args.prometheus_port,
+        prometheus_duration_buckets=(
+            tuple(sorted(args.prometheus_duration_buckets))
+            if args.prometheus_duration_buckets
+            else None
+        ),
+        endforward_bind=bind,
+        event_log=args.sbs_event_log,
+        tokenizer_path=args.tokenizer_path,
+        chat_template=args.chat_template,
+        api_key=args.api_key,
+        admin_api_key=args.admin_api_key,
+        max_concurrent_requests=args.max_concurrent_requests,
+        queue_size=args.queue_size,
+        queue_timeout_s=args.queue_timeout_secs,
+        max_payload_bytes=args.max_payload_size,
+        shutdown_grace_s=args.shutdown_grace_period_secs,
+        request_id_headers=tuple(h.lower() for h in args.request_id_headers or ())
+        or _REQUEST_ID_HEADERS,
+        cors_allowed_origins=tuple(args.cors_allowed_origins),
+        log_level=args.log_level,
+        log_dir=args.log_dir,
+        tls_cert_path=args.tls_cert_path,
+        tls_key_path=args.tls_key_path,
+        client_cert_path=args.client_cert_path,
+        client_key_path=args.client_key_path,
+        ca_cert_paths=tuple(args.ca_cert_paths),
+        warnings=tuple(warnings),
+    )
+
+
+def _policy(name: str, warnings: list[str]) -> Policy:
+    normal = name.lower().replace("-", "_")
+    if normal in POLICIES:
+        return cast(Policy, normal)
+    if normal in NEAREST_POLICY:
+        nearest = NEAREST_POLICY[normal]
+        warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}")
+        return nearest
+    near = difflib.get_close_matches(normal, [*POLICIES, *NEAREST_POLICY], n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise FlagError(f"--policy {name!r} is not one of {', '.join(POLICIES)}{hint}")
+
+
+def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
+    url = _url("--prefill", entry[0])
+    if len(entry) > 2:
+        raise FlagError(
+            f"--prefill {' '.join(entry)}: one URL and one port per --prefill; repeat the flag for "
+            "further instances"
+        )
+    if len(entry) == 1 or entry[1].lower() == "none":
+        return url, None
+    if not (entry[1].isascii() and entry[1].isdigit() and 1 <= int(entry[1]) <= 65535):
+        raise FlagError(
+            f"--prefill {entry[0]} {entry[1]}: the bootstrap port must be a number in 1..65535 or "
+            "'none'"
+        )
+    return url, int(entry[1])
+
+
+def _url(flag: str, text: str) -> str:
+    try:
+        return normalise_worker_url(text)
+    except ValueError as error:
+        raise FlagError(f"{flag}: {error}") from error
+
+
+def _check_workers(prefill: list[str], decode: list[str]) -> None:
+    seen: set[str] = set()
+    for url in [*prefill, *decode]:
+        if url in seen:
+            raise FlagError(f"worker {url} is listed twice")
+        seen.add(url)

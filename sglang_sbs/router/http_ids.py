@@ -1,0 +1,27 @@
+"""Request ids: taken from the client's headers or made up, as sglang_router does.
+
+Owns their form. Must not know what they are used for (``rid`` of the engines is another thing).
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+
+_ALPHABET = string.ascii_letters + string.digits
+_PREFIXES = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/generate": "gnt-",
+}
+
+
+def request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> str:
+    """The first of the headers ``names`` the client sent, else a prefix and 24 alphanumerics."""
+    for name in names:
+        value = headers.get(name)
+        if value:
+            return value
+    body = "".join(secrets.choice(_ALPHABET) for _ in range(24))
+    return _PREFIXES.get(path, "req-") + body

@@ -1,0 +1,194 @@
+"""The books on what is in flight: which rid went where, and whose client may abort it.
+
+Owns the table from rid to workers (EndForward is bound through it), the counters per worker, and
+sending aborts. Must not know how a request is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import orjson
+
+from sglang_sbs.router.dispatcher import Assignment, Dispatcher
+from sglang_sbs.router.lengths import PromptLength, PromptLengths
+from sglang_sbs.router.metrics import RouterMetrics
+from sglang_sbs.router.pair import Pair, PrefillReply
+from sglang_sbs.router.registry import Worker
+from sglang_sbs.router.upstream import Pool, UpstreamError, request_head
+from sglang_sbs.scheduling.events import Outcome
+
+
+@dataclass(slots=True)
+class _Request:
+    length: PromptLength
+    announced_s: float
+    pair: Pair | None = None
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    prefill_open: bool = False
+
+
+class InFlight:
+    """Also the :class:`PairObserver` of every pair."""
+
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        pool: Pool,
+        lengths: PromptLengths,
+        metrics: RouterMetrics,
+        worker_key: str | None,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._lengths = lengths
+        self._metrics = metrics
+        self._abort_headers = (
+            f"authorization: Bearer {worker_key}\r\n".encode() if worker_key else b""
+        )
+        self._requests: dict[str, _Request] = {}
+        self._clients: dict[str, set[asyncio.Task[object]]] = {}
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._aborted: set[asyncio.Task[object]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.aborts_sent = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def client_requests(self) -> int:
+        return len(self._tasks)
+
+    # Client requests --------------------------------------------------------------------------
+
+    @contextmanager
+    def client_request(self, rids: Sequence[str], task: asyncio.Task[object]) -> Iterator[None]:
+        """Known by the client's ids while it runs, so that it can be aborted by them."""
+        self._tasks.add(task)
+        self._idle.clear()
+        for rid in rids:
+            self._clients.setdefault(rid, set()).add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+            self._aborted.discard(task)
+            if not self._tasks:
+                self._idle.set()
+            for rid in rids:
+                tasks = self._clients.get(rid)
+                if tasks is not None:
+                    tasks.discard(task)
+                    if not tasks:
+                        del self._clients[rid]
+
+    def abort_client_request(self, rid: str) -> int:
+        """End the requests whose client id starts with ``rid`` (as SGLang matches); how many."""
+        tasks = {
+            task
+            for client_rid, group in self._clients.items()
+            if client_rid.startswith(rid)
+            for task in group
+        }
+        return self._abort(tasks)
+
+    def abort_all(self) -> int:
+        return self._abort(set(self._tasks))
+
+    def _abort(self, tasks: set[asyncio.Task[object]]) -> int:
+        for task in tasks:
+            self._aborted.add(task)
+            task.cancel()
+        return len(tasks)
+
+    def was_aborted(self, task: asyncio.Task[object]) -> bool:
+        """Its cancellation came from here, not from a client that went away."""
+        return task in self._aborted
+
+    async def wait_idle(self) -> None:
+        """Until no client request is being served."""
+        await self._idle.wait()
+
+    # Attempts ---------------------------------------------------------------------------------
+
+    def announce(self, rid: str, length: PromptLength) -> None:
+        self._requests[rid] = _Request(length, time.monotonic())
+
+    def started(self, assignment: Assignment, pair: Pair, prefill: Worker, decode: Worker) -> None:
+        request = self._requests[assignment.rid]
+        request.pair, request.prefill, request.decode = pair, prefill, decode
+        request.prefill_open = True
+        for worker in (prefill, decode):
+            worker.active += 1
+            worker.dispatches += 1
+
+    def ended(self, rid: str, outcome: Outcome) -> None:
+        request = self._requests.pop(rid, None)
+        if request is None:
+            return
+        self._prefill_over(request)
+        if request.decode is not None:
+            request.decode.active -= 1
+        self._metrics.attempt_ended(outcome)
+
+    def find_owner(self, rid: str, role: str) -> str | None:
+        """Where the leg of that role went, for binding EndForward messages."""
+        request = self._requests.get(rid)
+        if request is None:
+            return None
+        worker = request.prefill if role == "prefill" else request.decode
+        return worker.url if worker is not None else None
+
+    @staticmethod
+    def _prefill_over(request: _Request) -> None:
+        if request.prefill_open and request.prefill is not None:
+            request.prefill_open = False
+            request.prefill.active -= 1
+
+    # PairObserver -----------------------------------------------------------------------------
+
+    def prefill_replied(self, rid: str, reply: PrefillReply) -> None:
+        request = self._requests.get(rid)
+        self._dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
+        if request is None:
+            return
+        if request.prefill_open:
+            self._metrics.prefill_seconds.observe(time.monotonic() - request.announced_s)
+        self._prefill_over(request)
+        if reply.prompt_tokens is not None:
+            self._lengths.learn(request.length, reply.prompt_tokens)
+
+    def decode_started(self, rid: str) -> None:
+        self._dispatcher.prefill_done(rid)
+        request = self._requests.get(rid)
+        if request is not None:
+            self._prefill_over(request)
+            self._metrics.ttft_seconds.observe(time.monotonic() - request.announced_s)
+
+    # Aborts -----------------------------------------------------------------------------------
+
+    def send_abort(self, worker_url: str, rid: str) -> None:
+        """``POST /abort_request`` without waiting. SGLang matches rids by prefix: ours are of one
+        length, so an abort hits exactly one request."""
+        body = orjson.dumps({"rid": rid})
+        head = request_head("POST", worker_url, "/abort_request", self._abort_headers, len(body))
+        self.aborts_sent += 1
+        self._metrics.aborts.inc()
+        self._pool.call(worker_url, (head, body), _Ignore())
+
+
+class _Ignore:
+    """A receiver for answers nobody waits for."""
+
+    def head_received(self, status: int, headers: dict[str, str]) -> None: ...
+    def body_received(self, data: bytes) -> None: ...
+    def message_complete(self) -> None: ...
+    def failed(self, error: UpstreamError) -> None: ...

@@ -1,0 +1,152 @@
+"""Answers put together: several single requests into one, prefill's logprobs into decode's.
+
+Owns the JSON of merged responses and stream events. Must not know sockets. Indices, sums and the
+order of outputs are those SGLang itself would give (prompt by prompt, sample by sample).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from sglang_sbs.router.requests import Plan, Unit
+
+_INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_DONE = b"[DONE]"
+
+
+class SseSplitter:
+    """Cuts a byte stream into the payloads of its ``data:`` events."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        parts = (self._buffer + data).split(b"\n\n")
+        self._buffer = parts.pop()
+        return [part[5:].strip() for part in parts if part.startswith(b"data:")]
+
+
+def sse(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
+    """Put prefill's input logprobs in front of decode's (which has none of its own), in place."""
+    ours, theirs = output.get("meta_info"), prefill.get("meta_info")
+    if not isinstance(ours, dict) or not isinstance(theirs, dict):
+        return
+    for key in _INPUT_LOGPROBS:
+        if isinstance(theirs.get(key), list):
+            own = ours.get(key)
+            ours[key] = theirs[key] + (own if isinstance(own, list) else [])
+
+
+def restore_rid(output: dict[str, Any], rid: str, client_rid: str) -> None:
+    """The client's own request id instead of the one made up here, in place."""
+    meta = output.get("meta_info")
+    if isinstance(meta, dict) and meta.get("id") == rid:
+        meta["id"] = client_rid
+    if output.get("id") == rid:
+        output["id"] = client_rid
+
+
+class UsageSum:
+    """OpenAI ``usage`` over units: every prompt counted once, every completion."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self.value: dict[str, Any] | None = None
+
+    def add(self, unit: Unit, usage: Any) -> None:
+        if not isinstance(usage, dict):
+            return
+        if self.value is None:
+            self.value = {}
+        counts_prompt = unit.index % self._samples == 0
+        for key, amount in usage.items():
+            if key in ("prompt_tokens", "prompt_tokens_details") and not counts_prompt:
+                self.value.setdefault(key, 0 if isinstance(amount, int) else amount)
+                continue
+            self.value[key] = _sum(self.value.get(key), amount)
+        self.value["total_tokens"] = self.value.get("prompt_tokens", 0) + self.value.get(
+            "completion_tokens", 0
+        )
+
+
+def _sum(left: Any, right: Any) -> Any:
+    """Numbers added, objects added key by key, anything else taken over."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {key: _sum(left.get(key), right.get(key)) for key in {**left, **right}}
+    if isinstance(left, int) and isinstance(right, int):
+        return left + right
+    return right if left is None else left
+
+
+def merge_answers(plan: Plan, answers: Sequence[dict[str, Any]]) -> bytes:
+    """One body from the complete answers of all units, in their order."""
+    if plan.kind == "generate":
+        return orjson.dumps(list(answers) if plan.as_list else answers[0])
+    merged = dict(answers[0])
+    usage = UsageSum(plan.samples)
+    choices: list[Any] = []
+    for unit, answer in zip(plan.units, answers, strict=True):
+        choices += [choice | {"index": unit.index} for choice in answer.get("choices") or []]
+        usage.add(unit, answer.get("usage"))
+    merged["choices"] = choices
+    if usage.value is not None:
+        merged["usage"] = usage.value
+    return orjson.dumps(merged)
+
+
+class StreamMerger:
+    """Turns the streams of several units into one: indices, one id, one usage, one ``[DONE]``."""
+
+    def __init__(self, plan: Plan, response_id: str) -> None:
+        self._plan = plan
+        self._response_id = response_id
+        self._usage = UsageSum(plan.samples)
+        self._usage_event: dict[str, Any] | None = None
+
+    def event(self, unit: Unit, value: Any) -> bytes | None:
+        """What the client gets for one event of one unit; ``None``: nothing (yet)."""
+        if not isinstance(value, dict) or "error" in value:
+            return sse(value)
+        if self._plan.kind == "generate":
+            return sse(value | {"index": unit.index}) if self._plan.as_list else sse(value)
+        value["id"] = self._response_id
+        choices = value.get("choices")
+        if not choices and value.get("usage") is not None:
+            self._usage.add(unit, value["usage"])
+            self._usage_event = value
+            return None
+        for choice in choices or []:
+            if isinstance(choice, dict):
+                choice["index"] = unit.index
+        return sse(value)
+
+    def end(self) -> bytes:
+        """The summed usage, if any, and the end mark."""
+        tail = b"data: [DONE]\n\n"
+        if self._usage_event is None:
+            return tail
+        return sse(self._usage_event | {"usage": self._usage.value}) + tail
+
+
+def event_sink(
+    transform: Callable[[dict[str, Any]], bytes | None], push: Callable[[bytes], None]
+) -> Callable[[bytes], None]:
+    """A decode sink that parses events, and drops the unit's own ``[DONE]``."""
+    splitter = SseSplitter()
+
+    def sink(data: bytes) -> None:
+        for payload in splitter.feed(data):
+            if payload == _DONE:
+                continue
+            out = transform(orjson.loads(payload))
+            if out is not None:
+                push(out)
+
+    return sink

@@ -1,0 +1,255 @@
+"""Prometheus metrics: ``smg_*`` where sglang_router's dashboards expect them, ``sbs_*`` for ours.
+
+Owns names, labels and help texts. State that lives elsewhere (scheduler, registry, EndForward) is
+read when scraped, not pushed, so that it costs nothing per event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sglang_sbs.router.errors import LegFailure, RouterError
+from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
+from sglang_sbs.wire import EndForward
+
+_DURATION_BUCKETS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0),
+    *(45.0, 60.0, 90.0, 120.0, 180.0, 240.0),
+)
+_HOLD_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    60.0,
+)
+_GANG_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
+
+
+class RouterMetrics:
+    def __init__(self, duration_buckets: tuple[float, ...] | None = None) -> None:
+        self.registry = CollectorRegistry()
+        buckets = duration_buckets or _DURATION_BUCKETS
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+        self.http_requests = counter(
+            "smg_http_requests_total", "Requests by method and path", "method", "path"
+        )
+        self.http_responses = counter(
+            "smg_http_responses_total",
+            "Responses by status and error code",
+            "status_code",
+            "error_code",
+        )
+        self.http_seconds = histogram(
+            "smg_http_request_duration_seconds", "Until the response is complete", buckets, "path"
+        )
+        self.http_active = Gauge(
+            "smg_http_connections_active", "Requests being served", registry=self.registry
+        )
+        self.requests = counter(
+            "smg_router_requests_total",
+            "Inference requests",
+            "router_type",
+            "endpoint",
+            "streaming",
+        )
+        self.request_seconds = histogram(
+            "smg_router_request_duration_seconds",
+            "Inference requests, to the end",
+            buckets,
+            "endpoint",
+        )
+        self.request_errors = counter(
+            "smg_router_request_errors_total", "Failed inference requests", "endpoint", "error_type"
+        )
+        self.ttft_seconds = histogram(
+            "smg_pd_ttft_seconds", "Announcement to decode's first byte, per attempt", buckets
+        )
+        self.prefill_seconds = histogram(
+            "smg_pd_prefill_duration_seconds",
+            "Announcement to prefill's reply, per attempt",
+            buckets,
+        )
+        self.leg_failures = counter(
+            "smg_worker_errors_total", "Failed legs", "worker_type", "worker", "error_type"
+        )
+        self.retries = counter("smg_worker_retries_total", "Attempts after the first")
+        self.retries_exhausted = counter(
+            "smg_worker_retries_exhausted_total", "Requests that failed on their last attempt"
+        )
+        self.hold_seconds = histogram(
+            "sbs_hold_seconds", "From arrival at the scheduler to dispatch", _HOLD_BUCKETS
+        )
+        self.gang_size = histogram(
+            "sbs_gang_size", "Requests dispatched to one prefill instance together", _GANG_BUCKETS
+        )
+        self.dispatches = counter(
+            "sbs_dispatches_total", "Dispatched legs", "worker_type", "worker", "dp_rank"
+        )
+        self.refusals = counter("sbs_refusals_total", "Refused by the scheduler", "cause")
+        self.attempts = counter("sbs_attempts_total", "Ended attempts", "outcome")
+        self.aborts = counter("sbs_aborts_total", "POST /abort_request sent to engines")
+        self.broken_streams = counter(
+            "sbs_broken_streams_total", "Streams that ended in an error event", "code"
+        )
+        self.chunk_utilisation = histogram(
+            "sbs_chunk_utilisation",
+            "Extend tokens of a pass over C_chunk, per rank",
+            _SHARE_BUCKETS,
+        )
+        self.active_ranks = histogram(
+            "sbs_active_ranks_share", "Ranks with tokens in a pass over all ranks", _SHARE_BUCKETS
+        )
+        self.forward_seconds = histogram(
+            "sbs_forward_seconds", "T_fwd of prefill passes", buckets, "worker"
+        )
+        self.length_error = histogram(
+            "sbs_prompt_length_error",
+            "Size of the relative error of estimated prompt lengths",
+            (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+        )
+        self._gang = (-1, 0)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)
+
+    def collect_with(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        """Add state that is read when scraped."""
+        self.registry.register(_ScrapeTime(collect))
+
+    # DispatchObserver -------------------------------------------------------------------------
+
+    def dispatched(self, command: Dispatch) -> None:
+        self.hold_seconds.observe(command.held_s)
+        self.dispatches.labels("prefill", command.prefill, str(command.prefill_rank)).inc()
+        self.dispatches.labels("decode", command.decode, str(command.decode_rank)).inc()
+        batch, size = self._gang
+        if command.batch == batch:
+            self._gang = (batch, size + 1)
+        else:
+            if size:
+                self.gang_size.observe(size)
+            self._gang = (command.batch, 1)
+
+    def refused(self, command: Refuse) -> None:
+        self.refusals.labels(command.cause).inc()
+
+    # Others -----------------------------------------------------------------------------------
+
+    def attempt_ended(self, outcome: Outcome) -> None:
+        self.attempts.labels(outcome).inc()
+
+    def leg_failed(self, failure: LegFailure) -> None:
+        self.leg_failures.labels(failure.leg, failure.worker, failure.code).inc()
+
+    def stream_broken(self, error: RouterError) -> None:
+        self.broken_streams.labels(error.code).inc()
+
+    def length_missed(self, relative: float) -> None:
+        self.length_error.observe(abs(relative))
+
+    def forward_ended(self, worker_url: str, chunk_tokens: int, report: EndForward) -> None:
+        """One pass of one prefill rank."""
+        if report.kind != "forward" or report.role != "prefill":
+            return
+        if report.extend_tokens > 0 and chunk_tokens > 0:
+            self.chunk_utilisation.observe(min(1.0, report.extend_tokens / chunk_tokens))
+        if report.dp_rank == 0:
+            self.forward_seconds.labels(worker_url).observe(report.forward_s)
+            if report.tokens_per_rank:
+                busy = sum(tokens > 0 for tokens in report.tokens_per_rank)
+                self.active_ranks.observe(busy / len(report.tokens_per_rank))
+
+
+class _ScrapeTime(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, labels=labels)
+
+
+def total(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, labels=labels)
+
+
+def snapshot_families(snapshot: Any) -> Iterator[Metric]:
+    """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges."""
+    for name, text, value in (
+        ("sbs_queue_requests", "Requests waiting in the scheduler", snapshot.queue_requests),
+        ("sbs_queue_tokens", "Their prompt tokens", snapshot.queue_tokens),
+        ("sbs_in_flight_requests", "Dispatched and not ended", snapshot.in_flight_requests),
+        ("sbs_oldest_wait_seconds", "Of the request that waits longest", snapshot.oldest_wait_s),
+        ("sbs_interval_seconds", "I_opt, the dispatch interval", snapshot.interval_s),
+        ("sbs_mean_forward_seconds", "Mean T_fwd in the window", snapshot.mean_forward_s),
+        ("sbs_latency_seconds", "L_net, dispatch to runnable", snapshot.latency_s),
+        ("sbs_throttled", "1 while flow control refuses", float(snapshot.throttled)),
+    ):
+        yield _one(name, text, value)
+    prefill: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+        "tier": gauge("sbs_signal_tier", "1 for the signal tier in force", "worker", "tier"),
+        "ready": gauge("sbs_instance_ready", "1 if it may take a batch now", "worker"),
+        "fires": total("sbs_watchdog_fires", "State resets after silence", "worker"),
+        "c_avail": gauge("sbs_rank_c_avail_tokens", "C_avail", "worker", "dp_rank"),
+        "flight": gauge("sbs_rank_flight_tokens", "U_flight", "worker", "dp_rank"),
+        "queued": gauge("sbs_rank_queued_tokens", "R_queued", "worker", "dp_rank"),
+        "age": gauge("sbs_endforward_age_seconds", "Since its last message", "worker", "dp_rank"),
+    }
+    for instance in snapshot.prefill:
+        prefill["tier"].add_metric([instance.instance, instance.tier], 1)
+        prefill["ready"].add_metric([instance.instance], float(instance.ready))
+        prefill["fires"].add_metric([instance.instance], instance.watchdog_fires)
+        for number, rank in enumerate(instance.ranks):
+            labels = [instance.instance, str(number)]
+            prefill["c_avail"].add_metric(labels, rank.c_avail)
+            prefill["flight"].add_metric(labels, rank.flight_tokens)
+            prefill["queued"].add_metric(labels, rank.queued_tokens)
+            if rank.age_s is not None:
+                prefill["age"].add_metric(labels, rank.age_s)
+    running = gauge("sbs_rank_running_requests", "B, own dispatches counted", "worker", "dp_rank")
+    kv_tokens = gauge("sbs_rank_kv_tokens", "K, own dispatches counted", "worker", "dp_rank")
+    for decode in snapshot.decode:
+        for number, rank in enumerate(decode.ranks):
+            labels = [decode.instance, str(number)]
+            running.add_metric(labels, rank.running)
+            kv_tokens.add_metric(labels, rank.kv_tokens)
+            if rank.age_s is not None:
+                prefill["age"].add_metric(labels, rank.age_s)
+    yield from prefill.values()
+    yield from (running, kv_tokens)
+
+
+def _one(name: str, text: str, value: float) -> GaugeMetricFamily:
+    family = gauge(name, text)
+    family.add_metric([], value)
+    return family

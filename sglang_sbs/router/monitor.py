@@ -1,0 +1,278 @@
+"""Watches the workers: start-up, health, restarts, and load polls where EndForward is missing.
+
+Owns the background tasks that ask engines something. What they learn goes to the registry (health,
+limits) and to the scheduler (``LoadPolled``). Must not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sglang_sbs.router.registry import Registry, Worker
+from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
+from sglang_sbs.scheduling.events import Event, LoadPolled
+
+logger = logging.getLogger(__name__)
+
+_PROBE_PATHS = ("/ready", "/ping")
+"""Flag checks that run no forward pass. SGLang's /health runs one, on DP rank 0."""
+_FAST_S = 1.0
+"""Between probes of a worker that is down or in doubt."""
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    startup_timeout_s: float = 1800.0
+    startup_check_interval_s: float = 30.0
+    health_enabled: bool = True
+    health_interval_s: float = 60.0
+    health_timeout_s: float = 5.0
+    failure_threshold: int = 3
+    success_threshold: int = 2
+    health_endpoint: str | None = None
+    """As the user set it; ``None`` picks a check that costs the engine nothing."""
+    load_poll_interval_s: float = 0.075
+    api_key: str | None = None
+
+
+class Monitor:
+    """One task per worker; ``start`` for each, ``close`` at the end."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        session: aiohttp.ClientSession,
+        config: MonitorConfig,
+        submit: Callable[[Event], None],
+        described: Callable[[Worker, WorkerInfo], None] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._session = session
+        self._config = config
+        self._submit = submit
+        self._described = described
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._doubts: dict[str, asyncio.Event] = {}
+        self._probe_path: dict[str, str] = {}
+        registry.doubted = self._doubt
+        self._ticker = asyncio.create_task(self._tick())
+
+    def start(self, worker: Worker) -> None:
+        """Wait for the worker and watch it from then on."""
+        self._doubts[worker.url] = asyncio.Event()
+        self._tasks[worker.url] = [
+            asyncio.create_task(self._watch(worker)),
+            asyncio.create_task(self._poll_loads(worker)),
+        ]
+
+    def stop(self, worker: Worker) -> None:
+        for task in self._tasks.pop(worker.url, []):
+            task.cancel()
+        self._doubts.pop(worker.url, None)
+        self._probe_path.pop(worker.url, None)
+
+    async def close(self) -> None:
+        tasks = [task for group in self._tasks.values() for task in group] + [self._ticker]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    def _doubt(self, worker: Worker) -> None:
+        event = self._doubts.get(worker.url)
+        if event is not None:
+            event.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._registry.tick()
+
+    # Start-up and health ----------------------------------------------------------------------
+
+    async def _watch(self, worker: Worker) -> None:
+        started_s = time.monotonic()
+        interval_s = _FAST_S
+        while not await self._describe(worker):
+            waited_s = time.monotonic() - started_s
+            if waited_s > self._config.startup_timeout_s:
+                self._registry.report_problem(
+                    worker,
+                    "startup",
+                    f"not up after {self._config.startup_timeout_s:g} s "
+                    "(--worker-startup-timeout-secs); still trying",
+                )
+            await asyncio.sleep(min(interval_s, self._config.startup_check_interval_s))
+            interval_s *= 1.3
+        worker.problems.pop("startup", None)
+        self._registry.set_healthy(worker, True)
+        self._registry.refresh(worker)
+        while True:
+            await self._pause(worker)
+            await self._check(worker)
+
+    async def _pause(self, worker: Worker) -> None:
+        """Until the next regular check, or until something casts doubt on the worker."""
+        doubt = self._doubts[worker.url]
+        doubt.clear()
+        regular = self._config.health_enabled
+        try:
+            async with asyncio.timeout(self._config.health_interval_s if regular else None):
+                await doubt.wait()
+        except TimeoutError:
+            return
+
+    async def _check(self, worker: Worker) -> None:
+        """Probe until the verdict is clear; returns when the worker is healthy and described."""
+        failures = successes = 0
+        while True:
+            problem = await self._probe(worker)
+            if problem is None:
+                failures, successes = 0, successes + 1
+                needed = 1 if worker.healthy else self._config.success_threshold
+                if successes >= needed and await self._recover(worker):
+                    return
+            else:
+                failures, successes = failures + 1, 0
+                if failures >= self._config.failure_threshold:
+                    self._registry.set_healthy(worker, False, problem)
+            await asyncio.sleep(_FAST_S)
+
+    async def _recover(self, worker: Worker) -> bool:
+        """After a time down the engine may be another one: read its limits again."""
+        if (not worker.healthy or worker.info is None) and not await self._describe(worker):
+            return False
+        self._registry.set_healthy(worker, True)
+        self._registry.refresh(worker)
+        return True
+
+    async def _probe(self, worker: Worker) -> str | None:
+        """What is wrong with the worker, if anything."""
+        configured = self._config.health_endpoint
+        paths = (configured,) if configured else _PROBE_PATHS
+        known = self._probe_path.get(worker.url)
+        for path in (known,) if known else paths:
+            try:
+                status, _ = await self._get(worker, path)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                return f"GET {path}: {_describe_error(error)}"
+            if status == 404 and not configured and path != paths[-1]:
+                continue
+            self._probe_path[worker.url] = path
+            # An engine without any of the cheap checks has at least answered.
+            return (
+                None if status == 200 or (status == 404 and not configured) else f"{path}: {status}"
+            )
+        return None
+
+    async def _describe(self, worker: Worker) -> bool:
+        """Read ``/server_info``; False (with a reported problem) while it cannot be used."""
+        try:
+            # Answered by the schedulers between two passes: give them time for a long one.
+            status, data = await self._get(worker, "/server_info", timeout_s=30.0)
+            if status == 404:
+                status, data = await self._get(worker, "/get_server_info", timeout_s=30.0)
+            if status != 200:
+                raise UnusableWorker(f"/server_info answers {status}: {data[:200]!r}")
+            value: Any = orjson.loads(data)
+            if not isinstance(value, dict):
+                raise UnusableWorker("/server_info is not a JSON object")
+            info = parse_server_info(value, worker.role)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            worker.problems["unreachable"] = f"/server_info: {_describe_error(error)}"
+            return False
+        except (UnusableWorker, orjson.JSONDecodeError) as error:
+            self._registry.report_problem(worker, "unusable", str(error))
+            return False
+        first = worker.info is None
+        self._registry.described(worker, info)
+        if first:
+            logger.info(
+                "worker %s (%s): SGLang %s, dp_size %d, chunk %d tokens/rank, plugin %s",
+                worker.url,
+                worker.role,
+                info.version or "?",
+                info.dp_size,
+                info.chunk_tokens,
+                "yes" if info.sbs is not None else "no",
+            )
+        if self._described is not None:
+            self._described(worker, info)
+        return True
+
+    async def _get(
+        self, worker: Worker, path: str, timeout_s: float | None = None
+    ) -> tuple[int, bytes]:
+        headers = (
+            {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else None
+        )
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._config.health_timeout_s)
+        async with self._session.get(
+            worker.url + path, headers=headers, timeout=timeout
+        ) as response:
+            return response.status, await response.read()
+
+    # Fallback signal --------------------------------------------------------------------------
+
+    async def _poll_loads(self, worker: Worker) -> None:
+        """``/v1/loads`` while the instance works and sends no EndForward."""
+        interval_s = self._config.load_poll_interval_s
+        backoff_s = interval_s
+        while True:
+            await asyncio.sleep(backoff_s)
+            if worker.active == 0 or not worker.usable or worker.reporting(time.monotonic()):
+                backoff_s = interval_s
+                continue
+            try:
+                status, data = await self._get(worker, "/v1/loads?include=core,disagg,queues")
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                backoff_s = min(2 * backoff_s, 5.0)
+                continue
+            event = parse_loads(worker, data) if status == 200 else None
+            if event is None:
+                backoff_s = min(2 * backoff_s, 5.0)
+                self._registry.report_problem(
+                    worker, "loads", f"/v1/loads is of no use (status {status}): timers only"
+                )
+                continue
+            backoff_s = interval_s
+            worker.problems.pop("loads", None)
+            self._submit(event)
+
+
+def parse_loads(worker: Worker, data: bytes) -> LoadPolled | None:
+    """``/v1/loads`` (SGLang >= 0.5.14) as an event; ``None`` if it does not cover every rank."""
+    try:
+        loads = orjson.loads(data)["loads"]
+        ranks = {int(load["dp_rank"]): load for load in loads}
+        rows = [ranks[rank] for rank in range(worker.dp_size)]
+        return LoadPolled(
+            instance=worker.url,
+            # total - used are the tokens that wait or bootstrap; older engines: waiting only.
+            queued_tokens=[
+                max(
+                    int(row.get("num_total_tokens", 0)) - int(row.get("num_used_tokens", 0)),
+                    int(row.get("num_waiting_uncached_tokens", 0)),
+                    0,
+                )
+                for row in rows
+            ],
+            running_requests=[int(row.get("num_running_reqs", 0)) for row in rows],
+            kv_tokens=[int(row.get("num_used_tokens", 0)) for row in rows],
+        )
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _describe_error(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__

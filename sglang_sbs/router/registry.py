@@ -1,0 +1,358 @@
+"""The workers: what is known of each, and which of them the scheduler may use.
+
+Owns worker state and the ``InstanceUp`` / ``InstanceDown`` events that follow from it. Must not
+know sockets: probes, polls and messages are made elsewhere and reported here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_sbs.router.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.errors import LegFailure
+from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.urls import alias_key, bracketed, normalise_worker_url, split_worker_url
+from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
+from sglang_sbs.wire import EndForward
+
+logger = logging.getLogger(__name__)
+
+SILENT_AFTER_S = 5.0
+"""No EndForward for this long (heartbeats come every second): the signal counts as lost."""
+MUTE_AFTER_DISPATCHES = 3
+"""Dispatches without any EndForward after which the missing signal is reported."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One engine instance. ``url`` is its normalised URL and the scheduler's instance id."""
+
+    url: str
+    role: InstanceRole
+    breaker: Breaker
+    configured_bootstrap_port: int | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    info: WorkerInfo | None = None
+    healthy: bool = False
+    draining: bool = False
+    announced: bool = False
+    """The scheduler was told ``InstanceUp`` last."""
+    active: int = 0
+    """Legs in flight here."""
+    dispatches: int = 0
+    failures: int = 0
+    problems: dict[str, str] = field(default_factory=dict)
+    """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
+    boots: dict[int, str] = field(default_factory=dict)
+    retired_boots: set[str] = field(default_factory=set)
+    last_report_s: dict[int, float] = field(default_factory=dict)
+    reports: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def bootstrap_host(self) -> str:
+        return bracketed(split_worker_url(self.url)[1])
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        """As configured, else as the engine says; ``None`` lets SGLang use its default."""
+        if self.configured_bootstrap_port is not None:
+            return self.configured_bootstrap_port
+        return self.info.bootstrap_port if self.info is not None else None
+
+    @property
+    def dp_size(self) -> int:
+        return self.info.dp_size if self.info is not None else 1
+
+    @property
+    def usable(self) -> bool:
+        return (
+            self.info is not None
+            and self.healthy
+            and not self.draining
+            and self.breaker.state != "open"
+        )
+
+    def report_age_s(self, now_s: float) -> float | None:
+        """Since the last EndForward of any rank; ``None`` if there never was one."""
+        return now_s - max(self.last_report_s.values()) if self.last_report_s else None
+
+    def reporting(self, now_s: float) -> bool:
+        age_s = self.report_age_s(now_s)
+        return age_s is not None and age_s < SILENT_AFTER_S
+
+
+class Registry:
+    """``emit`` takes scheduler events; every change of a worker goes through here."""
+
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        breaker: BreakerConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._emit = emit
+        self._breaker = breaker or BreakerConfig()
+        self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._aliases: dict[tuple[str, int], str] = {}
+        self.doubted: Callable[[Worker], None] = lambda worker: None
+        """Called when something casts doubt on a worker: probe it now."""
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, url: str) -> Worker | None:
+        return self._workers.get(url)
+
+    def by_id(self, worker_id: str) -> Worker | None:
+        return next((w for w in self._workers.values() if w.id == worker_id), None)
+
+    def by_alias(self, url: str) -> Worker | None:
+        """The worker meant by a URL that another machine wrote; ``None`` if unknown or no URL."""
+        try:
+            normalised = normalise_worker_url(url)
+        except ValueError:
+            return None
+        known = self._workers.get(normalised)
+        if known is not None:
+            return known
+        return self._workers.get(self._aliases.get(alias_key(normalised), ""))
+
+    def of_role(self, role: InstanceRole) -> list[Worker]:
+        return [w for w in self._workers.values() if w.role == role]
+
+    def usable(self, role: InstanceRole) -> list[Worker]:
+        return [w for w in self._workers.values() if w.role == role and w.usable]
+
+    @property
+    def ready(self) -> bool:
+        """At least one real prefill/decode pair can take a request."""
+        return bool(self.usable("prefill")) and bool(self.usable("decode"))
+
+    # Membership -------------------------------------------------------------------------------
+
+    def add(self, url: str, role: InstanceRole, bootstrap_port: int | None = None) -> Worker:
+        """Raises: ValueError for a bad URL or one that is there already."""
+        url = normalise_worker_url(url)
+        if url in self._workers:
+            raise ValueError(f"worker {url} is registered already")
+        worker = Worker(
+            url=url,
+            role=role,
+            breaker=Breaker(self._breaker),
+            configured_bootstrap_port=bootstrap_port if role == "prefill" else None,
+        )
+        self._workers[url] = worker
+        self._aliases.setdefault(alias_key(url), url)
+        return worker
+
+    def remove(self, worker: Worker) -> None:
+        """No new requests from now on; those in flight there run to their end."""
+        worker.draining = True
+        self._announce(worker)
+        self._workers.pop(worker.url, None)
+        self._aliases = {alias_key(url): url for url in reversed(self._workers)}
+        logger.info("worker %s (%s) removed", worker.url, worker.role)
+
+    # Reports ----------------------------------------------------------------------------------
+
+    def described(self, worker: Worker, info: WorkerInfo) -> None:
+        """``/server_info`` was read: the limits are known (or changed)."""
+        changed = worker.info != info
+        worker.info = info
+        worker.problems.pop("unusable", None)
+        worker.problems.pop("unreachable", None)
+        for number, text in enumerate(info.warnings):
+            self.report_problem(worker, f"launch{number}", text)
+        if worker.announced and changed:
+            self._emit(self._instance_up(worker))
+
+    def set_healthy(self, worker: Worker, healthy: bool, why: str = "") -> None:
+        if worker.healthy == healthy:
+            return
+        worker.healthy = healthy
+        if healthy:
+            worker.breaker.reset()
+            worker.problems.pop("unhealthy", None)
+        else:
+            worker.problems["unhealthy"] = why
+        level = logging.INFO if healthy else logging.WARNING
+        state = "is healthy" if healthy else f"is down: {why}"
+        logger.log(level, "worker %s (%s) %s", worker.url, worker.role, state)
+        self._announce(worker)
+
+    def leg_failed(self, failure: LegFailure) -> None:
+        """Blame for one failed leg; client errors blame nobody."""
+        worker = self._workers.get(failure.worker)
+        if worker is None or not failure.counts_against_worker:
+            return
+        worker.failures += 1
+        if failure.unreachable:
+            self.set_healthy(worker, False, f"nothing listens at {worker.url}")
+        others = [w for w in self.usable(worker.role) if w is not worker]
+        if worker.breaker.failed(self._clock(), may_open=bool(others)):
+            logger.warning("worker %s: circuit breaker opened (%s)", worker.url, failure.message)
+            self._announce(worker)
+        if failure.transport:
+            self.doubted(worker)
+
+    def leg_succeeded(self, url: str) -> None:
+        worker = self._workers.get(url)
+        if worker is not None:
+            worker.breaker.succeeded()
+
+    def tick(self) -> None:
+        """Let time pass: open breakers whose timeout ran out let traffic through again."""
+        now_s = self._clock()
+        for worker in self._workers.values():
+            if worker.breaker.try_half_open(now_s):
+                logger.info("worker %s: circuit breaker half-open", worker.url)
+                self._announce(worker)
+            self._check_signal(worker, now_s)
+
+    def reported(self, worker: Worker, report: EndForward) -> bool:
+        """Book an EndForward; False if it must be dropped (from a boot that is over).
+
+        A new ``boot_id`` of a rank means the engine restarted: everything in flight there is gone.
+        """
+        rank, boot_id = report.dp_rank, report.boot_id
+        if boot_id in worker.retired_boots:
+            return False
+        known = worker.boots.get(rank)
+        if known is not None and known != boot_id:
+            self._restarted(worker)
+        worker.boots[rank] = boot_id
+        worker.last_report_s[rank] = self._clock()
+        worker.reports[rank] = worker.reports.get(rank, 0) + 1
+        if worker.info is not None and report.dp_size != worker.info.dp_size:
+            self.report_problem(
+                worker,
+                "dp_size",
+                f"EndForward says dp_size {report.dp_size}, /server_info says "
+                f"{worker.info.dp_size}; its reports are ignored. Is SGLANG_SBS_INSTANCE_ID of "
+                "another engine set to this worker's URL?",
+            )
+            return False
+        worker.problems.pop("dp_size", None)
+        return True
+
+    def report_problem(self, worker: Worker, kind: str, text: str) -> None:
+        """Show it in ``GET /workers``; log it once."""
+        if worker.problems.get(kind) != text:
+            worker.problems[kind] = text
+            logger.warning("worker %s (%s): %s", worker.url, worker.role, text)
+
+    # Inside -----------------------------------------------------------------------------------
+
+    def _restarted(self, worker: Worker) -> None:
+        logger.warning("worker %s (%s) restarted", worker.url, worker.role)
+        worker.retired_boots.update(worker.boots.values())
+        worker.boots.clear()
+        worker.last_report_s.clear()
+        worker.info = None
+        worker.breaker.reset()
+        self._announce(worker)
+        self.doubted(worker)
+
+    def _announce(self, worker: Worker) -> None:
+        """Tell the scheduler if the worker's usability changed."""
+        if worker.usable == worker.announced:
+            return
+        worker.announced = worker.usable
+        if worker.usable:
+            self._emit(self._instance_up(worker))
+        else:
+            self._emit(InstanceDown(instance=worker.url))
+
+    def refresh(self, worker: Worker) -> None:
+        """Announce a worker whose description or health just became complete."""
+        self._announce(worker)
+
+    def _instance_up(self, worker: Worker) -> InstanceUp:
+        info = worker.info
+        assert info is not None, "only described workers are announced"
+        return InstanceUp(
+            instance=worker.url,
+            role=worker.role,
+            dp_size=info.dp_size,
+            chunk_tokens=info.chunk_tokens,
+            kv_capacity_tokens=info.kv_capacity_tokens,
+            max_running_requests=info.max_running_requests,
+            page_size=info.page_size,
+        )
+
+    def _check_signal(self, worker: Worker, now_s: float) -> None:
+        """Keep the diagnosis of a missing or partial EndForward signal current."""
+        if worker.info is None or not worker.healthy:
+            return
+        if not worker.last_report_s:
+            if worker.dispatches >= MUTE_AFTER_DISPATCHES:
+                where = (
+                    "the sglang-sbs plugin is not installed or not configured there: pip install "
+                    "sglang-sbs next to SGLang and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
+                    if worker.info.sbs is None
+                    else "the plugin is there but nothing arrives: check that SGLANG_SBS_ROUTERS "
+                    "names this router's --sbs-endforward-bind and that the port is reachable"
+                )
+                self.report_problem(
+                    worker,
+                    "signal",
+                    f"no EndForward after {MUTE_AFTER_DISPATCHES} dispatches, falling back to "
+                    f"load polls and timers; {where}",
+                )
+            return
+        silent = [
+            rank
+            for rank in range(worker.info.dp_size)
+            if now_s - worker.last_report_s.get(rank, -1e9) >= SILENT_AFTER_S
+        ]
+        if silent:
+            ranks = ", ".join(map(str, silent[:16])) + (" …" if len(silent) > 16 else "")
+            self.report_problem(worker, "signal", f"no EndForward from rank {ranks}")
+            if len(silent) == worker.info.dp_size:
+                self.doubted(worker)
+        else:
+            worker.problems.pop("signal", None)
+
+
+def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
+    """One entry of ``GET /workers``: sglang_router's fields, then ours."""
+    info = worker.info
+    age_s = worker.report_age_s(now_s)
+    return {
+        "id": worker.id,
+        "url": worker.url,
+        "model_id": info.model_id if info else "unknown",
+        "priority": 50,
+        "cost": 1.0,
+        "worker_type": worker.role,
+        "is_healthy": worker.healthy,
+        "load": worker.active,
+        "connection_mode": "http",
+        "runtime_type": "sglang",
+        "bootstrap_port": worker.bootstrap_port,
+        "metadata": {},
+        "usable": worker.usable,
+        "circuit_breaker": worker.breaker.state,
+        "dp_size": info.dp_size if info else None,
+        "chunk_tokens": info.chunk_tokens if info else None,
+        "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
+        "max_running_requests": info.max_running_requests if info else None,
+        "page_size": info.page_size if info else None,
+        "version": info.version if info else None,
+        "plugin": info is not None and info.sbs is not None,
+        "signal": "endforward" if worker.reporting(now_s) else "polls",
+        "endforward_age_s": round(age_s, 3) if age_s is not None else None,
+        "endforward_messages": sum(worker.reports.values()),
+        "dispatches": worker.dispatches,
+        "failures": worker.failures,
+        "problems": dict(worker.problems),
+    }

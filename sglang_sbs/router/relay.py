@@ -1,0 +1,381 @@
+"""From a client request to its answer: plan, assignment, pair, retries, response.
+
+Owns the life of a client request and the books on what is in flight. Choosing instances is the
+dispatcher's, the legs are :mod:`.pair`'s, JSON is :mod:`.merge`'s. Every request announced to the
+scheduler ends there exactly once, whatever happens here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from sglang_sbs.router.admission import Admission
+from sglang_sbs.router.dispatcher import Assignment, Dispatcher
+from sglang_sbs.router.downstream import Downstream
+from sglang_sbs.router.errors import Leg, LegFailure, RouterError
+from sglang_sbs.router.inflight import InFlight
+from sglang_sbs.router.lengths import PromptLength, PromptLengths
+from sglang_sbs.router.merge import (
+    StreamMerger,
+    event_sink,
+    merge_answers,
+    merge_input_logprobs,
+    restore_rid,
+    sse,
+)
+from sglang_sbs.router.metrics import RouterMetrics
+from sglang_sbs.router.pair import Pair, PairRequest
+from sglang_sbs.router.registry import Registry
+from sglang_sbs.router.requests import (
+    LegFields,
+    Plan,
+    RouteKind,
+    Unit,
+    leg_bodies,
+    pick_bootstrap_room,
+    plan_request,
+)
+from sglang_sbs.router.upstream import Pool
+from sglang_sbs.scheduling.events import Outcome
+
+logger = logging.getLogger(__name__)
+
+PATHS: dict[RouteKind, str] = {
+    "generate": "/generate",
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+}
+
+
+@dataclass(frozen=True)
+class RelayConfig:
+    request_timeout_s: float = 1800.0
+    max_attempts: int = 5
+    initial_backoff_s: float = 0.05
+    max_backoff_s: float = 30.0
+    backoff_multiplier: float = 1.5
+    jitter_factor: float = 0.2
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One client request."""
+
+    plan: Plan
+    path: str
+    headers: bytes
+    request_id: str
+    downstream: Downstream
+    lengths: list[PromptLength]
+    """By prompt index."""
+    pairs: dict[int, Pair] = field(default_factory=dict)
+    """By unit index: the attempt under way."""
+
+
+class Relay:
+    def __init__(
+        self,
+        config: RelayConfig,
+        *,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        pool: Pool,
+        lengths: PromptLengths,
+        metrics: RouterMetrics,
+        admission: Admission,
+        in_flight: InFlight,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._lengths = lengths
+        self._metrics = metrics
+        self._admission = admission
+        self._in_flight = in_flight
+
+    async def handle(
+        self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str
+    ) -> web.StreamResponse:
+        """Answer one client request.
+
+        Raises:
+            RouterError: as long as nothing was sent to the client.
+            asyncio.CancelledError: the client is gone; both legs are aborted.
+        """
+        plan = plan_request(kind, await request.read())
+        exchange = _Exchange(
+            plan=plan,
+            path=PATHS[kind],
+            headers=headers,
+            request_id=request_id,
+            downstream=Downstream(request),
+            lengths=await self._lengths.count(kind, plan.prompts),
+        )
+        task = asyncio.current_task()
+        assert task is not None
+        with self._in_flight.client_request(plan.client_rids, task):
+            async with self._admission.slot():
+                try:
+                    async with asyncio.timeout(self._config.request_timeout_s):
+                        return await self._answer(exchange)
+                except TimeoutError:
+                    limit = self._config.request_timeout_s
+                    error = RouterError(
+                        504,
+                        "request_timeout",
+                        f"no complete answer within {limit:g} s (--request-timeout-secs)",
+                    )
+                except RouterError as caught:
+                    error = caught
+                except asyncio.CancelledError:
+                    if not self._in_flight.was_aborted(task):
+                        raise
+                    task.uncancel()
+                    error = RouterError(499, "request_aborted", "aborted by /abort_request")
+                if not exchange.downstream.opened:
+                    raise error
+                exchange.downstream.push(error.sse_event())
+                self._metrics.stream_broken(error)
+                return await exchange.downstream.finish()
+
+    async def _answer(self, exchange: _Exchange) -> web.StreamResponse:
+        plan = exchange.plan
+        if plan.stream:
+            await self._stream(exchange)
+            return await exchange.downstream.finish()
+        if plan.single:
+            pair = await self._run_unit(exchange, plan.units[0], None)
+            body = self._finish_answer(plan, pair) if self._needs_edit(plan) else pair.body
+            return web.Response(
+                status=pair.status,
+                body=body,
+                headers={"Content-Type": pair.content_type, "x-request-id": exchange.request_id},
+            )
+        pairs = await self._run_all(exchange, lambda unit: None)
+        answers = [
+            self._edited(plan, pair, orjson.loads(pair.body), position)
+            for position, pair in enumerate(pairs)
+        ]
+        return web.Response(
+            body=merge_answers(plan, answers),
+            headers={"Content-Type": "application/json", "x-request-id": exchange.request_id},
+        )
+
+    # Edits of complete answers and stream events ----------------------------------------------
+
+    @staticmethod
+    def _needs_edit(plan: Plan) -> bool:
+        return plan.merge_logprobs or bool(plan.client_rids)
+
+    def _finish_answer(self, plan: Plan, pair: Pair) -> bytes:
+        return orjson.dumps(self._edited(plan, pair, orjson.loads(pair.body), 0))
+
+    @staticmethod
+    def _edited(plan: Plan, pair: Pair, output: dict[str, Any], position: int) -> dict[str, Any]:
+        if plan.merge_logprobs and pair.prefill_reply is not None:
+            merge_input_logprobs(output, pair.prefill_reply.body)
+        client_rid = plan.client_rid(position)
+        if client_rid is not None:
+            restore_rid(output, pair.rid, client_rid)
+        return output
+
+    async def _stream(self, exchange: _Exchange) -> None:
+        plan, downstream = exchange.plan, exchange.downstream
+        if plan.single and not self._needs_edit(plan):
+            await self._run_unit(exchange, plan.units[0], lambda: downstream.push)
+            return
+        merger = StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
+
+        def sink_of(unit: Unit) -> Callable[[], Callable[[bytes], None]]:
+            def transform(event: dict[str, Any]) -> bytes | None:
+                pair = exchange.pairs[unit.index]
+                edited = self._edited(plan, pair, event, unit.index)
+                return sse(edited) if plan.single else merger.event(unit, edited)
+
+            return lambda: event_sink(transform, downstream.push)
+
+        await self._run_all(exchange, sink_of)
+        downstream.push(merger.end())
+
+    # Units ------------------------------------------------------------------------------------
+
+    async def _run_all(
+        self,
+        exchange: _Exchange,
+        sink_of: Callable[[Unit], Callable[[], Callable[[bytes], None]] | None],
+    ) -> list[Pair]:
+        """All units side by side; the first failure ends the others. In the units' order."""
+        units = exchange.plan.units
+        if len(units) == 1:
+            return [await self._run_unit(exchange, units[0], sink_of(units[0]))]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._run_unit(exchange, unit, sink_of(unit)))
+                    for unit in units
+                ]
+        except BaseExceptionGroup as errors:
+            first = next((e for e in errors.exceptions if isinstance(e, RouterError)), None)
+            raise (first or errors.exceptions[0]) from None
+        return [task.result() for task in tasks]
+
+    async def _run_unit(
+        self,
+        exchange: _Exchange,
+        unit: Unit,
+        make_sink: Callable[[], Callable[[bytes], None]] | None,
+    ) -> Pair:
+        """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
+        exclude: tuple[str, ...] = ()
+        attempt = 1
+        while True:
+            try:
+                return await self._attempt(exchange, unit, exclude, make_sink)
+            except LegFailure as failure:
+                self._registry.leg_failed(failure)
+                self._metrics.leg_failed(failure)
+                started = unit.index in exchange.pairs and exchange.pairs[unit.index].opened
+                last = attempt >= self._config.max_attempts
+                if started or not failure.retryable or last:
+                    if last and failure.retryable and not started:
+                        self._metrics.retries_exhausted.inc()
+                    raise
+                exclude = tuple(dict.fromkeys((*exclude, failure.worker)))
+                self._metrics.retries.inc()
+                logger.info(
+                    "%s: attempt %d failed (%s), retrying", exchange.request_id, attempt, failure
+                )
+            await asyncio.sleep(self._backoff_s(attempt))
+            attempt += 1
+
+    def _backoff_s(self, attempt: int) -> float:
+        config = self._config
+        base_s = config.initial_backoff_s * config.backoff_multiplier ** (attempt - 1)
+        jitter = 1 + config.jitter_factor * random.uniform(-1, 1)
+        return min(base_s, config.max_backoff_s) * jitter
+
+    async def _attempt(
+        self,
+        exchange: _Exchange,
+        unit: Unit,
+        exclude: tuple[str, ...],
+        make_sink: Callable[[], Callable[[bytes], None]] | None,
+    ) -> Pair:
+        rid = uuid.uuid4().hex
+        length = exchange.lengths[unit.prompt_index]
+        self._in_flight.announce(rid, length)
+        outcome: Outcome = "failed"
+        pair: Pair | None = None
+        try:
+            assignment = await self._dispatcher.assign(
+                rid,
+                prompt_tokens=length.tokens,
+                max_new_tokens=unit.max_new_tokens,
+                exclude=exclude,
+            )
+            pair = self._start(exchange, unit, assignment, make_sink)
+            await pair.wait_open()
+            if exchange.plan.stream:
+                await exchange.downstream.open(
+                    pair.content_type, {"x-request-id": exchange.request_id}
+                )
+                await pair.wait_done()
+            outcome = "failed" if pair.engine_failed else "completed"
+            if outcome == "completed":
+                self._registry.leg_succeeded(assignment.prefill)
+                self._registry.leg_succeeded(assignment.decode)
+            return pair
+        except asyncio.CancelledError:
+            outcome = "aborted"
+            raise
+        finally:
+            if pair is not None:
+                if outcome != "completed":
+                    pair.abort()
+                self._dispatcher.ended(rid, outcome, pair.completion_tokens)
+            else:
+                self._dispatcher.ended(rid, outcome)
+            self._in_flight.ended(rid, outcome)
+
+    def _start(
+        self,
+        exchange: _Exchange,
+        unit: Unit,
+        assignment: Assignment,
+        make_sink: Callable[[], Callable[[bytes], None]] | None,
+    ) -> Pair:
+        """Send both legs, in this very callback where connections are at hand."""
+        prefill = self._registry.get(assignment.prefill)
+        decode = self._registry.get(assignment.decode)
+        if prefill is None or decode is None:
+            gone = assignment.prefill if prefill is None else assignment.decode
+            leg: Leg = "prefill" if prefill is None else "decode"
+            raise LegFailure(leg, gone, 503, f"{leg}_unavailable", f"worker {gone} was removed")
+        for worker, rank in (
+            (prefill, assignment.prefill_rank),
+            (decode, assignment.decode_rank),
+        ):
+            if not 0 <= rank < worker.dp_size:
+                raise RouterError(
+                    500,
+                    "rank_out_of_range",
+                    f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})",
+                )
+        fields = LegFields(
+            rid=assignment.rid,
+            bootstrap_host=prefill.bootstrap_host,
+            bootstrap_port=prefill.bootstrap_port,
+            bootstrap_room=pick_bootstrap_room(assignment.prefill_rank, prefill.dp_size),
+            prefill_rank=assignment.prefill_rank,
+            decode_rank=assignment.decode_rank,
+        )
+        prefill_body, decode_body = leg_bodies(unit, exchange.plan, fields)
+        pair = Pair(
+            self._pool,
+            PairRequest(
+                rid=assignment.rid,
+                prefill=prefill.url,
+                decode=decode.url,
+                path=exchange.path,
+                headers=exchange.headers,
+                prefill_body=prefill_body,
+                decode_body=decode_body,
+                stream=exchange.plan.stream,
+                needs_prefill_reply=exchange.plan.merge_logprobs,
+            ),
+            self._in_flight,
+            self._in_flight.send_abort,
+            make_sink() if make_sink is not None else None,
+        )
+        exchange.pairs[unit.index] = pair
+        self._in_flight.started(assignment, pair, prefill, decode)
+        exchange.downstream.on_pressure(
+            lambda: _each(exchange.pairs, Pair.pause), lambda: _each(exchange.pairs, Pair.resume)
+        )
+        logger.debug(
+            "%s: rid %s to %s rank %d and %s rank %d after %.1f ms: %s",
+            exchange.request_id,
+            assignment.rid,
+            assignment.prefill,
+            assignment.prefill_rank,
+            assignment.decode,
+            assignment.decode_rank,
+            assignment.held_s * 1000,
+            assignment.reason,
+        )
+        return pair
+
+
+def _each(pairs: dict[int, Pair], action: Callable[[Pair], None]) -> None:
+    for pair in pairs.values():
+        action(pair)

@@ -1,0 +1,366 @@
+"""Request bodies: checking, splitting into single requests, and the fields each leg gets.
+
+Owns what is read from and written into SGLang's request JSON. Must not know how a request is sent
+or where to. ``n > 1`` and batch inputs share one bootstrap room inside SGLang and break PD there,
+so they become single requests here, each with a room of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from sglang_sbs.router.errors import RouterError
+
+RouteKind = Literal["generate", "completions", "chat"]
+MAX_UNITS = 16_384
+"""Single requests one client request may become."""
+
+_INTERNAL_FIELDS = (
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "http_worker_ipc",
+)
+"""Routing internals: the router's to set, never the client's."""
+
+_PER_PROMPT_FIELDS = (
+    "text",
+    "input_ids",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "mm_hashes",
+    "mm_content_hashes",
+    "sampling_params",
+    "watermark",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_sampling_mask",
+    "sampling_logprobs_mode",
+    "return_hidden_states",
+    "modalities",
+    "lora_path",
+    "custom_logit_processor",
+    "extra_key",
+    "cache_salt",
+    "kv_hints",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+)
+"""Fields of ``GenerateReqInput`` that a batch may give per prompt (its ``__getitem__``)."""
+
+_LOGPROB_FIELDS = ("token_ids_logprob",)
+"""Lists of their own right: per prompt only when they are lists of lists."""
+
+_DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One single request of a plan: one room, one pair of legs."""
+
+    index: int
+    """Position of its output, or of its first choice, in the merged answer."""
+    prompt_index: int
+    common: bytes
+    """The JSON both legs share, an object without its closing brace."""
+    max_new_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a client request becomes."""
+
+    kind: RouteKind
+    stream: bool
+    units: tuple[Unit, ...]
+    prompts: tuple[Any, ...]
+    """Text, token ids, embeddings or the chat body, for counting tokens."""
+    samples: int
+    """``n``: units per prompt."""
+    as_list: bool
+    """``/generate`` answers a batch or ``n > 1`` with a list, even of one."""
+    merge_logprobs: bool
+    """The answer carries input logprobs, which only prefill has."""
+    stream_options: Any
+    client_rids: tuple[str, ...]
+    """Ids by which the client may abort it later."""
+
+    @property
+    def single(self) -> bool:
+        return len(self.units) == 1 and not self.as_list
+
+    def client_rid(self, position: int) -> str | None:
+        """The client's id of one output; SGLang makes a batch's ids from a single one."""
+        if not self.client_rids:
+            return None
+        if len(self.client_rids) == len(self.units):
+            return self.client_rids[position]
+        return f"{self.client_rids[0]}_{position}"
+
+
+def bad_request(message: str, code: str = "invalid_request") -> RouterError:
+    return RouterError(400, code, message)
+
+
+def plan_request(kind: RouteKind, raw: bytes) -> Plan:
+    """Check a body and split it.
+
+    Raises:
+        RouterError: 400, naming the field and what is wrong with it.
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise bad_request("the request body must be a JSON object")
+    for name in _INTERNAL_FIELDS:
+        body.pop(name, None)
+    stream = body.pop("stream", None) or False
+    if not isinstance(stream, bool):
+        raise bad_request(f"stream must be true or false, not {stream!r}")
+    options = body.pop("stream_options", None)
+    rid = body.pop("rid", None)
+    rids = tuple(rid) if isinstance(rid, list) else () if rid is None else (rid,)
+    if not all(isinstance(item, str) for item in rids):
+        raise bad_request("rid must be a string or a list of strings")
+    if kind == "generate":
+        units, prompts, samples, as_list = _split_generate(body)
+        logprobs = body.get("return_logprob")
+        merge = any(logprobs) if isinstance(logprobs, list) else bool(logprobs)
+    else:
+        units, prompts, samples = _split_openai(kind, body)
+        as_list, merge = False, False
+    return Plan(
+        kind=kind,
+        stream=stream,
+        units=tuple(units),
+        prompts=tuple(prompts),
+        samples=samples,
+        as_list=as_list,
+        merge_logprobs=merge,
+        stream_options=options,
+        client_rids=rids,
+    )
+
+
+# Splitting ------------------------------------------------------------------------------------
+
+
+def _split_generate(body: dict[str, Any]) -> tuple[list[Unit], list[Any], int, bool]:
+    key = next((k for k in ("text", "input_ids", "input_embeds") if body.get(k) is not None), None)
+    if key is None:
+        raise bad_request("one of text, input_ids or input_embeds is required")
+    batch = _batch_size(key, body[key])
+    params = body.get("sampling_params")
+    samples = _samples_of(params)
+    singles = [body] if batch is None else [_select(body, i, batch) for i in range(batch)]
+    _check_units(len(singles), samples)
+    units = []
+    for prompt_index, single in enumerate(singles):
+        own = single.get("sampling_params")
+        common = _open_object(
+            single if samples == 1 else single | {"sampling_params": {**(own or {}), "n": 1}}
+        )
+        limit = own.get("max_new_tokens") if isinstance(own, dict) else None
+        limit = limit if isinstance(limit, int) else _DEFAULT_MAX_TOKENS["generate"]
+        units += [
+            Unit(prompt_index * samples + j, prompt_index, common, limit) for j in range(samples)
+        ]
+    prompts = [single.get(key) for single in singles]
+    return units, prompts, samples, batch is not None or samples > 1
+
+
+def _batch_size(key: str, prompts: Any) -> int | None:
+    """Number of prompts in a batch; ``None`` for a single one."""
+    if isinstance(prompts, str):
+        return None
+    if not isinstance(prompts, list):
+        raise bad_request(f"{key} must be a string or a list")
+    if not prompts:
+        if key == "text":
+            raise bad_request("text must not be an empty list")
+        return None
+    first = prompts[0]
+    if key == "text":
+        return len(prompts)
+    if key == "input_ids":
+        return len(prompts) if isinstance(first, list) else None
+    nested = isinstance(first, list) and bool(first) and isinstance(first[0], list)
+    return len(prompts) if nested else None
+
+
+def _select(body: dict[str, Any], i: int, batch: int) -> dict[str, Any]:
+    """The ``i``-th request of a batch."""
+    single = dict(body)
+    for name in _PER_PROMPT_FIELDS:
+        value = single.get(name)
+        if not isinstance(value, list):
+            continue
+        if name in _LOGPROB_FIELDS and not (value and isinstance(value[0], list)):
+            continue
+        if len(value) != batch:
+            raise bad_request(f"{name} has {len(value)} entries for a batch of {batch}")
+        single[name] = value[i]
+    return single
+
+
+def _samples_of(params: Any) -> int:
+    """``n`` of native sampling parameters, 1 for beam search (there it counts beams)."""
+    many = params if isinstance(params, list) else [params]
+    if not all(item is None or isinstance(item, dict) for item in many):
+        raise bad_request("sampling_params must be an object or a list of objects")
+    values = {_positive("n", (item or {}).get("n")) for item in many} or {1}
+    if len(values) > 1:
+        raise bad_request("sampling_params.n must be the same for all prompts of a batch")
+    if any(((item or {}).get("beam_width") or 1) > 1 for item in many):
+        return 1
+    return values.pop()
+
+
+def _split_openai(kind: RouteKind, body: dict[str, Any]) -> tuple[list[Unit], list[Any], int]:
+    samples = _positive("n", body.get("n"))
+    if samples > 1:
+        body["n"] = 1
+    prompts: list[Any]
+    prompt: Any
+    if kind == "chat":
+        if not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise bad_request("messages must be a non-empty list")
+        prompts = [None]
+    else:
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str | list) or prompt == []:
+            raise bad_request("prompt must be a string, a list of strings or token ids")
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        prompts = list(prompt) if several else [prompt]
+    _check_units(len(prompts), samples)
+    limit = body.get("max_completion_tokens")
+    if not isinstance(limit, int):
+        limit = body.get("max_tokens")
+    if not isinstance(limit, int):
+        limit = _DEFAULT_MAX_TOKENS[kind]
+    units = []
+    for prompt_index, prompt in enumerate(prompts):
+        single = body if kind == "chat" else body | {"prompt": prompt}
+        common = _open_object(single)
+        units += [
+            Unit(prompt_index * samples + j, prompt_index, common, limit) for j in range(samples)
+        ]
+    return units, [body] if kind == "chat" else prompts, samples
+
+
+def _positive(name: str, value: Any) -> int:
+    if value is None:
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise bad_request(f"{name} must be a whole number >= 1, not {value!r}")
+    return value
+
+
+def _check_units(prompts: int, samples: int) -> None:
+    if prompts * samples > MAX_UNITS:
+        raise bad_request(
+            f"{prompts} prompts x {samples} samples are more than {MAX_UNITS} requests at once"
+        )
+
+
+def _open_object(body: dict[str, Any]) -> bytes:
+    """JSON without the closing brace, so that a leg's own fields can be appended."""
+    try:
+        return orjson.dumps(body)[:-1]
+    except orjson.JSONEncodeError as error:
+        raise bad_request(f"the request body cannot be forwarded: {error}") from error
+
+
+# Legs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LegFields:
+    """The routing fields of one attempt. Ranks are those of the scheduler's dispatch."""
+
+    rid: str
+    bootstrap_host: str
+    bootstrap_port: int | None
+    bootstrap_room: int
+    prefill_rank: int
+    decode_rank: int
+
+
+def pick_bootstrap_room(prefill_rank: int, prefill_dp_size: int) -> int:
+    """A fresh room below 2**63 with ``room % dp_size == rank``.
+
+    That is where SGLang's ``follow_bootstrap_room`` puts the request anyway; any other room makes
+    it fail with a conflict (``disaggregation/common/conn.py``).
+    """
+    slots = 2**63 // prefill_dp_size
+    return random.randrange(slots) * prefill_dp_size + prefill_rank
+
+
+def leg_bodies(unit: Unit, plan: Plan, fields: LegFields) -> tuple[bytes, bytes]:
+    """The bodies for prefill and decode.
+
+    Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
+    its counts come in one piece.
+    """
+    shared = {
+        "rid": fields.rid,
+        "bootstrap_host": fields.bootstrap_host,
+        "bootstrap_port": fields.bootstrap_port,
+        "bootstrap_room": fields.bootstrap_room,
+        "disagg_prefill_dp_rank": fields.prefill_rank,
+    }
+    prefill = shared | {"routed_dp_rank": fields.prefill_rank, "stream": False}
+    decode = shared | {"routed_dp_rank": fields.decode_rank, "stream": plan.stream}
+    if plan.stream and plan.stream_options is not None:
+        decode["stream_options"] = plan.stream_options
+    return _append(unit.common, prefill), _append(unit.common, decode)
+
+
+def _append(common: bytes, fields: dict[str, Any]) -> bytes:
+    return b"%b,%b" % (common, orjson.dumps(fields)[1:])
+
+
+# Headers --------------------------------------------------------------------------------------
+
+_FORWARDED_HEADERS = frozenset(
+    {
+        "authorization",
+        "x-request-id",
+        "x-correlation-id",
+        "traceparent",
+        "tracestate",
+        "x-smg-routing-key",
+    }
+)
+
+
+def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:
+    """The client's headers both legs get, as header lines; everything else stays here.
+
+    Also dropped thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the
+    rank chosen here.
+    """
+    lines = [f"x-request-id: {request_id}\r\n"]
+    for name, value in headers:
+        lower = name.lower()
+        if lower == "x-request-id":
+            continue
+        if lower in _FORWARDED_HEADERS or lower.startswith("x-request-id-"):
+            lines.append(f"{lower}: {value}\r\n")
+    return "".join(lines).encode("utf-8", "surrogateescape")

@@ -1,0 +1,133 @@
+"""What an engine says about itself in ``GET /server_info``.
+
+Owns the meaning of SGLang's fields across versions, and the check that an engine can be used at
+all. Must not know how the answer was fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from sglang_sbs.scheduling.events import InstanceRole
+
+MIN_VERSION = (0, 5, 10)
+"""First SGLang release whose prefill and decode ranks can be chosen independently."""
+
+
+class UnusableWorker(ValueError):
+    """The engine answers, but requests must not be routed to it."""
+
+
+class SbsBlock(msgspec.Struct, frozen=True):
+    """What our engine plugin adds to ``/server_info``."""
+
+    boot_id: str = ""
+    bind: str = ""
+    """Where DP rank 0 listens (``tcp://HOST:PORT``; rank d at ``PORT + d``), in bind mode."""
+    routers: tuple[str, ...] = ()
+    """Endpoints the engine's publishers connect to."""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits are per DP rank, 0 where the engine does not say."""
+
+    dp_size: int = 1
+    chunk_tokens: int = 0
+    max_prefill_tokens: int = 0
+    kv_capacity_tokens: int = 0
+    max_running_requests: int = 0
+    page_size: int = 1
+    max_request_tokens: int = 0
+    version: str = ""
+    model_id: str = ""
+    bootstrap_port: int | None = None
+    load_balance_method: str = ""
+    sbs: SbsBlock | None = None
+    """``None``: the plugin is not installed or not configured there."""
+    warnings: tuple[str, ...] = ()
+
+
+def parse_version(text: str) -> tuple[int, ...] | None:
+    """``(0, 5, 23)`` of ``0.5.23rc1``; ``None`` if the text is no release number."""
+    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(part or 0) for part in match.groups()) if match else None
+
+
+def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
+    """Read ``/server_info``.
+
+    Raises:
+        UnusableWorker: too old, or launched in another disaggregation mode than ``role``.
+    """
+    version = str(data.get("version") or "")
+    numbers = parse_version(version)
+    # Builds from source call themselves 0.0.0: they are given the benefit of the doubt.
+    if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
+        wanted = ".".join(map(str, MIN_VERSION))
+        raise UnusableWorker(
+            f"runs SGLang {version}; prefill and decode DP ranks can be chosen independently only "
+            f"from SGLang {wanted} on. Upgrade the engine"
+        )
+    mode = data.get("disaggregation_mode")
+    if isinstance(mode, str) and mode not in ("", role):
+        raise UnusableWorker(
+            f"runs with --disaggregation-mode {mode} but is given to the router as --{role}. "
+            f"Relaunch it with --disaggregation-mode {role} or list it under the other flag"
+        )
+    # From SGLang 0.5.22 on, dp_size is 1 under DP attention and attn_dp_size has the number.
+    attn_dp_size = _int(data.get("attn_dp_size"))
+    dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
+    warnings = []
+    if dp_size > 1 and data.get("enable_dp_attention") is False:
+        warnings.append(
+            f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
+            "replicas, so batching them into one forward pass gains nothing"
+        )
+    method = str(data.get("load_balance_method") or "")
+    model = data.get("served_model_name") or data.get("model_path") or ""
+    chunk = _int(data.get("chunked_prefill_size"))
+    max_prefill = _int(data.get("max_prefill_tokens"))
+    return WorkerInfo(
+        dp_size=dp_size,
+        # Without chunking a rank takes whole prompts up to --max-prefill-tokens per pass.
+        chunk_tokens=chunk if chunk > 0 else max(0, max_prefill),
+        max_prefill_tokens=max_prefill,
+        kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
+        max_running_requests=_max_running_requests(data, dp_size),
+        page_size=max(1, _int(data.get("page_size"))),
+        max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
+        version=version,
+        model_id=str(model),
+        bootstrap_port=_int(data.get("disaggregation_bootstrap_port")) or None,
+        load_balance_method=method,
+        sbs=_sbs_block(data.get("sbs")),
+        warnings=tuple(warnings),
+    )
+
+
+def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
+    """Per rank: what the schedulers resolved if they say so, else the launch flag divided."""
+    states = data.get("internal_states")
+    if isinstance(states, list) and states and isinstance(states[0], dict):
+        for name in ("effective_max_running_requests_per_dp", "max_running_requests_per_dp"):
+            if _int(states[0].get(name)) > 0:
+                return _int(states[0].get(name))
+    return max(0, _int(data.get("max_running_requests"))) // dp_size
+
+
+def _sbs_block(value: object) -> SbsBlock | None:
+    if not isinstance(value, dict):
+        return None
+    routers = value.get("routers")
+    return SbsBlock(
+        boot_id=str(value.get("boot_id") or ""),
+        bind=str(value.get("bind") or ""),
+        routers=tuple(map(str, routers)) if isinstance(routers, list) else (),
+    )
+
+
+def _int(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -1,0 +1,444 @@
+"""A lean HTTP/1.1 client for the two legs: callbacks instead of streams.
+
+Owns connections to engines: pooling, framing of responses, back pressure, cancellation. A received
+piece of body reaches the :class:`Receiver` in the same event loop callback that read it, with no
+task, future or buffer in between; that is what makes relaying a chunk cheap. Must not know SGLang,
+PD or JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from sglang_sbs.router.urls import bracketed, split_worker_url
+
+_MAX_HEAD_BYTES = 64 * 1024
+IDLE_LIMIT_S = 3.0
+"""Idle connections older than this are not reused: SGLang (uvicorn) closes them after 5 s."""
+_DNS_TTL_S = 10.0
+
+FailureKind = Literal["refused", "connect", "reset", "protocol"]
+
+
+class UpstreamError(Exception):
+    """The exchange broke off. ``refused``: nothing listens there."""
+
+    def __init__(self, kind: FailureKind, detail: str) -> None:
+        super().__init__(detail)
+        self.kind: FailureKind = kind
+
+
+class Receiver(Protocol):
+    """Where a response goes. After ``message_complete`` or ``failed`` nothing more comes."""
+
+    def head_received(self, status: int, headers: dict[str, str]) -> None: ...
+    def body_received(self, data: bytes) -> None: ...
+    def message_complete(self) -> None: ...
+    def failed(self, error: UpstreamError) -> None: ...
+
+
+class ChunkedDecoder:
+    """Takes ``Transfer-Encoding: chunked`` framing off (RFC 9112 section 7.1)."""
+
+    __slots__ = ("_left", "_tail", "done", "surplus")
+
+    def __init__(self) -> None:
+        self._left = 0  # payload bytes missing in the current chunk, then 2 for its CRLF
+        self._tail = b""
+        self.done = False
+        self.surplus = False
+        """Bytes followed the end of the body: the connection must not be reused."""
+
+    def feed(self, data: bytes) -> bytes:
+        """The payload in ``data``; framing may be cut anywhere.
+
+        Raises:
+            ValueError: not chunked encoding.
+        """
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        position, size = 0, len(data)
+        parts: list[bytes] = []
+        left = self._left
+        while position < size:
+            if left > 2:
+                end = position + left - 2
+                if end >= size:
+                    parts.append(data[position:])
+                    left -= size - position
+                    break
+                parts.append(data[position:end])
+                position, left = end, 2
+            if left:
+                if size - position < left:
+                    self._tail = data[position:]
+                    break
+                if data[position : position + 2] != b"\r\n":
+                    raise ValueError("chunk is longer than its size says")
+                position, left = position + 2, 0
+                continue
+            line_end = data.find(b"\r\n", position)
+            if line_end < 0:
+                if size - position > 1024:
+                    raise ValueError("endless chunk size line")
+                self._tail = data[position:]
+                break
+            length = int(data[position:line_end].split(b";", 1)[0], 16)
+            if length < 0:
+                raise ValueError("negative chunk size")
+            if length == 0:
+                self._finish(data, line_end)
+                break
+            position, left = line_end + 2, length + 2
+        self._left = left
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _finish(self, data: bytes, line_end: int) -> None:
+        if data.startswith(b"\r\n", line_end + 2):
+            end = line_end + 4
+        else:
+            trailer_end = data.find(b"\r\n\r\n", line_end)
+            if trailer_end < 0:
+                if len(data) - line_end > _MAX_HEAD_BYTES:
+                    raise ValueError("endless trailers")
+                self._tail = b"0" + data[line_end:]
+                return
+            end = trailer_end + 4
+        self.done = True
+        self.surplus = end != len(data)
+
+
+class Call:
+    """One request on its way to one engine."""
+
+    __slots__ = (
+        "_connection",
+        "_pool",
+        "_replayable",
+        "_task",
+        "origin",
+        "payload",
+        "receiver",
+        "sent",
+    )
+
+    def __init__(
+        self, pool: Pool, origin: str, payload: Sequence[bytes], receiver: Receiver
+    ) -> None:
+        self._pool = pool
+        self.origin = origin
+        self.payload = payload
+        self.receiver: Receiver | None = receiver
+        self._connection: _Connection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._replayable = True
+        self.sent = False
+        """The request was written to a connection: the engine may know it."""
+
+    def start(self, *, fresh: bool = False) -> None:
+        connection = None if fresh else self._pool.take_idle(self.origin)
+        if connection is not None:
+            self._send(connection)
+        else:
+            self._task = self._pool.loop.create_task(self._connect())
+
+    def cancel(self) -> None:
+        """Stop now: the connection is closed and the receiver hears nothing more."""
+        self.receiver = None
+        if self._task is not None:
+            self._task.cancel()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def pause(self) -> None:
+        if self._connection is not None:
+            self._connection.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._connection is not None:
+            self._connection.transport.resume_reading()
+
+    async def _connect(self) -> None:
+        try:
+            connection = await self._pool.connect(self.origin)
+        except ConnectionRefusedError as error:
+            self._fail(UpstreamError("refused", f"connection refused ({error})"))
+            return
+        except TimeoutError:
+            limit = self._pool.connect_timeout_s
+            self._fail(UpstreamError("connect", f"no connection within {limit:g} s"))
+            return
+        except OSError as error:
+            self._fail(UpstreamError("connect", f"cannot connect ({error})"))
+            return
+        finally:
+            self._task = None
+        self._replayable = False
+        if self.receiver is None:
+            connection.close()
+        else:
+            self._send(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        self._connection = connection
+        self.sent = True
+        connection.call = self
+        connection.transport.writelines(self.payload)
+
+    def _fail(self, error: UpstreamError) -> None:
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            receiver.failed(error)
+
+    # Called by the connection.
+
+    def completed(self) -> None:
+        self._connection = None
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            receiver.message_complete()
+
+    def lost(self, error: UpstreamError, *, silent: bool) -> None:
+        """The connection went away; an idle one the engine had just closed is replaced once."""
+        self._connection = None
+        if silent and self._replayable and self.receiver is not None:
+            self._replayable = False
+            self.start(fresh=True)
+        else:
+            self._fail(error)
+
+
+class Pool:
+    """Connections to engines: as many as there are calls, the idle ones kept for reuse."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        self.loop = loop
+        self.connect_timeout_s = connect_timeout_s
+        self._ssl = ssl_context
+        self._idle: dict[str, deque[_Connection]] = {}
+        self._all: set[_Connection] = set()
+        self._addresses: dict[str, tuple[float, str]] = {}
+
+    def call(self, origin: str, payload: Sequence[bytes], receiver: Receiver) -> Call:
+        """Send a request (``head`` plus body pieces) to ``origin``, a normalised worker URL."""
+        call = Call(self, origin, payload, receiver)
+        call.start()
+        return call
+
+    def close(self) -> None:
+        for connection in list(self._all):
+            connection.close()
+        self._idle.clear()
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._all)
+
+    def take_idle(self, origin: str) -> _Connection | None:
+        idle = self._idle.get(origin)
+        oldest = time.monotonic() - IDLE_LIMIT_S
+        while idle:
+            connection = idle.pop()
+            if connection.idle_since >= oldest and not connection.transport.is_closing():
+                return connection
+            connection.close()
+        return None
+
+    def keep(self, connection: _Connection) -> None:
+        connection.idle_since = time.monotonic()
+        self._idle.setdefault(connection.origin, deque()).append(connection)
+
+    def forget(self, connection: _Connection) -> None:
+        self._all.discard(connection)
+        idle = self._idle.get(connection.origin)
+        if idle and connection in idle:
+            idle.remove(connection)
+
+    async def connect(self, origin: str) -> _Connection:
+        """Raises: OSError (also TimeoutError)."""
+        scheme, host, port = split_worker_url(origin)
+        tls = scheme == "https"
+        async with asyncio.timeout(self.connect_timeout_s):
+            address = await self._resolve(host, port)
+            try:
+                _, connection = await self.loop.create_connection(
+                    lambda: _Connection(self, origin),
+                    address,
+                    port,
+                    ssl=(self._ssl or True) if tls else None,
+                    server_hostname=host if tls else None,
+                )
+            except OSError:
+                self._addresses.pop(host, None)
+                raise
+        self._all.add(connection)
+        return connection
+
+    async def _resolve(self, host: str, port: int) -> str:
+        known = self._addresses.get(host)
+        now = time.monotonic()
+        if known is not None and known[0] > now:
+            return known[1]
+        infos = await self.loop.getaddrinfo(host, port, type=1)
+        address = str(infos[0][4][0])
+        self._addresses[host] = (now + _DNS_TTL_S, address)
+        return address
+
+
+class _Connection(asyncio.Protocol):
+    """One TCP connection carrying one exchange at a time (no pipelining)."""
+
+    __slots__ = (
+        "_body_left",
+        "_buffer",
+        "_chunked",
+        "_in_body",
+        "_keep_alive",
+        "_pool",
+        "_until_eof",
+        "call",
+        "idle_since",
+        "origin",
+        "transport",
+    )
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: Pool, origin: str) -> None:
+        self._pool = pool
+        self.origin = origin
+        self.call: Call | None = None
+        self.idle_since = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._buffer = b""
+        self._in_body = False
+        self._chunked: ChunkedDecoder | None = None
+        self._body_left = 0
+        self._until_eof = False
+        self._keep_alive = True
+
+    def close(self) -> None:
+        self.call = None
+        self._pool.forget(self)
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "writelines")
+        self.transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        call = self.call
+        if call is None or call.receiver is None:
+            self.close()
+            return
+        try:
+            if not self._in_body:
+                data = self._head(data, call)
+                if not self._in_body:
+                    return
+            self._body(data, call)
+        except ValueError as error:
+            self.close()
+            call.lost(UpstreamError("protocol", f"malformed response: {error}"), silent=False)
+
+    def _body(self, data: bytes, call: Call) -> None:
+        chunked = self._chunked
+        if chunked is not None:
+            payload = chunked.feed(data)
+            done, surplus = chunked.done, chunked.surplus
+        elif self._until_eof:
+            payload, done, surplus = data, False, False
+        else:
+            payload = data[: self._body_left]
+            surplus = len(data) > self._body_left
+            self._body_left -= len(payload)
+            done = self._body_left == 0
+        if payload and call.receiver is not None:
+            call.receiver.body_received(payload)
+        if done and self.call is call:
+            self._complete(call, reusable=self._keep_alive and not surplus)
+
+    def _complete(self, call: Call, *, reusable: bool) -> None:
+        self.call = None
+        self._reset()
+        if reusable:
+            self._pool.keep(self)
+        else:
+            self.close()
+        call.completed()
+
+    def _head(self, data: bytes, call: Call) -> bytes:
+        """Consume the response head; returns the body bytes behind it."""
+        data = self._buffer + data
+        while True:
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                if len(data) > _MAX_HEAD_BYTES:
+                    raise ValueError("response head over 64 KiB")
+                self._buffer = data
+                return b""
+            lines = data[:end].decode("latin-1").split("\r\n")
+            data = data[end + 4 :]
+            version, _, rest = lines[0].partition(" ")
+            if not version.startswith("HTTP/1."):
+                raise ValueError(f"not HTTP/1.x: {lines[0][:40]!r}")
+            status = int(rest[:3])
+            if status >= 200:
+                break
+        headers: dict[str, str] = {}
+        for line in lines[1:]:
+            name, _, value = line.partition(":")
+            headers[name.strip().lower()] = value.strip()
+        self._buffer = b""
+        self._in_body = True
+        connection_header = headers.get("connection", "").lower()
+        self._keep_alive = connection_header != "close" and version == "HTTP/1.1"
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            self._chunked = ChunkedDecoder()
+        elif "content-length" in headers:
+            self._body_left = int(headers["content-length"])
+        elif status not in (204, 304):
+            self._until_eof = True
+        if call.receiver is not None:
+            call.receiver.head_received(status, headers)
+        return data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.forget(self)
+        call, self.call = self.call, None
+        if call is None:
+            return
+        if self._until_eof and exc is None:
+            call.completed()
+            return
+        silent = not self._in_body and not self._buffer
+        detail = f"connection lost ({exc})" if exc else "connection closed before the end"
+        call.lost(UpstreamError("reset", detail), silent=silent)
+
+
+def request_head(method: str, origin: str, path: str, headers: bytes, content_length: int) -> bytes:
+    """The request line and headers; ``headers`` are ready-made lines, each ending in CRLF."""
+    _, host, port = split_worker_url(origin)
+    return (
+        (
+            f"{method} {path} HTTP/1.1\r\nhost: {bracketed(host)}:{port}\r\n"
+            f"content-type: application/json\r\ncontent-length: {content_length}\r\n"
+        ).encode("latin-1")
+        + headers
+        + b"\r\n"
+    )

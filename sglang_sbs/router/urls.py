@@ -1,0 +1,49 @@
+"""Worker URLs: one spelling per worker, and which spellings mean the same host.
+
+Owns parsing and normalisation. Must not know workers or sockets (it never resolves a name).
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})
+
+
+def normalise_worker_url(url: str) -> str:
+    """``scheme://host:port`` in lower case; ``http://`` is assumed where no scheme is given.
+
+    Raises:
+        ValueError: not an http(s) URL with a host, or a port outside 1..65535.
+    """
+    text = url.strip()
+    parts = urlsplit(text if "://" in text else f"http://{text}")
+    if parts.scheme not in _DEFAULT_PORTS:
+        raise ValueError(f"worker URL {url!r} must start with http:// or https://")
+    if not parts.hostname:
+        raise ValueError(f"worker URL {url!r} has no host; write e.g. http://10.0.0.1:30000")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"worker URL {url!r}: {error}") from error
+    if parts.path.strip("/") or parts.query:
+        raise ValueError(f"worker URL {url!r} must not have a path; write {parts.netloc} only")
+    return f"{parts.scheme}://{bracketed(parts.hostname)}:{port or _DEFAULT_PORTS[parts.scheme]}"
+
+
+def split_worker_url(url: str) -> tuple[str, str, int]:
+    """Scheme, host (no brackets) and port of a normalised URL."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
+
+
+def bracketed(host: str) -> str:
+    """IPv6 literals in brackets, as URLs and SGLang's ``bootstrap_host`` want them."""
+    return f"[{host}]" if ":" in host else host
+
+
+def alias_key(url: str) -> tuple[str, int]:
+    """Host and port with every name of this machine's loopback made equal."""
+    _, host, port = split_worker_url(url)
+    return ("127.0.0.1" if host in _LOOPBACK else host, port)

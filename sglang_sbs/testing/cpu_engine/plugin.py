@@ -1,0 +1,56 @@
+"""The SGLang plugin of CPU engines (entry-point group `sglang.srt.plugins`, SGLang >= 0.5.11).
+
+Owns: which hooks a CPU engine gets. Found only through `testing/site/` on PYTHONPATH, so an engine
+on GPUs never loads it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+from sglang_sbs.testing.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
+
+
+def register() -> None:
+    """Install the CPU hooks into this engine process.
+
+    Raises:
+        ValueError: `SGLANG_SBS_VGPU` does not hold a valid cost model (SGLang logs it).
+    """
+    from sglang_sbs.testing.cpu_engine import idle_wait, virtual_device
+
+    _fix_torch_native()
+    _fork_instead_of_spawn()
+    idle_wait.install()
+    cost_json = os.environ.get(VIRTUAL_GPU_ENV)
+    if cost_json:
+        virtual_device.install(VirtualGpuCost.from_json(cost_json))
+
+
+def _fix_torch_native() -> None:
+    """Two gaps of SGLang 0.5.23 on CPU without Intel AMX."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def get_cpu_graph_seq_len_fill_value(_backend: object) -> int:
+        return 1
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = get_cpu_graph_seq_len_fill_value
+    # Its host tensors are pinned memory, which needs CUDA.
+    MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def _fork_instead_of_spawn() -> None:
+    """Fork the engine's processes: they share the imported modules' memory and start at once.
+
+    SGLang asks for `spawn` because a CUDA context does not survive a fork; there is none here. The
+    process tree stays SGLang's own, unlike with `forkserver`, and its parent-death signals with it.
+    """
+    set_start_method = multiprocessing.set_start_method
+
+    def set_start_method_fork(method: str | None, force: bool = False) -> Any:
+        return set_start_method("fork" if method == "spawn" else method, force=force)
+
+    multiprocessing.set_start_method = set_start_method_fork

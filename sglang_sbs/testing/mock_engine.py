@@ -1,0 +1,454 @@
+"""A scripted SGLang engine: HTTP surface, EndForward, faults on command, no model and no sleeping.
+
+Owns what a test needs to play a prefill or decode instance: :class:`HoldGate` (when an answer
+leaves), records of what arrived, scripted faults. Must not know the router. Everything listens at
+127.0.0.1 on a free port.
+
+    engine = MockEngine("prefill", dp_size=2)
+    await engine.start()
+    engine.gate.close()                  # requests wait from now on
+    await engine.gate.arrived(1)         # ... until one is here
+    engine.gate.open()                   # and all go on
+    engine.requests[0].body["bootstrap_room"]
+    await engine.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+import zmq
+from aiohttp import web
+
+from sglang_sbs.wire import EndForward, encode_endforward
+
+EngineRole = Literal["prefill", "decode"]
+Fault = Literal["hang_before_head", "reset_before_head", "hang_mid_body", "reset_mid_body"]
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What an engine does with one request."""
+
+    status: int = 200
+    message: str = ""
+    """Of the error body, for a status other than 200 or a ``stream_error``."""
+    fault: Fault | None = None
+    tokens: int = 3
+    """Output tokens, one stream event each. Faults mid body strike after the first."""
+    abort: bool = False
+    """Finish with ``finish_reason`` abort, as SGLang does on an abort from elsewhere."""
+    stream_error: bool = False
+    """Status 200, then an error event as the first one: how SGLang reports errors in a stream."""
+    prompt_tokens: int = 7
+    cached_tokens: int = 0
+
+
+@dataclass(eq=False)
+class RecordedRequest:
+    """One request as it arrived."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    arrived_s: float
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    disconnected: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def rid(self) -> str:
+        return str(self.body["rid"])
+
+
+class HoldGate:
+    """Open at first. Closed, it holds whoever comes until released; arrivals can be awaited."""
+
+    def __init__(self) -> None:
+        self._open = True
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._arrivals = 0
+        self._changed = asyncio.Condition()
+
+    def close(self) -> None:
+        self._open = False
+
+    def open(self) -> None:
+        self._open = True
+        self.release(len(self._waiting))
+
+    def release(self, count: int = 1) -> None:
+        """Let the ``count`` longest waiting go on."""
+        for _ in range(min(count, len(self._waiting))):
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+
+    async def arrived(self, count: int) -> None:
+        """Until ``count`` requests have come here in total, held or not."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._arrivals >= count)
+
+    async def pass_through(self) -> None:
+        async with self._changed:
+            self._arrivals += 1
+            self._changed.notify_all()
+        if not self._open:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            await future
+
+
+class MockEngine:
+    """``behaviours`` are used up one per request, then ``behaviour`` holds for all."""
+
+    def __init__(
+        self,
+        role: EngineRole,
+        *,
+        dp_size: int = 2,
+        server_info: dict[str, Any] | None = None,
+        sbs_block: bool = False,
+    ) -> None:
+        self.role = role
+        self.dp_size = dp_size
+        self.boot_id = uuid.uuid4().hex
+        self.behaviour = Behaviour()
+        self.behaviours: deque[Behaviour] = deque()
+        self.gate = HoldGate()
+        """Before the response head."""
+        self.token_gate = HoldGate()
+        """Before every output token but the first."""
+        self.requests: list[RecordedRequest] = []
+        self.aborts: list[str] = []
+        self.abort_headers: list[dict[str, str]] = []
+        self.hits: dict[str, int] = {}
+        """Control requests by path."""
+        self.ready_status = 200
+        self.has_ready = True
+        self.port = 0
+        self._changed = asyncio.Condition()
+        self._server_info = server_info or {}
+        self._sbs_block = sbs_block
+        self._runner: web.AppRunner | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._publisher: zmq.Socket[bytes] | None = None
+        self._seq: dict[int, int] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, port: int = 0) -> None:
+        """Listen; ``port`` 0 picks a free one, and a restart may ask for the old one."""
+        app = web.Application(client_max_size=1 << 30)
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._serve)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/flush_cache", self._count(web.Response))
+        app.router.add_get("/server_info", self._get_server_info)
+        app.router.add_get("/model_info", self._get_model_info)
+        app.router.add_get("/v1/loads", self._get_loads)
+        app.router.add_get("/ready", self._get_ready)
+        app.router.add_get("/health_generate", self._count(web.Response))
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.port = int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Stop listening; open connections are closed, as when the process dies."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        if self._publisher is not None:
+            self._publisher.close(0)
+            self._publisher = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    async def restart(self) -> None:
+        """Come back at the same address as a new boot."""
+        port = self.port
+        await self.stop()
+        self.boot_id = uuid.uuid4().hex
+        self._seq.clear()
+        await self.start(port)
+
+    # Looking at what happened -----------------------------------------------------------------
+
+    async def received(self, count: int) -> list[RecordedRequest]:
+        """Until ``count`` inference requests have arrived."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.requests) >= count)
+        return self.requests
+
+    async def aborted(self, rid: str) -> None:
+        """Until ``POST /abort_request`` named ``rid``."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: rid in self.aborts)
+
+    async def _note(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # EndForward -------------------------------------------------------------------------------
+
+    def connect_publisher(self, endpoint: str) -> None:
+        """Send EndForward to a router's SUB socket."""
+        self._context = zmq.Context(io_threads=1)
+        self._publisher = self._context.socket(zmq.PUB)
+        self._publisher.setsockopt(zmq.LINGER, 0)
+        self._publisher.connect(endpoint)
+
+    def bind_publisher(self) -> str:
+        """Listen for routers instead; returns the endpoint (of rank 0, one rank only)."""
+        self._context = zmq.Context(io_threads=1)
+        self._publisher = self._context.socket(zmq.PUB)
+        self._publisher.setsockopt(zmq.LINGER, 0)
+        port = self._publisher.bind_to_random_port("tcp://127.0.0.1")
+        return f"tcp://127.0.0.1:{port}"
+
+    def report(self, rank: int = 0, **fields: Any) -> EndForward:
+        """The next EndForward of a rank, not sent."""
+        seq = self._seq.get(rank, 0)
+        self._seq[rank] = seq + 1
+        values: dict[str, Any] = {
+            "instance_id": "",
+            "boot_id": self.boot_id,
+            "role": self.role,
+            "dp_rank": rank,
+            "dp_size": self.dp_size,
+            "seq": seq,
+            "kind": "forward",
+        }
+        return EndForward(**values | fields)
+
+    def publish(self, report: EndForward) -> None:
+        assert self._publisher is not None, "connect_publisher or bind_publisher first"
+        self._publisher.send_multipart(encode_endforward(report))
+
+    # Inference --------------------------------------------------------------------------------
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.read())
+        record = RecordedRequest(
+            request.path, {k.lower(): v for k, v in request.headers.items()}, body, time.monotonic()
+        )
+        self.requests.append(record)
+        behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
+        try:
+            await self._note()
+            held = asyncio.ensure_future(self._until_answer(behaviour))
+            abort = asyncio.ensure_future(record.aborted.wait())
+            try:
+                await asyncio.wait({held, abort}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                held.cancel()
+                abort.cancel()
+            if record.aborted.is_set():
+                return _error(500, "Aborted by AbortReq.")
+            return await self._answer(request, record, behaviour)
+        except asyncio.CancelledError:
+            record.disconnected.set()
+            raise
+
+    async def _until_answer(self, behaviour: Behaviour) -> None:
+        await self.gate.pass_through()
+        if behaviour.fault == "hang_before_head":
+            await asyncio.Event().wait()
+
+    async def _answer(
+        self, request: web.Request, record: RecordedRequest, behaviour: Behaviour
+    ) -> web.StreamResponse:
+        if behaviour.fault == "reset_before_head":
+            return _reset(request)
+        if behaviour.status != 200:
+            return _error(behaviour.status, behaviour.message or "scripted error")
+        if not record.body.get("stream"):
+            return await self._complete(request, record, behaviour)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if behaviour.stream_error:
+            error = {"error": {"message": behaviour.message or "scripted error", "code": 500}}
+            await response.write(_event(error))
+        else:
+            for number in range(1, behaviour.tokens + 1):
+                if number > 1:
+                    await self.token_gate.pass_through()
+                last = number == behaviour.tokens
+                await response.write(_event(self._output(record, behaviour, number, last, True)))
+                if behaviour.fault == "reset_mid_body":
+                    return _reset(request)
+                if behaviour.fault == "hang_mid_body":
+                    await record.aborted.wait()
+                    return _reset(request)
+            if record.path != "/generate" and (record.body.get("stream_options") or {}).get(
+                "include_usage"
+            ):
+                usage = self._frame(record) | {"choices": [], "usage": _usage(behaviour)}
+                await response.write(_event(usage))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _complete(
+        self, request: web.Request, record: RecordedRequest, behaviour: Behaviour
+    ) -> web.StreamResponse:
+        data = orjson.dumps(self._output(record, behaviour, behaviour.tokens, True, False))
+        if behaviour.fault in ("reset_mid_body", "hang_mid_body"):
+            response = web.StreamResponse(
+                headers={"Content-Type": "application/json", "Content-Length": str(len(data))}
+            )
+            await response.prepare(request)
+            await response.write(data[:10])
+            if behaviour.fault == "hang_mid_body":
+                await record.aborted.wait()
+            return _reset(request)
+        return web.Response(body=data, content_type="application/json")
+
+    def _frame(self, record: RecordedRequest) -> dict[str, Any]:
+        chat = record.path.endswith("chat/completions")
+        kind = "chat.completion" if chat else "text_completion"
+        return {"id": record.rid, "object": kind, "created": 1, "model": "mock"}
+
+    def _output(
+        self, record: RecordedRequest, behaviour: Behaviour, tokens: int, last: bool, stream: bool
+    ) -> dict[str, Any]:
+        """An answer, or the event that ends with output token number ``tokens``."""
+        text = " ".join(f"t{i}" for i in range(1, tokens + 1))
+        if record.path == "/generate":
+            reason: Any = None
+            if last:
+                reason = {"type": "length", "length": tokens}
+            if last and behaviour.abort:
+                reason = {"type": "abort", "message": "scripted abort", "status_code": None}
+            meta: dict[str, Any] = {
+                "id": record.rid,
+                "prompt_tokens": behaviour.prompt_tokens,
+                "cached_tokens": behaviour.cached_tokens,
+                "completion_tokens": tokens,
+                "finish_reason": reason,
+            }
+            if record.body.get("return_logprob"):
+                meta["input_token_logprobs"] = (
+                    [[-0.5, i, None] for i in range(behaviour.prompt_tokens)]
+                    if self.role == "prefill"
+                    else []
+                )
+                meta["output_token_logprobs"] = [[-0.1, i, None] for i in range(tokens)]
+            return {"text": text, "meta_info": meta}
+        finish = None
+        if last:
+            finish = "abort" if behaviour.abort else "length"
+        piece = f"t{tokens}" if stream else text
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+        if record.path.endswith("chat/completions"):
+            message = {"role": "assistant", "content": piece}
+            choice["delta" if stream else "message"] = message
+        else:
+            choice["text"] = piece
+        answer = self._frame(record) | {"choices": [choice]}
+        if not stream:
+            answer["usage"] = _usage(behaviour)
+        return answer
+
+    async def _abort(self, request: web.Request) -> web.StreamResponse:
+        rid = str(orjson.loads(await request.read())["rid"])
+        self.aborts.append(rid)
+        self.abort_headers.append({k.lower(): v for k, v in request.headers.items()})
+        for record in self.requests:
+            if record.rid.startswith(rid):
+                record.aborted.set()
+        await self._note()
+        return web.Response()
+
+    # Control ----------------------------------------------------------------------------------
+
+    def _count(self, answer: Any) -> Any:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            self.hits[request.path] = self.hits.get(request.path, 0) + 1
+            response: web.StreamResponse = answer()
+            return response
+
+        return handler
+
+    async def _get_server_info(self, request: web.Request) -> web.StreamResponse:
+        self.hits[request.path] = self.hits.get(request.path, 0) + 1
+        info: dict[str, Any] = {
+            "version": "0.5.23",
+            "disaggregation_mode": self.role,
+            "dp_size": 1,
+            "attn_dp_size": self.dp_size,
+            "enable_dp_attention": True,
+            "chunked_prefill_size": 1024,
+            "max_prefill_tokens": 16384,
+            "max_running_requests": 64 * self.dp_size,
+            "max_total_num_tokens": 100_000,
+            "max_req_input_len": 32_768,
+            "page_size": 16,
+            "served_model_name": "mock",
+            "disaggregation_bootstrap_port": 8998,
+            "load_balance_method": "auto",
+            "internal_states": [{"effective_max_running_requests_per_dp": 64}] * self.dp_size,
+        }
+        if self._sbs_block:
+            info["sbs"] = {"boot_id": self.boot_id, "routers": [], "bind": None}
+        return _json(info | self._server_info)
+
+    async def _get_model_info(self, _request: web.Request) -> web.StreamResponse:
+        return _json({"model_path": "mock", "is_generation": True})
+
+    async def _get_ready(self, request: web.Request) -> web.StreamResponse:
+        self.hits[request.path] = self.hits.get(request.path, 0) + 1
+        return web.Response(status=self.ready_status if self.has_ready else 404)
+
+    async def _get_loads(self, request: web.Request) -> web.StreamResponse:
+        self.hits[request.path] = self.hits.get(request.path, 0) + 1
+        loads = [
+            {
+                "dp_rank": rank,
+                "num_running_reqs": rank,
+                "num_waiting_reqs": 0,
+                "num_used_tokens": 100 * rank,
+                "num_total_tokens": 100 * rank + 10,
+                "num_waiting_uncached_tokens": 5,
+            }
+            for rank in range(self.dp_size)
+        ]
+        return _json({"loads": loads, "version": "0.5.23"})
+
+
+def _usage(behaviour: Behaviour) -> dict[str, Any]:
+    return {
+        "prompt_tokens": behaviour.prompt_tokens,
+        "completion_tokens": behaviour.tokens,
+        "total_tokens": behaviour.prompt_tokens + behaviour.tokens,
+    }
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    return _json({"error": {"message": message}}, status)
+
+
+def _reset(request: web.Request) -> web.Response:
+    """Cut the connection without a word."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response()

@@ -1,0 +1,274 @@
+"""The socket: real ZeroMQ on loopback."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from engine_fakes import Role, Scheduler, config
+
+from sglang_sbs.engine.hooks import RankHook
+from sglang_sbs.engine.publish import BindError, Publisher, resolve_endpoints
+from sglang_sbs.wire import decode_endforward
+
+DEADLINE_S = 20.0
+
+
+class Router:
+    """A SUB socket that binds, as the router does."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        if port:
+            self.socket.bind(f"tcp://127.0.0.1:{port}")
+            self.port = port
+        else:
+            self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.context.term()
+
+    def receive_through(self, publisher: Publisher, payload: bytes) -> list[bytes]:
+        """Send until the connection is up and one message came through."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            publisher.send([b"t", payload])
+            if self.socket.poll(20):
+                return self.socket.recv_multipart()
+        raise AssertionError("nothing arrived")
+
+    def drain(self) -> list[list[bytes]]:
+        got = []
+        while self.socket.poll(200):
+            got.append(self.socket.recv_multipart())
+        return got
+
+
+@pytest.fixture
+def routers() -> Iterator[list[Router]]:
+    made = [Router(), Router()]
+    yield made
+    for router in made:
+        router.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_every_router_gets_every_message(routers: list[Router]) -> None:
+    publisher = Publisher([r.endpoint for r in routers], None)
+    try:
+        for router in routers:
+            assert router.receive_through(publisher, b"x") == [b"t", b"x"]
+        for router in routers:
+            router.drain()
+        publisher.send([b"t", b"last"])
+        assert [r.drain() for r in routers] == [[[b"t", b"last"]], [[b"t", b"last"]]]
+    finally:
+        publisher.close()
+
+
+def test_a_router_that_returns_gets_no_stale_messages() -> None:
+    router = Router()
+    publisher = Publisher([router.endpoint], None)
+    try:
+        router.receive_through(publisher, b"before")
+        router.close()
+        # The socket notices in the background; from then on nothing is kept for the router.
+        deadline = time.monotonic() + DEADLINE_S
+        while not _port_is_free(router.port) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        for _ in range(50):
+            publisher.send([b"t", b"while away"])
+        router = Router(router.port)
+        assert router.receive_through(publisher, b"after") == [b"t", b"after"]
+    finally:
+        publisher.close()
+        router.close()
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def test_sending_without_a_listener_neither_blocks_nor_fails() -> None:
+    publisher = Publisher([f"tcp://127.0.0.1:{free_port()}"], None)
+    try:
+        for _ in range(1000):
+            publisher.send([b"t", b"x" * 200])
+    finally:
+        publisher.close()
+
+
+def test_bind_mode() -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    publisher = Publisher([], endpoint)
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    try:
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.connect(endpoint)
+        deadline = time.monotonic() + DEADLINE_S
+        while not subscriber.poll(20) and time.monotonic() < deadline:
+            publisher.send([b"t", b"x"])
+        assert subscriber.recv_multipart(zmq.NOBLOCK) == [b"t", b"x"]
+    finally:
+        subscriber.close(0)
+        context.term()
+        publisher.close()
+
+
+def test_a_bind_clash_says_what_to_change() -> None:
+    port = free_port()
+    first = Publisher([], f"tcp://127.0.0.1:{port}")
+    try:
+        with pytest.raises(BindError, match=r"SGLANG_SBS_BIND: cannot bind .* its own base port"):
+            Publisher([], f"tcp://127.0.0.1:{port}")
+    finally:
+        first.close()
+
+
+def test_a_bind_clash_does_not_cost_the_routers(routers: list[Router]) -> None:
+    port = free_port()
+    first = Publisher([], f"tcp://127.0.0.1:{port}")
+    second = Publisher([routers[0].endpoint], f"tcp://127.0.0.1:{port}")
+    try:
+        assert routers[0].receive_through(second, b"x") == [b"t", b"x"]
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_bind_clash_turns_the_hook_off_and_the_engine_goes_on() -> None:
+    port = free_port()
+    taken = Publisher([], f"tcp://127.0.0.1:{port + 1}")
+    hook = RankHook(config(routers=(), bind=f"tcp://127.0.0.1:{port}"))
+    try:
+        # Rank 1 wants the port behind the base port.
+        hook.before_on_idle(Scheduler(Role.PREFILL, time.monotonic, dp_rank=1))
+        assert hook.off
+    finally:
+        taken.close()
+
+
+def test_rank_messages_arrive_as_the_wire_says(routers: list[Router]) -> None:
+    hook = RankHook(config(routers=(routers[0].endpoint,), heartbeat_s=0.05))
+    scheduler = Scheduler(Role.PREFILL, time.monotonic, dp_rank=1)
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not routers[0].socket.poll(20) and time.monotonic() < deadline:
+            hook.before_on_idle(scheduler)
+        message = decode_endforward(routers[0].socket.recv_multipart(zmq.NOBLOCK))
+        assert (message.role, message.dp_rank, message.dp_size) == ("prefill", 1, 2)
+        assert message.boot_id == "boot-1"
+    finally:
+        hook.close()
+
+
+# Host names ---------------------------------------------------------------------------------------
+
+
+class Names:
+    """A name server whose answers a test changes."""
+
+    def __init__(self, **answers: frozenset[str]) -> None:
+        self.answers = answers
+        self.asked = threading.Event()
+
+    def __call__(self, host: str, port: int) -> frozenset[str]:
+        self.asked.set()
+        if host not in self.answers:
+            raise OSError("no such host")
+        return self.answers[host]
+
+
+def test_a_host_name_is_followed_to_its_addresses(routers: list[Router]) -> None:
+    old, new = routers
+    names = Names(router=frozenset({old.endpoint}))
+    publisher = Publisher(["tcp://router:7600"], None, resolve=names, resolve_interval_s=0.02)
+    try:
+        old.receive_through(publisher, b"x")
+        names.answers["router"] = frozenset({old.endpoint, new.endpoint})
+        new.receive_through(publisher, b"y")
+        names.answers["router"] = frozenset({new.endpoint})
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            new.receive_through(publisher, b"z")
+            old.drain()
+            publisher.send([b"t", b"only new"])
+            if not old.drain():
+                break
+        else:
+            raise AssertionError("the address that is gone still gets messages")
+    finally:
+        publisher.close()
+
+
+def test_a_name_that_resolves_later_is_connected_then(
+    routers: list[Router], caplog: pytest.LogCaptureFixture
+) -> None:
+    names = Names()
+    publisher = Publisher(["tcp://router:7600"], None, resolve=names, resolve_interval_s=0.02)
+    try:
+        assert names.asked.wait(DEADLINE_S)
+        publisher.send([b"t", b"to nobody"])
+        names.answers["router"] = frozenset({routers[0].endpoint})
+        assert routers[0].receive_through(publisher, b"x") == [b"t", b"x"]
+        warnings = [r for r in caplog.records if "does not resolve" in r.getMessage()]
+        assert len(warnings) == 1
+    finally:
+        publisher.close()
+
+
+def test_a_name_server_that_fails_later_changes_nothing(routers: list[Router]) -> None:
+    names = Names(router=frozenset({routers[0].endpoint}))
+    publisher = Publisher(["tcp://router:7600"], None, resolve=names, resolve_interval_s=0.02)
+    try:
+        routers[0].receive_through(publisher, b"x")
+        del names.answers["router"]
+        for _ in range(3):
+            names.asked.clear()
+            assert names.asked.wait(DEADLINE_S)
+        routers[0].drain()
+        routers[0].receive_through(publisher, b"still there")
+    finally:
+        publisher.close()
+
+
+def test_localhost_is_one_endpoint() -> None:
+    assert resolve_endpoints("localhost", 7600) == frozenset({"tcp://127.0.0.1:7600"})
+
+
+def test_a_name_for_an_address_that_is_given_too_is_not_sent_to_twice(
+    routers: list[Router],
+) -> None:
+    endpoint = routers[0].endpoint
+    names = Names(router=frozenset({endpoint}))
+    publisher = Publisher([endpoint, "tcp://router:7600"], None, resolve=names)
+    try:
+        assert names.asked.wait(DEADLINE_S)
+        routers[0].receive_through(publisher, b"x")
+        routers[0].drain()
+        publisher.send([b"t", b"once"])
+        assert routers[0].drain() == [[b"t", b"once"]]
+    finally:
+        publisher.close()

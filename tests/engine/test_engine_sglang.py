@@ -1,0 +1,190 @@
+"""The hook against the installed SGLang: what it hooks and reads is there.
+
+Needs the ``engine`` extra; without SGLang these tests fail rather than disappear. Hooks patch
+SGLang for the whole process, and a CPU-only SGLang needs stand-ins for GPU packages, so each look
+at it is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from sglang_sbs.engine.collect import HEALTH_CHECK_RID_PREFIX
+from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
+
+ROUTERS = {"SGLANG_SBS_ROUTERS": "tcp://127.0.0.1:1", "SGLANG_SBS_BOOT_ID": "boot-1"}
+
+
+def ask(program: str, **extra: str) -> dict[str, object]:
+    """Run ``program`` next to SGLang; it fills the dict ``answer``."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_SBS_")}
+    paths = [os.getcwd(), inherited.pop("PYTHONPATH", "")]
+    inherited["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    environ = inherited | cpu_engine_environment(1, inherited=inherited) | extra
+    # Only the plugins a test names: not the CPU engine's.
+    environ.setdefault("SGLANG_PLUGINS", "none")
+    source = "import json\nanswer = {}\n" + textwrap.dedent(program) + "\nprint(json.dumps(answer))"
+    command = [sys.executable, "-W", "ignore", "-c", source]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return answer | {"log": done.stderr}
+
+
+@pytest.fixture(scope="module")
+def hooked() -> dict[str, object]:
+    """SGLang with the plugin loaded as the engine's main process loads it."""
+    return ask(
+        """
+        import inspect, logging
+        logging.basicConfig(level=logging.INFO)
+        from sglang_sbs.engine import register
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        register()
+        HookRegistry.apply_hooks()
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.entrypoints import http_server
+        for name in ("run_batch", "process_batch_result", "on_idle", "_add_request_to_queue",
+                     "abort_request"):
+            method = getattr(Scheduler, name)
+            original = method.__wrapped__
+            answer[name] = list(inspect.signature(original).parameters)
+        class Args:
+            launch_command = ""
+            kv_events_config = None
+            def resolved_dict(self):
+                return {}
+        answer["patched"] = hasattr(http_server.build_server_info, "__wrapped__")
+        from sglang.srt.utils import common
+        common.describe_kv_events_publisher = lambda args: None
+        answer["sbs"] = http_server.build_server_info(Args(), {})["sbs"]
+        """,
+        **ROUTERS,
+    )
+
+
+def test_hook_targets_have_the_expected_parameters(hooked: dict[str, object]) -> None:
+    assert hooked["run_batch"] == ["self", "batch", "pp_proxy_tensors"]
+    assert hooked["process_batch_result"] == ["self", "batch", "result"]
+    assert hooked["on_idle"] == ["self"]
+    assert hooked["_add_request_to_queue"] == ["self", "req", "is_retracted"]
+    assert hooked["abort_request"] == ["self", "recv_req"]
+
+
+def test_every_hook_is_applied_without_complaint(hooked: dict[str, object]) -> None:
+    log = str(hooked["log"])
+    assert log.count("Applied 1 hook(s) to") == 6
+    assert "EndForward goes without" not in log
+    assert "Failed to apply" not in log
+
+
+def test_server_info_has_the_sbs_block(hooked: dict[str, object]) -> None:
+    assert hooked["patched"]
+    assert hooked["sbs"] == {
+        "wire_version": 1,
+        "boot_id": "boot-1",
+        "instance_id": "",
+        "routers": ["tcp://127.0.0.1:1"],
+        "bind": None,
+        "sglang_sbs_version": "0.1.0",
+    }
+
+
+def test_a_target_this_sglang_lacks_is_left_out_and_named() -> None:
+    answer = ask(
+        """
+        from sglang_sbs.engine import register
+        from sglang.srt.managers.scheduler import Scheduler
+        del Scheduler.on_idle
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        register()
+        HookRegistry.apply_hooks()
+        answer["hooked"] = hasattr(Scheduler.run_batch, "__wrapped__")
+        """,
+        **ROUTERS,
+    )
+    assert answer["hooked"]
+    assert "This SGLang has no sglang.srt.managers.scheduler.Scheduler.on_idle;" in str(
+        answer["log"]
+    )
+
+
+def test_without_configuration_sglang_is_untouched() -> None:
+    answer = ask(
+        """
+        from sglang_sbs.engine import register
+        register()
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        answer["hooks"] = len(HookRegistry._hooks)
+        """
+    )
+    assert answer["hooks"] == 0
+
+
+def test_what_the_hook_reads_exists() -> None:
+    answer = ask(
+        """
+        import dataclasses
+        from array import array
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+        from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
+        from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats
+        from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats
+        from sglang.srt.managers.utils import EmbeddingBatchResult, GenerationBatchResult
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.runtime_context import get_parallel
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        batch = {field.name for field in dataclasses.fields(ScheduleBatch)}
+        answer["batch"] = sorted(batch & {
+            "reqs", "forward_mode", "forward_iter", "launch_ts", "extend_num_tokens",
+            "prefill_stats", "global_num_tokens"})
+        answer["cached"] = "log_hit_tokens" in PrefillStats.__dataclass_fields__
+        req = Req("r1", "", array("q", [1, 2, 3]), SamplingParams())
+        req._sbs_accepted = True
+        answer["req"] = [req.rid, req.seqlen, len(req.origin_input_ids), req.prefix_len,
+                         req.extend_end, req.finished()]
+        for result in (GenerationBatchResult(), EmbeddingBatchResult(embeddings=None)):
+            result._sbs_pass = None
+            result.copy_done
+        answer["modes"] = [(mode.name, mode.is_extend() and not mode.is_target_verify(),
+                            mode.is_prebuilt()) for mode in ForwardMode]
+        answer["roles"] = sorted(mode.value for mode in DisaggregationMode)
+        abort = AbortReq(rid="r1")
+        answer["abort"] = [abort.rid, abort.abort_all]
+        answer["uncached"] = hasattr(SchedulerLoadInquirer, "get_num_waiting_uncached_tokens")
+        answer["kv"] = hasattr(PoolStats, "get_kv_token_stats")
+        parallel = type(get_parallel())
+        answer["parallel"] = [hasattr(parallel, name) for name in (
+            "attn_dp_rank", "attn_tp_rank", "attn_cp_rank", "pp_rank", "dp_rank")]
+        answer["prefix"] = HEALTH_CHECK_RID_PREFIX
+        """
+    )
+    assert answer["batch"] == [
+        "extend_num_tokens",
+        "forward_iter",
+        "forward_mode",
+        "global_num_tokens",
+        "launch_ts",
+        "prefill_stats",
+        "reqs",
+    ]
+    assert answer["cached"] and answer["uncached"] and answer["kv"]
+    assert answer["req"] == ["r1", 3, 3, 0, None, False]
+    modes = {name: (extend, prebuilt) for name, extend, prebuilt in answer["modes"]}  # type: ignore[attr-defined]
+    assert modes["EXTEND"] == (True, False)
+    assert modes["DECODE"] == modes["IDLE"] == modes["TARGET_VERIFY"] == (False, False)
+    assert modes["PREBUILT"] == (False, True)
+    assert answer["roles"] == ["decode", "null", "prefill"]
+    assert answer["abort"] == ["r1", False]
+    assert answer["parallel"] == 5 * [True]
+    assert answer["prefix"] == HEALTH_CHECK_RID_PREFIX

@@ -1,0 +1,378 @@
+"""Failures: retries before the first byte, aborts of both legs, refusals, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+from router_harness import Cluster, cluster, sse_events, until
+
+from sglang_sbs.router.errors import TRANSPORT_FAILED
+from sglang_sbs.scheduling.events import Refuse, RequestArrived, RequestEnded
+from sglang_sbs.testing.mock_engine import Behaviour, Fault, MockEngine
+
+ONE_TRY = ("--disable-retries",)
+
+
+def engine_of(c: Cluster, leg: str) -> MockEngine:
+    return c.prefill[0] if leg == "prefill" else c.decode[0]
+
+
+def other_of(c: Cluster, leg: str) -> MockEngine:
+    return c.decode[0] if leg == "prefill" else c.prefill[0]
+
+
+# One leg fails ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(400, "bad_request"), (404, "not_found"), (500, "internal_error"), (503, "unavailable")],
+)
+async def test_an_error_of_one_leg_reaches_the_client_and_aborts_the_other(
+    leg: str, status: int, code: str, stream: bool
+) -> None:
+    async with cluster(*ONE_TRY) as c:
+        other_of(c, leg).gate.close()
+        engine_of(c, leg).behaviour = Behaviour(status=status, message="no such thing")
+        async with c.post("/generate", {"text": "x", "stream": stream}) as response:
+            body = await response.json()
+            assert response.status == status
+            assert response.headers["X-SMG-Error-Code"] == f"{leg}_{code}"
+        assert body["error"]["message"] == "no such thing"
+        await other_of(c, leg).aborted(other_of(c, leg).requests[0].rid)
+        await c.settled()
+        assert c.scheduler.ended() == ["failed"]
+        c.check_books()
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("fault", ["reset_before_head", "reset_mid_body"])
+async def test_a_leg_that_breaks_off_is_a_502_and_aborts_the_other(leg: str, fault: Fault) -> None:
+    async with cluster(*ONE_TRY) as c:
+        other_of(c, leg).gate.close()
+        engine_of(c, leg).behaviour = Behaviour(fault=fault)
+        async with c.post("/generate", {"text": "x"}) as response:
+            assert response.status == 502
+            assert response.headers["X-SMG-Error-Code"] == TRANSPORT_FAILED
+            assert leg in (await response.json())["error"]["message"]
+        await other_of(c, leg).aborted(other_of(c, leg).requests[0].rid)
+        await c.settled()
+        c.check_books()
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_finish_reason_abort_is_a_failure_not_an_answer(leg: str) -> None:
+    async with cluster(*ONE_TRY) as c:
+        other_of(c, leg).gate.close()
+        engine_of(c, leg).behaviour = Behaviour(abort=True)
+        async with c.post("/generate", {"text": "x"}) as response:
+            assert response.status == 500
+            assert response.headers["X-SMG-Error-Code"] == f"{leg}_internal_error"
+        async with c.post("/v1/completions", {"prompt": "x"}) as response:
+            assert response.status == 500
+        await c.settled()
+        assert c.scheduler.ended() == ["failed", "failed"]
+
+
+async def test_an_error_event_at_the_start_of_a_stream_becomes_a_status() -> None:
+    async with cluster(*ONE_TRY) as c:
+        c.decode[0].behaviour = Behaviour(stream_error=True, message="out of memory")
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            assert response.status == 500
+            assert (await response.json())["error"]["message"] == "out of memory"
+
+
+async def test_a_prefill_failure_after_decodes_first_byte_changes_nothing() -> None:
+    async with cluster(*ONE_TRY) as c:
+        c.prefill[0].gate.close()
+        c.prefill[0].behaviour = Behaviour(status=500)
+        c.decode[0].token_gate.close()
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            c.prefill[0].gate.open()
+            await asyncio.sleep(0)
+            c.decode[0].token_gate.open()
+            assert sse_events(await response.read())[-1] == "[DONE]"
+        await c.settled()
+        assert c.scheduler.ended() == ["completed"]
+        assert c.decode[0].aborts == []
+
+
+# Retries ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        Behaviour(status=500),
+        Behaviour(status=503),
+        Behaviour(fault="reset_before_head"),
+        Behaviour(abort=True, tokens=1),
+    ],
+    ids=["500", "503", "reset", "abort"],
+)
+async def test_a_failure_before_the_first_byte_is_retried_elsewhere(
+    leg: str, behaviour: Behaviour, stream: bool
+) -> None:
+    async with cluster(prefill=2, decode=2) as c:
+        engines = c.prefill if leg == "prefill" else c.decode
+        others = c.decode if leg == "prefill" else c.prefill
+        up = next(up.instance for up in c.scheduler.up.values() if up.role == leg)
+        first_choice = next(engine for engine in engines if engine.url == up)
+        first_choice.behaviours.append(behaviour)
+        # The other leg has nothing to say before this one has failed.
+        for engine in others:
+            engine.gate.close()
+        task = asyncio.ensure_future(
+            c.client.post(c.url + "/generate", json={"text": "x", "stream": stream})
+        )
+        await until(lambda: len(c.scheduler.of(RequestArrived)) == 2)
+        first, second = c.scheduler.of(RequestArrived)
+        assert second.exclude == (up,)
+        for engine in others:
+            engine.gate.open()
+        response = await task
+        assert response.status == 200
+        await response.read()
+        await c.settled()
+        assert first.rid != second.rid
+        assert c.scheduler.ended() == ["failed", "completed"]
+        rooms = {r.body["bootstrap_room"] for e in (*c.prefill, *c.decode) for r in e.requests}
+        assert len(rooms) == 2
+        c.check_books()
+
+
+async def test_retries_are_bounded() -> None:
+    async with cluster("--retry-max-retries", "3") as c:
+        c.decode[0].behaviour = Behaviour(status=500)
+        status, body = await c.generate(text="x")
+        assert (status, body["error"]["code"]) == (500, "decode_internal_error")
+        assert len(c.scheduler.of(RequestArrived)) == 3
+        await c.settled()
+        assert c.scheduler.ended() == ["failed"] * 3
+        c.check_books()
+
+
+async def test_client_errors_are_not_retried() -> None:
+    async with cluster() as c:
+        c.prefill[0].behaviour = Behaviour(status=400)
+        c.decode[0].gate.close()
+        status, _ = await c.generate(text="x")
+        assert status == 400
+        assert len(c.scheduler.of(RequestArrived)) == 1
+
+
+async def test_nothing_is_retried_after_the_first_byte() -> None:
+    async with cluster() as c:
+        c.decode[0].behaviour = Behaviour(fault="reset_mid_body")
+        c.prefill[0].gate.close()
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            assert response.status == 200
+            events = sse_events(await response.read())
+        assert events[0]["text"] == "t1"
+        assert events[-1]["error"]["code"] == TRANSPORT_FAILED
+        assert events[-1]["error"]["status"] == 502
+        await c.prefill[0].aborted(c.prefill[0].requests[0].rid)
+        await c.settled()
+        assert c.scheduler.ended() == ["failed"]
+        assert len(c.decode[0].requests) == 1
+        c.check_books()
+
+
+# Time limits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_hanging_leg_ends_with_the_request_timeout(leg: str) -> None:
+    async with cluster("--request-timeout-secs", "0.3") as c:
+        engine_of(c, leg).behaviour = Behaviour(fault="hang_before_head")
+        other_of(c, leg).gate.close()
+        status, body = await c.generate(text="x")
+        assert (status, body["error"]["code"]) == (504, "request_timeout")
+        for engine in (c.prefill[0], c.decode[0]):
+            await engine.aborted(engine.requests[0].rid)
+        await c.settled()
+        c.check_books()
+
+
+async def test_a_stream_that_stalls_ends_with_an_error_event() -> None:
+    async with cluster("--request-timeout-secs", "0.3") as c:
+        c.decode[0].behaviour = Behaviour(fault="hang_mid_body")
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            events = sse_events(await response.read())
+        assert events[-1]["error"]["code"] == "request_timeout"
+        await c.decode[0].aborted(c.decode[0].requests[0].rid)
+
+
+# Clients that leave -----------------------------------------------------------------------------
+
+
+async def leave(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_first_byte_aborts_both_legs(stream: bool) -> None:
+    async with cluster() as c:
+        c.prefill[0].gate.close()
+        c.decode[0].gate.close()
+        async with aiohttp.ClientSession() as session:
+            body = {"text": "x", "stream": stream}
+            task = asyncio.create_task(_post(session, c.url + "/generate", body))
+            await c.prefill[0].gate.arrived(1)
+            await c.decode[0].gate.arrived(1)
+            await leave(task)
+        rid = c.prefill[0].requests[0].rid
+        await c.prefill[0].aborted(rid)
+        await c.decode[0].aborted(rid)
+        await c.settled()
+        assert c.scheduler.ended() == ["aborted"]
+        c.check_books()
+
+
+async def test_a_client_that_leaves_mid_stream_aborts_both_legs() -> None:
+    async with cluster() as c:
+        c.prefill[0].gate.close()
+        c.decode[0].token_gate.close()
+        async with aiohttp.ClientSession() as session:
+            response = await session.post(c.url + "/generate", json={"text": "x", "stream": True})
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        rid = c.decode[0].requests[0].rid
+        await c.decode[0].aborted(rid)
+        await c.prefill[0].aborted(rid)
+        await c.settled()
+        assert c.scheduler.ended() == ["aborted"]
+        c.check_books()
+
+
+async def test_a_client_that_leaves_while_queued_is_dropped_and_no_engine_hears_of_it() -> None:
+    async with cluster() as c:
+        c.scheduler.hold = True
+        async with aiohttp.ClientSession() as session:
+            task = asyncio.create_task(_post(session, c.url + "/generate", {"text": "x"}))
+            await until(lambda: c.scheduler.held)
+            await leave(task)
+        await c.settled()
+        (ended,) = c.scheduler.of(RequestEnded)
+        assert ended.outcome == "aborted"
+        assert c.scheduler.held == {}
+        assert c.prefill[0].requests == c.decode[0].requests == []
+        c.check_books()
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: Any) -> None:
+    async with session.post(url, json=body) as response:
+        await response.read()
+
+
+async def test_abort_request_ends_a_request_by_the_clients_own_id() -> None:
+    async with cluster() as c:
+        c.decode[0].gate.close()
+        task = asyncio.create_task(c.generate(text="x", rid="mine"))
+        await c.decode[0].gate.arrived(1)
+        async with c.post("/abort_request", {"rid": "mine"}) as response:
+            assert await response.json() == {"aborted": 1}
+        status, body = await task
+        assert (status, body["error"]["code"]) == (499, "request_aborted")
+        await c.decode[0].aborted(c.decode[0].requests[0].rid)
+        await c.settled()
+        assert c.scheduler.ended() == ["aborted"]
+        c.check_books()
+
+
+async def test_abort_request_all_ends_an_open_stream_with_an_error_event() -> None:
+    async with cluster() as c:
+        c.decode[0].token_gate.close()
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            async with c.post("/abort_request", {"abort_all": True}) as answer:
+                assert await answer.json() == {"aborted": 1}
+            events = sse_events(await response.read())
+        assert events[-1]["error"]["code"] == "request_aborted"
+
+
+async def test_aborts_carry_the_admin_key() -> None:
+    async with cluster("--api-key", "user", "--admin-api-key", "boss", *ONE_TRY) as c:
+        c.prefill[0].behaviour = Behaviour(status=500)
+        c.decode[0].gate.close()
+        headers = {"Authorization": "Bearer user"}
+        async with c.post("/generate", {"text": "x"}, headers=headers) as response:
+            assert response.status == 500
+        await c.decode[0].aborted(c.decode[0].requests[0].rid)
+        assert c.decode[0].abort_headers[0]["authorization"] == "Bearer boss"
+        assert c.decode[0].requests[0].headers["authorization"] == "Bearer user"
+
+
+# Refusals and the front door --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cause", "status", "code", "retry_after"),
+    [
+        ("queue_full", 429, "queue_full", "3"),
+        ("flow_control", 429, "flow_control", "3"),
+        ("deadline", 503, "queue_timeout", "3"),
+        ("no_prefill", 503, "no_prefill_servers", "3"),
+        ("no_decode", 503, "no_decode_servers", "3"),
+        ("too_long", 400, "prompt_too_long", None),
+    ],
+)
+async def test_refusals(cause: Any, status: int, code: str, retry_after: str | None) -> None:
+    async with cluster() as c:
+        c.scheduler.refuse.append(Refuse(rid="", cause=cause, retry_after_s=2.2, message="because"))
+        async with c.post("/generate", {"text": "x"}) as response:
+            body = await response.json()
+            assert response.status == status
+            assert response.headers["X-SMG-Error-Code"] == code
+            assert response.headers.get("Retry-After") == retry_after
+        assert body["error"]["message"] == "because"
+        assert c.prefill[0].requests == []
+        # A refused request is over for the scheduler: no RequestEnded.
+        assert c.scheduler.of(RequestEnded) == []
+        c.check_books()
+
+
+async def test_the_front_door_queues_then_refuses() -> None:
+    flags = ("--max-concurrent-requests", "1", "--queue-size", "1", "--queue-timeout-secs", "0.2")
+    async with cluster(*flags) as c:
+        c.decode[0].gate.close()
+        inside = asyncio.create_task(c.generate(text="a"))
+        await c.decode[0].gate.arrived(1)
+        waiting = asyncio.create_task(c.generate(text="b"))
+        await until(lambda: c.server.admission.queued == 1)
+        async with c.post("/generate", {"text": "c"}) as response:
+            assert response.status == 429
+            assert response.headers["X-SMG-Error-Code"] == "queue_full"
+            assert "Retry-After" in response.headers
+        status, body = await waiting
+        assert (status, body["error"]["code"]) == (503, "queue_timeout")
+        queued = asyncio.create_task(c.generate(text="d"))
+        await until(lambda: c.server.admission.queued == 1)
+        c.decode[0].gate.open()
+        assert (await inside)[0] == 200
+        assert (await queued)[0] == 200
+        assert c.server.admission.running == 0
+
+
+async def test_a_scheduler_that_raises_is_a_500_not_a_hang() -> None:
+    async with cluster() as c:
+        real = c.scheduler.handle
+
+        def broken(event: Any, now_s: float) -> Any:
+            if isinstance(event, RequestArrived):
+                raise RuntimeError("defect")
+            return real(event, now_s)
+
+        c.scheduler.handle = broken  # type: ignore[method-assign]
+        status, body = await c.generate(text="x")
+        assert (status, body["error"]["code"]) == (500, "scheduler_error")
+        c.check_books()

@@ -1,0 +1,238 @@
+"""The HTTP client of the legs: framing however it is cut, reuse, replay, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_sbs.router import upstream
+from sglang_sbs.router.upstream import ChunkedDecoder, Pool, UpstreamError, request_head
+
+
+class Collector:
+    """A receiver that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.error: UpstreamError | None = None
+        self.over = asyncio.Event()
+
+    def head_received(self, status: int, headers: dict[str, str]) -> None:
+        self.status, self.headers = status, headers
+
+    def body_received(self, data: bytes) -> None:
+        self.body += data
+
+    def message_complete(self) -> None:
+        self.over.set()
+
+    def failed(self, error: UpstreamError) -> None:
+        self.error = error
+        self.over.set()
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def raw_server(serve: Serve) -> Any:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    pool = Pool(asyncio.get_running_loop(), connect_timeout_s=5)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", pool
+    finally:
+        pool.close()
+        server.close()
+
+
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    return head + await reader.readexactly(length)
+
+
+async def ask(pool: Pool, origin: str, body: bytes = b"{}") -> Collector:
+    collector = Collector()
+    head = request_head("POST", origin, "/x", b"", len(body))
+    pool.call(origin, (head, body), collector)
+    async with asyncio.timeout(10):
+        await collector.over.wait()
+    return collector
+
+
+def chunked(parts: list[bytes], extension: bytes = b"", trailer: bytes = b"") -> bytes:
+    framed = b"".join(b"%x%b\r\n%b\r\n" % (len(p), extension, p) for p in parts if p)
+    return framed + b"0\r\n" + trailer + b"\r\n"
+
+
+@given(
+    parts=st.lists(st.binary(max_size=40), max_size=8),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+    extension=st.sampled_from([b"", b";a=b"]),
+    trailer=st.sampled_from([b"", b"x: y\r\n", b"x: y\r\nz: 0\r\n"]),
+)
+def test_chunked_framing_comes_off_wherever_it_is_cut(
+    parts: list[bytes], cuts: list[int], extension: bytes, trailer: bytes
+) -> None:
+    raw = chunked(parts, extension, trailer)
+    edges = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
+    decoder = ChunkedDecoder()
+    out = b"".join(
+        decoder.feed(raw[a:b]) for a, b in zip(edges, edges[1:], strict=False) if not decoder.done
+    )
+    assert out == b"".join(parts)
+    assert decoder.done
+    assert not decoder.surplus
+
+
+@pytest.mark.parametrize("raw", [b"zz\r\n", b"-1\r\nx", b"3\r\nabcd\r\n", b"\r\nabc"])
+def test_what_is_not_chunked_framing_is_an_error(raw: bytes) -> None:
+    with pytest.raises(ValueError):
+        ChunkedDecoder().feed(raw)
+
+
+def test_bytes_behind_the_end_make_the_connection_unusable() -> None:
+    decoder = ChunkedDecoder()
+    assert decoder.feed(chunked([b"abc"]) + b"HTTP") == b"abc"
+    assert decoder.done
+    assert decoder.surplus
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "want"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", b"hello", b"hello"),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
+            chunked([b"he", b"llo"]),
+            b"hello",
+        ),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"hello", b"hello"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b"", b""),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b"", b""),
+    ],
+    ids=["length", "chunked", "until-eof", "no-content", "after-100"],
+)
+async def test_every_way_to_end_a_body(head: bytes, body: bytes, want: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        for byte in head + body:  # as unkind as a network can be
+            writer.write(bytes([byte]))
+            await writer.drain()
+        writer.close()
+
+    async with raw_server(serve) as (origin, pool):
+        answer = await ask(pool, origin)
+        assert answer.error is None
+        assert answer.body == want
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        (b"", "reset"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhe", "reset"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nab", "reset"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "protocol"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "protocol"),
+    ],
+)
+async def test_broken_answers_fail(raw: bytes, kind: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(raw)
+        await writer.drain()
+        writer.close()
+
+    async with raw_server(serve) as (origin, pool):
+        answer = await ask(pool, origin)
+        assert answer.error is not None
+        assert answer.error.kind == kind
+        assert pool.open_connections == 0
+
+
+async def test_refused_connections_say_so() -> None:
+    probe = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+    port = probe.sockets[0].getsockname()[1]
+    probe.close()
+    await probe.wait_closed()
+    pool = Pool(asyncio.get_running_loop())
+    answer = await ask(pool, f"http://127.0.0.1:{port}")
+    assert answer.error is not None
+    assert answer.error.kind == "refused"
+
+
+async def test_connections_are_reused_and_an_idle_one_the_engine_closed_is_replaced() -> None:
+    seen: list[int] = []
+    closing = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(set(seen))
+        while True:
+            try:
+                await read_request(reader)
+            except asyncio.IncompleteReadError:
+                return
+            if number == 0 and seen.count(0) == 2:
+                writer.close()  # took the request, said nothing: as an idle close looks here
+                closing.set()
+                return
+            seen.append(number)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            await writer.drain()
+
+    async with raw_server(serve) as (origin, pool):
+        for _ in range(3):
+            answer = await ask(pool, origin)
+            assert answer.body == b"ok"
+        assert closing.is_set()
+        assert seen == [0, 0, 1]
+
+
+async def test_connections_idle_for_too_long_are_not_reused(monkeypatch: Any) -> None:
+    accepted = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepted
+        accepted += 1
+        while True:
+            try:
+                await read_request(reader)
+            except asyncio.IncompleteReadError:
+                return
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async with raw_server(serve) as (origin, pool):
+        await ask(pool, origin)
+        monkeypatch.setattr(upstream, "IDLE_LIMIT_S", -1.0)
+        await ask(pool, origin)
+        assert accepted == 2
+
+
+async def test_a_cancelled_call_closes_its_connection_and_stays_silent() -> None:
+    arrived, gone = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        arrived.set()
+        assert await reader.read() == b""
+        gone.set()
+
+    async with raw_server(serve) as (origin, pool):
+        collector = Collector()
+        call = pool.call(origin, (request_head("POST", origin, "/", b"", 2), b"{}"), collector)
+        assert not call.sent
+        await arrived.wait()
+        assert call.sent
+        call.cancel()
+        await asyncio.wait_for(gone.wait(), 10)
+        assert not collector.over.is_set()
+        assert pool.open_connections == 0
