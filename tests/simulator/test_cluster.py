@@ -1,4 +1,4 @@
-"""The simulated cluster drives the real scheduler: invariants over random clusters and workloads."""
+"""The simulated cluster drives the real scheduler: invariants over random clusters and loads."""
 
 from __future__ import annotations
 

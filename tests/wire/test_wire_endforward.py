@@ -1,0 +1,79 @@
+"""EndForward wire v1: framing, forward compatibility, bad input."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_sbs.wire import (
+    TOPIC,
+    EndForward,
+    MalformedMessage,
+    decode_endforward,
+    encode_endforward,
+)
+
+MESSAGE = EndForward(
+    instance_id="http://p0:30000",
+    boot_id="boot",
+    role="prefill",
+    dp_rank=3,
+    dp_size=8,
+    seq=17,
+    kind="forward",
+    tokens_per_rank=[1, 2, 3, 4, 5, 6, 7, 8],
+    waiting_tokens=10,
+    bootstrapping_tokens=20,
+    chunk_remainder_tokens=30,
+    rids=["a" * 32],
+)
+
+
+def test_a_message_survives_the_wire():
+    assert decode_endforward(encode_endforward(MESSAGE)) == MESSAGE
+
+
+def test_r_queued_is_waiting_plus_bootstrapping_plus_the_chunk_remainder():
+    assert MESSAGE.queued_tokens == 60
+
+
+def test_a_message_stays_small():
+    assert sum(len(frame) for frame in encode_endforward(MESSAGE)) < 300
+
+
+def test_fields_appended_by_a_newer_engine_are_ignored():
+    topic, seq, payload = encode_endforward(MESSAGE)
+    newer = msgspec.msgpack.encode([*msgspec.msgpack.decode(payload), "something new", 42])
+    assert decode_endforward([topic, seq, newer]) == MESSAGE
+
+
+def test_fields_an_older_engine_does_not_send_have_defaults():
+    topic, seq, payload = encode_endforward(MESSAGE)
+    older = msgspec.msgpack.encode(msgspec.msgpack.decode(payload)[:7])
+    decoded = decode_endforward([topic, seq, older])
+    assert (decoded.dp_rank, decoded.kind, decoded.rids) == (3, "forward", [])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [TOPIC],
+        [b"load", b"", b""],
+        [TOPIC, b"", b"\xc1"],
+        [TOPIC, b"", msgspec.msgpack.encode({"dp_rank": 1})],
+        [TOPIC, b"", msgspec.msgpack.encode(["i", "b", "neither", 0, 1, 0, "forward"])],
+        [TOPIC, b"", msgspec.msgpack.encode(["i", "b", "prefill", 2, 2, 0, "forward"])],
+    ],
+)
+def test_malformed_messages_are_refused(frames):
+    with pytest.raises(MalformedMessage):
+        decode_endforward(frames)
+
+
+@given(st.lists(st.binary(max_size=64), max_size=4))
+def test_random_bytes_never_raise_anything_else(frames):
+    with pytest.raises(MalformedMessage):
+        decode_endforward([TOPIC, *frames] if len(frames) != 2 else frames)
