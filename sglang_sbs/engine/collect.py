@@ -9,12 +9,10 @@ All objects are SGLang's and untyped here (``Any``), so that this package needs 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, cast
-
-logger = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode", "null"]
 
@@ -43,6 +41,10 @@ class Pass(NamedTuple):
     cached_tokens: int
     batch_size: int
     tokens_per_rank: list[int] | None
+
+    @property
+    def tokens(self) -> int:
+        return self.extend_tokens if self.is_extend else self.batch_size
 
 
 class Occupancy(NamedTuple):
@@ -136,6 +138,19 @@ def read_pass(batch: Any, entered_s: float, dp_size: int) -> Pass:
     )
 
 
+def note_pass(result: Any, launched: Pass) -> None:
+    """Leave a pass on SGLang's result of it, which the event loops carry to the end of the pass.
+
+    Does nothing where the result takes no attributes; :func:`noted_pass` is None then.
+    """
+    with contextlib.suppress(AttributeError):
+        result._sbs_pass = launched
+
+
+def noted_pass(result: Any) -> Pass | None:
+    return getattr(result, "_sbs_pass", None)
+
+
 def is_health_check(req: Any) -> bool:
     return str(req.rid).startswith(HEALTH_CHECK_RID_PREFIX)
 
@@ -171,10 +186,11 @@ class SchedulerReader:
             if not value:
                 self.missing.append(name)
 
-    def inflight(self) -> list[tuple[Any, Any]]:
-        """Launched batches with their results, oldest first (overlap scheduling only)."""
+    def inflight(self) -> list[Pass]:
+        """Passes launched and not yet processed, oldest first (overlap scheduling only)."""
         queue = getattr(self.scheduler, "result_queue", None) or ()
-        return [item for item in queue if not item[0].forward_mode.is_prebuilt()]
+        noted = (noted_pass(result) for _, result in queue)
+        return [launched for launched in noted if launched is not None]
 
     def occupancy(self, role: Role) -> Occupancy:
         """A few ``len()``; the same attributes from 0.5.11 to 0.5.23."""
@@ -199,19 +215,14 @@ class SchedulerReader:
     def backlog(self, role: Role) -> Backlog:
         """Tokens behind :meth:`occupancy`."""
         s = self.scheduler
-        tokens = requests = 0
-        for batch, _ in self.inflight():
-            mode = batch.forward_mode
-            is_extend = mode.is_extend() and not mode.is_target_verify()
-            tokens += int(batch.extend_num_tokens or 0) if is_extend else len(batch.reqs)
-            requests += len(batch.reqs)
+        inflight = self.inflight()
         bootstrapping = 0
         if role == "prefill":
             queue = s.disagg_prefill_bootstrap_queue.queue
             bootstrapping = sum(len(req.origin_input_ids) for req in queue)
         return Backlog(
-            inflight_tokens=tokens,
-            inflight_requests=requests,
+            inflight_tokens=sum(launched.tokens for launched in inflight),
+            inflight_requests=sum(launched.batch_size for launched in inflight),
             waiting_tokens=self._waiting_tokens(role),
             bootstrapping_tokens=bootstrapping,
             chunk_remainder_tokens=self._chunk_remainder(),
@@ -265,7 +276,7 @@ class SchedulerReader:
         yield from s.running_batch.reqs
         if getattr(s, "last_batch", None) is not None:
             yield from s.last_batch.reqs
-        for batch, _ in self.inflight():
+        for batch, _ in getattr(s, "result_queue", None) or ():
             yield from batch.reqs
         if role == "prefill":
             yield from s.disagg_prefill_bootstrap_queue.queue

@@ -30,6 +30,8 @@ from sglang_sbs.engine.collect import (
     Role,
     SchedulerReader,
     is_quiescent,
+    note_pass,
+    noted_pass,
     read_pass,
     read_role,
 )
@@ -203,8 +205,7 @@ class RankHook:
         launched = read_pass(batch, entered_s, reader.placement.dp_size)
         if launched.is_prebuilt:
             return
-        with contextlib.suppress(AttributeError):  # a result with __slots__; see _pass_of
-            result._sbs_pass = launched
+        note_pass(result, launched)
         role = read_role(scheduler)
         if role == "prefill" or (role == "null" and launched.is_extend):
             self._send("launch", role, reader.occupancy(role), launched, self._clock())
@@ -223,7 +224,7 @@ class RankHook:
 
     def _pass_of(self, scheduler: Any, batch: Any, result: Any) -> Pass:
         """As noted at launch; pipeline stages rebuild the result, there the batch itself tells."""
-        noted: Pass | None = getattr(result, "_sbs_pass", None)
+        noted = noted_pass(result)
         if noted is not None:
             return noted
         reader = self._attached(scheduler)

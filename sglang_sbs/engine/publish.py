@@ -24,6 +24,8 @@ RESOLVE_INTERVAL_S = 30.0
 SEND_HWM = 64
 """A stalled router loses messages beyond this; the next one heals it."""
 
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
+
 Resolve = Callable[[str, int], frozenset[str]]
 
 
@@ -101,7 +103,11 @@ class Publisher:
         """
         if self._wanted is not self._connected:
             self._follow(self._wanted)
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        # Not send_multipart: it checks and wraps each frame in Python, half the cost of a message.
+        send = super(zmq.Socket, self._socket).send
+        for frame in frames[:-1]:
+            send(frame, _MORE)
+        send(frames[-1], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Stop resolving and drop the socket. May be called twice."""

@@ -54,6 +54,7 @@ def build_app(server: RouterServer) -> web.Application:
     app = web.Application(
         client_max_size=server.options.max_payload_bytes, middlewares=[surface.middleware]
     )
+    app.on_response_prepare.append(surface.on_prepare)
     for kind, path in PATHS.items():
         app.router.add_post(path, surface.inference(kind))
     control = Control(server)
@@ -81,10 +82,23 @@ class _Surface:
     def inference(self, kind: RouteKind) -> Handler:
         server = self._server
 
+        metrics = server.metrics
+        path = PATHS[kind]
+        count = metrics.requests.labels(path)
+        duration = metrics.request_seconds.labels(path)
+
         async def handler(request: web.Request) -> web.StreamResponse:
             identifier = _identifier.get()
             headers = forwarded_headers(list(request.headers.items()), identifier)
-            return await server.relay.handle(request, kind, headers, identifier)
+            count.inc()
+            started_s = time.monotonic()
+            try:
+                return await server.relay.handle(request, kind, headers, identifier)
+            except RouterError as error:
+                metrics.request_errors.labels(path, error.code).inc()
+                raise
+            finally:
+                duration.observe(time.monotonic() - started_s)
 
         return handler
 
@@ -109,9 +123,6 @@ class _Surface:
             self._metrics.http_active.dec()
             self._metrics.http_responses.labels(str(status), error_code).inc()
             self._metrics.http_seconds.labels(label).observe(time.monotonic() - started_s)
-        if not response.prepared:
-            response.headers.setdefault("x-request-id", identifier)
-            self.add_cors(request, response)
         return response
 
     async def _respond(
@@ -153,7 +164,9 @@ class _Surface:
             return True
         return _bearer_is(request, options.api_key)
 
-    def add_cors(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Headers of every response, streams included."""
+        response.headers.setdefault("x-request-id", _identifier.get())
         origin = request.headers.get("Origin")
         if not origin or not self._origins:
             return

@@ -64,11 +64,11 @@ class Downstream:
         self._paused = False
         self._resume()
 
-    async def open(self, content_type: str, headers: dict[str, str]) -> None:
+    async def open(self, content_type: str) -> None:
         """Send the head and what was pushed so far, in one write. A second call does nothing."""
         if self._response is not None:
             return
-        response = web.StreamResponse(status=200, headers={**headers, "Content-Type": content_type})
+        response = web.StreamResponse(status=200, headers={"Content-Type": content_type})
         if self._chunked:
             response.enable_chunked_encoding()
         self._response = response

@@ -97,7 +97,7 @@ def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
         bare = name.removeprefix("--").removeprefix("router-")
         if bare in REFUSED_FLAGS:
             raise FlagError(f"{name}: {REFUSED_FLAGS[bare]}")
-        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
         hint = f"; did you mean {near[0]}?" if near else "; see --help"
         raise FlagError(f"unknown flag {name}{hint}")
 

@@ -68,13 +68,7 @@ class RouterMetrics:
         self.http_active = Gauge(
             "smg_http_connections_active", "Requests being served", registry=self.registry
         )
-        self.requests = counter(
-            "smg_router_requests_total",
-            "Inference requests",
-            "router_type",
-            "endpoint",
-            "streaming",
-        )
+        self.requests = counter("smg_router_requests_total", "Inference requests", "endpoint")
         self.request_seconds = histogram(
             "smg_router_request_duration_seconds",
             "Inference requests, to the end",

@@ -159,7 +159,7 @@ class Relay:
             return web.Response(
                 status=pair.status,
                 body=body,
-                headers={"Content-Type": pair.content_type, "x-request-id": exchange.request_id},
+                headers={"Content-Type": pair.content_type},
             )
         pairs = await self._run_all(exchange, lambda unit: None)
         answers = [
@@ -168,7 +168,7 @@ class Relay:
         ]
         return web.Response(
             body=merge_answers(plan, answers),
-            headers={"Content-Type": "application/json", "x-request-id": exchange.request_id},
+            content_type="application/json",
         )
 
     # Edits of complete answers and stream events ----------------------------------------------
@@ -286,9 +286,7 @@ class Relay:
             pair = self._start(exchange, unit, assignment, make_sink)
             await pair.wait_open()
             if exchange.plan.stream:
-                await exchange.downstream.open(
-                    pair.content_type, {"x-request-id": exchange.request_id}
-                )
+                await exchange.downstream.open(pair.content_type)
                 await pair.wait_done()
             outcome = "failed" if pair.engine_failed else "completed"
             if outcome == "completed":

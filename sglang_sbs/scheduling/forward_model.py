@@ -13,7 +13,7 @@ _FORGET = 0.98
 _WARM_UP = 10
 _OUTLIER = 4.0
 """A residual is clipped at this many smoothed absolute errors (GC pause, preemption). The error
-itself grows by the clipped residuals, so a lasting change gets through within some tens of passes."""
+itself grows by the clipped residuals, so a lasting change gets through in some tens of passes."""
 _RELATIVE_ERROR = 0.05
 """The error counts as at least this share of the prediction when clipping."""
 _ERROR_STEP = 0.1

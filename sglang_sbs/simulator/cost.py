@@ -47,5 +47,5 @@ COSTS: dict[str, PassCost] = {
     ),
     "barrier": PassCost(fixed_s=_FIXED_S, max_s=_SLOPE_S, pair_s=_PAIR_S),
 }
-"""``table``: mean-driven. ``mixed``: a third of the slope on the mean, two thirds on the slowest rank,
+"""``table``: mean-driven. ``mixed``: a third of the slope on the mean, two thirds on the slowest,
 as measured kernels split it. ``barrier``: the slowest rank decides (the paper's narrative)."""

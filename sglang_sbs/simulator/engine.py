@@ -4,9 +4,9 @@ Owns the engine's queues, passes and EndForward messages. Must not know the sche
 or the workload.
 
 What it reproduces of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_policy.py``):
-requests are ingested only between passes; an idle instance launches on the first request it sees; each rank
-fills its chunk first come first served and splits the last request; all ranks pass the barrier
-together; a pass is launched ``launch_gap_s`` after the previous one ended.
+requests are ingested only between passes; an idle instance launches on the first request it sees;
+each rank fills its chunk first come first served and splits the last request; all ranks pass the
+barrier together; a pass is launched ``launch_gap_s`` after the previous one ended.
 """
 
 from __future__ import annotations

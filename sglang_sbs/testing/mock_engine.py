@@ -46,6 +46,8 @@ class Behaviour:
     """Finish with ``finish_reason`` abort, as SGLang does on an abort from elsewhere."""
     stream_error: bool = False
     """Status 200, then an error event as the first one: how SGLang reports errors in a stream."""
+    kv_sent: bool = False
+    """A failure strikes only after the KV cache went from prefill to decode."""
     prompt_tokens: int = 7
     cached_tokens: int = 0
 
@@ -104,6 +106,22 @@ class HoldGate:
             await future
 
 
+class Rooms:
+    """Bootstrap rooms shared by the engines of a cluster: decode starts when prefill is through."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, asyncio.Event] = {}
+
+    def prefilled(self, room: int) -> None:
+        self._event(room).set()
+
+    async def wait(self, room: int) -> None:
+        await self._event(room).wait()
+
+    def _event(self, room: int) -> asyncio.Event:
+        return self._done.setdefault(room, asyncio.Event())
+
+
 class MockEngine:
     """``behaviours`` are used up one per request, then ``behaviour`` holds for all."""
 
@@ -112,6 +130,7 @@ class MockEngine:
         role: EngineRole,
         *,
         dp_size: int = 2,
+        rooms: Rooms | None = None,
         server_info: dict[str, Any] | None = None,
         sbs_block: bool = False,
     ) -> None:
@@ -121,7 +140,9 @@ class MockEngine:
         self.behaviour = Behaviour()
         self.behaviours: deque[Behaviour] = deque()
         self.gate = HoldGate()
-        """Before the response head."""
+        """Before anything is done with a request."""
+        self.reply_gate = HoldGate()
+        """Prefill: with the KV cache sent, before the response head."""
         self.token_gate = HoldGate()
         """Before every output token but the first."""
         self.requests: list[RecordedRequest] = []
@@ -132,6 +153,7 @@ class MockEngine:
         self.ready_status = 200
         self.has_ready = True
         self.port = 0
+        self._rooms = rooms
         self._changed = asyncio.Condition()
         self._server_info = server_info or {}
         self._sbs_block = sbs_block
@@ -248,7 +270,7 @@ class MockEngine:
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         try:
             await self._note()
-            held = asyncio.ensure_future(self._until_answer(behaviour))
+            held = asyncio.ensure_future(self._until_answer(record, behaviour))
             abort = asyncio.ensure_future(record.aborted.wait())
             try:
                 await asyncio.wait({held, abort}, return_when=asyncio.FIRST_COMPLETED)
@@ -262,10 +284,19 @@ class MockEngine:
             record.disconnected.set()
             raise
 
-    async def _until_answer(self, behaviour: Behaviour) -> None:
+    async def _until_answer(self, record: RecordedRequest, behaviour: Behaviour) -> None:
         await self.gate.pass_through()
         if behaviour.fault == "hang_before_head":
             await asyncio.Event().wait()
+        fails = behaviour.status != 200 or behaviour.fault or behaviour.abort
+        if self._rooms is not None:
+            room = int(record.body["bootstrap_room"])
+            if self.role == "prefill" and (behaviour.kv_sent or not fails):
+                self._rooms.prefilled(room)
+            elif self.role == "decode" and (behaviour.kv_sent or not fails):
+                await self._rooms.wait(room)
+        if self.role == "prefill":
+            await self.reply_gate.pass_through()
 
     async def _answer(
         self, request: web.Request, record: RecordedRequest, behaviour: Behaviour

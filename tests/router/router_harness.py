@@ -26,7 +26,7 @@ from sglang_sbs.scheduling.events import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.snapshot import Snapshot
-from sglang_sbs.testing.mock_engine import MockEngine
+from sglang_sbs.testing.mock_engine import MockEngine, Rooms
 
 TIMEOUT_S = 20.0
 """A test that waits longer has failed; nothing is expected to take anywhere near it."""
@@ -191,10 +191,15 @@ async def cluster(
     scheduler: Any = None,
 ) -> AsyncIterator[Cluster]:
     """A running router with mock engines; everything is stopped at the end."""
+    rooms = Rooms()
     prefills = [
-        MockEngine("prefill", dp_size=prefill_dp, sbs_block=sbs_block) for _ in range(prefill)
+        MockEngine("prefill", dp_size=prefill_dp, sbs_block=sbs_block, rooms=rooms)
+        for _ in range(prefill)
     ]
-    decodes = [MockEngine("decode", dp_size=decode_dp, sbs_block=sbs_block) for _ in range(decode)]
+    decodes = [
+        MockEngine("decode", dp_size=decode_dp, sbs_block=sbs_block, rooms=rooms)
+        for _ in range(decode)
+    ]
     for engine in prefills + decodes:
         await engine.start()
     fake = FakeScheduler()

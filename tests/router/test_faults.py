@@ -24,6 +24,24 @@ def other_of(c: Cluster, leg: str) -> MockEngine:
     return c.decode[0] if leg == "prefill" else c.prefill[0]
 
 
+async def both_arrived(
+    c: Cluster, failing: str, body: dict[str, Any]
+) -> asyncio.Task[aiohttp.ClientResponse]:
+    """Send a request; both engines have it, and ``failing`` is the first to answer."""
+    engine_of(c, failing).gate.close()
+    other_of(c, failing).gate.close()
+
+    async def send() -> aiohttp.ClientResponse:
+        response: aiohttp.ClientResponse = await c.client.post(c.url + "/generate", json=body)
+        return response
+
+    task = asyncio.create_task(send())
+    await other_of(c, failing).gate.arrived(1)
+    await engine_of(c, failing).gate.arrived(1)
+    engine_of(c, failing).gate.open()
+    return task
+
+
 # One leg fails ----------------------------------------------------------------------------------
 
 
@@ -37,12 +55,11 @@ async def test_an_error_of_one_leg_reaches_the_client_and_aborts_the_other(
     leg: str, status: int, code: str, stream: bool
 ) -> None:
     async with cluster(*ONE_TRY) as c:
-        other_of(c, leg).gate.close()
         engine_of(c, leg).behaviour = Behaviour(status=status, message="no such thing")
-        async with c.post("/generate", {"text": "x", "stream": stream}) as response:
-            body = await response.json()
-            assert response.status == status
-            assert response.headers["X-SMG-Error-Code"] == f"{leg}_{code}"
+        response = await (await both_arrived(c, leg, {"text": "x", "stream": stream}))
+        body = await response.json()
+        assert response.status == status
+        assert response.headers["X-SMG-Error-Code"] == f"{leg}_{code}"
         assert body["error"]["message"] == "no such thing"
         await other_of(c, leg).aborted(other_of(c, leg).requests[0].rid)
         await c.settled()
@@ -54,12 +71,11 @@ async def test_an_error_of_one_leg_reaches_the_client_and_aborts_the_other(
 @pytest.mark.parametrize("fault", ["reset_before_head", "reset_mid_body"])
 async def test_a_leg_that_breaks_off_is_a_502_and_aborts_the_other(leg: str, fault: Fault) -> None:
     async with cluster(*ONE_TRY) as c:
-        other_of(c, leg).gate.close()
         engine_of(c, leg).behaviour = Behaviour(fault=fault)
-        async with c.post("/generate", {"text": "x"}) as response:
-            assert response.status == 502
-            assert response.headers["X-SMG-Error-Code"] == TRANSPORT_FAILED
-            assert leg in (await response.json())["error"]["message"]
+        response = await (await both_arrived(c, leg, {"text": "x"}))
+        assert response.status == 502
+        assert response.headers["X-SMG-Error-Code"] == TRANSPORT_FAILED
+        assert leg in (await response.json())["error"]["message"]
         await other_of(c, leg).aborted(other_of(c, leg).requests[0].rid)
         await c.settled()
         c.check_books()
@@ -89,13 +105,12 @@ async def test_an_error_event_at_the_start_of_a_stream_becomes_a_status() -> Non
 
 async def test_a_prefill_failure_after_decodes_first_byte_changes_nothing() -> None:
     async with cluster(*ONE_TRY) as c:
-        c.prefill[0].gate.close()
-        c.prefill[0].behaviour = Behaviour(status=500)
+        c.prefill[0].reply_gate.close()
+        c.prefill[0].behaviour = Behaviour(status=500, kv_sent=True)
         c.decode[0].token_gate.close()
         async with c.post("/generate", {"text": "x", "stream": True}) as response:
             await response.content.readuntil(b"\n\n")
-            c.prefill[0].gate.open()
-            await asyncio.sleep(0)
+            c.prefill[0].reply_gate.open()
             c.decode[0].token_gate.open()
             assert sse_events(await response.read())[-1] == "[DONE]"
         await c.settled()
@@ -171,8 +186,8 @@ async def test_client_errors_are_not_retried() -> None:
 
 async def test_nothing_is_retried_after_the_first_byte() -> None:
     async with cluster() as c:
-        c.decode[0].behaviour = Behaviour(fault="reset_mid_body")
-        c.prefill[0].gate.close()
+        c.decode[0].behaviour = Behaviour(fault="reset_mid_body", kv_sent=True)
+        c.prefill[0].reply_gate.close()
         async with c.post("/generate", {"text": "x", "stream": True}) as response:
             assert response.status == 200
             events = sse_events(await response.read())
@@ -240,7 +255,7 @@ async def test_a_client_that_leaves_before_the_first_byte_aborts_both_legs(strea
 
 async def test_a_client_that_leaves_mid_stream_aborts_both_legs() -> None:
     async with cluster() as c:
-        c.prefill[0].gate.close()
+        c.prefill[0].reply_gate.close()
         c.decode[0].token_gate.close()
         async with aiohttp.ClientSession() as session:
             response = await session.post(c.url + "/generate", json={"text": "x", "stream": True})
@@ -269,8 +284,10 @@ async def test_a_client_that_leaves_while_queued_is_dropped_and_no_engine_hears_
         c.check_books()
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: Any) -> None:
-    async with session.post(url, json=body) as response:
+async def _post(
+    session: aiohttp.ClientSession, url: str, body: Any, headers: dict[str, str] | None = None
+) -> None:
+    async with session.post(url, json=body, headers=headers) as response:
         await response.read()
 
 
@@ -303,10 +320,13 @@ async def test_abort_request_all_ends_an_open_stream_with_an_error_event() -> No
 async def test_aborts_carry_the_admin_key() -> None:
     async with cluster("--api-key", "user", "--admin-api-key", "boss", *ONE_TRY) as c:
         c.prefill[0].behaviour = Behaviour(status=500)
+        c.prefill[0].gate.close()
         c.decode[0].gate.close()
         headers = {"Authorization": "Bearer user"}
-        async with c.post("/generate", {"text": "x"}, headers=headers) as response:
-            assert response.status == 500
+        task = asyncio.create_task(_post(c.client, c.url + "/generate", {"text": "x"}, headers))
+        await c.decode[0].gate.arrived(1)
+        c.prefill[0].gate.open()
+        await task
         await c.decode[0].aborted(c.decode[0].requests[0].rid)
         assert c.decode[0].abort_headers[0]["authorization"] == "Bearer boss"
         assert c.decode[0].requests[0].headers["authorization"] == "Bearer user"

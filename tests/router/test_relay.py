@@ -83,13 +83,13 @@ async def test_a_stream_is_relayed_event_by_event_while_decode_is_still_working(
 
 async def test_decode_is_relayed_without_waiting_for_the_prefill_reply() -> None:
     async with cluster() as c:
-        c.prefill[0].gate.close()
+        c.prefill[0].reply_gate.close()
         async with c.post("/generate", {"text": "hi", "stream": True}) as response:
             assert sse_events(await response.read())[-1] == "[DONE]"
         await c.settled()
         assert len(c.scheduler.of(PrefillDone)) == 1
         assert c.scheduler.ended() == ["completed"]
-        c.prefill[0].gate.open()
+        c.prefill[0].reply_gate.open()
 
 
 async def test_prefill_is_asked_without_streaming() -> None:
@@ -188,16 +188,16 @@ async def test_logprobs_of_prefill_go_in_front_of_decodes() -> None:
         assert len(meta["input_token_logprobs"]) == 7
         assert len(meta["output_token_logprobs"]) == 3
         # Streaming: decode is first here, and must wait for prefill's logprobs.
-        c.prefill[0].gate.close()
+        c.prefill[0].reply_gate.close()
         task = asyncio.ensure_future(
             c.client.post(
                 c.url + "/generate", json={"text": "x", "return_logprob": True, "stream": True}
             )
         )
-        await c.prefill[0].gate.arrived(2)
-        await c.decode[0].received(2)
+        await c.prefill[0].reply_gate.arrived(2)
+        await c.decode[0].gate.arrived(2)
         assert not task.done()
-        c.prefill[0].gate.open()
+        c.prefill[0].reply_gate.open()
         response = await task
         events = sse_events(await response.read())
         assert events[-1] == "[DONE]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -85,9 +86,7 @@ def test_chunked_framing_comes_off_wherever_it_is_cut(
     raw = chunked(parts, extension, trailer)
     edges = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
     decoder = ChunkedDecoder()
-    out = b"".join(
-        decoder.feed(raw[a:b]) for a, b in zip(edges, edges[1:], strict=False) if not decoder.done
-    )
+    out = b"".join(decoder.feed(raw[a:b]) for a, b in itertools.pairwise(edges) if not decoder.done)
     assert out == b"".join(parts)
     assert decoder.done
     assert not decoder.surplus
