@@ -28,9 +28,9 @@ from collections.abc import Sequence
 
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.pbaa import place_fitting, top_up
-from sglang_sbs.scheduling.policy import Placement, Plan, permitted
+from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.request import Request, prompt_tokens_of
+from sglang_sbs.scheduling.request import Request, RequestQueue, prompt_tokens_of
 
 RATE_WINDOW_S = 3.0
 """Time constant of the arrival rate."""
@@ -42,6 +42,8 @@ COMMIT_AHEAD_FACTOR = 1.5
 MISS_TARGET = 0.01
 LEAD_STEP_S = 0.004
 MIN_LEAD_S = 0.003
+MAX_TRIED = 2
+"""Candidates asked for a batch per decision, those that are free first."""
 _EPSILON_S = 1e-9
 
 
@@ -57,6 +59,7 @@ class AdaptiveTrigger:
         self._token_rate = 0.0
         self._request_rate = 0.0
         self._rate_s: float | None = None
+        self._chunk_tokens = 1.0
         self._lead_s = interval.latency_s + MIN_LEAD_S
 
     @property
@@ -84,31 +87,44 @@ class AdaptiveTrigger:
         floor_s = self._interval.latency_s + MIN_LEAD_S
         self._lead_s = min(max(self._lead_s, floor_s), 0.8 * self._interval.mean_forward_s)
 
+    def key_of(self, request: Request) -> float:
+        """Short first with ageing: waiting AGEING_S is worth one chunk of length."""
+        return request.prompt_tokens / self._chunk_tokens + request.arrived_s / AGEING_S
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+        if instances:
+            self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
+
     def plan(
-        self, queue: Sequence[Request], instances: Sequence[PrefillInstance], now_s: float
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        now_s: float,
     ) -> Plan:
-        if not queue:
+        oldest = queue.oldest
+        if oldest is None:
             return Plan()
         self._decay(now_s)
-        queue_tokens = prompt_tokens_of(queue)
-        overdue = now_s - queue[0].arrived_s >= self._max_hold_s
-        candidates: list[PrefillInstance] = []
-        wakes = [queue[0].arrived_s + self._max_hold_s] if not overdue else []
+        overdue = now_s - oldest.arrived_s >= self._max_hold_s
+        wakes = [] if overdue else [oldest.arrived_s + self._max_hold_s]
+        candidates: list[tuple[float, PrefillInstance]] = []
+        all_idle = True
         for instance in instances:
-            long_queue = queue_tokens >= COMMIT_AHEAD_FACTOR * instance.capacity_tokens
-            # One batch per pass: adding to it later would delay those already on their way.
-            sent = any(rank.flight for rank in instance.ranks) and not long_queue
-            if sent or instance.launching or not any(c > 0 for c in instance.c_avail()):
+            all_idle = all_idle and instance.idle
+            free_s = self._free_at_s(instance, now_s)
+            open_s = self._opens_s(instance, free_s, queue.tokens, now_s)
+            if open_s is None:
                 continue
-            open_s = self._opens_s(instance, queue_tokens, now_s)
             if open_s <= now_s + _EPSILON_S:
-                candidates.append(instance)
+                candidates.append((free_s, instance))
             else:
                 wakes.append(open_s)
-        if not overdue:
-            candidates = self._spaced(candidates, instances, queue_tokens, now_s, wakes)
-        for instance in sorted(candidates, key=lambda i: self._free_at_s(i, now_s)):
-            plan = self._batch_for(instance, instances, queue, overdue, now_s)
+        if not overdue and not all_idle:
+            candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
+        candidates.sort(key=lambda candidate: candidate[0])
+        for _, instance in candidates[:MAX_TRIED]:
+            plan = self._batch_for(instance, instances, queue, admissible, overdue, all_idle, now_s)
             if plan.placements:
                 self._last_s = now_s
                 return plan
@@ -116,19 +132,28 @@ class AdaptiveTrigger:
 
     # Candidates ---------------------------------------------------------------------------
 
-    def _opens_s(self, instance: PrefillInstance, queue_tokens: int, now_s: float) -> float:
-        if instance.idle or queue_tokens >= COMMIT_AHEAD_FACTOR * instance.capacity_tokens:
+    def _opens_s(
+        self, instance: PrefillInstance, free_s: float, queue_tokens: int, now_s: float
+    ) -> float | None:
+        """From when on the instance may get a batch; None: not before its next report."""
+        if instance.launching:
+            return None
+        long_queue = queue_tokens >= COMMIT_AHEAD_FACTOR * instance.capacity_tokens
+        # One batch per pass: adding to it later would delay those already on their way.
+        if (instance.has_flight and not long_queue) or not instance.has_room:
+            return None
+        if instance.idle or long_queue:
             return now_s
-        return self._free_at_s(instance, now_s) - self._lead_s - instance.model.error_s
+        return free_s - self._lead_s - instance.model.error_s
 
     def _spaced(
         self,
-        candidates: list[PrefillInstance],
+        candidates: list[tuple[float, PrefillInstance]],
         instances: Sequence[PrefillInstance],
         queue_tokens: int,
         now_s: float,
         wakes: list[float],
-    ) -> list[PrefillInstance]:
+    ) -> list[tuple[float, PrefillInstance]]:
         """Soft stagger; its length comes from the model and the arrival rate, not from measured
         pass times, which would feed back into themselves."""
         n = len(instances)
@@ -139,10 +164,10 @@ class AdaptiveTrigger:
         pass_s = min(model.fixed_s / (1 - load), model.fixed_s + slope * capacity)
         due_s = self._last_s + SPACING_SHARE * pass_s / n
         long_queue = queue_tokens >= BACKLOG_FACTOR * max(1.0, self._token_rate * pass_s / n)
-        if due_s <= now_s + _EPSILON_S or long_queue or all(i.idle for i in instances):
+        if due_s <= now_s + _EPSILON_S or long_queue:
             return candidates
         wakes.append(due_s)
-        return [i for i in candidates if i.backlog_tokens > 0]
+        return [c for c in candidates if c[1].backlog_tokens > 0]
 
     # One batch ----------------------------------------------------------------------------
 
@@ -150,34 +175,38 @@ class AdaptiveTrigger:
         self,
         instance: PrefillInstance,
         instances: Sequence[PrefillInstance],
-        queue: Sequence[Request],
+        queue: RequestQueue,
+        admissible: Admissible,
         overdue: bool,
+        all_idle: bool,
         now_s: float,
     ) -> Plan:
         c_avail = instance.c_avail()
-        ordered = sorted(
-            (r for r in queue if permitted(r, instance, instances)),
-            key=lambda r: (
-                r.prompt_tokens / instance.chunk_tokens - (now_s - r.arrived_s) / AGEING_S
-            ),
-        )
         room = sum(c for c in c_avail if c > 0)
-        taken, head = 0, 0
-        while head < len(ordered) and taken < room:
-            taken += ordered[head].prompt_tokens
-            head += 1
+        # Under backlog the next ones in the order are at hand to fill holes with.
+        backlog_tokens = max(1.0, len(instances) / 3) * instance.capacity_tokens
+        spare = room if queue.tokens > backlog_tokens else 0
+        head: list[Request] = []
+        rest: list[Request] = []
+        taken = 0
+        for request in queue.in_order():
+            if taken >= room + spare:
+                break
+            if admissible(request) and permitted(request, instance, instances):
+                (head if taken < room else rest).append(request)
+                taken += request.prompt_tokens
         others = [i for i in instances if i is not instance]
-        cut = head if overdue or not others else self._cut(instance, others, ordered, now_s)
-        if all(i.idle for i in instances):
-            cut = max(cut, 1)
-        chosen, rest = ordered[: min(head, cut)], ordered[min(head, cut) :]
-        allocation = place_fitting(chosen, c_avail, instance.chunk_tokens)
-        backlog_passes = max(1.0, len(instances) / 3)
+        if others and not overdue:
+            cut = self._cut(instance, others, head, queue, now_s)
+            cut = max(cut, 1) if all_idle else cut
+            head, rest = head[:cut], head[cut:] + rest
+        allocation = place_fitting(head, c_avail, instance.chunk_tokens)
+        beyond = queue.tokens - prompt_tokens_of(head) - prompt_tokens_of(rest)
         allocation = top_up(
             allocation._replace(left=allocation.left + rest),
             c_avail,
             instance.chunk_tokens,
-            keep_tokens=backlog_passes * instance.capacity_tokens,
+            keep_tokens=backlog_tokens - beyond,
         )
         ahead_ms = 1e3 * (self._free_at_s(instance, now_s) - now_s)
         return Plan(
@@ -194,35 +223,36 @@ class AdaptiveTrigger:
         self,
         instance: PrefillInstance,
         others: Sequence[PrefillInstance],
-        ordered: Sequence[Request],
+        head: Sequence[Request],
+        queue: RequestQueue,
         now_s: float,
     ) -> int:
-        """Rolling horizon: how many of the ordered queue this pass should take.
+        """Rolling horizon: how many of the queue's first requests this pass should take.
 
         Compares, for each prefix, the sum of completion times of the prefix in this pass and of the
         rest (with the arrivals expected by then) in the pass of the instance that is ready next.
         """
-        following = min(others, key=lambda i: self._free_at_s(i, now_s))
-        latency_s = self._interval.latency_s
-        start_s = max(now_s + latency_s, self._free_at_s(instance, now_s))
-        wait_s = max(0.0, max(now_s + latency_s, self._free_at_s(following, now_s)) - start_s)
+        free_s = [(self._free_at_s(other, now_s), other) for other in others]
+        next_s, following = min(free_s, key=lambda pair: pair[0])
+        earliest_s = now_s + self._interval.latency_s
+        start_s = max(earliest_s, self._free_at_s(instance, now_s))
+        wait_s = max(0.0, max(earliest_s, next_s) - start_s)
         arriving_tokens = self._token_rate * (start_s + wait_s - now_s)
         arriving_requests = self._request_rate * (start_s + wait_s - now_s)
-        total = prompt_tokens_of(ordered)
         here, there = instance.backlog_tokens, following.backlog_tokens
-        if total + here >= BACKLOG_FACTOR * instance.capacity_tokens:
-            return len(ordered)
+        if queue.tokens + here >= BACKLOG_FACTOR * instance.capacity_tokens:
+            return len(head)
         best_cost, best = math.inf, 0
         taken = 0
-        for count in range(len(ordered) + 1):
+        for count in range(len(head) + 1):
             if count:
-                taken += ordered[count - 1].prompt_tokens
+                taken += head[count - 1].prompt_tokens
             if here + taken > instance.capacity_tokens and count > 1:
                 break
-            left = len(ordered) - count
+            left = len(queue) - count
             cost = count * _completion_s(instance, here + taken) + left * wait_s
             cost += (left + arriving_requests) * _completion_s(
-                following, there + total - taken + arriving_tokens
+                following, there + queue.tokens - taken + arriving_tokens
             )
             if cost < best_cost - 1e-12:
                 best_cost, best = cost, count

@@ -7,7 +7,8 @@ beyond "this rank has room".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_sbs.scheduling.request import Request
@@ -54,61 +55,113 @@ class DecodeLoad:
         self.committed_tokens += tokens
 
 
-DecodeRuleFunction = Callable[[Request, Sequence[DecodeLoad], Sequence[int]], int]
-"""(request, all ranks, indices of feasible ranks) -> index of the chosen rank."""
+class DecodeBoard:
+    """The ranks of a batch's assignment, kept in the orders the rules ask for.
+
+    Building it costs n log n; a question costs no more than the number of distinct batch sizes.
+    """
+
+    def __init__(self, loads: Sequence[DecodeLoad]) -> None:
+        self.loads = loads
+        self.kv_sorted = sorted(load.kv_tokens for load in loads)
+        self.running_total = sum(load.running for load in loads)
+        self.kv_total = sum(self.kv_sorted)
+        self._by_running: dict[int, list[tuple[int, int]]] = {}
+        for index, load in enumerate(loads):
+            self._by_running.setdefault(load.running, []).append((load.kv_tokens, index))
+        for bucket in self._by_running.values():
+            bucket.sort()
+        self._sizes = sorted(self._by_running)
+
+    def frontier(self, fits: Fits) -> Iterator[int]:
+        """For each batch size, smallest first: the feasible rank with the smallest K."""
+        for size in self._sizes:
+            for _, index in self._by_running[size]:
+                if fits(index):
+                    yield index
+                    break
+
+    def assign(self, index: int, tokens: int) -> None:
+        """Account for a request of this total length on a rank."""
+        load = self.loads[index]
+        bucket = self._by_running[load.running]
+        del bucket[bisect_left(bucket, (load.kv_tokens, index))]
+        if not bucket:
+            del self._by_running[load.running]
+            del self._sizes[bisect_left(self._sizes, load.running)]
+        del self.kv_sorted[bisect_left(self.kv_sorted, load.kv_tokens)]
+        load.add(tokens)
+        self.running_total += 1
+        self.kv_total += tokens
+        insort(self.kv_sorted, load.kv_tokens)
+        if load.running not in self._by_running:
+            self._by_running[load.running] = []
+            insort(self._sizes, load.running)
+        insort(self._by_running[load.running], (load.kv_tokens, index))
 
 
-def percentile(values: Sequence[int], share: float) -> float:
-    """Linear-interpolation percentile of unsorted values, ``share`` in [0, 1]."""
-    ordered = sorted(values)
+Fits = Callable[[int], bool]
+"""Whether the rank with this index may get the request."""
+DecodeRuleFunction = Callable[[Request, DecodeBoard, Fits], int | None]
+"""The rank a request should go to; None if none is feasible."""
+
+
+def percentile(ordered: Sequence[int], share: float) -> float:
+    """Linear-interpolation percentile of sorted values, ``share`` in [0, 1]."""
     position = share * (len(ordered) - 1)
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def outlier_threshold(kv_tokens: Sequence[int], k: float) -> float:
-    """Th_outlier = Q3 + k * (Q3 - Q1) over the KV loads of all ranks."""
-    q1, q3 = percentile(kv_tokens, 0.25), percentile(kv_tokens, 0.75)
+def outlier_threshold(kv_sorted: Sequence[int], k: float) -> float:
+    """Th_outlier = Q3 + k * (Q3 - Q1) over the sorted KV loads of all ranks."""
+    q1, q3 = percentile(kv_sorted, 0.25), percentile(kv_sorted, 0.75)
     return q3 + k * (q3 - q1)
 
 
 def iqr_lexicographic(k: float) -> DecodeRuleFunction:
     """Algorithm 3: mask ranks whose K is an outlier, then the smallest ⟨B, K⟩."""
 
-    def choose(_request: Request, loads: Sequence[DecodeLoad], feasible: Sequence[int]) -> int:
-        threshold = outlier_threshold([load.kv_tokens for load in loads], k)
-        safe = [i for i in feasible if loads[i].kv_tokens <= threshold] or feasible
-        return min(safe, key=lambda i: (loads[i].running, loads[i].kv_tokens, i))
+    def choose(_request: Request, board: DecodeBoard, fits: Fits) -> int | None:
+        threshold = outlier_threshold(board.kv_sorted, k)
+        fallback = None
+        for index in board.frontier(fits):
+            if board.loads[index].kv_tokens <= threshold:
+                return index
+            if fallback is None:
+                fallback = index
+        return fallback
 
     return choose
 
 
-def potential(request: Request, loads: Sequence[DecodeLoad], feasible: Sequence[int]) -> int:
+def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
     """The rank whose p-norm potential over B and K grows least (p = 8).
 
     Both terms are relative to the mean load, so the rank that is ahead in either dimension is
     avoided in proportion to what that dimension costs a decode step. Unlike the IQR mask it keeps
     every rank in play.
     """
-    n = len(loads)
-    mean_b = max(1.0, sum(load.running for load in loads) / n)
-    mean_k = max(1.0, sum(load.kv_tokens for load in loads) / n, float(request.total_tokens))
+    n = len(board.loads)
+    mean_b = max(1.0, board.running_total / n)
+    mean_k = max(1.0, board.kv_total / n, float(request.total_tokens))
 
-    def growth(i: int) -> float:
-        load = loads[i]
+    def growth(index: int) -> float:
+        load = board.loads[index]
         b, b_next = load.running / mean_b, (load.running + 1) / mean_b
         k, k_next = load.kv_tokens / mean_k, (load.kv_tokens + request.total_tokens) / mean_k
         return STEP_PER_REQUEST_MS * mean_b * (
             b_next**_POWER - b**_POWER
         ) + STEP_PER_TOKEN_MS * mean_k * (k_next**_POWER - k**_POWER)
 
-    return min(feasible, key=lambda i: (growth(i), i))
+    # The potential grows in K, so for each batch size only the smallest K can win.
+    return min(board.frontier(fits), key=growth, default=None)
 
 
-def fewest_requests(_request: Request, loads: Sequence[DecodeLoad], feasible: Sequence[int]) -> int:
+def fewest_requests(_request: Request, board: DecodeBoard, fits: Fits) -> int | None:
     """Decode rule of the least-loaded baselines."""
-    return min(feasible, key=lambda i: (loads[i].running, i))
+    return next(board.frontier(fits), None)
 
 
 class RoundRobinDecode:
@@ -117,15 +170,13 @@ class RoundRobinDecode:
     def __init__(self) -> None:
         self._next = 0
 
-    def __call__(
-        self, _request: Request, loads: Sequence[DecodeLoad], feasible: Sequence[int]
-    ) -> int:
-        for _ in loads:
-            index = self._next % len(loads)
+    def __call__(self, _request: Request, board: DecodeBoard, fits: Fits) -> int | None:
+        for _ in board.loads:
+            index = self._next % len(board.loads)
             self._next += 1
-            if index in feasible:
+            if fits(index):
                 return index
-        return feasible[0]
+        return None
 
 
 def schedule_decode(
@@ -147,16 +198,16 @@ def schedule_decode(
     Returns:
         rid -> index into ``loads``. A request no feasible rank exists for is missing from it.
     """
+    board = DecodeBoard(loads)
     assigned: dict[str, int] = {}
     for request in sorted(requests, key=lambda r: -r.total_tokens):
-        feasible = [
-            i
-            for i, load in enumerate(loads)
-            if (not admit or load.has_room(request.total_tokens)) and allowed(request, i)
-        ]
-        if not feasible:
-            continue
-        best = choose(request, loads, feasible)
-        loads[best].add(request.total_tokens)
-        assigned[request.rid] = best
+
+        def fits(index: int, request: Request = request) -> bool:
+            has_room = not admit or loads[index].has_room(request.total_tokens)
+            return has_room and allowed(request, index)
+
+        best = choose(request, board, fits)
+        if best is not None:
+            board.assign(best, request.total_tokens)
+            assigned[request.rid] = best
     return assigned

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.decode import UNLIMITED, DecodeLoad
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
+from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
 
@@ -17,9 +18,9 @@ from sglang_sbs.wire import EndForward
 class DecodeRank:
     """One DP rank. Token counts of a request are its total length: prompt plus expected output."""
 
-    flight: dict[str, int] = field(default_factory=dict)
+    flight: TokenLedger = field(default_factory=TokenLedger)
     """Dispatched and not yet accepted by the rank."""
-    outstanding: dict[str, int] = field(default_factory=dict)
+    outstanding: TokenLedger = field(default_factory=TokenLedger)
     """Dispatched and not ended."""
     boot_id: str = ""
     last_seq: int = -1
@@ -51,13 +52,13 @@ class DecodeInstance:
 
     def dispatched(self, rid: str, rank: int, total_tokens: int) -> None:
         """A request leaves for a rank."""
-        self.ranks[rank].flight[rid] = total_tokens
-        self.ranks[rank].outstanding[rid] = total_tokens
+        self.ranks[rank].flight.add(rid, total_tokens)
+        self.ranks[rank].outstanding.add(rid, total_tokens)
 
     def ended(self, rid: str, rank: int) -> None:
         """The request is over, whatever state it was in."""
-        self.ranks[rank].flight.pop(rid, None)
-        self.ranks[rank].outstanding.pop(rid, None)
+        self.ranks[rank].flight.pop(rid)
+        self.ranks[rank].outstanding.pop(rid)
 
     def on_report(self, report: EndForward, now_s: float) -> None:
         """Replace belief by what a rank says. Old and duplicate messages change nothing."""
@@ -75,11 +76,11 @@ class DecodeInstance:
         rank.last_seq = report.seq
         rank.reported_s = now_s
         for rid in report.rids:
-            rank.flight.pop(rid, None)
+            rank.flight.pop(rid)
         if gap and rank.last_accepted >= 0:
             missing = report.accepted_requests - rank.last_accepted - len(report.rids)
-            for rid in list(rank.flight)[: max(0, missing)]:
-                del rank.flight[rid]
+            for rid in rank.flight.oldest(max(0, missing)):
+                rank.flight.pop(rid)
         rank.last_accepted = report.accepted_requests
         rank.reported_requests = report.running_requests + report.kv_transfer_requests
         rank.reported_kv_tokens = report.kv_tokens
@@ -97,14 +98,14 @@ class DecodeInstance:
                 rank.reported_requests, rank.reported_kv_tokens = requests, tokens
 
     def _load(self, rank: DecodeRank) -> DecodeLoad:
-        committed = sum(rank.outstanding.values())
+        committed = rank.outstanding.total
         if rank.reported_s is None:
             # No report: own books, unless a poll knows of more.
             requests = max(len(rank.outstanding), rank.reported_requests)
             kv_tokens = max(committed, rank.reported_kv_tokens)
         else:
             requests = rank.reported_requests + len(rank.flight)
-            kv_tokens = rank.reported_kv_tokens + sum(rank.flight.values())
+            kv_tokens = rank.reported_kv_tokens + rank.flight.total
         return DecodeLoad(
             running=requests,
             kv_tokens=kv_tokens,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.pbaa import pbaa
-from sglang_sbs.scheduling.policy import Placement, Plan, permitted
+from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.request import Request
+from sglang_sbs.scheduling.request import Request, RequestQueue
 
 _EPSILON_S = 1e-9
 
@@ -29,6 +29,12 @@ class PaperTrigger:
         self._last_s = float("-inf")
         self._target: str | None = None
 
+    def key_of(self, request: Request) -> float:
+        return request.arrived_s
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+        """The rotation finds its place by instance id."""
+
     def on_arrival(self, tokens: int, now_s: float) -> None:
         """The paper's interval follows forward times only."""
 
@@ -36,17 +42,19 @@ class PaperTrigger:
         """The paper has no dispatch lead to adapt."""
 
     def plan(
-        self, queue: Sequence[Request], instances: Sequence[PrefillInstance], now_s: float
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        now_s: float,
     ) -> Plan:
-        if not queue:
-            return Plan()
         due_s = self._last_s + self._interval.interval_s
         if due_s > now_s + _EPSILON_S:
             return Plan(wake_s=due_s)
         target = self._target_of(instances)
         if not self._ready(target, now_s):
             return Plan(wake_s=self._fixed_interval_s(target))
-        mine = [r for r in queue if permitted(r, target, instances)]
+        mine = [r for r in queue if permitted(r, target, instances) and admissible(r)]
         allocation = pbaa(
             [r for r in mine if r.waited_cycles > 0],
             [r for r in mine if r.waited_cycles == 0],

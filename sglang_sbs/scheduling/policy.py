@@ -7,12 +7,15 @@ arrives. Must not know the queue's bookkeeping, decode, or how instances keep th
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.request import Request
+from sglang_sbs.scheduling.request import Request, RequestQueue
+
+Admissible = Callable[[Request], bool]
+"""Whether some decode rank has room for the request now."""
 
 
 class Placement(NamedTuple):
@@ -40,6 +43,12 @@ class PrefillPolicy(Protocol):
     holds: bool
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
 
+    def key_of(self, request: Request) -> float:
+        """Its place in the queue's order, smallest first; asked once, when it arrives."""
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+        """These are the prefill instances that are up now."""
+
     def on_arrival(self, tokens: int, now_s: float) -> None:
         """A request of this many prompt tokens was queued."""
 
@@ -48,9 +57,14 @@ class PrefillPolicy(Protocol):
         that were not."""
 
     def plan(
-        self, queue: Sequence[Request], instances: Sequence[PrefillInstance], now_s: float
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        now_s: float,
     ) -> Plan:
-        """One decision. Called again until it places nothing. ``instances`` is never empty."""
+        """One decision. Called again until it places nothing; neither ``queue`` nor ``instances``
+        is ever empty."""
 
 
 def permitted(
@@ -65,6 +79,12 @@ class ImmediatePolicy:
 
     holds = False
 
+    def key_of(self, request: Request) -> float:
+        return request.arrived_s
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+        """Nothing to adapt to."""
+
     def on_arrival(self, tokens: int, now_s: float) -> None:
         """Immediate policies keep no statistics."""
 
@@ -72,11 +92,15 @@ class ImmediatePolicy:
         """Immediate policies aim at no pass."""
 
     def plan(
-        self, queue: Sequence[Request], instances: Sequence[PrefillInstance], now_s: float
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        now_s: float,
     ) -> Plan:
-        if not queue:
+        request = queue.oldest
+        if request is None:
             return Plan()
-        request = queue[0]
         candidates = [i for i in instances if permitted(request, i, instances)]
         instance, rank = self.choose(candidates)
         return Plan([Placement(request, instance, rank)], reason="immediate")
@@ -140,5 +164,5 @@ class LeastTokens(ImmediatePolicy):
     def choose(self, instances: Sequence[PrefillInstance]) -> tuple[PrefillInstance, int]:
         return min(
             ((i, d) for i in instances for d in range(i.dp_size)),
-            key=lambda place: place[0].ranks[place[1]].outstanding_tokens,
+            key=lambda place: place[0].ranks[place[1]].outstanding.total,
         )

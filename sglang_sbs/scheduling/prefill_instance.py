@@ -23,6 +23,7 @@ from typing import Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.forward_model import ForwardModel
+from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
 _ON_TIME_S = 0.002
@@ -49,12 +50,11 @@ class Pass:
 
 
 @dataclass(slots=True)
-class InFlight:
-    """A request dispatched and not yet accepted by its rank."""
+class Sent:
+    """How a request was dispatched, kept until its rank accepts it."""
 
-    tokens: int
-    sent_s: float
-    sent_to_idle: bool
+    at_s: float
+    to_idle: bool
     """Nothing ran or waited there, so the time until its launch is L_net and nothing else."""
 
 
@@ -62,11 +62,13 @@ class InFlight:
 class PrefillRank:
     """One DP rank. Tokens are uncached prompt tokens."""
 
-    flight: dict[str, InFlight] = field(default_factory=dict)
+    flight: TokenLedger = field(default_factory=TokenLedger)
     """U_flight by request: dispatched and not yet accepted by the rank."""
+    sent: dict[str, Sent] = field(default_factory=dict)
+    """One for each request in flight."""
     queued_tokens: int = 0
     """R_queued as last reported."""
-    outstanding: dict[str, int] = field(default_factory=dict)
+    outstanding: TokenLedger = field(default_factory=TokenLedger)
     """Everything dispatched here and not yet prefilled, whatever its state."""
     boot_id: str = ""
     last_seq: int = -1
@@ -78,24 +80,20 @@ class PrefillRank:
     def forget(self) -> None:
         """Drop everything believed to be at the rank; its report counters stay."""
         self.flight.clear()
+        self.sent.clear()
         self.outstanding.clear()
         self.queued_tokens = 0
         self.idle = True
 
-    @property
-    def flight_tokens(self) -> int:
-        """U_flight."""
-        return sum(request.tokens for request in self.flight.values())
+    def land(self, rid: str) -> Sent | None:
+        """The request is not in flight any more; how it was sent, if it was."""
+        self.flight.pop(rid)
+        return self.sent.pop(rid, None)
 
     @property
     def backlog_tokens(self) -> int:
         """U_flight + R_queued: ahead of a new request in the passes to come."""
-        return self.flight_tokens + self.queued_tokens
-
-    @property
-    def outstanding_tokens(self) -> int:
-        """All tokens dispatched and not yet prefilled, the pass that runs included."""
-        return sum(self.outstanding.values())
+        return self.flight.total + self.queued_tokens
 
 
 @dataclass(slots=True)
@@ -133,6 +131,9 @@ class PrefillInstance:
         self.free_since_s = float("-inf")
         self.last_dispatch_s = float("-inf")
         self.passes_ended = 0
+        self._outstanding = 0
+        self.backlog_tokens = 0
+        """Dispatched or queued and in no pass yet, all ranks."""
         self.timeout_s = 5 * t_default_s
         """T_timeout of the watchdog; the owner keeps it at 5 x the mean forward time."""
 
@@ -148,9 +149,9 @@ class PrefillInstance:
         return self.chunk_tokens * self.dp_size
 
     @property
-    def backlog_tokens(self) -> int:
-        """Dispatched or queued and in no pass yet, all ranks."""
-        return sum(rank.backlog_tokens for rank in self.ranks)
+    def has_room(self) -> bool:
+        """Whether C_avail is positive on some rank."""
+        return any(rank.backlog_tokens < self.chunk_tokens for rank in self.ranks)
 
     @property
     def idle(self) -> bool:
@@ -174,7 +175,12 @@ class PrefillInstance:
     @property
     def has_outstanding(self) -> bool:
         """Whether any dispatched request is not prefilled yet."""
-        return any(rank.outstanding for rank in self.ranks)
+        return self._outstanding > 0
+
+    @property
+    def has_flight(self) -> bool:
+        """Whether any request is dispatched and not yet accepted."""
+        return any(rank.sent for rank in self.ranks)
 
     # Time ---------------------------------------------------------------------------------
 
@@ -186,6 +192,7 @@ class PrefillInstance:
         """
         if self.watchdog_s is not None and self.watchdog_s <= now_s:
             self._on_watchdog(now_s)
+            self._recount()
         if self.tier != "endforward":
             while self.passes and not self.passes[0].rids and self.passes[0].end_s <= now_s:
                 # No request finishes in this pass (chunks only), so no answer will end it.
@@ -195,6 +202,7 @@ class PrefillInstance:
         launch_s = self._presumed_launch_s(latency_s)
         if launch_s is not None and launch_s <= now_s:
             self._presume_launch(now_s, launch_s)
+            self._recount()
         elif launch_s is not None:
             times.append(launch_s)
         if self.tier != "endforward" and self.passes and not self.passes[0].rids:
@@ -205,11 +213,12 @@ class PrefillInstance:
 
     def dispatched(self, rid: str, rank: int, tokens: int, now_s: float) -> None:
         """A request leaves for a rank; arms the watchdog."""
-        idle = (
-            not self.passes and not self.ranks[rank].flight and not self.ranks[rank].queued_tokens
-        )
-        self.ranks[rank].flight[rid] = InFlight(tokens, now_s, idle)
-        self.ranks[rank].outstanding[rid] = tokens
+        target = self.ranks[rank]
+        target.sent[rid] = Sent(now_s, not self.passes and target.backlog_tokens == 0)
+        target.flight.add(rid, tokens)
+        target.outstanding.add(rid, tokens)
+        self._outstanding += 1
+        self.backlog_tokens += tokens
         self.last_dispatch_s = now_s
         self.ready = False
         if self.watchdog_s is None:
@@ -235,8 +244,10 @@ class PrefillInstance:
 
     def dropped(self, rid: str, rank: int) -> None:
         """The request left the rank without telling us anything about a pass."""
-        self.ranks[rank].outstanding.pop(rid, None)
-        self.ranks[rank].flight.pop(rid, None)
+        if self.ranks[rank].outstanding.pop(rid) is not None:
+            self._outstanding -= 1
+        self.backlog_tokens -= self.ranks[rank].flight.pop(rid) or 0
+        self.ranks[rank].sent.pop(rid, None)
         if not self.has_outstanding:
             self.watchdog_s = None
             if self.tier != "endforward" and not self.passes:
@@ -264,12 +275,13 @@ class PrefillInstance:
         learned = self._acknowledge(rank, report, gap, now_s)
         rank.queued_tokens = report.queued_tokens
         rank.idle = report.idle
-        self.watchdog_s = now_s + self.timeout_s if self.has_outstanding else None
         if report.kind == "launch":
             self._on_launch(report, now_s)
         elif report.kind == "forward":
             learned.forward_s = self._on_end(rank, report, now_s)
-        elif all(r.idle for r in self.ranks):
+        self._recount()
+        self.watchdog_s = now_s + self.timeout_s if self.has_outstanding else None
+        if report.kind in ("idle", "heartbeat") and all(r.idle for r in self.ranks):
             self._on_quiescent(now_s)
         return learned
 
@@ -279,7 +291,8 @@ class PrefillInstance:
             return
         self.tier = "load_poll"
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
-            rank.queued_tokens = max(0, tokens - rank.flight_tokens)
+            rank.queued_tokens = max(0, tokens - rank.flight.total)
+        self._recount()
         if any(queued_tokens) and not self.passes:
             # It waits for something: a pass of which we do not know runs until now at least.
             self.free_since_s = now_s
@@ -290,11 +303,17 @@ class PrefillInstance:
         """Forget everything believed to be queued or running."""
         for rank in self.ranks:
             rank.forget()
+        self._recount()
         self.passes.clear()
         self.watchdog_s = None
         self.ready = True
 
     # Inside -------------------------------------------------------------------------------
+
+    def _recount(self) -> None:
+        """After anything that moved more than one request."""
+        self.backlog_tokens = sum(rank.backlog_tokens for rank in self.ranks)
+        self._outstanding = sum(len(rank.outstanding) for rank in self.ranks)
 
     def _on_watchdog(self, now_s: float) -> None:
         """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
@@ -320,16 +339,16 @@ class PrefillInstance:
             take = min(room, rank.queued_tokens)
             rank.queued_tokens -= take
             room -= take
-            for rid in list(rank.flight):
+            for rid in rank.flight.oldest():
                 if room <= 0:
                     break
-                part = min(room, rank.flight[rid].tokens)
+                part = min(room, rank.flight[rid])
                 room -= part
-                if part == rank.flight[rid].tokens:
-                    del rank.flight[rid]
+                if part == rank.flight[rid]:
+                    rank.land(rid)
                     rids[rid] = index
                 else:
-                    rank.flight[rid].tokens -= part
+                    rank.flight.reduce(rid, part)
             tokens.append(self.chunk_tokens - room)
         end_s = start_s + self.model.predict_s(tokens)
         self.passes.append(Pass(start_s, max(end_s, now_s), tokens, None, rids))
@@ -341,23 +360,23 @@ class PrefillInstance:
         launch_s = now_s - report.age_s
         landed_s = []
         for rid in report.rids:
-            sent = rank.flight.pop(rid, None)
+            sent = rank.land(rid)
             if sent is None or report.kind != "launch":
                 continue
-            ahead_s = max(0.0, launch_s - sent.sent_s)
-            if sent.sent_to_idle:
+            ahead_s = max(0.0, launch_s - sent.at_s)
+            if sent.to_idle:
                 learned.latencies_s.append(ahead_s)
             elif launch_s > self.free_since_s + 2 * self.gap_s + _ON_TIME_S:
                 # The instance fell idle and launched when this one came: too late for the gapless
                 # launch it was meant for.
-                learned.missed_s.append(self.free_since_s - sent.sent_s)
+                learned.missed_s.append(self.free_since_s - sent.at_s)
             else:
                 landed_s.append(ahead_s)
         if report.kind == "launch" and report.extend_tokens < self.chunk_tokens:
             # The last accepted are still in the handshake with decode: too late for this pass, like
             # those that are not even at the rank.
             late = min(report.bootstrapping_requests, len(landed_s))
-            learned.missed_s += [launch_s - sent.sent_s for sent in rank.flight.values()]
+            learned.missed_s += [launch_s - sent.at_s for sent in rank.sent.values()]
             learned.missed_s += landed_s[len(landed_s) - late :]
             landed_s = landed_s[: len(landed_s) - late]
         learned.landed_s = landed_s
@@ -365,8 +384,8 @@ class PrefillInstance:
             # Messages were lost, and with them the rids they acknowledged: by the counter, that
             # many of the oldest requests in flight were accepted.
             missing = report.accepted_requests - rank.last_accepted - len(report.rids)
-            for rid in list(rank.flight)[: max(0, missing)]:
-                del rank.flight[rid]
+            for rid in rank.flight.oldest(max(0, missing)):
+                rank.land(rid)
         rank.last_accepted = report.accepted_requests
         for running in self.passes:
             if running.forward_id is None:
@@ -442,9 +461,10 @@ class PrefillInstance:
         for running in [p for p in self.passes if p.forward_id is None]:
             self.passes.remove(running)
             for rid, index in running.rids.items():
-                tokens = self.ranks[index].outstanding.get(rid)
-                if tokens is not None:
-                    self.ranks[index].flight[rid] = InFlight(tokens, self.last_dispatch_s, False)
+                rank = self.ranks[index]
+                if rid in rank.outstanding:
+                    rank.flight.add(rid, rank.outstanding[rid])
+                    rank.sent[rid] = Sent(self.last_dispatch_s, False)
 
     def _vector(self, report: EndForward) -> list[int]:
         if report.tokens_per_rank is not None and len(report.tokens_per_rank) == self.dp_size:

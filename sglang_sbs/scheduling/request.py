@@ -1,13 +1,14 @@
-"""The scheduler's record of one request and the bounded queue of those that wait.
+"""The scheduler's record of one request and the queue of those that wait.
 
-Owns arrival order, deadlines and the pending/new distinction of Algorithm 2. Must not know
-instances or how a request is placed.
+Owns arrival order, the policy's order, deadlines and the pending/new distinction of Algorithm 2.
+Must not know instances or how a request is placed.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.events import InstanceId
@@ -27,6 +28,8 @@ class Request:
     exclude: tuple[InstanceId, ...] = ()
     total_tokens: int = 0
     """Prompt plus expected output: what it will occupy in decode."""
+    key: float = 0.0
+    """Place in the policy's order, smallest first; fixed at arrival."""
     waited_cycles: int = 0
     """``r.wait`` of Algorithm 2; 0 means newly arrived."""
     prefill: tuple[InstanceId, int] | None = None
@@ -37,10 +40,14 @@ class Request:
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Requests that wait for an assignment, in arrival order."""
+    """Requests that wait for an assignment; iterates in arrival order."""
 
+    key_of: Callable[[Request], float] = lambda request: request.arrived_s
+    """The policy's order; must not change while a request waits."""
     tokens: int = 0
+    """Prompt tokens waiting."""
     _requests: dict[str, Request] = field(default_factory=dict)
+    _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -55,6 +62,8 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """Append; arrival order is the order of calls."""
         self._requests[request.rid] = request
+        request.key = self.key_of(request)
+        insort(self._ordered, (request.key, request.order, request))
         self.tokens += request.prompt_tokens
         heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.rid))
 
@@ -63,7 +72,17 @@ class RequestQueue:
         request = self._requests.pop(rid, None)
         if request is not None:
             self.tokens -= request.prompt_tokens
+            del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
         return request
+
+    @property
+    def oldest(self) -> Request | None:
+        """The request that has waited longest."""
+        return next(iter(self._requests.values()), None)
+
+    def in_order(self) -> Iterator[Request]:
+        """All waiting requests in the policy's order. Not to be changed meanwhile."""
+        return (request for _, _, request in self._ordered)
 
     def next_deadline_s(self) -> float | None:
         """The earliest deadline of a waiting request."""

@@ -43,6 +43,7 @@ from sglang_sbs.scheduling.decode_instance import DecodeInstance
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.paper_trigger import PaperTrigger
 from sglang_sbs.scheduling.policy import (
+    Admissible,
     LeastRequests,
     LeastTokens,
     Placement,
@@ -73,7 +74,7 @@ class Scheduler:
         self.policy = _make_policy(self.config, self.interval)
         self.prefill: dict[ev.InstanceId, PrefillInstance] = {}
         self.decode: dict[ev.InstanceId, DecodeInstance] = {}
-        self.queue = RequestQueue()
+        self.queue = RequestQueue(self.policy.key_of)
         self.throttled = False
         """Flow control: a request has waited more than N_limit cycles, new ones are refused."""
         self._down: set[ev.InstanceId] = set()
@@ -224,14 +225,19 @@ class Scheduler:
                 self.decode[event.instance] = DecodeInstance(event)
             else:
                 known_decode.set_limits(event)
-        self.interval.on_topology_change(len(self._up_prefill()))
+        self._on_topology_change()
 
     def _on_down(self, event: ev.InstanceDown) -> None:
         if event.instance in self.prefill:
             self.prefill[event.instance].reset()
         if event.instance in self.prefill or event.instance in self.decode:
             self._down.add(event.instance)
-        self.interval.on_topology_change(len(self._up_prefill()))
+        self._on_topology_change()
+
+    def _on_topology_change(self) -> None:
+        instances = self._up_prefill()
+        self.interval.on_topology_change(len(instances))
+        self.policy.on_topology_change(instances)
 
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> None:
         prefill = self.prefill.get(event.instance)
@@ -283,8 +289,7 @@ class Scheduler:
             i.advance(now_s, self.interval.latency_s) for i in self.prefill.values()
         ]
         while instances and len(self.queue):
-            queue = self._admissible() if self.policy.holds else list(self.queue)
-            plan = self.policy.plan(queue, instances, now_s)
+            plan = self.policy.plan(self.queue, instances, self._admission(), now_s)
             dispatched = self._commit(plan, now_s, out)
             self._count_cycle(plan)
             if not dispatched:
@@ -299,11 +304,20 @@ class Scheduler:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
 
-    def _admissible(self) -> list[Request]:
-        """The waiting requests that some decode rank has room for now."""
-        loads = [load for decode in self._up_decode() for load in decode.loads()]
-        room = max((load.room_tokens for load in loads), default=0)
-        return [r for r in self.queue if self._total_tokens(r) <= room]
+    def _admission(self) -> Admissible:
+        """Whether some decode rank has room for a request; looks at the ranks when first asked."""
+        if not self.policy.holds:
+            return lambda _request: True
+        room: int | None = None
+
+        def admissible(request: Request) -> bool:
+            nonlocal room
+            if room is None:
+                loads = (load for decode in self._up_decode() for load in decode.loads())
+                room = max((load.room_tokens for load in loads), default=0)
+            return self._total_tokens(request) <= room
+
+        return admissible
 
     def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> bool:
         """Choose decode ranks and dispatch; False if nothing could leave."""

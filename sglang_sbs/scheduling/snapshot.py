@@ -110,7 +110,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
                 ranks=[
                     PrefillRankState(
                         c_avail=c_avail,
-                        flight_tokens=rank.flight_tokens,
+                        flight_tokens=rank.flight.total,
                         queued_tokens=rank.queued_tokens,
                         outstanding_requests=len(rank.outstanding),
                         age_s=_age_s(rank.reported_s, now_s),

@@ -158,9 +158,12 @@ class TestDecode:
         state = [DecodeLoad(b, kv) for b, kv in loads]
         rule = iqr_lexicographic(k)
 
-        def checked(r, current, feasible):
-            chosen = rule(r, current, feasible)
-            threshold = outlier_threshold([x.kv_tokens for x in current], k)
+        def checked(r, board, fits):
+            current = board.loads
+            assert board.kv_sorted == sorted(load.kv_tokens for load in current)
+            chosen = rule(r, board, fits)
+            feasible = range(len(current))
+            threshold = outlier_threshold(sorted(x.kv_tokens for x in current), k)
             safe = [i for i in feasible if current[i].kv_tokens <= threshold]
             assert not safe or chosen in safe
             best = min((current[i].running, current[i].kv_tokens) for i in safe or feasible)
