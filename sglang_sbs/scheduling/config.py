@@ -9,7 +9,17 @@ from typing import Literal, get_args
 
 import msgspec
 
-Policy = Literal["sbs", "round_robin", "random", "random_rank", "least_requests", "least_tokens"]
+Policy = Literal[
+    "sbs",
+    "round_robin",
+    "random",
+    "random_rank",
+    "power_of_two",
+    "least_requests",
+    "least_tokens",
+    "stale_tokens",
+    "eta",
+]
 Trigger = Literal["adaptive", "paper"]
 DecodeRule = Literal["iqr", "potential"]
 
@@ -50,6 +60,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """L_net (dispatch until the rank can run the request) before the first measurement."""
     max_hold_s: float = 2.0
     """Adaptive trigger: no request is held longer than this while an instance could take it."""
+    stale_s: float = 1.0
+    """Age of the loads ``stale_tokens`` sees: the poll interval of the gateway it stands for."""
     seed: int = 0
     """For the policies that draw at random."""
 
@@ -70,6 +82,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_queue_requests",
             "default_timeout_s",
             "max_hold_s",
+            "stale_s",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)}")

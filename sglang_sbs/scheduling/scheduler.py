@@ -40,19 +40,19 @@ from sglang_sbs.scheduling.decode import (
     schedule_decode,
 )
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
-from sglang_sbs.scheduling.interval import IntervalController
-from sglang_sbs.scheduling.paper_trigger import PaperTrigger
-from sglang_sbs.scheduling.policy import (
-    Admissible,
+from sglang_sbs.scheduling.immediate import (
+    Eta,
     LeastRequests,
     LeastTokens,
-    Placement,
-    Plan,
-    PrefillPolicy,
+    PowerOfTwo,
     Random,
     RandomRank,
     RoundRobin,
+    StaleTokens,
 )
+from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.paper_trigger import PaperTrigger
+from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill_instance import Observation, PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
@@ -415,15 +415,21 @@ def _make_policy(config: SchedulerConfig, interval: IntervalController) -> Prefi
             return Random(config.seed)
         case "random_rank":
             return RandomRank(config.seed)
+        case "power_of_two":
+            return PowerOfTwo(config.seed)
         case "least_requests":
             return LeastRequests()
         case "least_tokens":
             return LeastTokens()
+        case "stale_tokens":
+            return StaleTokens(config.seed, config.stale_s)
+        case "eta":
+            return Eta(interval)
 
 
 def _make_decode_rule(config: SchedulerConfig) -> DecodeRuleFunction:
     if config.policy == "sbs":
         return iqr_lexicographic(config.iqr_k) if config.decode_rule == "iqr" else potential
-    if config.policy in ("least_requests", "least_tokens"):
+    if config.policy in ("least_requests", "least_tokens", "eta"):
         return fewest_requests
     return RoundRobinDecode()

@@ -1,0 +1,184 @@
+"""The policies that place a request the moment it arrives, for comparison and as fallbacks.
+
+Owns the baselines gateways and SGLang use today, and the strongest immediate one. Must not know the
+queue's bookkeeping or decode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, permitted
+from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.request import Request, RequestQueue
+
+
+class ImmediatePolicy:
+    """Places every request when it arrives; subclasses choose where."""
+
+    holds = False
+
+    def key_of(self, request: Request) -> float:
+        return request.arrived_s
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+        """Nothing to adapt to."""
+
+    def on_arrival(self, tokens: int, now_s: float) -> None:
+        """Immediate policies keep no statistics."""
+
+    def on_landing(self, landed_s: Sequence[float], missed_s: Sequence[float]) -> None:
+        """Immediate policies aim at no pass."""
+
+    def plan(
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        now_s: float,
+    ) -> Plan:
+        request = queue.oldest
+        if request is None:
+            return Plan()
+        candidates = [i for i in instances if permitted(request, i, instances)]
+        instance, rank = self.choose(request, candidates, now_s)
+        return Plan([Placement(request, instance, rank)], reason="immediate")
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        """The instance and DP rank of the next request."""
+        raise NotImplementedError
+
+
+class RoundRobin(ImmediatePolicy):
+    """Instances in turn; within an instance, DP ranks in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._next_rank: dict[str, int] = {}
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        instance = instances[self._next % len(instances)]
+        self._next += 1
+        rank = self._next_rank.get(instance.id, 0) % instance.dp_size
+        self._next_rank[instance.id] = rank + 1
+        return instance, rank
+
+
+class Random(ImmediatePolicy):
+    """A random instance and a random DP rank: gateway `random` over SGLang's room mod dp."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        instance = self._random.choice(instances)
+        return instance, self._random.randrange(instance.dp_size)
+
+
+class RandomRank(Random):
+    """Instances in turn, a random DP rank: gateway `round_robin` over SGLang's room mod dp."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._next = 0
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        instance = instances[self._next % len(instances)]
+        self._next += 1
+        return instance, self._random.randrange(instance.dp_size)
+
+
+class LeastRequests(ImmediatePolicy):
+    """The instance with the fewest unfinished requests, then its DP rank with the fewest."""
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        instance = min(instances, key=lambda i: sum(len(r.outstanding) for r in i.ranks))
+        rank = min(range(instance.dp_size), key=lambda d: len(instance.ranks[d].outstanding))
+        return instance, rank
+
+
+class LeastTokens(ImmediatePolicy):
+    """The DP rank with the fewest unfinished prompt tokens, over all instances."""
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        return min(
+            ((i, d) for i in instances for d in range(i.dp_size)),
+            key=lambda place: place[0].ranks[place[1]].outstanding.total,
+        )
+
+
+class PowerOfTwo(Random):
+    """The less loaded of two random instances by unfinished requests, a random DP rank: gateway
+    `power_of_two` over SGLang's room mod dp."""
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        pair = self._random.sample(list(instances), min(2, len(instances)))
+        instance = min(pair, key=lambda i: sum(len(r.outstanding) for r in i.ranks))
+        return instance, self._random.randrange(instance.dp_size)
+
+
+class StaleTokens(Random):
+    """The instance with the fewest unfinished prompt tokens, a random DP rank, as a gateway sees it
+    that polls loads every ``stale_s`` and keeps no books in between: all arrivals of one interval
+    herd to the same instance."""
+
+    def __init__(self, seed: int, stale_s: float) -> None:
+        super().__init__(seed)
+        self._stale_s = stale_s
+        self._polled_s = float("-inf")
+        self._tokens: dict[str, int] = {}
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        if now_s - self._polled_s >= self._stale_s:
+            self._polled_s = now_s
+            self._tokens = {i.id: sum(r.outstanding.total for r in i.ranks) for i in instances}
+        instance = min(instances, key=lambda i: self._tokens.get(i.id, 0))
+        return instance, self._random.randrange(instance.dp_size)
+
+
+class Eta(ImmediatePolicy):
+    """The DP rank with the earliest predicted finish, knowing pass ends and rank loads: the
+    strongest policy that does not wait."""
+
+    def __init__(self, interval: IntervalController) -> None:
+        self._interval = interval
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        best: tuple[float, int] | None = None
+        chosen: tuple[PrefillInstance, int] | None = None
+        latency_s = self._interval.latency_s
+        for instance in instances:
+            free_s = max(0.0, instance.free_at_s(now_s, latency_s) - now_s)
+            mean_fill = (instance.backlog_tokens + request.prompt_tokens) / instance.dp_size
+            slope = instance.model.slope_s_per_token(1.0)
+            pass_s = instance.model.fixed_s + slope * min(instance.chunk_tokens, mean_fill)
+            # A pass that ends before the request can arrive is not the one to wait for.
+            start_s = free_s + pass_s if instance.passes and free_s < latency_s else free_s
+            for index, rank in enumerate(instance.ranks):
+                ahead = rank.backlog_tokens
+                passes = (ahead + request.prompt_tokens - 1) // instance.chunk_tokens + 1
+                key = (start_s + passes * pass_s, ahead)
+                if best is None or key < best:
+                    best, chosen = key, (instance, index)
+        assert chosen is not None
+        return chosen
