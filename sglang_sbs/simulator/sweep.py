@@ -1,0 +1,176 @@
+"""Runs scenarios under policies: one row per run, and the search for the capacity at an SLO.
+
+Owns the rows' fields. Must not know how they are printed or drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator.cluster import Outcome, simulate
+from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.scenario import Scenario, make_scenario
+
+Row = dict[str, Any]
+WARM_UP_S = 20.0
+NO_FLOW_CONTROL: dict[str, Any] = {
+    "n_limit": 1_000_000,
+    "default_timeout_s": 1e9,
+    "max_queue_requests": 10_000_000,
+}
+"""A simulation measures waiting, not refusing."""
+
+POLICY_CONFIGS: dict[str, dict[str, Any]] = {
+    "sbs": {"policy": "sbs", "trigger": "adaptive"},
+    "sbs_paper": {"policy": "sbs", "trigger": "paper"},
+    **{
+        name: {"policy": name}
+        for name in (
+            "eta",
+            "random_rank",
+            "random",
+            "round_robin",
+            "power_of_two",
+            "least_requests",
+            "least_tokens",
+            "stale_tokens",
+        )
+    },
+}
+"""Policies by the name they have here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run; plain data, so that it can go to another process."""
+
+    scenario: str
+    policy: str
+    load: float
+    seed: int
+    duration_s: float = 80.0
+    cost: str = "mixed"
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def scheduler_config(policy: str, seed: int = 0, **more: Any) -> SchedulerConfig:
+    """The configuration of a policy as named in :data:`POLICY_CONFIGS`."""
+    return SchedulerConfig(**{**NO_FLOW_CONTROL, **POLICY_CONFIGS[policy], "seed": seed, **more})
+
+
+def run_job(job: Job) -> Row:
+    """Simulate and summarise."""
+    scenario = make_scenario(job.scenario, cost=COSTS[job.cost], **dict(job.spec))
+    return run(scenario, job)
+
+
+def run(scenario: Scenario, job: Job) -> Row:
+    """As :func:`run_job`, with the scenario at hand."""
+    outcome = run_outcome(scenario, job)
+    return {
+        "scenario": job.scenario,
+        "policy": job.policy,
+        "cost": job.cost,
+        "load": job.load,
+        "qps": job.load * scenario.nominal_qps,
+        "seed": job.seed,
+        **summary(outcome, scenario),
+    }
+
+
+def run_outcome(scenario: Scenario, job: Job) -> Outcome:
+    """The simulation itself."""
+    arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
+    spec = msgspec.structs.replace(scenario.spec, seed=job.seed)
+    return simulate(
+        [(a.at_s, a.prompt_tokens) for a in arrivals],
+        scheduler_config(job.policy, job.seed, **dict(job.config)),
+        spec,
+        drain_s=120.0,
+    )
+
+
+def summary(outcome: Outcome, scenario: Scenario) -> Row:
+    """Latency of what arrived after the warm-up; passes from then until the last arrival."""
+    counted = [r for r in outcome.requests if r.arrived_s >= WARM_UP_S]
+    ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
+    last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
+    passes = [p for p in outcome.passes if p[1] >= WARM_UP_S and p[2] <= last_s]
+    spec = scenario.spec
+    capacity = spec.chunk_tokens * spec.dp_size
+    busy_s = sum(end_s - start_s for _, start_s, end_s, _ in passes)
+    window_s = max(1e-9, last_s - WARM_UP_S) * spec.prefill_instances
+    nan = math.nan
+    return {
+        "ttft_mean_s": sum(ttft_s) / len(ttft_s) if ttft_s else nan,
+        "ttft_p50_s": ttft_s[len(ttft_s) // 2] if ttft_s else nan,
+        "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))] if ttft_s else nan,
+        "chunk_utilization": (
+            sum(tokens for *_, tokens in passes) / (len(passes) * capacity) if passes else nan
+        ),
+        "bubble_share": max(0.0, 1 - busy_s / window_s),
+        "completed": len(ttft_s),
+        "rejected": sum(r.refused is not None for r in counted),
+        "unfinished": sum(r.ends == 0 for r in counted),
+    }
+
+
+def max_load(job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0) -> Row:
+    """The largest load whose mean TTFT stays within the SLO, by bisection to 1 %."""
+    scenario = make_scenario(job.scenario, cost=COSTS[job.cost], **dict(job.spec))
+
+    def meets(load: float) -> bool:
+        row = run(scenario, _at_load(job, load))
+        return row["unfinished"] == 0 and row["ttft_mean_s"] <= slo_ttft_s
+
+    if not meets(low):
+        high = low
+        low = 0.0
+    while high - low > 0.01 * max(high, 0.1):
+        middle = (low + high) / 2
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    at_limit = run(scenario, _at_load(job, low)) if low > 0 else {}
+    return {
+        **at_limit,
+        "scenario": job.scenario,
+        "policy": job.policy,
+        "cost": job.cost,
+        "seed": job.seed,
+        "load": low,
+        "qps": low * scenario.nominal_qps,
+        "slo_ttft_s": slo_ttft_s,
+        "max_qps": low * scenario.nominal_qps,
+        "chunk_tokens": scenario.spec.chunk_tokens,
+    }
+
+
+def _at_load(job: Job, load: float) -> Job:
+    return Job(
+        job.scenario, job.policy, load, job.seed, job.duration_s, job.cost, job.spec, job.config
+    )
+
+
+def run_all(
+    jobs: Iterable[tuple[Callable[..., Row], tuple[Any, ...]]],
+    on_row: Callable[[Row], None] = lambda _row: None,
+    workers: int | None = None,
+) -> list[Row]:
+    """Run independent jobs on all cores; rows in the order of the jobs."""
+    listed = list(jobs)
+    rows: list[Row | None] = [None] * len(listed)
+    with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+        futures = {pool.submit(call, *args): i for i, (call, args) in enumerate(listed)}
+        for done in as_completed(futures):
+            row = done.result()
+            rows[futures[done]] = row
+            on_row(row)
+    return [row for row in rows if row is not None]

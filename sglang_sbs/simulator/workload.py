@@ -1,0 +1,154 @@
+"""Arrivals: synthetic workloads and traces.
+
+Owns length distributions, arrival processes and the trace formats. Must not know the cluster.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+LengthOf = Callable[[random.Random], int]
+"""Draws a prompt length in tokens."""
+
+
+class Arrival(NamedTuple):
+    """One request: arrival time in seconds, tokens in and out."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read; the message names file, line and what was expected."""
+
+
+def uniform_like(longest: int) -> LengthOf:
+    """``longest`` x Beta(1, 2): mean a third of it (the paper's 0-3K, mean 1K)."""
+    return lambda rng: int(rng.betavariate(1, 2) * longest) + 1
+
+
+def truncated_pareto(shortest: int, longest: int, mean: float) -> LengthOf:
+    """Pareto between two lengths with the given mean (the paper's 3-64K, mean 6.7K)."""
+    alpha = _pareto_alpha(shortest, longest, mean)
+    tail = 1 - (shortest / longest) ** alpha
+    return lambda rng: int(shortest * (1 - rng.random() * tail) ** (-1 / alpha))
+
+
+@cache
+def _pareto_alpha(shortest: int, longest: int, mean: float) -> float:
+    low, high = 1.01, 8.0
+    for _ in range(80):
+        alpha = (low + high) / 2
+        share = shortest / longest
+        expected = alpha / (alpha - 1) * shortest * (1 - share ** (alpha - 1)) / (1 - share**alpha)
+        low, high = (alpha, high) if expected > mean else (low, alpha)
+    return low
+
+
+def synthetic(
+    qps: float,
+    duration_s: float,
+    length_of: LengthOf,
+    seed: int,
+    *,
+    burstiness: float = 1.0,
+    output_tokens: int = 200,
+) -> list[Arrival]:
+    """Gamma arrivals with coefficient of variation ``burstiness`` (1: Poisson)."""
+    rng = random.Random(seed)
+    shape = 1 / burstiness**2
+    arrivals, now_s = [], 0.0
+    while (now_s := now_s + rng.gammavariate(shape, 1 / (qps * shape))) < duration_s:
+        arrivals.append(Arrival(now_s, length_of(rng), output_tokens))
+    return arrivals
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Read a trace, sorted by time and starting at 0.
+
+    Formats: Mooncake ``.jsonl`` (``timestamp`` in ms, ``input_length``, ``output_length``) and
+    Azure ``.csv`` (``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``).
+
+    Raises:
+        TraceError: unknown format, a bad line, or no requests.
+    """
+    if not path.is_file():
+        raise TraceError(f"{path}: no such file")
+    readers = {".jsonl": _read_mooncake, ".csv": _read_azure}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise TraceError(f"{path}: expected a Mooncake .jsonl or an Azure .csv trace")
+    arrivals = sorted(reader(path))
+    if not arrivals:
+        raise TraceError(f"{path}: no requests in it")
+    start_s = arrivals[0].at_s
+    return [a._replace(at_s=a.at_s - start_s) for a in arrivals]
+
+
+def _read_mooncake(path: Path) -> list[Arrival]:
+    arrivals = []
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                entry = json.loads(line)
+                arrivals.append(
+                    Arrival(
+                        entry["timestamp"] / 1e3,
+                        max(1, int(entry["input_length"])),
+                        int(entry["output_length"]),
+                    )
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(f"{path}:{number}: not a Mooncake request ({error})") from error
+    return arrivals
+
+
+def _read_azure(path: Path) -> list[Arrival]:
+    arrivals = []
+    with path.open(newline="") as lines:
+        for number, row in enumerate(csv.DictReader(lines), 2):
+            try:
+                # Seven decimals, one more than datetime reads.
+                at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                arrivals.append(
+                    Arrival(at_s, max(1, int(row["ContextTokens"])), int(row["GeneratedTokens"]))
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(f"{path}:{number}: not an Azure request ({error})") from error
+    return arrivals
+
+
+def tokens_per_s(arrivals: Sequence[Arrival]) -> float:
+    """Mean prompt token rate of a trace."""
+    duration_s = max(1e-9, arrivals[-1].at_s - arrivals[0].at_s)
+    return sum(a.prompt_tokens for a in arrivals) / duration_s
+
+
+def replayed(
+    arrivals: Sequence[Arrival], speed: float, duration_s: float, seed: int
+) -> list[Arrival]:
+    """A window of a trace, its times divided by ``speed``; the seed chooses where it starts.
+
+    The window wraps around at the end of the trace, so any seed gives ``duration_s`` of it.
+    """
+    span_s = (arrivals[-1].at_s + 1e-3) / speed
+    offset_s = random.Random(seed).uniform(0, span_s)
+    out: list[Arrival] = []
+    lap = 0
+    while lap * span_s < offset_s + duration_s:
+        for arrival in arrivals:
+            at_s = arrival.at_s / speed + lap * span_s - offset_s
+            if at_s >= duration_s:
+                break
+            if at_s >= 0:
+                out.append(arrival._replace(at_s=at_s))
+        lap += 1
+    return out
