@@ -25,6 +25,7 @@ VERBS = {
     "router": Verb("sglang_sbs.launch_router", "route to running SGLang prefill/decode instances"),
     "server": Verb("sglang_sbs.launch_server", "start instances and a router on this machine"),
     "demo": Verb("sglang_sbs.bench.demo", "see SBS work on a real tiny cluster, here and now"),
+    "simulate": Verb("sglang_sbs.simulator.cli", "compare policies in simulated time"),
     "bench": Verb("sglang_sbs.bench.compare", "compare policies and triggers on that cluster"),
 }
 

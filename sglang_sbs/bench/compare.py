@@ -153,12 +153,21 @@ def _print(
     loads: Sequence[float],
     console: Console,
 ) -> None:
-    table = Table(title=f"mean over seeds; ratio: mean TTFT of {policies[0]} / of this policy")
+    latency = Table(title=f"TTFT, mean over seeds; ratio: {policies[0]} / this policy (min-max)")
+    for column in ("load", "policy", "mean ms", "p99 ms", "ratio of means", "failed"):
+        latency.add_column(column, justify="right")
+    engine = Table(title="prefill passes between ramp-up and drain")
     for column in (
-        *("load", "policy", "mean ms", "p99 ms", "ratio", "passes", "chunk use"),
-        *("ranks busy", "gap ms", "bubble", "idle", "failed"),
+        "load",
+        "policy",
+        "passes",
+        "chunk use",
+        "ranks busy",
+        "gap ms",
+        "bubble",
+        "idle",
     ):
-        table.add_column(column, justify="right")
+        engine.add_column(column, justify="right")
     for load in loads:
         for policy in policies:
             mine = [r for r in rows if r["policy"] == policy and r["load"] == load]
@@ -169,13 +178,18 @@ def _print(
                 if (first["policy"], first["load"], first["seed"])
                 == (policies[0], load, row["seed"])
             ]
-            passes = [r["passes"] for r in mine]
-            table.add_row(
+            latency.add_row(
                 f"{load:.2f}",
                 policy,
                 f"{statistics.mean(r['ttft_ms']['mean'] for r in mine):.0f}",
                 f"{statistics.mean(r['ttft_ms']['p99'] for r in mine):.0f}",
                 f"{statistics.mean(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+                str(sum(r["failed"] for r in mine)),
+            )
+            passes = [r["passes"] for r in mine]
+            engine.add_row(
+                f"{load:.2f}",
+                policy,
                 f"{statistics.mean(p['passes'] for p in passes):.0f}",
                 *(
                     f"{statistics.mean(p[key] for p in passes):.{digits}{kind}}"
@@ -187,9 +201,9 @@ def _print(
                         ("idle_share", 1, "%"),
                     )
                 ),
-                str(sum(r["failed"] for r in mine)),
             )
-    console.print(table)
+    console.print(latency)
+    console.print(engine)
 
 
 if __name__ == "__main__":

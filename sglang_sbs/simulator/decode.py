@@ -1,0 +1,236 @@
+"""Decode in steps: DP ranks behind a barrier, one token per request and step.
+
+Owns the closed-loop decode experiment of the paper (section 5.2.2). The scheduler it drives is the
+router's own; prefill is instantaneous here, so that only the choice of decode ranks matters.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sglang_sbs.scheduling import (
+    Dispatch,
+    Event,
+    ForwardEnded,
+    InstanceUp,
+    PrefillDone,
+    RequestArrived,
+    RequestEnded,
+    Scheduler,
+    SchedulerConfig,
+)
+from sglang_sbs.wire import EndForward
+
+_SAMPLE_STEPS = 5
+
+
+class StepCost(msgspec.Struct, frozen=True, kw_only=True):
+    """T_step = fixed_ms + request_ms * max_d(B_d) + token_ms * max_d(K_d)."""
+
+    fixed_ms: float = 24.6
+    request_ms: float = 0.195
+    token_ms: float = 2.7e-5
+
+
+STEP_COSTS = {
+    "h100": StepCost(),
+    "mtp": StepCost(fixed_ms=26.0, request_ms=0.36, token_ms=5.5e-5),
+    "low-overhead": StepCost(fixed_ms=10.0, request_ms=0.30, token_ms=6e-5),
+}
+"""``h100``: fitted to measured kernels (DeepSeek-V3, EP32). ``mtp``: as with multi-token
+prediction. ``low-overhead``: a step with little fixed cost."""
+
+
+class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The experiment: ``concurrency`` requests at all times over ``ranks`` ranks."""
+
+    ranks: int = 32
+    concurrency: int = 1120
+    steps: int = 9000
+    warm_up_steps: int = 3000
+    batch_steps: int = 8
+    """Requests are placed every so many steps, as a batch."""
+    input_mean: float = 1200.0
+    input_cv: float = 3.5
+    output_mean: float = 1000.0
+    output_cv: float = 1.5
+    longest: int = 32768
+    cost: StepCost = StepCost()
+    report_steps: int = 2
+    """Every rank reports its state after so many steps."""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class DecodeOutcome:
+    """Samples after the warm-up."""
+
+    kv_mean: list[float] = field(default_factory=list)
+    kv_sd: list[float] = field(default_factory=list)
+    kv_max: list[int] = field(default_factory=list)
+    running_max: list[int] = field(default_factory=list)
+    bands: list[tuple[float, list[int]]] = field(default_factory=list)
+    """(time_s, K of every rank) for the picture."""
+    tokens: int = 0
+    time_s: float = 0.0
+
+    def row(self) -> dict[str, float]:
+        """KV band (mean -/+ one standard deviation over ranks), peak, CV and throughput."""
+        mean = statistics.mean(self.kv_mean)
+        sd = statistics.mean(self.kv_sd)
+        return {
+            "kv_sigma_low": mean - sd,
+            "kv_sigma_high": mean + sd,
+            "kv_cv": sd / mean,
+            "kv_peak": max(self.kv_max),
+            "batch_max": statistics.mean(self.running_max),
+            "tokens_per_s": self.tokens / self.time_s,
+        }
+
+
+@dataclass(slots=True)
+class _Rank:
+    running: int = 0
+    kv_tokens: int = 0
+    seq: int = 0
+    accepted: list[str] = field(default_factory=list)
+    accepted_total: int = 0
+
+
+class DecodeSimulation:
+    """Closed loop: whenever a request finishes, another arrives."""
+
+    def __init__(self, spec: DecodeSpec, config: SchedulerConfig) -> None:
+        self._spec = spec
+        self._rng = random.Random(spec.seed)
+        self._scheduler = Scheduler(config)
+        self._ranks = [_Rank() for _ in range(spec.ranks)]
+        self._finish: list[tuple[int, str]] = []
+        self._live: dict[str, tuple[int, int, int]] = {}
+        """rid -> (rank, input, output)."""
+        self._lengths: dict[str, tuple[int, int]] = {}
+        self._arrived = 0
+        self._now_s = 0.0
+        self._step = 0
+        self._placed: list[Dispatch] = []
+        self._weights: Sequence[float] | None = None
+
+    def run(self, skew: float = 0.0) -> DecodeOutcome:
+        """Simulate. ``skew`` > 0 ignores the scheduler's choice and draws ranks with weights from
+        ``1 - skew`` to ``1 + skew``: the persistent imbalance of hashing or sticky placement."""
+        spec = self._spec
+        if skew:
+            last = max(1, spec.ranks - 1)
+            self._weights = [1 - skew + 2 * skew * i / last for i in range(spec.ranks)]
+        self._tell(InstanceUp(instance="p", role="prefill", dp_size=1, chunk_tokens=1 << 40))
+        self._tell(InstanceUp(instance="d", role="decode", dp_size=spec.ranks))
+        outcome = DecodeOutcome()
+        waiting = spec.concurrency
+        for step in range(spec.steps):
+            self._step = step
+            waiting += self._finish_due(step)
+            if step % spec.batch_steps == 0:
+                self._arrive(waiting, spread_ages=step == 0)
+                waiting = 0
+            running_max = max(rank.running for rank in self._ranks)
+            kv_max = max(rank.kv_tokens for rank in self._ranks)
+            cost = spec.cost
+            step_ms = cost.fixed_ms + cost.request_ms * running_max + cost.token_ms * kv_max
+            self._now_s += step_ms / 1e3
+            if step >= spec.warm_up_steps:
+                outcome.tokens += sum(rank.running for rank in self._ranks)
+                outcome.time_s += step_ms / 1e3
+                if step % _SAMPLE_STEPS == 0:
+                    self._sample(outcome, running_max, kv_max)
+            for rank in self._ranks:
+                rank.kv_tokens += rank.running
+            if step % spec.report_steps == 0:
+                self._report()
+        return outcome
+
+    def _sample(self, outcome: DecodeOutcome, running_max: int, kv_max: int) -> None:
+        kv = [rank.kv_tokens for rank in self._ranks]
+        outcome.kv_mean.append(statistics.fmean(kv))
+        outcome.kv_sd.append(statistics.pstdev(kv))
+        outcome.kv_max.append(kv_max)
+        outcome.running_max.append(running_max)
+        outcome.bands.append((self._now_s, kv))
+
+    def _finish_due(self, step: int) -> int:
+        finished = 0
+        while self._finish and self._finish[0][0] <= step:
+            _, rid = heapq.heappop(self._finish)
+            index, prompt, output = self._live.pop(rid)
+            self._ranks[index].running -= 1
+            self._ranks[index].kv_tokens -= prompt + output
+            self._tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=output))
+            finished += 1
+        return finished
+
+    def _arrive(self, count: int, *, spread_ages: bool) -> None:
+        # Announced while decode refuses nothing, so each is dispatched at once or with the batch.
+        for _ in range(count):
+            rid = f"r{self._arrived}"
+            self._arrived += 1
+            prompt = self._length(self._spec.input_mean, self._spec.input_cv)
+            output = max(2, self._length(self._spec.output_mean, self._spec.output_cv))
+            self._lengths[rid] = (prompt, output)
+        batch = sorted(self._lengths, key=lambda r: -self._lengths[r][0])
+        for rid in batch:
+            self._tell(RequestArrived(rid=rid, prompt_tokens=self._lengths[rid][0]))
+            self._tell(PrefillDone(rid=rid))
+        placed, self._placed = self._placed, []
+        for command in placed:
+            prompt, output = self._lengths.pop(command.rid)
+            index = command.decode_rank
+            if self._weights is not None:
+                index = self._rng.choices(range(len(self._ranks)), self._weights)[0]
+            age = int(self._rng.random() * output) if spread_ages else 0
+            rank = self._ranks[index]
+            rank.running += 1
+            rank.kv_tokens += prompt + age
+            rank.accepted.append(command.rid)
+            rank.accepted_total += 1
+            self._live[command.rid] = (index, prompt, output)
+            heapq.heappush(self._finish, (self._step + output - age, command.rid))
+
+    def _length(self, mean: float, cv: float) -> int:
+        sigma = math.sqrt(math.log(1 + cv * cv))
+        drawn = self._rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
+        return int(min(max(drawn, 8), self._spec.longest))
+
+    def _report(self) -> None:
+        for index, rank in enumerate(self._ranks):
+            self._tell(
+                ForwardEnded(
+                    instance="d",
+                    report=EndForward(
+                        instance_id="d",
+                        boot_id="d",
+                        role="decode",
+                        dp_rank=index,
+                        dp_size=len(self._ranks),
+                        seq=rank.seq,
+                        kind="forward",
+                        forward_id=self._step,
+                        running_requests=rank.running,
+                        kv_tokens=rank.kv_tokens,
+                        accepted_requests=rank.accepted_total,
+                        rids=rank.accepted,
+                    ),
+                )
+            )
+            rank.seq += 1
+            rank.accepted = []
+
+    def _tell(self, event: Event) -> None:
+        for command in self._scheduler.handle(event, self._now_s):
+            if isinstance(command, Dispatch):
+                self._placed.append(command)

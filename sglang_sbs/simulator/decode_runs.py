@@ -1,0 +1,48 @@
+"""The decode experiment under each rule, as rows.
+
+Owns the named decode policies. Must not know how rows are printed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator.decode import STEP_COSTS, DecodeOutcome, DecodeSimulation, DecodeSpec
+from sglang_sbs.simulator.sweep import NO_FLOW_CONTROL, Row
+
+PERSISTENT_SKEW = 0.7
+"""Rank weights from 0.3 to 1.7: gives the paper's baseline band of 40-130K."""
+
+DECODE_POLICIES: dict[str, tuple[dict[str, Any], float]] = {
+    "sbs_potential": ({"policy": "sbs", "decode_rule": "potential"}, 0.0),
+    "sbs_iqr": ({"policy": "sbs", "decode_rule": "iqr"}, 0.0),
+    "least_requests": ({"policy": "least_requests"}, 0.0),
+    "round_robin": ({"policy": "round_robin"}, 0.0),
+    "skewed": ({"policy": "round_robin"}, PERSISTENT_SKEW),
+}
+"""Scheduler settings and skew by name. ``skewed`` is placement with persistent rank weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """One run."""
+
+    policy: str
+    seed: int
+    cost: str = "h100"
+
+
+def run_decode_outcome(job: DecodeJob) -> DecodeOutcome:
+    """Simulate."""
+    settings, skew = DECODE_POLICIES[job.policy]
+    config = SchedulerConfig(**{**NO_FLOW_CONTROL, **settings})
+    spec = DecodeSpec(seed=job.seed, cost=STEP_COSTS[job.cost])
+    return DecodeSimulation(spec, config).run(skew)
+
+
+def run_decode(job: DecodeJob) -> Row:
+    """Simulate and summarise."""
+    row = run_decode_outcome(job).row()
+    return {"scenario": "paper-decode", "policy": job.policy, "seed": job.seed, **row}

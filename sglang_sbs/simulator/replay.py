@@ -1,0 +1,45 @@
+"""Re-runs the event log of a real router and compares every decision.
+
+Owns the comparison. The format is the router's (:mod:`sglang_sbs.router.eventlog`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_sbs.router.eventlog import read_event_log
+from sglang_sbs.scheduling import Scheduler
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """How far the replay agreed."""
+
+    events: int = 0
+    commands: int = 0
+    difference: str = ""
+    """The first disagreement; empty if there is none."""
+
+
+def replay(path: Path) -> ReplayResult:
+    """Feed the recorded events to a fresh scheduler of the recorded configuration.
+
+    Raises:
+        OSError, ValueError: the log cannot be read.
+    """
+    scheduler: Scheduler | None = None
+    result = ReplayResult()
+    for record in read_event_log(path):
+        if record.event is None:
+            scheduler = Scheduler(record.config)
+            continue
+        if scheduler is None:
+            raise ValueError(f"{path} does not start with a configuration")
+        result.events += 1
+        commands = scheduler.handle(record.event, record.now_s)
+        result.commands += len(commands)
+        if commands != record.commands:
+            result.difference = f"{record.event}: now {commands}, recorded {record.commands}"
+            return result
+    return result
