@@ -6,6 +6,7 @@ Owns the process: arguments, logging, signals, exit code. Must not know the part
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -57,6 +58,10 @@ async def serve(options: RouterOptions) -> int:
         server.prometheus_port,
         server.endforward_endpoint or "nothing",
     )
+    # What start-up made lives for ever: out of the collector's way, and passes less often.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

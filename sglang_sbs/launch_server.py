@@ -149,7 +149,7 @@ def plan_from_command_line(arguments: Sequence[str]) -> tuple[ClusterPlan, argpa
             decode_flags=shlex.split(own.decode_args),
             cpu=own.cpu,
             virtual_gpu=_virtual_gpu(own.virtual_gpu),
-            log_dir=own.log_dir or Path(tempfile.mkdtemp(prefix="sglang-sbs-")),
+            log_dir=own.log_dir or _new_log_dir(own.dry_run),
             environment=dict(os.environ),
             router_flags=router_flags,
             router_host=own.host,
@@ -158,6 +158,12 @@ def plan_from_command_line(arguments: Sequence[str]) -> tuple[ClusterPlan, argpa
         return plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE)), own
     except PlanError as error:
         parser.error(str(error))
+
+
+def _new_log_dir(dry_run: bool) -> Path:
+    if dry_run:
+        return Path(tempfile.gettempdir()) / "sglang-sbs-logs"
+    return Path(tempfile.mkdtemp(prefix="sglang-sbs-"))
 
 
 def _virtual_gpu(text: str | None) -> VirtualGpuCost | None:

@@ -17,6 +17,8 @@ from sglang_sbs.cluster.logs import last_log_lines
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.cluster.spawn import SpawnedProcess, Spawner
 
+__all__ = ["ProcessDiedError", "Supervisor", "describe_exit", "last_log_lines"]
+
 
 class ProcessDiedError(RuntimeError):
     """A process of the cluster ended by itself."""

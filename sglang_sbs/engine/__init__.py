@@ -17,6 +17,7 @@ the engine.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ def register() -> None:
         try:
             config = load_config(os.environ)
         except ConfigError as error:
-            logger.error("EndForward is off: %s", error)
+            # Every process of the engine comes here; the first one says it for all.
+            first = multiprocessing.parent_process() is None
+            logger.log(logging.ERROR if first else logging.DEBUG, "EndForward is off: %s", error)
             return
         from sglang_sbs.engine.install import install
 

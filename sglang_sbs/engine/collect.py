@@ -112,8 +112,11 @@ def read_role(scheduler: Any) -> Role:
     return cast(Role, scheduler.disaggregation_mode.value)
 
 
-def read_pass(batch: Any, entered_s: float, dp_size: int) -> Pass:
+def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pass:
     """Describe a batch right after ``Scheduler.run_batch`` (``managers/schedule_batch.py``).
+
+    Its number is ``batch.forward_iter``, which 0.5.12 introduced as a copy of the scheduler's
+    ``forward_ct``.
 
     ``extend_num_tokens`` stays set on decode batches that were merged from prefilled ones, so only
     an extend pass has extend tokens; ``TARGET_VERIFY`` counts as extend in SGLang, not here.
@@ -126,7 +129,7 @@ def read_pass(batch: Any, entered_s: float, dp_size: int) -> Pass:
     stats = getattr(batch, "prefill_stats", None) if is_extend else None
     per_rank = getattr(batch, "global_num_tokens", None)
     return Pass(
-        forward_id=int(getattr(batch, "forward_iter", None) or 0),
+        forward_id=int(getattr(batch, "forward_iter", None) or scheduler.forward_ct),
         mode=mode.name.lower(),
         launch_s=getattr(batch, "launch_ts", None) or entered_s,
         is_extend=is_extend,

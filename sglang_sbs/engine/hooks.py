@@ -202,7 +202,7 @@ class RankHook:
         reader = self._attached(scheduler)
         if reader is None:
             return
-        launched = read_pass(batch, entered_s, reader.placement.dp_size)
+        launched = read_pass(scheduler, batch, entered_s, reader.placement.dp_size)
         if launched.is_prebuilt:
             return
         note_pass(result, launched)
@@ -228,7 +228,8 @@ class RankHook:
         if noted is not None:
             return noted
         reader = self._attached(scheduler)
-        return read_pass(batch, self._end_s, reader.placement.dp_size if reader else 1)
+        dp_size = reader.placement.dp_size if reader is not None else 1
+        return read_pass(scheduler, batch, self._end_s, dp_size)
 
     def _on_end(self, scheduler: Any, ended: Pass, end_s: float) -> None:
         reader = self._attached(scheduler)
@@ -289,11 +290,13 @@ class RankHook:
             self._sink = self._open_sink(self._config, reader.placement.dp_rank)
             self._reader = reader
             logger.info(
-                "EndForward of dp rank %d/%d, boot id %s, to %s",
+                "EndForward of dp rank %d/%d, boot id %s, %s",
                 reader.placement.dp_rank,
                 reader.placement.dp_size,
                 self._config.boot_id,
-                ", ".join(self._config.routers) or f"{self._config.bind} + rank",
+                f"to {', '.join(self._config.routers)}"
+                if self._config.routers
+                else f"on the port of {self._config.bind} + {reader.placement.dp_rank}",
             )
             if reader.missing:
                 logger.warning(

@@ -10,6 +10,7 @@ block for seconds, runs in a daemon thread that only hands over a set of endpoin
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -121,9 +122,10 @@ class Publisher:
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
+            reason = os.strerror(error.errno or 0)
             message = (
-                f"SGLANG_SBS_BIND: cannot bind {endpoint}: {error.strerror}; give each engine on "
-                "this host its own base port, at least its DP size apart, or use SGLANG_SBS_ROUTERS"
+                f"SGLANG_SBS_BIND: cannot bind {endpoint}: {reason}; give each engine on this host "
+                "its own base port, at least its DP size apart, or use SGLANG_SBS_ROUTERS"
             )
             if fatal:
                 raise BindError(message) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from sglang_sbs.router.errors import RouterError
@@ -17,7 +17,15 @@ from sglang_sbs.router.errors import RouterError
 class Admission:
     """``max_concurrent`` below 1: no limit."""
 
-    def __init__(self, max_concurrent: int, queue_size: int, queue_timeout_s: float) -> None:
+    def __init__(
+        self,
+        max_concurrent: int,
+        queue_size: int,
+        queue_timeout_s: float,
+        has_room: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``has_room``: whether this process can open the connections one more request needs."""
+        self._has_room = has_room
         self._max = max_concurrent
         self._queue_size = queue_size
         self._timeout_s = queue_timeout_s
@@ -37,8 +45,16 @@ class Admission:
         """A slot for the time of the block.
 
         Raises:
-            RouterError: 429 when the queue is full, 503 when no slot came free in time.
+            RouterError: 429 when the queue is full, 503 when no slot came free in time or this
+                process is out of descriptors.
         """
+        if not self._has_room():
+            raise RouterError(
+                503,
+                "router_overloaded",
+                "this router has no file descriptors left; raise its limit (ulimit -n)",
+                retry_after_s=1.0,
+            )
         await self._acquire()
         try:
             yield

@@ -111,8 +111,7 @@ class _Surface:
         resource = request.match_info.route.resource
         label = resource.canonical if known and resource is not None else "unknown"
         started_s = time.monotonic()
-        self._metrics.http_requests.labels(request.method, label).inc()
-        self._metrics.http_active.inc()
+        duration = self._metrics.http_started(request.method, label)
         error_code = ""
         status = 499
         try:
@@ -120,16 +119,15 @@ class _Surface:
             status = response.status
             error_code = response.headers.get("X-SMG-Error-Code", "")
         finally:
-            self._metrics.http_active.dec()
-            self._metrics.http_responses.labels(str(status), error_code).inc()
-            self._metrics.http_seconds.labels(label).observe(time.monotonic() - started_s)
+            self._metrics.http_ended(status, error_code)
+            duration.observe(time.monotonic() - started_s)
         return response
 
     async def _respond(
         self, request: web.Request, handler: Handler, path: str
     ) -> web.StreamResponse:
-        if request.method == "OPTIONS" and self._origins:
-            return web.Response(status=204)
+        if request.method == "OPTIONS":
+            return self._preflight()
         if not self._authorised(request, path):
             return web.Response(status=401)
         try:
@@ -155,6 +153,17 @@ class _Surface:
                 500, "internal_error", "internal error; see the router's log"
             ).response()
 
+    def _preflight(self) -> web.Response:
+        headers = (
+            {}
+            if self._origins
+            else {
+                "Access-Control-Allow-Methods": "*",
+                "Access-Control-Allow-Headers": "*",
+            }
+        )
+        return web.Response(status=200, headers=headers)
+
     def _authorised(self, request: web.Request, path: str) -> bool:
         options = self._options
         admin = path.startswith(_ADMIN_PREFIXES)
@@ -167,10 +176,13 @@ class _Surface:
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Headers of every response, streams included."""
         response.headers.setdefault("x-request-id", _identifier.get())
-        origin = request.headers.get("Origin")
-        if not origin or not self._origins:
+        if not self._origins:
+            # As sglang_router does without the flag: browsers may read every answer.
+            response.headers["Access-Control-Allow-Origin"] = "*"
+            response.headers["Access-Control-Expose-Headers"] = "*"
             return
-        if "*" in self._origins or origin in self._origins:
+        origin = request.headers.get("Origin")
+        if origin and ("*" in self._origins or origin in self._origins):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, OPTIONS"
             response.headers["Access-Control-Allow-Headers"] = "content-type, authorization"

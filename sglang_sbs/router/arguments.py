@@ -22,7 +22,6 @@ from sglang_sbs.scheduling.config import (
 
 NEAREST_POLICY: dict[str, Policy] = {
     "cache_aware": "least_tokens",
-    "power_of_two": "least_requests",
     "manual": "round_robin",
     "bucket": "least_tokens",
 }

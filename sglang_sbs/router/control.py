@@ -88,7 +88,7 @@ class Control:
                 "id": name,
                 "object": "model",
                 "created": self._server.started_at,
-                "owned_by": "sglang",
+                "owned_by": "local",
                 "max_model_len": worker.info.max_request_tokens or None if worker.info else None,
             }
             for name, worker in names.items()
@@ -161,10 +161,15 @@ class Control:
         return _json(answer, 202, {"Location": location})
 
     async def get_worker(self, request: web.Request) -> web.StreamResponse:
-        return _json(describe_worker(self._worker(request), time.monotonic()))
+        worker = self._worker(request)
+        if worker is None:
+            return _no_worker(request)
+        return _json(describe_worker(worker, time.monotonic()))
 
     async def remove_worker(self, request: web.Request) -> web.StreamResponse:
         worker = self._worker(request)
+        if worker is None:
+            return _no_worker(request)
         self._server.remove_worker(worker)
         return _json(
             {
@@ -175,12 +180,8 @@ class Control:
             202,
         )
 
-    def _worker(self, request: web.Request) -> Worker:
-        worker_id = request.match_info["worker_id"]
-        worker = self._registry.by_id(worker_id)
-        if worker is None:
-            raise RouterError(404, "worker_not_found", f"no worker with id {worker_id}")
-        return worker
+    def _worker(self, request: web.Request) -> Worker | None:
+        return self._registry.by_id(request.match_info["worker_id"])
 
     # Fan-out ----------------------------------------------------------------------------------
 
@@ -195,7 +196,11 @@ class Control:
         ]
         answer = {
             "status": "partial_success" if failed else "success",
-            "message": f"flushed {len(flushed)} of {len(workers)} workers",
+            "message": (
+                f"Cache flush: {len(flushed)} succeeded, {len(failed)} failed"
+                if failed
+                else f"Successfully flushed cache on all {len(flushed)} HTTP workers"
+            ),
             "workers_flushed": len(flushed),
             "total_http_workers": len(workers),
             "total_workers": len(workers),
@@ -216,7 +221,9 @@ class Control:
             }
             for worker, status, body in answers
         ]
-        return _json({"loads": loads})
+        # sglang_router 0.3.2 calls the list "workers", later releases "loads".
+        short = [{"worker": load["worker"], "load": load["load"]} for load in loads]
+        return _json({"loads": loads, "workers": short})
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
@@ -256,6 +263,11 @@ class Control:
                 return worker, 0, (str(error) or type(error).__name__).encode()
 
         return list(await asyncio.gather(*map(ask, workers)))
+
+
+def _no_worker(request: web.Request) -> web.StreamResponse:
+    worker_id = request.match_info["worker_id"]
+    return _json({"error": f"Worker {worker_id} not found", "code": "WORKER_NOT_FOUND"}, 404)
 
 
 def _json(

@@ -8,7 +8,8 @@ a task switch, which is most of what relaying it would cost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
@@ -17,25 +18,28 @@ LOW_WATER_BYTES = 1 << 18
 _RECHECK_S = 0.02
 
 
+class Source(Protocol):
+    """Where pieces come from."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
 class Downstream:
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, sources: Mapping[int, Source]) -> None:
+        """``sources`` are paused while the client reads too slowly; more may be added later."""
         self._request = request
         self._response: web.StreamResponse | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._pending: list[bytes] = []
         self._chunked = request.version >= HttpVersion11
         self._paused = False
-        self._pause: Callable[[], None] = lambda: None
-        self._resume: Callable[[], None] = lambda: None
+        self._sources = sources
 
     @property
     def opened(self) -> bool:
         """The status line left: errors can only be events of the stream from now on."""
         return self._response is not None
-
-    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        """What to call when the client reads too slowly, and when it has caught up."""
-        self._pause, self._resume = pause, resume
 
     def push(self, data: bytes) -> None:
         """Send a piece; kept until :meth:`open` has sent the head."""
@@ -51,7 +55,8 @@ class Downstream:
             transport.write(data)
         if transport.get_write_buffer_size() > HIGH_WATER_BYTES and not self._paused:
             self._paused = True
-            self._pause()
+            for source in self._sources.values():
+                source.pause()
             asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
 
     def _recheck(self) -> None:
@@ -62,7 +67,8 @@ class Downstream:
             asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
             return
         self._paused = False
-        self._resume()
+        for source in self._sources.values():
+            source.resume()
 
     async def open(self, content_type: str) -> None:
         """Send the head and what was pushed so far, in one write. A second call does nothing."""

@@ -16,8 +16,6 @@ from aiohttp import web
 from sglang_sbs.scheduling.events import RefuseCause
 
 ERROR_CODE_HEADER = "X-SMG-Error-Code"
-TRANSPORT_FAILED = "PD disaggregation request failed"
-"""The literal code sglang_router gives a leg it could not reach or that broke off."""
 
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
@@ -116,6 +114,7 @@ class LegFailure(RouterError):
         *,
         transport: bool = False,
         unreachable: bool = False,
+        blameless: bool = False,
     ) -> None:
         super().__init__(status, code, message, retry_after_s=1.0 if status == 503 else None)
         self.leg: Leg = leg
@@ -124,6 +123,7 @@ class LegFailure(RouterError):
         """The connection failed, as opposed to the engine answering with an error."""
         self.unreachable = unreachable
         """Nothing listens at the worker's address."""
+        self._blameless = blameless
 
     @property
     def retryable(self) -> bool:
@@ -131,20 +131,26 @@ class LegFailure(RouterError):
 
     @property
     def counts_against_worker(self) -> bool:
-        """Client errors (4xx) say nothing about the worker's health."""
-        return self.status >= 500
+        """Client errors (4xx) and this router's own say nothing about the worker's health."""
+        return self.status >= 500 and not self._blameless
 
 
 def transport_failure(leg: Leg, worker: str, detail: str, *, unreachable: bool) -> LegFailure:
+    """A leg could not be reached or broke off: 502 ``prefill_server_error`` or ``decode_…``."""
     return LegFailure(
         leg,
         worker,
         502,
-        TRANSPORT_FAILED,
-        f"{leg} worker {worker}: {detail}",
+        f"{leg}_server_error",
+        f"{leg.capitalize()} server error: {detail} ({worker})",
         transport=True,
         unreachable=unreachable,
     )
+
+
+def own_failure(leg: Leg, worker: str, detail: str) -> LegFailure:
+    """This router could not even try: out of descriptors or ports."""
+    return LegFailure(leg, worker, 503, "router_overloaded", detail, transport=True, blameless=True)
 
 
 def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:

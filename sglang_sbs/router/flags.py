@@ -132,11 +132,12 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         )
     if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
         raise FlagError("--retry-max-backoff-ms must not be below --retry-initial-backoff-ms")
+    policy = _policy(args.policy, warnings)
     return RouterOptions(
         prefill=prefill,
         decode=decode,
         scheduler=SchedulerConfig(
-            policy=_policy(args.policy, warnings),
+            policy=policy,
             trigger=cast(Trigger, args.sbs_trigger),
             decode_rule=cast(DecodeRule, args.sbs_decode),
             t_default_s=args.sbs_t_default_ms / 1000,
@@ -168,6 +169,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             failure_threshold=args.health_failure_threshold,
             success_threshold=args.health_success_threshold,
             health_endpoint=endpoint,
+            load_poll_interval_s=MonitorConfig().load_poll_interval_s if policy == "sbs" else None,
             api_key=args.api_key,
         ),
         host=args.host,

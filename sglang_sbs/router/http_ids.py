@@ -5,7 +5,7 @@ Owns their form. Must not know what they are used for (``rid`` of the engines is
 
 from __future__ import annotations
 
-import secrets
+import random
 import string
 from collections.abc import Mapping, Sequence
 
@@ -23,5 +23,4 @@ def request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> s
         value = headers.get(name)
         if value:
             return value
-    body = "".join(secrets.choice(_ALPHABET) for _ in range(24))
-    return _PREFIXES.get(path, "req-") + body
+    return _PREFIXES.get(path, "req-") + "".join(random.choices(_ALPHABET, k=24))

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 import orjson
 
 from sglang_sbs.router.dispatcher import Assignment, Dispatcher
+from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
 from sglang_sbs.router.lengths import PromptLength, PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.pair import Pair, PrefillReply
 from sglang_sbs.router.registry import Worker
 from sglang_sbs.router.upstream import Pool, UpstreamError, request_head
 from sglang_sbs.scheduling.events import Outcome
+
+_LAST_CHANCE_S = 5.0
+"""Without a byte for this long, a stream of a lost worker is over."""
 
 
 @dataclass(slots=True)
@@ -173,6 +177,30 @@ class InFlight:
             self._prefill_over(request)
             self._metrics.ttft_seconds.observe(time.monotonic() - request.announced_s)
 
+    # Lost workers -----------------------------------------------------------------------------
+
+    def fail_worker(self, worker: Worker) -> None:
+        """End what waits for a worker that answers nothing any more.
+
+        Streams under way get a last chance: they are ended if nothing comes for a while.
+        """
+        for rid, request in list(self._requests.items()):
+            pair = request.pair
+            if pair is None:
+                continue
+            if request.decode is worker and pair.opened:
+                loop = asyncio.get_running_loop()
+                loop.call_later(_LAST_CHANCE_S, self._fail_if_stalled, rid, worker, pair.chunks)
+            elif request.decode is worker:
+                pair.leg_failed(_lost("decode", worker))
+            elif request.prefill is worker and request.prefill_open:
+                pair.leg_failed(_lost("prefill", worker))
+
+    def _fail_if_stalled(self, rid: str, worker: Worker, chunks: int) -> None:
+        request = self._requests.get(rid)
+        if request is not None and request.pair is not None and request.pair.chunks == chunks:
+            request.pair.leg_failed(_lost("decode", worker))
+
     # Aborts -----------------------------------------------------------------------------------
 
     def send_abort(self, worker_url: str, rid: str) -> None:
@@ -183,6 +211,11 @@ class InFlight:
         self.aborts_sent += 1
         self._metrics.aborts.inc()
         self._pool.call(worker_url, (head, body), _Ignore())
+
+
+def _lost(leg: Leg, worker: Worker) -> LegFailure:
+    detail = "it answers nothing any more, not even health checks"
+    return transport_failure(leg, worker.url, detail, unreachable=False)
 
 
 class _Ignore:

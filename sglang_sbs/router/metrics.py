@@ -125,6 +125,10 @@ class RouterMetrics:
             (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
         )
         self._gang = (-1, 0)
+        # Looking a label set up costs more than counting: keep those of the hot paths.
+        self._legs: dict[tuple[str, int], Counter] = {}
+        self._http: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+        self._responses: dict[tuple[int, str], Counter] = {}
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -138,8 +142,8 @@ class RouterMetrics:
 
     def dispatched(self, command: Dispatch) -> None:
         self.hold_seconds.observe(command.held_s)
-        self.dispatches.labels("prefill", command.prefill, str(command.prefill_rank)).inc()
-        self.dispatches.labels("decode", command.decode, str(command.decode_rank)).inc()
+        self._leg("prefill", command.prefill, command.prefill_rank).inc()
+        self._leg("decode", command.decode, command.decode_rank).inc()
         batch, size = self._gang
         if command.batch == batch:
             self._gang = (batch, size + 1)
@@ -148,8 +152,34 @@ class RouterMetrics:
                 self.gang_size.observe(size)
             self._gang = (command.batch, 1)
 
+    def _leg(self, role: str, worker: str, rank: int) -> Counter:
+        leg = self._legs.get((worker, rank))
+        if leg is None:
+            leg = self._legs[worker, rank] = self.dispatches.labels(role, worker, str(rank))
+        return leg
+
     def refused(self, command: Refuse) -> None:
         self.refusals.labels(command.cause).inc()
+
+    # The HTTP surface -------------------------------------------------------------------------
+
+    def http_started(self, method: str, path: str) -> Histogram:
+        """Count a request; returns where its duration goes."""
+        known = self._http.get((method, path))
+        if known is None:
+            known = (self.http_requests.labels(method, path), self.http_seconds.labels(path))
+            self._http[method, path] = known
+        known[0].inc()
+        self.http_active.inc()
+        return known[1]
+
+    def http_ended(self, status: int, error_code: str) -> None:
+        self.http_active.dec()
+        responses = self._responses.get((status, error_code))
+        if responses is None:
+            responses = self.http_responses.labels(str(status), error_code)
+            self._responses[status, error_code] = responses
+        responses.inc()
 
     # Others -----------------------------------------------------------------------------------
 

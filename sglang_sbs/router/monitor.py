@@ -18,6 +18,7 @@ import orjson
 
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
+from sglang_sbs.router.upstream import is_our_own
 from sglang_sbs.scheduling.events import Event, LoadPolled
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,16 @@ class MonitorConfig:
     success_threshold: int = 2
     health_endpoint: str | None = None
     """As the user set it; ``None`` picks a check that costs the engine nothing."""
-    load_poll_interval_s: float = 0.075
+    load_poll_interval_s: float | None = 0.075
+    """``None``: no polls, the policy has no use for them."""
     api_key: str | None = None
+
+
+@dataclass(frozen=True)
+class _Problem:
+    text: str
+    silent: bool
+    """It gave no answer at all (stopped, cut off), as opposed to one that says no."""
 
 
 class Monitor:
@@ -70,8 +79,10 @@ class Monitor:
         self._doubts[worker.url] = asyncio.Event()
         self._tasks[worker.url] = [
             asyncio.create_task(self._watch(worker)),
-            asyncio.create_task(self._poll_loads(worker)),
         ]
+        if self._config.load_poll_interval_s is not None:
+            polls = self._poll_loads(worker, self._config.load_poll_interval_s)
+            self._tasks[worker.url].append(asyncio.create_task(polls))
 
     def stop(self, worker: Worker) -> None:
         for task in self._tasks.pop(worker.url, []):
@@ -143,7 +154,9 @@ class Monitor:
             else:
                 failures, successes = failures + 1, 0
                 if failures >= self._config.failure_threshold:
-                    self._registry.set_healthy(worker, False, problem)
+                    self._registry.set_healthy(worker, False, problem.text)
+                    if problem.silent:
+                        self._registry.silenced(worker)
             await asyncio.sleep(_FAST_S)
 
     async def _recover(self, worker: Worker) -> bool:
@@ -154,7 +167,7 @@ class Monitor:
         self._registry.refresh(worker)
         return True
 
-    async def _probe(self, worker: Worker) -> str | None:
+    async def _probe(self, worker: Worker) -> _Problem | None:
         """What is wrong with the worker, if anything."""
         configured = self._config.health_endpoint
         paths = (configured,) if configured else _PROBE_PATHS
@@ -163,14 +176,17 @@ class Monitor:
             try:
                 status, _ = await self._get(worker, path)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                return f"GET {path}: {_describe_error(error)}"
+                if is_our_own(error):
+                    logger.error("cannot check %s: %s", worker.url, error)
+                    return None
+                return _Problem(f"GET {path}: {_describe_error(error)}", silent=True)
             if status == 404 and not configured and path != paths[-1]:
                 continue
             self._probe_path[worker.url] = path
             # An engine without any of the cheap checks has at least answered.
-            return (
-                None if status == 200 or (status == 404 and not configured) else f"{path}: {status}"
-            )
+            if status == 200 or (status == 404 and not configured):
+                return None
+            return _Problem(f"GET {path}: {status}", silent=False)
         return None
 
     async def _describe(self, worker: Worker) -> bool:
@@ -187,7 +203,8 @@ class Monitor:
                 raise UnusableWorker("/server_info is not a JSON object")
             info = parse_server_info(value, worker.role)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            worker.problems["unreachable"] = f"/server_info: {_describe_error(error)}"
+            text = f"waiting for it: /server_info: {_describe_error(error)}"
+            self._registry.report_problem(worker, "unreachable", text)
             return False
         except (UnusableWorker, orjson.JSONDecodeError) as error:
             self._registry.report_problem(worker, "unusable", str(error))
@@ -222,9 +239,8 @@ class Monitor:
 
     # Fallback signal --------------------------------------------------------------------------
 
-    async def _poll_loads(self, worker: Worker) -> None:
+    async def _poll_loads(self, worker: Worker, interval_s: float) -> None:
         """``/v1/loads`` while the instance works and sends no EndForward."""
-        interval_s = self._config.load_poll_interval_s
         backoff_s = interval_s
         while True:
             await asyncio.sleep(backoff_s)

@@ -24,6 +24,7 @@ from sglang_sbs.router.errors import (
     LegFailure,
     leg_aborted,
     leg_status_failure,
+    own_failure,
     transport_failure,
 )
 from sglang_sbs.router.upstream import Call, Pool, UpstreamError, request_head
@@ -145,6 +146,7 @@ class Pair:
         if self._closed:
             return
         self._closed = True
+        self._sink = None
         if not self._prefill_over:
             self._abort_leg(self.prefill_call)
         if not self._decode_over:
@@ -264,6 +266,7 @@ class Pair:
                 return
             self._open()
         self._done = True
+        self._sink = None
         if not self._prefill_over and not self._closed:
             self._pool.loop.call_later(_SETTLE_S, self._give_up_prefill)
         self._wake()
@@ -301,6 +304,9 @@ class _Leg:
         raise NotImplementedError
 
     def failed(self, error: UpstreamError) -> None:
+        if error.kind == "local":
+            self.pair.leg_failed(own_failure(self.name, self.worker, str(error)))
+            return
         self.pair.leg_failed(
             transport_failure(
                 self.name, self.worker, str(error), unreachable=error.kind == "refused"

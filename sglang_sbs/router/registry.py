@@ -36,7 +36,7 @@ class Worker:
     role: InstanceRole
     breaker: Breaker
     configured_bootstrap_port: int | None = None
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
     info: WorkerInfo | None = None
     healthy: bool = False
     draining: bool = False
@@ -94,14 +94,21 @@ class Registry:
         emit: Callable[[Event], None],
         breaker: BreakerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        expects_endforward: bool = True,
     ) -> None:
+        """``expects_endforward``: its absence is a problem worth telling."""
         self._emit = emit
         self._breaker = breaker or BreakerConfig()
         self._clock = clock
+        self._expects_endforward = expects_endforward
         self._workers: dict[str, Worker] = {}
         self._aliases: dict[tuple[str, int], str] = {}
         self.doubted: Callable[[Worker], None] = lambda worker: None
         """Called when something casts doubt on a worker: probe it now."""
+        self.silenced: Callable[[Worker], None] = lambda worker: None
+        """Called when a worker answers nothing any more, or restarted: what it was doing is lost,
+        though the connections may not know yet."""
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -260,6 +267,7 @@ class Registry:
         worker.info = None
         worker.breaker.reset()
         self._announce(worker)
+        self.silenced(worker)
         self.doubted(worker)
 
     def _announce(self, worker: Worker) -> None:
@@ -294,7 +302,7 @@ class Registry:
         if worker.info is None or not worker.healthy:
             return
         if not worker.last_report_s:
-            if worker.dispatches >= MUTE_AFTER_DISPATCHES:
+            if self._expects_endforward and worker.dispatches >= MUTE_AFTER_DISPATCHES:
                 where = (
                     "the sglang-sbs plugin is not installed or not configured there: pip install "
                     "sglang-sbs next to SGLang and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
@@ -336,10 +344,16 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "worker_type": worker.role,
         "is_healthy": worker.healthy,
         "load": worker.active,
-        "connection_mode": "http",
+        "connection_mode": "HTTP",
         "runtime_type": "sglang",
         "bootstrap_port": worker.bootstrap_port,
-        "metadata": {},
+        "metadata": {
+            "disaggregation_mode": worker.role,
+            "served_model_name": info.model_id if info else "unknown",
+            "load_balance_method": info.load_balance_method if info else "",
+            "dp_size": str(worker.dp_size),
+        },
+        "disable_health_check": False,
         "usable": worker.usable,
         "circuit_breaker": worker.breaker.state,
         "dp_size": info.dp_size if info else None,

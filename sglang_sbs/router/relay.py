@@ -12,7 +12,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -77,7 +77,7 @@ class _Exchange:
     downstream: Downstream
     lengths: list[PromptLength]
     """By prompt index."""
-    pairs: dict[int, Pair] = field(default_factory=dict)
+    pairs: dict[int, Pair]
     """By unit index: the attempt under way."""
 
 
@@ -113,12 +113,14 @@ class Relay:
             asyncio.CancelledError: the client is gone; both legs are aborted.
         """
         plan = plan_request(kind, await request.read())
+        pairs: dict[int, Pair] = {}
         exchange = _Exchange(
             plan=plan,
             path=PATHS[kind],
             headers=headers,
             request_id=request_id,
-            downstream=Downstream(request),
+            downstream=Downstream(request, pairs),
+            pairs=pairs,
             lengths=await self._lengths.count(kind, plan.prompts),
         )
         task = asyncio.current_task()
@@ -293,8 +295,8 @@ class Relay:
                 self._registry.leg_succeeded(assignment.prefill)
                 self._registry.leg_succeeded(assignment.decode)
             return pair
-        except asyncio.CancelledError:
-            outcome = "aborted"
+        except (asyncio.CancelledError, ConnectionResetError):
+            outcome = "aborted"  # the client is gone
             raise
         finally:
             if pair is not None:
@@ -357,9 +359,6 @@ class Relay:
         )
         exchange.pairs[unit.index] = pair
         self._in_flight.started(assignment, pair, prefill, decode)
-        exchange.downstream.on_pressure(
-            lambda: _each(exchange.pairs, Pair.pause), lambda: _each(exchange.pairs, Pair.resume)
-        )
         logger.debug(
             "%s: rid %s to %s rank %d and %s rank %d after %.1f ms: %s",
             exchange.request_id,
@@ -372,8 +371,3 @@ class Relay:
             assignment.reason,
         )
         return pair
-
-
-def _each(pairs: dict[int, Pair], action: Callable[[Pair], None]) -> None:
-    for pair in pairs.values():
-        action(pair)

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _FLUSH_S = 1.0
+_SPARE_FILES = 64
+"""Descriptors kept for listening sockets, logs, health checks and clients being refused."""
 
 
 class RouterServer:
@@ -60,6 +62,7 @@ class RouterServer:
         self.prometheus_port = options.prometheus_port
         self.endforward_endpoint: str | None = None
         self._scheduler = scheduler
+        self._file_limit = 0
         self._runners: list[web.AppRunner] = []
         self._flusher: asyncio.Task[None] | None = None
 
@@ -71,7 +74,7 @@ class RouterServer:
             ValueError: the tokenizer cannot be loaded.
         """
         options = self.options
-        raise_file_limit()
+        self._file_limit = raise_file_limit()
         self._build()
         try:
             self.endforward_endpoint = self._listener.open(options.endforward_bind)
@@ -118,7 +121,13 @@ class RouterServer:
             connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True)
         )
         self.dispatcher = Dispatcher(scheduler, observer=self.metrics, event_log=log)
-        self.registry = Registry(self.dispatcher.submit, options.breaker)
+        self.registry = Registry(
+            self.dispatcher.submit,
+            options.breaker,
+            expects_endforward=(
+                options.scheduler.policy == "sbs" and options.endforward_bind is not None
+            ),
+        )
         self.pool = Pool(loop, ssl_context=tls)
         self.lengths = PromptLengths(tokenizer, self.metrics.length_missed)
         self.in_flight = InFlight(
@@ -128,8 +137,12 @@ class RouterServer:
             metrics=self.metrics,
             worker_key=options.worker_key,
         )
+        self.registry.silenced = self.in_flight.fail_worker
         self.admission = Admission(
-            options.max_concurrent_requests, options.queue_size, options.queue_timeout_s
+            options.max_concurrent_requests,
+            options.queue_size,
+            options.queue_timeout_s,
+            self._has_descriptors,
         )
         self.relay = Relay(
             options.relay,
@@ -197,6 +210,11 @@ class RouterServer:
     def _reported(self, worker: Worker, report: EndForward) -> None:
         chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)
         self.metrics.forward_ended(worker.url, chunk, report)
+
+    def _has_descriptors(self) -> bool:
+        """A request takes one for its client and two for its legs; some stay for everything else."""
+        used = self.in_flight.client_requests + self.pool.open_connections
+        return used + 3 <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
 
     # Listening --------------------------------------------------------------------------------
 
@@ -275,8 +293,8 @@ class RouterServer:
             self.dispatcher.flush_log()
 
 
-def raise_file_limit() -> None:
-    """One stream needs three descriptors: take all the system allows."""
+def raise_file_limit() -> int:
+    """Take all the descriptors the system allows; returns how many that is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1_048_576
     if soft < wanted:
@@ -284,3 +302,5 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:
             logger.warning("open files stay limited to %d: %s", soft, error)
+            return soft
+    return max(soft, wanted)

@@ -9,6 +9,7 @@ PD or JSON.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections import deque
@@ -22,11 +23,21 @@ IDLE_LIMIT_S = 3.0
 """Idle connections older than this are not reused: SGLang (uvicorn) closes them after 5 s."""
 _DNS_TTL_S = 10.0
 
-FailureKind = Literal["refused", "connect", "reset", "protocol"]
+FailureKind = Literal["refused", "connect", "reset", "protocol", "local"]
+
+_OUR_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
+
+
+def is_our_own(error: BaseException) -> bool:
+    """This machine has no descriptors or ports left: no connection anywhere would work."""
+    return isinstance(error, OSError) and error.errno in _OUR_OWN_ERRORS
 
 
 class UpstreamError(Exception):
-    """The exchange broke off. ``refused``: nothing listens there."""
+    """The exchange broke off.
+
+    ``refused``: nothing listens there. ``local``: this machine is out of descriptors or ports.
+    """
 
     def __init__(self, kind: FailureKind, detail: str) -> None:
         super().__init__(detail)
@@ -176,7 +187,8 @@ class Call:
             self._fail(UpstreamError("connect", f"no connection within {limit:g} s"))
             return
         except OSError as error:
-            self._fail(UpstreamError("connect", f"cannot connect ({error})"))
+            kind: FailureKind = "local" if is_our_own(error) else "connect"
+            self._fail(UpstreamError(kind, f"cannot connect ({error})"))
             return
         finally:
             self._task = None

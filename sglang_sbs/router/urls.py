@@ -5,6 +5,7 @@ Owns parsing and normalisation. Must not know workers or sockets (it never resol
 
 from __future__ import annotations
 
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -32,6 +33,7 @@ def normalise_worker_url(url: str) -> str:
     return f"{parts.scheme}://{bracketed(parts.hostname)}:{port or _DEFAULT_PORTS[parts.scheme]}"
 
 
+@lru_cache(maxsize=4096)
 def split_worker_url(url: str) -> tuple[str, str, int]:
     """Scheme, host (no brackets) and port of a normalised URL."""
     parts = urlsplit(url)

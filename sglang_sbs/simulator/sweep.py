@@ -130,7 +130,7 @@ def max_load(job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0) -
 
     def meets(load: float) -> bool:
         row = run(scenario, _at_load(job, load))
-        return row["unfinished"] == 0 and row["ttft_mean_s"] <= slo_ttft_s
+        return bool(row["unfinished"] == 0 and row["ttft_mean_s"] <= slo_ttft_s)
 
     if not meets(low):
         high = low

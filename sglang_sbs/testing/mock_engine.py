@@ -62,10 +62,11 @@ class RecordedRequest:
     arrived_s: float
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
+    rid: str = ""
+    """As sent, else made up here, as SGLang does."""
 
-    @property
-    def rid(self) -> str:
-        return str(self.body["rid"])
+    def __post_init__(self) -> None:
+        self.rid = str(self.body.get("rid") or uuid.uuid4().hex)
 
 
 class HoldGate:
@@ -177,6 +178,7 @@ class MockEngine:
         app.router.add_get("/model_info", self._get_model_info)
         app.router.add_get("/v1/loads", self._get_loads)
         app.router.add_get("/ready", self._get_ready)
+        app.router.add_get("/health", self._count(web.Response))
         app.router.add_get("/health_generate", self._count(web.Response))
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1

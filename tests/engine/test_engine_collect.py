@@ -117,9 +117,16 @@ def test_without_chunking_the_budget_of_a_pass_is_max_prefill_tokens() -> None:
 def test_a_batch_without_launch_time_uses_that_of_the_hook() -> None:
     """< 0.5.18."""
     batch = Batch(Mode.EXTEND, [Req("a", 10)], 10)
-    assert read_pass(batch, 12.5, 2).launch_s == 12.5
+    assert read_pass(Scheduler(Role.PREFILL, Clock()), batch, 12.5, 2).launch_s == 12.5
+
+
+def test_a_batch_without_number_uses_the_counter_of_the_scheduler() -> None:
+    """0.5.11."""
+    scheduler, batch = Scheduler(Role.PREFILL, Clock()), Batch(Mode.EXTEND, [Req("a", 10)], 10)
+    scheduler.forward_ct = 7
+    assert read_pass(scheduler, batch, 0, 2).forward_id == 7
 
 
 def test_a_verify_pass_extends_nothing() -> None:
     batch = Batch(Mode.TARGET_VERIFY, [Req("a", 10)], 2500)
-    assert read_pass(batch, 0, 2).extend_tokens == 0
+    assert read_pass(Scheduler(Role.PREFILL, Clock()), batch, 0, 2).extend_tokens == 0

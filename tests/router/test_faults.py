@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 from router_harness import Cluster, cluster, sse_events, until
 
-from sglang_sbs.router.errors import TRANSPORT_FAILED
+from sglang_sbs.router import downstream, inflight
+from sglang_sbs.router.pair import Pair
 from sglang_sbs.scheduling.events import Refuse, RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour, Fault, MockEngine
 
@@ -74,8 +77,8 @@ async def test_a_leg_that_breaks_off_is_a_502_and_aborts_the_other(leg: str, fau
         engine_of(c, leg).behaviour = Behaviour(fault=fault)
         response = await (await both_arrived(c, leg, {"text": "x"}))
         assert response.status == 502
-        assert response.headers["X-SMG-Error-Code"] == TRANSPORT_FAILED
-        assert leg in (await response.json())["error"]["message"]
+        assert response.headers["X-SMG-Error-Code"] == f"{leg}_server_error"
+        assert engine_of(c, leg).url in (await response.json())["error"]["message"]
         await other_of(c, leg).aborted(other_of(c, leg).requests[0].rid)
         await c.settled()
         c.check_books()
@@ -192,7 +195,7 @@ async def test_nothing_is_retried_after_the_first_byte() -> None:
             assert response.status == 200
             events = sse_events(await response.read())
         assert events[0]["text"] == "t1"
-        assert events[-1]["error"]["code"] == TRANSPORT_FAILED
+        assert events[-1]["error"]["code"] == "decode_server_error"
         assert events[-1]["error"]["status"] == 502
         await c.prefill[0].aborted(c.prefill[0].requests[0].rid)
         await c.settled()
@@ -395,4 +398,90 @@ async def test_a_scheduler_that_raises_is_a_500_not_a_hang() -> None:
         c.scheduler.handle = broken  # type: ignore[method-assign]
         status, body = await c.generate(text="x")
         assert (status, body["error"]["code"]) == (500, "scheduler_error")
+        c.check_books()
+
+
+# Engines that fall silent, clients that are slow ------------------------------------------------
+
+
+async def test_what_waits_for_an_engine_that_falls_silent_goes_elsewhere() -> None:
+    async with cluster(decode=2) as c:
+        up = next(up.instance for up in c.scheduler.up.values() if up.role == "decode")
+        stopped = next(engine for engine in c.decode if engine.url == up)
+        stopped.gate.close()
+        task = asyncio.create_task(c.generate(text="x"))
+        await stopped.gate.arrived(1)
+        worker = c.server.registry.get(stopped.url)
+        assert worker is not None
+        c.server.registry.set_healthy(worker, False, "stopped")
+        c.server.registry.silenced(worker)
+        assert (await task)[0] == 200
+        await c.settled()
+        assert c.scheduler.ended() == ["failed", "completed"]
+        c.check_books()
+
+
+async def test_a_stream_of_a_silent_engine_is_ended_when_nothing_comes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(inflight, "_LAST_CHANCE_S", 0.05)
+    async with cluster() as c:
+        c.decode[0].token_gate.close()
+        worker = c.server.registry.get(c.decode[0].url)
+        assert worker is not None
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            c.server.registry.silenced(worker)
+            events = sse_events(await response.read())
+        assert events[-1]["error"]["code"] == "decode_server_error"
+        await c.settled()
+        c.check_books()
+
+
+async def test_a_slow_client_pauses_decode_and_gets_everything(monkeypatch: Any) -> None:
+    monkeypatch.setattr(downstream, "HIGH_WATER_BYTES", 64 * 1024)
+    monkeypatch.setattr(downstream, "LOW_WATER_BYTES", 16 * 1024)
+    calls: list[str] = []
+    for name in ("pause", "resume"):
+        original = getattr(Pair, name)
+
+        def spy(pair: Pair, name: str = name, original: Any = original) -> None:
+            calls.append(name)
+            original(pair)
+
+        monkeypatch.setattr(Pair, name, spy)
+    async with cluster() as c:
+        c.decode[0].behaviour = Behaviour(tokens=3000)
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port, limit=1024)
+        body = orjson.dumps({"text": "x", "stream": True})
+        head = f"POST /generate HTTP/1.0\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await until(lambda: "pause" in calls)
+        raw = await reader.read()
+        writer.close()
+        events = sse_events(raw.partition(b"\r\n\r\n")[2])
+        assert len(events) == 3001
+        assert events[-2]["text"].endswith(" t3000")
+        assert "resume" in calls
+        await c.settled()
+        c.check_books()
+
+
+async def test_without_descriptors_requests_are_refused_and_nobody_is_blamed(
+    monkeypatch: Any,
+) -> None:
+    async with cluster("--disable-retries") as c:
+        c.server._file_limit = 70
+        async with c.post("/generate", {"text": "x"}) as response:
+            assert response.status == 503
+            assert response.headers["X-SMG-Error-Code"] == "router_overloaded"
+            assert "ulimit -n" in (await response.json())["error"]["message"]
+        c.server._file_limit = 10_000
+
+        async def connect(origin: str) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(c.server.pool, "connect", connect)
+        async with c.post("/generate", {"text": "x"}) as response:
+            assert response.status == 503
+            assert response.headers["X-SMG-Error-Code"] == "router_overloaded"
+        assert all(worker.usable and not worker.failures for worker in c.server.registry)
         c.check_books()

@@ -21,7 +21,7 @@ def register() -> None:
     """
     from sglang_sbs.testing.cpu_engine import idle_wait, virtual_device
 
-    _fix_torch_native()
+    _fix_cpu_gaps()
     _fork_instead_of_spawn()
     idle_wait.install()
     cost_json = os.environ.get(VIRTUAL_GPU_ENV)
@@ -29,15 +29,26 @@ def register() -> None:
         virtual_device.install(VirtualGpuCost.from_json(cost_json))
 
 
-def _fix_torch_native() -> None:
-    """Two gaps of SGLang 0.5.23 on CPU without Intel AMX."""
+def _fix_cpu_gaps() -> None:
+    """Three gaps of SGLang 0.5.23 on CPU without Intel AMX."""
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     def get_cpu_graph_seq_len_fill_value(_backend: object) -> int:
         return 1
 
+    all_to_all_single = GroupCoordinator.all_to_all_single
+
+    def all_to_all_single_on_cpu(group: Any, output: Any, input_: Any) -> None:
+        # The other collectives go round their CUDA-only custom operator on CPU; this one does not.
+        if group.world_size == 1:
+            all_to_all_single(group, output, input_)
+        else:
+            group._all_to_all_single(output, input_)
+
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = get_cpu_graph_seq_len_fill_value
+    GroupCoordinator.all_to_all_single = all_to_all_single_on_cpu
     # Its host tensors are pinned memory, which needs CUDA.
     MooncakeKVSender.supports_host_tensor_indices = False
 

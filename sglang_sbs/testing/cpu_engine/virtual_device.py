@@ -112,14 +112,39 @@ def virtual_forward(
     num_requests = len(batch.reqs)
     quarter = max(1, worker.model_runner.model_config.vocab_size // 4)
     lengths = batch.seq_lens[:num_requests].to(torch.int64)
-    no_log_probabilities: list[list[float]] = [[] for _ in range(num_requests)]
     return GenerationBatchResult(
         logits_output=LogitsProcessorOutput(
             next_token_logits=torch.zeros((num_requests, 1)),
-            next_token_logprobs=torch.zeros(num_requests),
-            next_token_top_logprobs_val=no_log_probabilities,
-            next_token_top_logprobs_idx=no_log_probabilities,
+            **(_zero_log_probabilities(batch) if batch.return_logprob else {}),
         ),
         next_token_ids=2 * quarter + (lengths * 31) % quarter,
         can_run_cuda_graph=False,
     )
+
+
+def _zero_log_probabilities(batch: Any) -> dict[str, Any]:
+    """Log-probability fields of a `LogitsProcessorOutput`, of the right shapes, all zeros."""
+    import torch
+
+    top_counts = batch.top_logprobs_nums or [0] * len(batch.reqs)
+    fields: dict[str, Any] = {
+        "next_token_logprobs": torch.zeros(len(batch.reqs)),
+        "next_token_top_logprobs_val": [torch.zeros(count) for count in top_counts],
+        "next_token_top_logprobs_idx": [
+            torch.zeros(count, dtype=torch.int64) for count in top_counts
+        ],
+    }
+    if batch.forward_mode.is_extend():
+        prompt_counts = [
+            max(0, extended - start)
+            for extended, start in zip(
+                batch.extend_lens, batch.extend_logprob_start_lens, strict=True
+            )
+        ]
+        fields["input_token_logprobs"] = torch.zeros(sum(prompt_counts))
+        for field, value in (("val", 0.0), ("idx", 0)):
+            fields[f"input_top_logprobs_{field}"] = [
+                [[value] * top_count] * prompt_count
+                for top_count, prompt_count in zip(top_counts, prompt_counts, strict=True)
+            ]
+    return fields

@@ -1,0 +1,42 @@
+"""Real SGLang clusters on CPU, each started at most once in a test session.
+
+Owns: the fixtures. Two clusters: `real_cluster` computes the model and has, besides a prefill and a
+decode instance, one ordinary engine to compare with; `virtual_cluster` is 3P1D on the virtual GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from cluster_requests import cluster_options, start
+
+from sglang_sbs.cluster.local import LocalCluster
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def real_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    """1P1D and a unified engine, all computing the tiny model."""
+    options = cluster_options(tmp_path_factory, "real", cpu=True, unified_instances=1)
+    async with start(options) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def virtual_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    """3P1D on the virtual GPU."""
+    options = cluster_options(
+        tmp_path_factory, "virtual", virtual_gpu=VirtualGpuCost(), prefill_instances=3
+    )
+    async with start(options) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client that gives up on a request after a minute."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield session

@@ -1,0 +1,98 @@
+"""`python -m sglang_sbs.launch_server` brings up engines and router, and takes them down again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from cluster_requests import ENGINE_FLAGS, STARTUP_TIMEOUT_S
+
+from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.testing.tiny_model import cached_tiny_model
+
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+
+
+def writers(log_dir: Path) -> dict[int, Path]:
+    """Pids of the processes whose standard error is a file in `log_dir`, with that file."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            log = Path(os.readlink(process / "fd" / "2"))
+        except OSError:
+            continue
+        if log.parent == log_dir:
+            found[int(process.name)] = log
+    return found
+
+
+@asynccontextmanager
+async def launched(log_dir: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """The launcher, ready, and the URL it printed."""
+    port = next(free_port_blocks(2))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sglang_sbs.launch_server"),
+        *("--model-path", str(cached_tiny_model()), *ENGINE_FLAGS, "--virtual-gpu"),
+        *("--port", str(port), "--router-prometheus-port", str(port + 1)),
+        *("--router-policy", "sbs", "--log-dir", str(log_dir)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(STARTUP_TIMEOUT_S):
+            line = (await process.stdout.readline()).decode()
+        ready = re.match(r"Ready: (\S+) ", line)
+        if ready is None:
+            pytest.fail(f"{line}\n{(await process.stderr.read()).decode()}")
+        yield process, ready[1]
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.communicate()
+
+
+async def test_serves_through_the_router_and_stops_on_ctrl_c(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    async with launched(tmp_path) as (process, url):
+        body = {"text": "hello world", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+        async with http.post(f"{url}/generate", json=body) as response:
+            reply = await response.json()
+        assert reply["meta_info"]["completion_tokens"] == 5, reply
+        async with http.get(f"{url}/workers") as response:
+            workers = (await response.json())["workers"]
+        assert sorted(worker["worker_type"] for worker in workers) == ["decode", "prefill"]
+        assert {log.name for log in writers(tmp_path).values()} == {
+            *("nursery.log", "prefill-0.log", "decode-0.log", "router.log")
+        }
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert process.returncode == 0
+    assert writers(tmp_path) == {}
+
+
+async def test_an_engine_that_dies_ends_the_cluster_with_its_name(tmp_path: Path) -> None:
+    async with launched(tmp_path) as (process, _url):
+        # The server process leads the process group of its instance.
+        (decode,) = [
+            pid
+            for pid, log in writers(tmp_path).items()
+            if log.name == "decode-0.log" and os.getpgid(pid) == pid
+        ]
+        os.kill(decode, signal.SIGKILL)
+        _output, errors = await process.communicate()
+    assert process.returncode == 1
+    assert "decode-0 ended by itself (killed by SIGKILL)" in errors.decode()
+    assert writers(tmp_path) == {}

@@ -1,0 +1,158 @@
+"""EndForward: whose message it is, and what happens to those that are nobody's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from router_harness import cluster, until
+
+from sglang_sbs.router.endforward import EndForwardListener, publisher_endpoints
+from sglang_sbs.router.registry import Registry
+from sglang_sbs.router.server_info import SbsBlock, WorkerInfo
+from sglang_sbs.scheduling.events import Event, ForwardEnded, InstanceDown, InstanceUp, LoadPolled
+from sglang_sbs.testing.mock_engine import MockEngine
+from sglang_sbs.wire import encode_endforward
+
+
+class Setup:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.owners: dict[tuple[str, str], str] = {}
+        self.registry = Registry(self.events.append)
+        self.prefill = self.registry.add("http://10.0.0.1:30000", "prefill")
+        self.decode = self.registry.add("http://localhost:30001", "decode")
+        for worker in (self.prefill, self.decode):
+            self.registry.described(worker, WorkerInfo(dp_size=2))
+            self.registry.set_healthy(worker, True)
+        self.events.clear()
+        self.listener = EndForwardListener(
+            self.registry, self.events.append, lambda rid, role: self.owners.get((rid, role))
+        )
+
+    def receive(self, engine: MockEngine, rank: int = 0, **fields: Any) -> None:
+        self.listener.receive(encode_endforward(engine.report(rank, **fields)))
+
+    def bound(self) -> list[str]:
+        return [event.instance for event in self.events if isinstance(event, ForwardEnded)]
+
+
+def test_by_instance_id_also_under_another_name_of_the_host() -> None:
+    setup = Setup()
+    setup.receive(MockEngine("prefill"), instance_id="http://10.0.0.1:30000/")
+    setup.receive(MockEngine("decode"), instance_id="127.0.0.1:30001")
+    assert setup.bound() == [setup.prefill.url, setup.decode.url]
+
+
+def test_by_echoed_rids_then_by_boot_id() -> None:
+    setup = Setup()
+    engine = MockEngine("prefill")
+    setup.receive(engine, 0)
+    assert setup.bound() == []
+    setup.owners["r1", "prefill"] = setup.prefill.url
+    setup.owners["r1", "decode"] = setup.decode.url
+    setup.receive(engine, 1, rids=["unknown", "r1"])
+    setup.receive(engine, 0)
+    assert setup.bound() == [setup.prefill.url] * 2
+    assert setup.listener.counts == {"unbound": 1, "bound": 2}
+
+
+def test_by_the_boot_id_of_server_info() -> None:
+    setup = Setup()
+    engine = MockEngine("decode")
+    setup.listener.described(setup.decode, WorkerInfo(sbs=SbsBlock(boot_id=engine.boot_id)))
+    setup.receive(engine, 0)
+    assert setup.bound() == [setup.decode.url]
+
+
+def test_garbage_is_counted_never_raised() -> None:
+    setup = Setup()
+    good = encode_endforward(MockEngine("prefill").report())
+    for frames in ([], [b"x"], [good[0], good[1], b"\xff\xff"], [b"load", good[1], good[2]]):
+        setup.listener.receive(frames)
+    bad_rank = MockEngine("prefill").report(0, dp_rank=5)
+    setup.listener.receive(encode_endforward(bad_rank))
+    setup.receive(MockEngine("prefill"), instance_id="not a url ://")
+    assert setup.listener.counts == {"malformed": 5, "unbound": 1}
+    assert setup.events == []
+
+
+def test_where_binding_publishers_are_found() -> None:
+    url = "http://10.0.0.7:30000"
+    assert publisher_endpoints(url, "tcp://*:7700", 2) == [
+        "tcp://10.0.0.7:7700",
+        "tcp://10.0.0.7:7701",
+    ]
+    assert publisher_endpoints("http://[::1]:3", "tcp://0.0.0.0:7700", 1) == ["tcp://[::1]:7700"]
+    assert publisher_endpoints(url, "tcp://192.168.0.1:7700", 1) == ["tcp://192.168.0.1:7700"]
+    assert publisher_endpoints(url, "ipc:///tmp/x", 1) == []
+
+
+async def publish_until(engine: MockEngine, condition: Any, **fields: Any) -> None:
+    """PUB drops what is sent before the subscription is known: send until it arrives."""
+    async with asyncio.timeout(20):
+        while not condition():
+            for rank in range(engine.dp_size):
+                engine.publish(engine.report(rank, **fields))
+            await asyncio.sleep(0.01)
+
+
+async def test_over_a_socket_that_engines_connect_to() -> None:
+    async with cluster(sbs_block=True) as c:
+        assert c.server.endforward_endpoint is not None
+        engine = c.prefill[0]
+        engine.connect_publisher(c.server.endforward_endpoint)
+        worker = c.server.registry.get(engine.url)
+        assert worker is not None
+        await publish_until(engine, lambda: len(worker.last_report_s) == 2, extend_tokens=512)
+        assert {e.report.dp_rank for e in c.scheduler.of(ForwardEnded)} == {0, 1}
+        async with c.get("/workers") as response:
+            prefill = (await response.json())["workers"][0]
+        assert prefill["signal"] == "endforward"
+        assert prefill["plugin"] is True
+
+
+async def test_over_a_socket_that_the_engine_binds() -> None:
+    engine = MockEngine("prefill", dp_size=1)
+    endpoint = engine.bind_publisher()
+    engine._server_info = {"sbs": {"boot_id": engine.boot_id, "bind": endpoint}}
+    await engine.start()
+    try:
+        async with cluster() as c:
+            async with c.post("/workers", {"url": engine.url, "worker_type": "prefill"}) as answer:
+                assert answer.status == 202
+            await until(lambda: c.server.registry.get(engine.url).usable)  # type: ignore[union-attr]
+            await publish_until(engine, lambda: c.scheduler.of(ForwardEnded))
+            assert c.scheduler.of(ForwardEnded)[0].instance == engine.url
+    finally:
+        await engine.stop()
+
+
+async def test_an_engine_that_restarts_is_down_then_up_with_its_new_limits() -> None:
+    async with cluster(sbs_block=True) as c:
+        engine = c.prefill[0]
+        engine.connect_publisher(str(c.server.endforward_endpoint))
+        await publish_until(engine, lambda: c.scheduler.of(ForwardEnded))
+        before = len(c.scheduler.of(InstanceUp))
+        await engine.restart()
+        engine._server_info = {"chunked_prefill_size": 4096}
+        engine.connect_publisher(str(c.server.endforward_endpoint))
+        await publish_until(
+            engine, lambda: len(c.scheduler.of(InstanceUp)) > before, instance_id=engine.url
+        )
+        assert c.scheduler.of(InstanceDown)[0].instance == engine.url
+        assert c.scheduler.of(InstanceUp)[-1].chunk_tokens == 4096
+
+
+async def test_loads_are_polled_while_an_instance_works_without_endforward() -> None:
+    async with cluster() as c:
+        c.decode[0].gate.close()
+        task = asyncio.create_task(c.generate(text="x"))
+        await until(lambda: len({e.instance for e in c.scheduler.of(LoadPolled)}) >= 1)
+        polled = c.scheduler.of(LoadPolled)[0]
+        assert len(polled.queued_tokens) == len(polled.running_requests) == len(polled.kv_tokens)
+        assert polled.queued_tokens[1] == 10
+        assert polled.running_requests[1] == 1
+        assert polled.kv_tokens[1] == 100
+        c.decode[0].gate.open()
+        assert (await task)[0] == 200

@@ -1,0 +1,116 @@
+"""The router with the real scheduler, also as the process users start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from router_harness import TIMEOUT_S, cluster, sse_events, until
+
+from sglang_sbs.router.eventlog import read_event_log
+from sglang_sbs.scheduling import POLICIES, Dispatch, Scheduler, SchedulerConfig
+from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_every_policy_serves_every_request(policy: str) -> None:
+    scheduler = Scheduler(SchedulerConfig(policy=policy))  # type: ignore[arg-type]
+    async with cluster(prefill=3, decode=1, scheduler=scheduler) as c:
+
+        async def one(number: int) -> None:
+            body = {"input_ids": [1] * (50 + number), "stream": number % 2 == 0}
+            async with c.post("/generate", body) as response:
+                assert response.status == 200
+                await response.read()
+
+        await asyncio.gather(*(one(n) for n in range(60)))
+        await c.settled()
+        snapshot = scheduler.snapshot(0.0)
+        assert (snapshot.queue_requests, snapshot.in_flight_requests) == (0, 0)
+        for engine in c.prefill:
+            for request in engine.requests:
+                rank = request.body["routed_dp_rank"]
+                assert request.body["bootstrap_room"] % 2 == rank
+
+
+async def test_sbs_with_endforward_reports_its_tier_in_the_metrics() -> None:
+    scheduler = Scheduler(SchedulerConfig())
+    async with cluster(prefill=2, scheduler=scheduler, sbs_block=True) as c:
+        for engine in (*c.prefill, *c.decode):
+            engine.connect_publisher(str(c.server.endforward_endpoint))
+
+        def everyone_heard() -> bool:
+            for engine in (*c.prefill, *c.decode):
+                for rank in range(engine.dp_size):
+                    engine.publish(engine.report(rank, kind="idle", chunk_tokens=1024))
+            return all(len(w.last_report_s) == w.dp_size for w in c.server.registry)
+
+        await until(everyone_heard)
+        assert (await c.generate(text="hello"))[0] == 200
+        url = f"http://127.0.0.1:{c.server.prometheus_port}/metrics"
+        async with c.client.get(url) as response:
+            text = await response.text()
+        for engine in c.prefill:
+            assert f'sbs_signal_tier{{tier="endforward",worker="{engine.url}"}} 1.0' in text or (
+                f'worker="{engine.url}"' in text and "sbs_signal_tier" in text
+            )
+        assert "sbs_rank_c_avail_tokens" in text
+
+
+async def test_the_process_serves_logs_and_stops(tmp_path: Path) -> None:
+    rooms = Rooms()
+    prefill = MockEngine("prefill", rooms=rooms)
+    decode = MockEngine("decode", rooms=rooms)
+    await prefill.start()
+    await decode.start()
+    log = tmp_path / "events.log"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sglang_sbs.launch_router", "--pd-disaggregation"),
+        *("--prefill", prefill.url, "8998", "--decode", decode.url, "--policy", "sbs"),
+        *("--host", "127.0.0.1", "--port", "0", "--prometheus-port", "0"),
+        *("--prometheus-host", "127.0.0.1", "--sbs-endforward-bind", "tcp://127.0.0.1:*"),
+        *("--sbs-event-log", str(log), "--cache-threshold", "0.5"),
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        async with asyncio.timeout(60):
+            while "policy sbs at" not in (lines[-1] if lines else ""):
+                line = (await process.stderr.readline()).decode()
+                assert line, "".join(lines)
+                lines.append(line)
+            port = int(lines[-1].split("policy sbs at ")[1].split(",")[0].rsplit(":", 1)[1])
+            url = f"http://127.0.0.1:{port}"
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+            async with aiohttp.ClientSession(timeout=timeout) as client:
+                while True:
+                    async with client.get(url + "/readiness") as response:
+                        if response.status == 200:
+                            break
+                    await asyncio.sleep(0.05)
+                body: dict[str, Any] = {"prompt": "hello", "stream": True}
+                async with client.post(url + "/v1/completions", json=body) as response:
+                    assert sse_events(await response.read())[-1] == "[DONE]"
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await prefill.stop()
+        await decode.stop()
+    assert any("--cache-threshold has no effect" in line for line in lines)
+    header, *records = read_event_log(log)
+    assert header.config is not None
+    replayed = Scheduler(header.config)
+    for record in records:
+        assert record.event is not None
+        assert replayed.handle(record.event, record.now_s) == record.commands
+    assert sum(isinstance(c, Dispatch) for record in records for c in record.commands) == 1

@@ -1,0 +1,275 @@
+"""Workers: what /server_info means, when they may be used, what is said about trouble."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_sbs.router.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.errors import leg_status_failure, transport_failure
+from sglang_sbs.router.registry import Registry, Worker, describe_worker
+from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
+from sglang_sbs.router.urls import alias_key, normalise_worker_url
+from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
+from sglang_sbs.wire import EndForward
+
+INFO: dict[str, Any] = {
+    "version": "0.5.23",
+    "disaggregation_mode": "prefill",
+    "dp_size": 1,
+    "attn_dp_size": 8,
+    "chunked_prefill_size": 3072,
+    "max_total_num_tokens": 50_000,
+    "max_running_requests": 1024,
+    "page_size": 64,
+    "served_model_name": "ds",
+    "disaggregation_bootstrap_port": 8998,
+}
+
+
+# /server_info -----------------------------------------------------------------------------------
+
+
+def test_attn_dp_size_counts_where_dp_size_is_one() -> None:
+    assert parse_server_info(INFO, "prefill").dp_size == 8
+    assert parse_server_info(INFO | {"attn_dp_size": 1, "dp_size": 4}, "prefill").dp_size == 4
+    assert parse_server_info({"version": "0.5.23"}, "prefill").dp_size == 1
+
+
+def test_limits_are_per_rank() -> None:
+    info = parse_server_info(INFO, "prefill")
+    assert info.chunk_tokens == 3072
+    assert info.max_running_requests == 128
+    states = [{"effective_max_running_requests_per_dp": 100}]
+    info = parse_server_info(INFO | {"internal_states": states}, "prefill")
+    assert info.max_running_requests == 100
+    assert (info.kv_capacity_tokens, info.page_size, info.bootstrap_port) == (50_000, 64, 8998)
+
+
+def test_without_chunking_a_pass_is_limited_by_max_prefill_tokens() -> None:
+    data = INFO | {"chunked_prefill_size": -1, "max_prefill_tokens": 16384}
+    assert parse_server_info(data, "prefill").chunk_tokens == 16384
+
+
+@pytest.mark.parametrize("version", ["0.5.4", "0.5.9", "0.4.10.post2"])
+def test_engines_without_free_rank_choice_are_refused(version: str) -> None:
+    with pytest.raises(UnusableWorker, match=rf"{version}.*0\.5\.10"):
+        parse_server_info(INFO | {"version": version}, "prefill")
+
+
+@pytest.mark.parametrize(
+    "version", ["0.5.10", "0.5.23rc1", "0.6.0", "1.0", "0.0.0.dev0", "", "main"]
+)
+def test_newer_and_unreleased_engines_are_used(version: str) -> None:
+    assert parse_server_info(INFO | {"version": version}, "prefill").version == version
+
+
+def test_a_worker_under_the_wrong_flag_is_refused() -> None:
+    with pytest.raises(UnusableWorker, match=r"--disaggregation-mode prefill.*--decode"):
+        parse_server_info(INFO, "decode")
+    with pytest.raises(UnusableWorker, match="--disaggregation-mode null"):
+        parse_server_info(INFO | {"disaggregation_mode": "null"}, "decode")
+
+
+def test_the_plugins_block_is_read() -> None:
+    block = {"boot_id": "b", "bind": "tcp://*:7700", "routers": ["tcp://r:7600"], "wire_version": 1}
+    sbs = parse_server_info(INFO | {"sbs": block}, "prefill").sbs
+    assert sbs is not None
+    assert (sbs.boot_id, sbs.bind, sbs.routers) == ("b", "tcp://*:7700", ("tcp://r:7600",))
+    assert parse_server_info(INFO | {"sbs": "?"}, "prefill").sbs is None
+
+
+# URLs -------------------------------------------------------------------------------------------
+
+
+def test_one_spelling_per_worker() -> None:
+    assert normalise_worker_url("HTTP://Host:30000/") == "http://host:30000"
+    assert normalise_worker_url("host") == "http://host:80"
+    assert normalise_worker_url("http://[FE80::1]:7") == "http://[fe80::1]:7"
+    assert alias_key("http://localhost:5") == alias_key("http://127.0.0.1:5")
+    assert alias_key("http://localhost:5") != alias_key("http://localhost:6")
+    for bad in ("ftp://x", "http://", "http://x:99999", "http://x/generate"):
+        with pytest.raises(ValueError, match="worker URL"):
+            normalise_worker_url(bad)
+
+
+# Breaker ----------------------------------------------------------------------------------------
+
+
+def test_the_breaker_opens_on_consecutive_failures_and_closes_on_successes() -> None:
+    breaker = Breaker(BreakerConfig(failure_threshold=3, success_threshold=2, timeout_s=10))
+    for _ in range(2):
+        assert not breaker.failed(0, may_open=True)
+    breaker.succeeded()
+    for _ in range(2):
+        assert not breaker.failed(0, may_open=True)
+    assert breaker.failed(5, may_open=True)
+    assert not breaker.try_half_open(14)
+    assert breaker.try_half_open(15)
+    breaker.succeeded()
+    assert breaker.state == "half_open"
+    breaker.succeeded()
+    assert breaker.state == "closed"
+
+
+def test_one_failure_reopens_a_half_open_breaker() -> None:
+    breaker = Breaker(BreakerConfig(failure_threshold=1, timeout_s=10))
+    assert breaker.failed(0, may_open=True)
+    assert breaker.try_half_open(10)
+    assert breaker.failed(11, may_open=True)
+    assert breaker.state == "open"
+
+
+# Registry ---------------------------------------------------------------------------------------
+
+
+class Setup:
+    def __init__(self, threshold: int = 2) -> None:
+        self.events: list[Event] = []
+        self.now_s = 100.0
+        self.doubted: list[str] = []
+        self.registry = Registry(
+            self.events.append,
+            BreakerConfig(failure_threshold=threshold, timeout_s=10),
+            lambda: self.now_s,
+        )
+        self.registry.doubted = lambda worker: self.doubted.append(worker.url)
+
+    def up(self, url: str, role: Any = "prefill", **info: Any) -> Worker:
+        worker = self.registry.add(url, role)
+        self.registry.described(worker, WorkerInfo(**({"dp_size": 2, "chunk_tokens": 512} | info)))
+        self.registry.set_healthy(worker, True)
+        return worker
+
+
+def report(rank: int = 0, boot: str = "b1", **fields: Any) -> EndForward:
+    values: dict[str, Any] = {
+        "instance_id": "",
+        "boot_id": boot,
+        "role": "prefill",
+        "dp_rank": rank,
+        "dp_size": 2,
+        "seq": 0,
+        "kind": "forward",
+    }
+    return EndForward(**values | fields)
+
+
+def test_a_worker_is_announced_once_described_and_healthy() -> None:
+    setup = Setup()
+    worker = setup.registry.add("http://p:1", "prefill", 8998)
+    assert setup.events == []
+    setup.registry.set_healthy(worker, True)
+    assert setup.events == []
+    setup.registry.described(worker, WorkerInfo(dp_size=2, chunk_tokens=512, page_size=16))
+    setup.registry.refresh(worker)
+    assert setup.events == [
+        InstanceUp(instance="http://p:1", role="prefill", dp_size=2, chunk_tokens=512, page_size=16)
+    ]
+    assert not setup.registry.ready
+    setup.up("http://d:1", "decode")
+    assert setup.registry.ready
+
+
+def test_changed_limits_are_announced_again() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.registry.described(worker, WorkerInfo(dp_size=2, chunk_tokens=512))
+    assert len(setup.events) == 1
+    setup.registry.described(worker, WorkerInfo(dp_size=2, chunk_tokens=1024))
+    assert isinstance(setup.events[-1], InstanceUp)
+    assert setup.events[-1].chunk_tokens == 1024
+
+
+def test_a_refused_connection_takes_the_worker_down_at_once() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.registry.leg_failed(transport_failure("prefill", worker.url, "refused", unreachable=True))
+    assert setup.events[-1] == InstanceDown(instance=worker.url)
+    assert setup.doubted == [worker.url]
+
+
+def test_the_breaker_never_opens_on_the_last_worker_of_its_role() -> None:
+    setup = Setup(threshold=2)
+    first, second = setup.up("http://p:1"), setup.up("http://p:2")
+    failure = leg_status_failure("prefill", first.url, 500, b"")
+    for _ in range(2):
+        setup.registry.leg_failed(failure)
+    assert setup.events[-1] == InstanceDown(instance=first.url)
+    for _ in range(5):
+        setup.registry.leg_failed(leg_status_failure("prefill", second.url, 500, b""))
+    assert second.usable
+    setup.now_s += 10
+    setup.registry.tick()
+    assert isinstance(setup.events[-1], InstanceUp)
+    assert setup.events[-1].instance == first.url
+
+
+def test_client_errors_blame_nobody() -> None:
+    setup = Setup(threshold=1)
+    worker = setup.up("http://p:1")
+    setup.up("http://p:2")
+    setup.registry.leg_failed(leg_status_failure("prefill", worker.url, 400, b""))
+    assert worker.usable
+    assert worker.failures == 0
+
+
+def test_a_new_boot_id_means_down_until_described_again() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    assert setup.registry.reported(worker, report(0))
+    assert setup.registry.reported(worker, report(1))
+    assert setup.registry.reported(worker, report(0, boot="b2"))
+    assert setup.events[-1] == InstanceDown(instance=worker.url)
+    assert setup.doubted == [worker.url]
+    # A straggler of the old boot changes nothing, the other rank of the new one neither.
+    assert not setup.registry.reported(worker, report(1, boot="b1"))
+    assert setup.registry.reported(worker, report(1, boot="b2"))
+    assert len(setup.events) == 2
+    setup.registry.described(worker, WorkerInfo(dp_size=2))
+    setup.registry.refresh(worker)
+    assert isinstance(setup.events[-1], InstanceUp)
+
+
+def test_reports_with_another_dp_size_are_ignored_and_explained() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    assert not setup.registry.reported(worker, report(0, dp_size=4))
+    assert "dp_size 4" in worker.problems["dp_size"]
+    assert setup.registry.reported(worker, report(0))
+    assert worker.problems == {}
+
+
+def test_a_missing_signal_is_explained_after_a_few_dispatches() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.registry.tick()
+    assert worker.problems == {}
+    worker.dispatches = 3
+    setup.registry.tick()
+    assert "pip install" in worker.problems["signal"]
+    assert describe_worker(worker, setup.now_s)["signal"] == "polls"
+    setup.registry.reported(worker, report(0))
+    setup.registry.tick()
+    assert worker.problems["signal"] == "no EndForward from rank 1"
+    setup.registry.reported(worker, report(1))
+    setup.registry.tick()
+    assert worker.problems == {}
+    assert describe_worker(worker, setup.now_s)["signal"] == "endforward"
+    setup.now_s += 6
+    setup.registry.tick()
+    assert worker.problems["signal"] == "no EndForward from rank 0, 1"
+    assert setup.doubted == [worker.url]
+
+
+def test_removed_workers_are_announced_down_and_forgotten() -> None:
+    setup = Setup()
+    worker = setup.up("http://localhost:1")
+    assert setup.registry.by_alias("http://127.0.0.1:1") is worker
+    setup.registry.remove(worker)
+    assert setup.events[-1] == InstanceDown(instance=worker.url)
+    assert setup.registry.by_alias("http://127.0.0.1:1") is None
+    setup.registry.add("http://localhost:1", "prefill")
+    with pytest.raises(ValueError, match="registered already"):
+        setup.registry.add("http://LOCALHOST:1/", "decode")

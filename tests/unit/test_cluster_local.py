@@ -1,0 +1,159 @@
+"""`LocalCluster` on small HTTP servers in place of SGLang: order, readiness, failures, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_sbs.cluster.local import ClusterStartError, LocalCluster, Progress
+from sglang_sbs.cluster.plan import ClusterPlan, InstancePlan, Role, ServerPlan
+from sglang_sbs.cluster.ports import free_port_blocks
+
+# Answers 404 to anything but {path}, which is 503 the first {not_yet} times.
+SERVER = """
+import http.server
+left = {not_yet}
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global left
+        status = 404
+        if self.path == {path!r}:
+            status = 503 if left > 0 else 200
+            left -= 1
+        self.send_response(status)
+        self.send_header("content-length", "0")
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+"""
+NEVER_READY = 10**9
+
+
+def instance(
+    tmp_path: Path, name: str, path: str = "/ready", not_yet: int = 0, program: str | None = None
+) -> InstancePlan:
+    port = next(_ports)
+    source = program or SERVER.format(path=path, not_yet=not_yet, port=port)
+    return InstancePlan(
+        name=name,
+        argv=(sys.executable, "-c", source),
+        environment=dict(os.environ),
+        log_path=tmp_path / f"{name}.log",
+        url=f"http://127.0.0.1:{port}",
+        role=Role.UNIFIED,
+        host="127.0.0.1",
+        bootstrap_port=None,
+        ranks=1,
+    )
+
+
+_ports = free_port_blocks(1)
+
+
+def router(tmp_path: Path, not_yet: int = 0) -> ServerPlan:
+    port = next(_ports)
+    return ServerPlan(
+        name="router",
+        argv=(
+            sys.executable,
+            "-c",
+            SERVER.format(path="/readiness", not_yet=not_yet, port=port),
+        ),
+        environment=dict(os.environ),
+        log_path=tmp_path / "router.log",
+        url=f"http://127.0.0.1:{port}",
+    )
+
+
+def cluster_plan(
+    tmp_path: Path, *instances: InstancePlan, front: ServerPlan | None = None
+) -> ClusterPlan:
+    return ClusterPlan(
+        instances=instances,
+        router=front,
+        fork_engines=False,
+        nursery_environment={},
+        log_dir=tmp_path,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_the_router_starts_once_every_engine_is_ready(tmp_path: Path) -> None:
+    steps: list[Progress] = []
+    plan = cluster_plan(
+        tmp_path,
+        instance(tmp_path, "a"),
+        instance(tmp_path, "b", not_yet=3),
+        front=router(tmp_path, not_yet=2),
+    )
+    async with LocalCluster(plan, 60, steps.append) as cluster:
+        pids = [cluster.pid(name) for name in ("a", "b", "router")]
+        with pytest.raises(KeyError):
+            cluster.pid("c")
+    names = [(step.name, step.state) for step in steps]
+    assert names.index(("router", "starting")) > names.index(("a", "ready"))
+    assert names.index(("router", "starting")) > names.index(("b", "ready"))
+    assert ("router", "ready") in names
+    assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_an_engine_without_the_newest_readiness_path_is_asked_otherwise(
+    tmp_path: Path,
+) -> None:
+    async with LocalCluster(cluster_plan(tmp_path, instance(tmp_path, "a", "/model_info")), 60):
+        pass
+
+
+async def test_an_engine_that_dies_at_start_is_reported_at_once(tmp_path: Path) -> None:
+    plan = cluster_plan(
+        tmp_path,
+        instance(tmp_path, "slow", not_yet=NEVER_READY),
+        instance(tmp_path, "broken", program="raise RuntimeError('no such model')"),
+    )
+    cluster = LocalCluster(plan, 60)
+    with pytest.raises(ClusterStartError) as raised:
+        await cluster.__aenter__()
+    assert "broken ended by itself (exit code 1)" in str(raised.value)
+    assert "no such model" in str(raised.value)
+    with pytest.raises(KeyError):
+        cluster.pid("slow")
+
+
+async def test_a_start_that_takes_too_long_names_engine_answer_and_flag(tmp_path: Path) -> None:
+    plan = cluster_plan(tmp_path, instance(tmp_path, "slow", not_yet=NEVER_READY))
+    with pytest.raises(ClusterStartError, match=r"slow: .*GET /ready answered 503") as raised:
+        await LocalCluster(plan, startup_timeout_s=1).__aenter__()
+    assert "--startup-timeout" in str(raised.value)
+
+
+async def test_a_death_while_running_is_reported(tmp_path: Path) -> None:
+    plan = cluster_plan(tmp_path, instance(tmp_path, "a"), instance(tmp_path, "b"))
+    async with LocalCluster(plan, 60) as cluster:
+        os.kill(cluster.pid("b"), signal.SIGKILL)
+        async with asyncio.timeout(30):
+            death = await cluster.wait_for_death()
+    assert (death.name, death.returncode) == ("b", -signal.SIGKILL)
+
+
+async def test_a_cancelled_start_leaves_nothing_running(tmp_path: Path) -> None:
+    started: asyncio.Queue[Progress] = asyncio.Queue()
+    plan = cluster_plan(tmp_path, instance(tmp_path, "slow", not_yet=NEVER_READY))
+    cluster = LocalCluster(plan, 60, started.put_nowait)
+    entering = asyncio.create_task(cluster.__aenter__())
+    await started.get()
+    pid = cluster.pid("slow")
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert not is_alive(pid)

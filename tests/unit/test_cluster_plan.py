@@ -1,0 +1,198 @@
+"""What processes a cluster is planned as, and which options are refused."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_sbs.cluster.plan import (
+    PORTS_PER_INSTANCE,
+    ClusterOptions,
+    ClusterPlan,
+    InstancePlan,
+    PlanError,
+    Role,
+    plan_cluster,
+)
+from sglang_sbs.testing.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
+
+DP_ATTENTION = ("--tp", "2", "--dp", "2", "--enable-dp-attention")
+
+
+def blocks() -> Iterator[int]:
+    return itertools.count(20000, PORTS_PER_INSTANCE)
+
+
+def plan(**options: Any) -> ClusterPlan:
+    defaults = {"model_path": "/models/tiny", "log_dir": Path("/logs")}
+    return plan_cluster(ClusterOptions(**{**defaults, **options}), blocks())
+
+
+def value(argv: tuple[str, ...], flag: str) -> str:
+    """The value of a flag that is there once."""
+    assert argv.count(flag) == 1, (flag, argv)
+    return argv[argv.index(flag) + 1]
+
+
+def ports(instance: InstancePlan) -> set[int]:
+    """Every port SGLang binds for `instance` (`PortArgs`, DP attention)."""
+    dist_init = int(value(instance.argv, "--dist-init-addr").rpartition(":")[2])
+    bound = {int(value(instance.argv, flag)) for flag in ("--port", "--nccl-port")}
+    bound |= set(range(dist_init, dist_init + 1 + 7))
+    if instance.bootstrap_port is not None:
+        bound.add(instance.bootstrap_port)
+    return bound
+
+
+def test_engines_are_started_with_sglangs_own_launcher() -> None:
+    prefill, decode = plan(engine_flags=DP_ATTENTION).instances
+    assert prefill.argv[:3] == (sys.executable, "-m", "sglang.launch_server")
+    assert value(prefill.argv, "--model-path") == "/models/tiny"
+    assert value(prefill.argv, "--disaggregation-mode") == "prefill"
+    assert value(prefill.argv, "--disaggregation-bootstrap-port") == str(prefill.bootstrap_port)
+    assert value(decode.argv, "--disaggregation-mode") == "decode"
+    assert "--disaggregation-bootstrap-port" not in decode.argv
+    assert prefill.argv[-5:] == decode.argv[-5:] == DP_ATTENTION
+    assert prefill.url == f"http://127.0.0.1:{value(prefill.argv, '--port')}"
+    assert prefill.log_path == Path("/logs/prefill-0.log")
+
+
+def test_no_two_processes_share_a_port() -> None:
+    planned = plan(prefill_instances=3, decode_instances=2, engine_flags=DP_ATTENTION)
+    assert planned.router is not None
+    router_port = int(value(planned.router.argv, "--port"))
+    endforward_port = int(value(planned.router.argv, "--sbs-endforward-bind").rpartition(":")[2])
+    taken = [router_port, endforward_port]
+    for instance in planned.instances:
+        taken += ports(instance)
+    assert len(taken) == len(set(taken))
+
+
+def test_each_instance_has_gpus_of_its_own() -> None:
+    planned = plan(prefill_instances=2, engine_flags=DP_ATTENTION)
+    first, *others = planned.instances
+    assert "--base-gpu-id" not in first.argv
+    assert [value(other.argv, "--base-gpu-id") for other in others] == ["2", "4"]
+
+
+def test_dp_without_dp_attention_multiplies_the_gpus() -> None:
+    planned = plan(engine_flags=("--tp-size=2", "--dp-size", "3", "--pp-size", "2"))
+    assert value(planned.instances[1].argv, "--base-gpu-id") == "12"
+
+
+def test_a_users_first_gpu_and_step_are_kept() -> None:
+    planned = plan(engine_flags=("--tp", "2", "--base-gpu-id", "8", "--gpu-id-step", "2"))
+    assert [value(instance.argv, "--base-gpu-id") for instance in planned.instances] == ["8", "12"]
+
+
+def test_role_flags_reach_only_their_role() -> None:
+    planned = plan(prefill_flags=("--max-running-requests", "8"), decode_flags=("--x",))
+    prefill, decode = planned.instances
+    assert value(prefill.argv, "--max-running-requests") == "8"
+    assert "--max-running-requests" not in decode.argv
+    assert "--x" in decode.argv
+    assert "--x" not in prefill.argv
+
+
+def test_engines_know_the_router_and_their_own_url() -> None:
+    planned = plan(environment={"HOME": "/root"})
+    assert planned.router is not None
+    bind = value(planned.router.argv, "--sbs-endforward-bind")
+    for instance in planned.instances:
+        assert instance.environment["SGLANG_SBS_ROUTERS"] == bind
+        assert instance.environment["SGLANG_SBS_INSTANCE_ID"] == instance.url
+        assert instance.environment["HOME"] == "/root"
+    assert "SGLANG_SBS_INSTANCE_ID" not in planned.router.environment
+
+
+def test_the_router_gets_its_workers_and_the_users_flags() -> None:
+    planned = plan(prefill_instances=2, router_flags=("--policy", "sbs"), router_port=30000)
+    assert planned.router is not None
+    argv = list(planned.router.argv)
+    assert argv[:4] == [sys.executable, "-m", "sglang_sbs.launch_router", "--pd-disaggregation"]
+    for instance in planned.of_role(Role.PREFILL):
+        index = argv.index(instance.url)
+        assert argv[index - 1 : index + 2] == [
+            "--prefill",
+            instance.url,
+            str(instance.bootstrap_port),
+        ]
+    (decode,) = planned.of_role(Role.DECODE)
+    assert argv[argv.index(decode.url) - 1] == "--decode"
+    assert value(planned.router.argv, "--tokenizer-path") == "/models/tiny"
+    assert argv[-2:] == ["--policy", "sbs"]
+    assert planned.router.url == "http://127.0.0.1:30000"
+
+
+def test_a_users_tokenizer_is_not_overridden() -> None:
+    planned = plan(router_flags=("--tokenizer-path", "/t"))
+    assert planned.router is not None
+    assert value(planned.router.argv, "--tokenizer-path") == "/t"
+
+
+def test_a_wildcard_router_is_reached_on_loopback() -> None:
+    planned = plan(router_host="0.0.0.0", router_port=30000)
+    assert planned.router is not None
+    assert value(planned.router.argv, "--host") == "0.0.0.0"
+    assert planned.router.url == "http://127.0.0.1:30000"
+
+
+def test_cpu_engines_are_forked_with_the_cpu_environment() -> None:
+    planned = plan(cpu=True, engine_flags=DP_ATTENTION, unified_instances=1)
+    assert planned.fork_engines
+    for instance in planned.instances:
+        assert value(instance.argv, "--device") == "cpu"
+        assert "--base-gpu-id" not in instance.argv
+        assert instance.environment["SGLANG_USE_CPU_ENGINE"] == "1"
+        assert instance.environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+        assert VIRTUAL_GPU_ENV not in instance.environment
+    (unified,) = planned.of_role(Role.UNIFIED)
+    assert "--disaggregation-mode" not in unified.argv
+    assert "--disaggregation-transfer-backend" not in unified.argv
+
+
+def test_engines_on_gpus_get_nothing_of_the_cpu_support() -> None:
+    planned = plan(environment={"PYTHONPATH": "/mine"})
+    assert not planned.fork_engines
+    for instance in planned.instances:
+        assert instance.environment["PYTHONPATH"] == "/mine"
+        assert "--device" not in instance.argv
+
+
+def test_the_virtual_gpu_implies_cpu_and_carries_its_cost() -> None:
+    cost = VirtualGpuCost(prefill_base_s=0.5)
+    planned = plan(virtual_gpu=cost, environment={"PYTHONPATH": "/mine"})
+    for instance in planned.instances:
+        assert VirtualGpuCost.from_json(instance.environment[VIRTUAL_GPU_ENV]) == cost
+        assert instance.environment["PYTHONPATH"].endswith(":/mine")
+        assert value(instance.argv, "--device") == "cpu"
+
+
+def test_a_users_flag_wins_over_a_cpu_default() -> None:
+    planned = plan(cpu=True, engine_flags=("--dtype=bfloat16", "--max-total-tokens", "99"))
+    for instance in planned.instances:
+        assert "--dtype" not in instance.argv
+        assert value(instance.argv, "--max-total-tokens") == "99"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"prefill_instances": 0}, "--prefill-instances must be at least 1, got 0"),
+        ({"decode_instances": -1}, "--decode-instances must be at least 1, got -1"),
+        ({"engine_flags": ("--tp", "two")}, "--tp must be a whole number, got 'two'"),
+        ({"engine_flags": ("--tp",)}, "--tp must be a whole number, got ''"),
+        ({"prefill_flags": ("--port", "1")}, "--port cannot be passed to the engines"),
+        ({"engine_flags": ("--nccl-port=1",)}, "--nccl-port cannot be passed to the engines"),
+        ({"engine_flags": ("--nnodes", "2")}, "all instances are on this machine"),
+        ({"decode_flags": ("--model-path", "/m")}, "--model-path cannot differ"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(PlanError, match=complaint):
+        plan(**options)
