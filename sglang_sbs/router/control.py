@@ -83,6 +83,8 @@ class Control:
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         names = {w.info.model_id: w for w in self._registry if w.info and w.info.model_id}
+        if not names:
+            return web.Response(status=503, text="No models available")
         data = [
             {
                 "id": name,

@@ -111,7 +111,6 @@ class Monitor:
 
     async def _watch(self, worker: Worker) -> None:
         started_s = time.monotonic()
-        interval_s = _FAST_S
         while not await self._describe(worker):
             waited_s = time.monotonic() - started_s
             if waited_s > self._config.startup_timeout_s:
@@ -121,8 +120,9 @@ class Monitor:
                     f"not up after {self._config.startup_timeout_s:g} s "
                     "(--worker-startup-timeout-secs); still trying",
                 )
-            await asyncio.sleep(min(interval_s, self._config.startup_check_interval_s))
-            interval_s *= 1.3
+            # Soon at first, then at a twentieth of the time it already takes.
+            pause_s = max(_FAST_S, waited_s / 20)
+            await asyncio.sleep(min(pause_s, self._config.startup_check_interval_s))
         worker.problems.pop("startup", None)
         self._registry.set_healthy(worker, True)
         self._registry.refresh(worker)

@@ -212,9 +212,9 @@ class RouterServer:
         self.metrics.forward_ended(worker.url, chunk, report)
 
     def _has_descriptors(self) -> bool:
-        """A request takes one for its client and two for its legs; some stay for everything else."""
+        """A request needs two for its legs (its client has one); some stay for other things."""
         used = self.in_flight.client_requests + self.pool.open_connections
-        return used + 3 <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
+        return used + 2 <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
 
     # Listening --------------------------------------------------------------------------------
 

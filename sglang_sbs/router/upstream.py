@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import ssl
 import time
 from collections import deque
@@ -242,7 +243,7 @@ class Pool:
         self._ssl = ssl_context
         self._idle: dict[str, deque[_Connection]] = {}
         self._all: set[_Connection] = set()
-        self._addresses: dict[str, tuple[float, str]] = {}
+        self._addresses: dict[str, tuple[float, list[str]]] = {}
 
     def call(self, origin: str, payload: Sequence[bytes], receiver: Receiver) -> Call:
         """Send a request (``head`` plus body pieces) to ``origin``, a normalised worker URL."""
@@ -280,34 +281,37 @@ class Pool:
             idle.remove(connection)
 
     async def connect(self, origin: str) -> _Connection:
-        """Raises: OSError (also TimeoutError)."""
+        """To the first address of the host that takes it. Raises: OSError (also TimeoutError)."""
         scheme, host, port = split_worker_url(origin)
         tls = scheme == "https"
         async with asyncio.timeout(self.connect_timeout_s):
-            address = await self._resolve(host, port)
-            try:
-                _, connection = await self.loop.create_connection(
-                    lambda: _Connection(self, origin),
-                    address,
-                    port,
-                    ssl=(self._ssl or True) if tls else None,
-                    server_hostname=host if tls else None,
-                )
-            except OSError:
-                self._addresses.pop(host, None)
-                raise
+            addresses = await self._resolve(host, port)
+            for left in range(len(addresses) - 1, -1, -1):
+                try:
+                    _, connection = await self.loop.create_connection(
+                        lambda: _Connection(self, origin),
+                        addresses[0],
+                        port,
+                        ssl=(self._ssl or True) if tls else None,
+                        server_hostname=host if tls else None,
+                    )
+                    break
+                except OSError:
+                    addresses.append(addresses.pop(0))  # the next try begins with another one
+                    if left == 0:
+                        raise
         self._all.add(connection)
         return connection
 
-    async def _resolve(self, host: str, port: int) -> str:
+    async def _resolve(self, host: str, port: int) -> list[str]:
         known = self._addresses.get(host)
         now = time.monotonic()
         if known is not None and known[0] > now:
             return known[1]
-        infos = await self.loop.getaddrinfo(host, port, type=1)
-        address = str(infos[0][4][0])
-        self._addresses[host] = (now + _DNS_TTL_S, address)
-        return address
+        infos = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+        self._addresses[host] = (now + _DNS_TTL_S, addresses)
+        return addresses
 
 
 class _Connection(asyncio.Protocol):

@@ -16,6 +16,7 @@ leaves), records of what arrived, scripted faults. Must not know the router. Eve
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 import uuid
 from collections import deque
@@ -154,6 +155,7 @@ class MockEngine:
         self.ready_status = 200
         self.has_ready = True
         self.port = 0
+        self._tls: ssl.SSLContext | None = None
         self._rooms = rooms
         self._changed = asyncio.Condition()
         self._server_info = server_info or {}
@@ -165,9 +167,9 @@ class MockEngine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self.port}"
 
-    async def start(self, port: int = 0) -> None:
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         """Listen; ``port`` 0 picks a free one, and a restart may ask for the old one."""
         app = web.Application(client_max_size=1 << 30)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
@@ -184,7 +186,8 @@ class MockEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        self._tls = tls
+        site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=tls)
         await site.start()
         self.port = int(self._runner.addresses[0][1])
 

@@ -94,6 +94,7 @@ def test_a_router_that_returns_gets_no_stale_messages() -> None:
         assert router.receive_through(publisher, b"after") == [b"t", b"after"]
     finally:
         publisher._socket.disable_monitor()
+        events.close(0)
         publisher.close()
         router.close()
 

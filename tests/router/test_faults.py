@@ -469,7 +469,7 @@ async def test_without_descriptors_requests_are_refused_and_nobody_is_blamed(
     monkeypatch: Any,
 ) -> None:
     async with cluster("--disable-retries") as c:
-        c.server._file_limit = 70
+        c.server._file_limit = 66
         async with c.post("/generate", {"text": "x"}) as response:
             assert response.status == 503
             assert response.headers["X-SMG-Error-Code"] == "router_overloaded"

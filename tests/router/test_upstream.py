@@ -235,3 +235,20 @@ async def test_a_cancelled_call_closes_its_connection_and_stays_silent() -> None
         await asyncio.wait_for(gone.wait(), 10)
         assert not collector.over.is_set()
         assert pool.open_connections == 0
+
+
+async def test_a_name_with_several_addresses_is_tried_until_one_answers(monkeypatch: Any) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        writer.close()
+
+    async with raw_server(serve) as (origin, pool):
+        port = int(origin.rsplit(":", 1)[1])
+
+        async def getaddrinfo(*_args: Any, **_kwargs: Any) -> Any:
+            return [(2, 1, 6, "", (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+
+        monkeypatch.setattr(pool.loop, "getaddrinfo", getaddrinfo)
+        answer = await ask(pool, f"http://several.example:{port}")
+        assert answer.body == b"ok"

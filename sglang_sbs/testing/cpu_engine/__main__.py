@@ -17,7 +17,7 @@ LAST_LINES = 15
 
 def main() -> None:
     """Exit 0 if the engine's modules import; otherwise exit 1 with the end of the traceback."""
-    # A nursery whose stdin is at its end imports SGLang, says so, and ends.
+    # A nursery whose stdin has ended imports SGLang, says so, and ends.
     finished = subprocess.run(
         [sys.executable, "-m", "sglang_sbs.testing.cpu_engine.nursery"],
         env={
@@ -25,7 +25,7 @@ def main() -> None:
             **cpu_engine_environment(1, inherited=os.environ),
             "PYTHONDONTWRITEBYTECODE": "",
         },
-        stdin=subprocess.DEVNULL,
+        input="",
         capture_output=True,
         text=True,
         check=False,

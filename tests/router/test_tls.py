@@ -1,0 +1,79 @@
+"""HTTPS towards clients and towards engines."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import pytest
+from router_harness import TIMEOUT_S, sse_events, until
+
+from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.server import RouterServer
+from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A self-signed certificate of 127.0.0.1 and its key."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
+            *("-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+async def test_both_sides_over_tls(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(cert, key)
+    rooms = Rooms()
+    prefill, decode = MockEngine("prefill", rooms=rooms), MockEngine("decode", rooms=rooms)
+    for engine in (prefill, decode):
+        await engine.start(tls=serving)
+        assert engine.url.startswith("https://")
+    options = parse_flags(
+        [
+            *("--prefill", prefill.url, "9000", "--decode", decode.url),
+            *("--host", "127.0.0.1", "--port", "0", "--sbs-endforward-bind", "none"),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", "0"),
+            *("--policy", "round_robin", "--ca-cert-paths", str(cert)),
+            *("--tls-cert-path", str(cert), "--tls-key-path", str(key)),
+        ]
+    )
+    server = RouterServer(options)
+    await server.start()
+    trusting = ssl.create_default_context(cafile=str(cert))
+    connector = aiohttp.TCPConnector(ssl=trusting)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    try:
+        await until(lambda: server.registry.ready)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+
+            async def ask(stream: bool) -> bytes:
+                url = f"https://127.0.0.1:{server.port}/generate"
+                async with client.post(url, json={"text": "x", "stream": stream}) as response:
+                    assert response.status == 200
+                    return await response.read()
+
+            plain, streamed = await asyncio.gather(ask(False), ask(True))
+            assert b"t1 t2 t3" in plain
+            assert sse_events(streamed)[-1] == "[DONE]"
+        assert prefill.requests[0].body["bootstrap_host"] == "127.0.0.1"
+    finally:
+        await server.stop(grace_s=0.0)
+        await prefill.stop()
+        await decode.stop()
