@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_sbs.bench.load import Arrival, Sample, run_load
 from sglang_sbs.bench.passes import EngineRecord, read_engines
+from sglang_sbs.cluster.logs import last_log_lines
 from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role
 from sglang_sbs.cluster.readiness import (
     ROUTER_READINESS_PATHS,
@@ -24,7 +25,7 @@ from sglang_sbs.cluster.readiness import (
     wait_until_ready,
 )
 from sglang_sbs.cluster.spawn import ChildSpawner
-from sglang_sbs.cluster.supervise import Supervisor, last_log_lines
+from sglang_sbs.cluster.supervise import Supervisor
 
 ROUTER_TIMEOUT_S = 60.0
 STOP_GRACE_S = 10.0
