@@ -14,6 +14,10 @@ from collections.abc import Iterator
 FIRST_PORT = 20000
 LAST_PORT = 31999
 
+_CLAIM_PORTS = 16
+_claims: list[socket.socket] = []
+"""Held until this process ends."""
+
 
 def is_port_free(port: int) -> bool:
     """True if a server could listen on `port` of all interfaces now."""
@@ -26,11 +30,33 @@ def is_port_free(port: int) -> bool:
     return True
 
 
+def claim_ports(ports: range) -> bool:
+    """Take ports for the life of this process; False if a cluster on this machine has them.
+
+    Engines bind their ports seconds after they were planned. Meanwhile they look free, and a second
+    cluster that took them would talk HTTP to the first one's ZeroMQ sockets, which libzmq answers
+    by aborting the process. A claim is an abstract Unix socket per `_CLAIM_PORTS` aligned ports, so
+    it goes with the process.
+    """
+    claimed: list[socket.socket] = []
+    for unit in range(ports.start // _CLAIM_PORTS, (ports.stop - 1) // _CLAIM_PORTS + 1):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        claimed.append(claim)
+        try:
+            claim.bind(f"\0sglang-sbs-ports-{unit * _CLAIM_PORTS}")
+        except OSError:
+            for taken in claimed:
+                taken.close()
+            return False
+    _claims.extend(claimed)
+    return True
+
+
 def free_port_blocks(size: int) -> Iterator[int]:
-    """First ports of disjoint blocks of `size` ports that are all free now.
+    """First ports of disjoint blocks of `size` ports that are all free now and then claimed.
 
     The search starts at a place of this process's own, so that two clusters started at the same
-    moment do not find the same ports.
+    moment rarely look at the same ports.
 
     Raises:
         RuntimeError: no such block is left.
@@ -39,6 +65,7 @@ def free_port_blocks(size: int) -> Iterator[int]:
     start = os.getpid() * 7 % blocks
     for index in range(blocks):
         first = FIRST_PORT + (start + index) % blocks * size
-        if all(is_port_free(port) for port in range(first, first + size)):
+        ports = range(first, first + size)
+        if all(is_port_free(port) for port in ports) and claim_ports(ports):
             yield first
     raise RuntimeError(f"no {size} free ports in a row between {FIRST_PORT} and {LAST_PORT}")

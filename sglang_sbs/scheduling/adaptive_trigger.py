@@ -34,8 +34,9 @@ from sglang_sbs.scheduling.request import Request, RequestQueue, prompt_tokens_o
 
 RATE_WINDOW_S = 3.0
 """Time constant of the arrival rate."""
-AGEING_S = 0.5
-"""Waiting this long is worth a chunk of length in the order."""
+AGEING_BATCHES = 5.0
+MAX_AGEING_S = 0.5
+"""A chunk of length is worth that many batches of waiting in the order, at most this long."""
 SPACING_SHARE = 0.8
 BACKLOG_FACTOR = 1.3
 COMMIT_AHEAD_FACTOR = 1.5
@@ -88,8 +89,13 @@ class AdaptiveTrigger:
         self._lead_s = min(max(self._lead_s, floor_s), 0.8 * self._interval.mean_forward_s)
 
     def key_of(self, request: Request) -> float:
-        """Short first with ageing: waiting AGEING_S is worth one chunk of length."""
-        return request.prompt_tokens / self._chunk_tokens + request.arrived_s / AGEING_S
+        """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting."""
+        return request.arrived_s + self._ageing_s() * request.prompt_tokens / self._chunk_tokens
+
+    def _ageing_s(self) -> float:
+        """With many instances a batch leaves often, and being passed over must count for more."""
+        between_s = self._interval.mean_forward_s / max(1, self._interval.active)
+        return min(MAX_AGEING_S, AGEING_BATCHES * between_s)
 
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         if instances:

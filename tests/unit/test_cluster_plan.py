@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from sglang_sbs.cluster.plan import (
     Role,
     plan_cluster,
 )
+from sglang_sbs.cluster.ports import claim_ports
 from sglang_sbs.testing.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
 
 DP_ATTENTION = ("--tp", "2", "--dp", "2", "--enable-dp-attention")
@@ -196,3 +198,22 @@ def test_a_users_flag_wins_over_a_cpu_default() -> None:
 def test_what_cannot_be_planned_is_named(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(PlanError, match=complaint):
         plan(**options)
+
+
+def test_a_port_block_is_claimed_by_one_cluster_on_the_machine() -> None:
+    code = (
+        "from sglang_sbs.cluster.ports import claim_ports, free_port_blocks\n"
+        "first = next(free_port_blocks(16))\n"
+        "print(first, claim_ports(range(first, first + 16)), flush=True)\n"
+        "input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        first, again = other.stdout.readline().split()
+        assert again == "False"
+        assert not claim_ports(range(int(first) + 3, int(first) + 4))
+        other.communicate("done\n")
+    assert claim_ports(range(int(first), int(first) + 16))
