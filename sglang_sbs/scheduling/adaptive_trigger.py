@@ -15,8 +15,8 @@ adapts until few requests miss (:meth:`AdaptiveTrigger.on_landing`). Then, per d
 2. spacing: instances are kept apart in phase by a fraction of the pass time that the arrival rate
    calls for. Never while all are idle, the queue is long, or the candidate will run anyway;
 3. order: short first, with an ageing that bounds how long anything is overtaken;
-4. cut: how many of the queue to send now and how many to leave for the instance that is ready
-   next, by the sum of predicted completion times of both alternatives;
+4. share: how much of the queue to send now and how much to leave for the instances that are ready
+   next, so that the sum of predicted completion times is smallest;
 5. placement: longest first into the emptiest rank, whole requests only, and split requests to fill
    the pass only under backlog.
 """
@@ -43,6 +43,10 @@ COMMIT_AHEAD_FACTOR = 1.5
 MISS_TARGET = 0.01
 LEAD_STEP_S = 0.004
 MIN_LEAD_S = 0.003
+FULL_PASSES = 2.0
+"""With this many passes of tokens waiting for one instance its pass is simply filled."""
+ARRIVING_SHARE = 0.6
+"""How much of what is expected to arrive until a later pass starts counts as its load now."""
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
 _EPSILON_S = 1e-9
@@ -202,8 +206,11 @@ class AdaptiveTrigger:
                 (head if taken < room else rest).append(request)
                 taken += request.prompt_tokens
         others = [i for i in instances if i is not instance]
-        if others and not overdue:
-            cut = self._cut(instance, others, head, queue, now_s)
+        long_queue = (
+            queue.tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
+        )
+        if others and not overdue and not long_queue:
+            cut = _prefix(head, self._share(instance, others, queue, now_s))
             cut = max(cut, 1) if all_idle else cut
             head, rest = head[:cut], head[cut:] + rest
         allocation = place_fitting(head, c_avail, instance.chunk_tokens)
@@ -225,44 +232,44 @@ class AdaptiveTrigger:
             passed_over=allocation.left,
         )
 
-    def _cut(
+    def _share(
         self,
         instance: PrefillInstance,
         others: Sequence[PrefillInstance],
-        head: Sequence[Request],
         queue: RequestQueue,
         now_s: float,
-    ) -> int:
-        """Rolling horizon: how many of the queue's first requests this pass should take.
+    ) -> float:
+        """Prompt tokens this pass should take of what waits; the rest is for later passes.
 
-        Compares, for each prefix, the sum of completion times of the prefix in this pass and of the
-        rest (with the arrivals expected by then) in the pass of the instance that is ready next.
+        Minimises the sum of completion times over the passes that start next. With w_i tokens for
+        instance i, which holds h_i already and starts a pass delay_i later, a token completes after
+        delay_i + fixed + slope * (h_i + w_i), so at the optimum every instance that takes part has
+        the same marginal cost, the water level:
+
+            delay_i + fixed_i + 2 * slope_i * (h_i + w_i) = level
+
+        Instances join in the order of their delay while that keeps the level above their cost of an
+        empty pass. By the time the last of them starts, more will have arrived.
         """
-        free_s = [(self._free_at_s(other, now_s), other) for other in others]
-        next_s, following = min(free_s, key=lambda pair: pair[0])
-        earliest_s = now_s + self._interval.latency_s
-        start_s = max(earliest_s, self._free_at_s(instance, now_s))
-        wait_s = max(0.0, max(earliest_s, next_s) - start_s)
-        arriving_tokens = self._token_rate * (start_s + wait_s - now_s)
-        arriving_requests = self._request_rate * (start_s + wait_s - now_s)
-        here, there = instance.backlog_tokens, following.backlog_tokens
-        if queue.tokens + here >= BACKLOG_FACTOR * instance.capacity_tokens:
-            return len(head)
-        best_cost, best = math.inf, 0
-        taken = 0
-        for count in range(len(head) + 1):
-            if count:
-                taken += head[count - 1].prompt_tokens
-            if here + taken > instance.capacity_tokens and count > 1:
+        latency_s = self._interval.latency_s
+        start_s = max(now_s + latency_s, self._free_at_s(instance, now_s))
+        delays = sorted(
+            (max(0.0, max(now_s + latency_s, self._free_at_s(other, now_s)) - start_s), index)
+            for index, other in enumerate(others)
+        )
+        per_s, base_s = _marginal(instance, 0.0)
+        sum_per_s = per_s
+        sum_tokens = per_s * base_s
+        level_s = (queue.tokens + sum_tokens) / sum_per_s
+        for delay_s, index in delays:
+            other_per_s, other_base_s = _marginal(others[index], delay_s)
+            if level_s <= other_base_s:
                 break
-            left = len(queue) - count
-            cost = count * _completion_s(instance, here + taken) + left * wait_s
-            cost += (left + arriving_requests) * _completion_s(
-                following, there + queue.tokens - taken + arriving_tokens
-            )
-            if cost < best_cost - 1e-12:
-                best_cost, best = cost, count
-        return best
+            sum_per_s += other_per_s
+            sum_tokens += other_per_s * other_base_s
+            arriving = ARRIVING_SHARE * self._token_rate * (start_s + delay_s - now_s)
+            level_s = (queue.tokens + arriving + sum_tokens) / sum_per_s
+        return (level_s - base_s) * per_s
 
     def _free_at_s(self, instance: PrefillInstance, now_s: float) -> float:
         return max(now_s, instance.free_at_s(now_s, self._interval.latency_s))
@@ -275,10 +282,18 @@ class AdaptiveTrigger:
         self._rate_s = now_s
 
 
-def _completion_s(instance: PrefillInstance, tokens: float) -> float:
-    """Time from the start of a pass until the mean of these tokens is done, over several passes."""
+def _marginal(instance: PrefillInstance, delay_s: float) -> tuple[float, float]:
+    """Tokens per second of water level, and the level of an instance that takes nothing."""
     slope = instance.model.slope_s_per_token() / instance.dp_size
-    if tokens <= instance.capacity_tokens:
-        return instance.model.fixed_s + slope * tokens
-    full_s = instance.model.fixed_s + slope * instance.capacity_tokens
-    return full_s * (tokens / instance.capacity_tokens + 1) / 2
+    base_s = delay_s + instance.model.fixed_s + 2 * slope * instance.backlog_tokens
+    return 1 / (2 * slope), base_s
+
+
+def _prefix(requests: Sequence[Request], tokens: float) -> int:
+    """How many of the first requests come closest to this many tokens."""
+    taken = 0.0
+    for count, request in enumerate(requests):
+        if taken + 0.5 * request.prompt_tokens > tokens:
+            return count
+        taken += request.prompt_tokens
+    return len(requests)
