@@ -210,8 +210,11 @@ class AdaptiveTrigger:
             queue.tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
         )
         if others and not overdue and not long_queue:
-            cut = _prefix(head, self._share(instance, others, queue, now_s))
-            cut = max(cut, 1) if all_idle else cut
+            share = self._share(instance, others, queue, now_s)
+            cut = _prefix(head, share)
+            if all_idle or (instance.idle and share > 0):
+                # A prompt longer than the share is not divisible: later it would be no better off.
+                cut = max(cut, 1)
             head, rest = head[:cut], head[cut:] + rest
         allocation = place_fitting(head, c_avail, instance.chunk_tokens)
         beyond = queue.tokens - prompt_tokens_of(head) - prompt_tokens_of(rest)
