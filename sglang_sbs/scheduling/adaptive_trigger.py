@@ -62,7 +62,6 @@ class AdaptiveTrigger:
         self._max_hold_s = max_hold_s
         self._last_s = float("-inf")
         self._token_rate = 0.0
-        self._request_rate = 0.0
         self._rate_s: float | None = None
         self._chunk_tokens = 1.0
         self._lead_s = interval.latency_s + MIN_LEAD_S
@@ -75,7 +74,6 @@ class AdaptiveTrigger:
     def on_arrival(self, tokens: int, now_s: float) -> None:
         self._decay(now_s)
         self._token_rate += tokens / RATE_WINDOW_S
-        self._request_rate += 1 / RATE_WINDOW_S
 
     def on_landing(self, landed_s: Sequence[float], missed_s: Sequence[float]) -> None:
         """Stochastic approximation of the (1 - MISS_TARGET) quantile of the dispatch latency.
@@ -281,7 +279,6 @@ class AdaptiveTrigger:
         if self._rate_s is not None:
             share = math.exp(-(now_s - self._rate_s) / RATE_WINDOW_S)
             self._token_rate *= share
-            self._request_rate *= share
         self._rate_s = now_s
 
 
