@@ -105,6 +105,7 @@ class _Surface:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         path = request.path
+        self._server.doorman.heard(request.protocol)
         identifier = request_id(path, request.headers, self._options.request_id_headers)
         _identifier.set(identifier)
         known = request.match_info.http_exception is None
@@ -176,6 +177,9 @@ class _Surface:
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Headers of every response, streams included."""
         response.headers.setdefault("x-request-id", _identifier.get())
+        if self._server.draining:
+            response.force_close()
+            response.headers["Connection"] = "close"
         if not self._origins:
             # As sglang_router does without the flag: browsers may read every answer.
             response.headers["Access-Control-Allow-Origin"] = "*"
@@ -192,4 +196,6 @@ class _Surface:
 
 def _bearer_is(request: web.Request, key: str) -> bool:
     scheme, _, value = request.headers.get("Authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(value.strip().encode(), key.encode())
+    # Header bytes that are no UTF-8 arrive as surrogates.
+    given = value.strip().encode("utf-8", "surrogateescape")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given, key.encode())

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from sglang_sbs.router.stock_flags import IGNORED_FLAGS, Arity
 from sglang_sbs.scheduling.config import (
     DECODE_RULES,
-    POLICIES,
     TRIGGERS,
     Policy,
     SchedulerConfig,
@@ -25,6 +24,8 @@ NEAREST_POLICY: dict[str, Policy] = {
     "manual": "round_robin",
     "bucket": "least_tokens",
 }
+
+_DEFAULTS = SchedulerConfig()
 
 _EXAMPLE = """\
 example:
@@ -106,52 +107,61 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     add = group("policy")
     add(
         "policy",
-        f"{', '.join(POLICIES)}; stock names without a twin ({', '.join(NEAREST_POLICY)}) "
-        "are mapped to the nearest",
-        default="sbs",
+        "sbs: staggered batches. Immediate ones: round_robin, random, power_of_two, "
+        "least_requests, least_tokens; random_rank (what SGLang does by itself), stale_tokens "
+        "(least tokens by loads a second old, as gateways that poll), eta (earliest predicted "
+        f"finish). Stock names without a twin ({', '.join(NEAREST_POLICY)}) are mapped to the "
+        "nearest, with a warning",
+        default=_DEFAULTS.policy,
     )
     add(
         "sbs-trigger",
         "adaptive: ahead of the predicted end of a pass. paper: Algorithm 1, to the letter",
         choices=TRIGGERS,
-        default="adaptive",
+        default=_DEFAULTS.trigger,
     )
     add(
         "sbs-decode",
         "rule for the decode rank: iqr (Algorithm 3) or potential",
         choices=DECODE_RULES,
-        default=SchedulerConfig().decode_rule,
+        default=_DEFAULTS.decode_rule,
     )
     add(
         "sbs-endforward-bind",
-        "where engines' EndForward messages arrive; 'none' turns it off",
+        "where engines' EndForward messages arrive, unauthenticated: an address only engines "
+        "can reach; 'none' turns it off",
         default="tcp://0.0.0.0:7600",
         metavar="ENDPOINT",
     )
-    add("sbs-n-limit", "N_limit of Algorithm 2: cycles until flow control", type=_count, default=20)
+    add(
+        "sbs-n-limit",
+        "N_limit of Algorithm 2: cycles until flow control",
+        type=_count,
+        default=_DEFAULTS.n_limit,
+    )
     add(
         "sbs-queue-timeout-secs",
         "longest wait in the scheduler, then 503",
         type=_seconds,
-        default=60,
+        default=_DEFAULTS.default_timeout_s,
     )
     add(
         "sbs-max-queue-requests",
         "longest queue in the scheduler, then 429",
         type=_positive_int,
-        default=10_000,
+        default=_DEFAULTS.max_queue_requests,
     )
     add(
         "sbs-t-default-ms",
         "T_default: forward time before the first measurement",
         type=_seconds,
-        default=300,
+        default=_DEFAULTS.t_default_s * 1000,
     )
     add(
         "sbs-max-hold-ms",
         "adaptive: no request is held longer while an instance could take it",
         type=_seconds,
-        default=2000,
+        default=_DEFAULTS.max_hold_s * 1000,
     )
     add(
         "sbs-event-log",

@@ -16,6 +16,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.registry import Worker, describe_worker
 from sglang_sbs.router.requests import bad_request
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _ASK_TIMEOUT_S = 30.0
+_SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
 class Control:
@@ -51,6 +53,7 @@ class Control:
             ("POST", "/flush_cache", self.flush_cache),
             ("GET", "/get_loads", self.loads),
             ("GET", "/v1/loads", self.loads),
+            ("GET", "/engine_metrics", self.engine_metrics),
             ("POST", "/abort_request", self.abort_request),
         ]
 
@@ -112,7 +115,9 @@ class Control:
         states: list[Any] = []
         for worker, status, body in answers:
             value: dict[str, Any] = (
-                _object(body) if status == 200 else {"url": worker.url, "error": status}
+                without_secrets(_engine_object(body))
+                if status == 200
+                else {"url": worker.url, "error": status}
             )
             infos[worker.role].append(value)
             if worker.role == "decode" and isinstance(value.get("internal_states"), list):
@@ -219,13 +224,32 @@ class Control:
                 "worker": worker.url,
                 "worker_type": worker.role,
                 "load": worker.active,
-                "details": _object(body).get("loads") if status == 200 else None,
+                "details": _engine_object(body).get("loads") if status == 200 else None,
             }
             for worker, status, body in answers
         ]
         # sglang_router 0.3.2 calls the list "workers", later releases "loads".
         short = [{"worker": load["worker"], "load": load["load"]} for load in loads]
         return _json({"loads": loads, "workers": short})
+
+    async def engine_metrics(self, _request: web.Request) -> web.StreamResponse:
+        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one."""
+        answers = await self._ask_all(list(self._registry), "GET", "/metrics")
+        pages = [
+            (worker.url, body.decode("utf-8", "replace"))
+            for worker, status, body in answers
+            if status == 200
+        ]
+        if not pages:
+            raise RouterError(
+                503,
+                "no_engine_metrics",
+                "no worker serves /metrics: start engines with --enable-metrics",
+            )
+        return web.Response(
+            body=merge_pages(pages),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
@@ -290,4 +314,27 @@ def _object(raw: bytes) -> dict[str, Any]:
         raise bad_request(f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise bad_request("must be a JSON object")
+    return value
+
+
+def _engine_object(raw: bytes) -> dict[str, Any]:
+    """An engine's JSON answer; empty where it is none."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def without_secrets(value: Any) -> Any:
+    """An engine's launch flags hold its keys: they are not for whoever may ask this router."""
+    if isinstance(value, dict):
+        return {
+            key: None
+            if key.endswith(_SECRET_ENDINGS) and isinstance(item, str)
+            else without_secrets(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [without_secrets(item) for item in value]
     return value

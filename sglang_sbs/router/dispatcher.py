@@ -31,6 +31,10 @@ from sglang_sbs.scheduling.events import (
 
 logger = logging.getLogger(__name__)
 
+_RETRY_S = 0.1
+"""After a failed event the scheduler is asked again then: its own wake-up may be lost."""
+_TRACEBACK_EVERY_S = 10.0
+
 Assignment = Dispatch
 """What a request is told: the two instances and ranks, and why."""
 
@@ -58,7 +62,13 @@ class Dispatcher:
         *,
         observer: DispatchObserver | None = None,
         event_log: EventLogWriter | None = None,
+        give_up_s: float | None = None,
     ) -> None:
+        """``give_up_s``: a request the scheduler neither dispatches nor refuses by then, though it
+        should, is ended here; must be longer than the scheduler's own deadlines."""
+        self._give_up_s = give_up_s
+        self.scheduler_errors = 0
+        self._traceback_s = -math.inf
         self._scheduler = scheduler
         self._observer = observer
         self._log = event_log
@@ -97,6 +107,11 @@ class Dispatcher:
                 exclude=exclude,
             )
         )
+        watchdog = (
+            asyncio.get_running_loop().call_later(self._give_up_s, self._give_up, rid)
+            if self._give_up_s is not None
+            else None
+        )
         try:
             return await future
         except asyncio.CancelledError:
@@ -105,6 +120,9 @@ class Dispatcher:
                 future.exception()  # retrieved: a refusal nobody waits for is no news
             self.ended(rid, "aborted")
             raise
+        finally:
+            if watchdog is not None:
+                watchdog.cancel()
 
     def prefill_done(
         self, rid: str, prompt_tokens: int | None = None, cached_tokens: int | None = None
@@ -143,12 +161,13 @@ class Dispatcher:
             commands = self._scheduler.handle(event, now_s)
         except Exception:
             # A defect in the policy must not hang the request nor silence the signal sources.
-            logger.exception("the scheduler failed on %r", event)
-            if isinstance(event, RequestArrived):
-                self._fail(event.rid)
+            self._scheduler_failed(event, now_s)
             return
         if self._log is not None:
-            self._log.write(now_s, event, commands)
+            try:
+                self._log.write(now_s, event, commands)
+            except OSError as error:
+                self._log_failed(error)
         for command in commands:
             if isinstance(command, Dispatch):
                 self._dispatch(command)
@@ -174,12 +193,34 @@ class Dispatcher:
         if future is not None and not future.done():
             future.set_exception(Refused(command.cause, command.message, command.retry_after_s))
 
+    def _scheduler_failed(self, event: Event, now_s: float) -> None:
+        self.scheduler_errors += 1
+        if now_s >= self._traceback_s + _TRACEBACK_EVERY_S:
+            self._traceback_s = now_s
+            logger.exception("the scheduler failed on %r", event)
+        if isinstance(event, RequestArrived):
+            self._fail(event.rid)
+        if not self._closed:
+            self._wake_at(now_s + _RETRY_S, now_s)
+
+    def _give_up(self, rid: str) -> None:
+        logger.error("request %s got no decision in %s s and is given up", rid, self._give_up_s)
+        self._fail(rid)
+
     def _fail(self, rid: str) -> None:
-        self._open.discard(rid)
+        """End a request the scheduler lost track of; it may still have it in its books."""
         future = self._waiting.pop(rid, None)
         if future is not None and not future.done():
             message = "the scheduler failed on this request; the router's log has the cause"
             future.set_exception(RouterError(500, "scheduler_error", message))
+        self.ended(rid, "failed")
+
+    def _log_failed(self, error: OSError) -> None:
+        """A full disk must not stop the router."""
+        logger.error("the event log ends here: %s", error)
+        log, self._log = self._log, None
+        if log is not None:
+            log.abandon()
 
     def _wake_at(self, time_s: float, now_s: float) -> None:
         if self._timer is not None:
@@ -210,7 +251,10 @@ class Dispatcher:
 
     def flush_log(self) -> None:
         if self._log is not None:
-            self._log.flush()
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._log_failed(error)
 
     def close(self) -> None:
         """Stop the timer and close the log; events after this are dropped."""
@@ -219,5 +263,8 @@ class Dispatcher:
             self._timer.cancel()
             self._timer = None
         if self._log is not None:
-            self._log.close()
+            try:
+                self._log.close()
+            except OSError as error:
+                self._log_failed(error)
             self._log = None

@@ -16,6 +16,8 @@ from aiohttp import HttpVersion11, web
 HIGH_WATER_BYTES = 1 << 20
 LOW_WATER_BYTES = 1 << 18
 _RECHECK_S = 0.02
+FINISH_S = 60.0
+"""How long a client that stopped reading may take for the rest once everything was said."""
 
 
 class Source(Protocol):
@@ -32,6 +34,7 @@ class Downstream:
         self._response: web.StreamResponse | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._pending: list[bytes] = []
+        self._pending_bytes = 0
         self._chunked = request.version >= HttpVersion11
         self._paused = False
         self._sources = sources
@@ -46,6 +49,9 @@ class Downstream:
         transport = self._transport
         if transport is None:
             self._pending.append(data)
+            self._pending_bytes += len(data)
+            if self._pending_bytes > HIGH_WATER_BYTES:
+                self._pause()
             return
         if transport.is_closing():
             return
@@ -53,18 +59,23 @@ class Downstream:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             transport.write(data)
-        if transport.get_write_buffer_size() > HIGH_WATER_BYTES and not self._paused:
+        if transport.get_write_buffer_size() > HIGH_WATER_BYTES:
+            self._pause()
+
+    def _pause(self) -> None:
+        for source in self._sources.values():  # also those that began since the last time
+            source.pause()
+        if not self._paused:
             self._paused = True
-            for source in self._sources.values():
-                source.pause()
             asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
 
     def _recheck(self) -> None:
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if transport is not None and transport.is_closing():
             return
-        if transport.get_write_buffer_size() > LOW_WATER_BYTES:
-            asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
+        if transport is None or transport.get_write_buffer_size() > LOW_WATER_BYTES:
+            if self._request.transport is not None:
+                asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
             return
         self._paused = False
         for source in self._sources.values():
@@ -86,12 +97,22 @@ class Downstream:
             raise ConnectionResetError("client connection is gone")
         self._transport = transport
         # Pieces that came while the head was on its way.
-        for data in self._pending:
+        pending, self._pending = self._pending, []
+        for data in pending:
             self.push(data)
-        self._pending.clear()
 
     async def finish(self) -> web.StreamResponse:
-        """End the body; returns the response for aiohttp."""
+        """End the body; returns the response for aiohttp.
+
+        Raises:
+            ConnectionResetError: the client does not take it; its connection is closed.
+        """
         assert self._response is not None
-        await self._response.write_eof()
+        try:
+            async with asyncio.timeout(FINISH_S):
+                await self._response.write_eof()
+        except TimeoutError:
+            if self._transport is not None:
+                self._transport.abort()
+            raise ConnectionResetError("the client stopped reading") from None
         return self._response

@@ -2,7 +2,8 @@
 
 Owns binding a message to a worker: by configured instance id, by a boot id already bound, by the
 request ids the message echoes. Must not know the scheduler's use of it. Whatever arrives from the
-network is counted, never raised.
+network is counted, never raised. The socket has no authentication, so nothing a message says is
+believed beyond what an engine could mean, and none takes a worker down by itself.
 """
 
 from __future__ import annotations
@@ -15,15 +16,31 @@ from collections.abc import Callable
 import zmq
 
 from sglang_sbs.router.registry import Registry, Worker
-from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.server_info import MAX_DP_SIZE, WorkerInfo
 from sglang_sbs.router.urls import bracketed, split_worker_url
 from sglang_sbs.scheduling.events import Event, ForwardEnded
 from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
+from sglang_sbs.wire.endforward import MAX_RIDS
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_LIMIT = 512
 """Messages handled before other callbacks of the event loop get a turn."""
+_MAX_MESSAGE_BYTES = 1 << 20
+_MAX_BOOTS = 10_000
+_MAX_STRANGERS = 64
+"""Unknown senders named in the log; more are only counted."""
+_MAX_COUNT = 1 << 40
+_MAX_CLOCK_S = 1e11
+_MAX_SPAN_S = 3600.0
+_COUNTS = (
+    *("seq", "forward_id", "extend_tokens", "cached_tokens", "batch_size"),
+    *("inflight_passes", "inflight_tokens", "inflight_requests"),
+    *("waiting_requests", "waiting_tokens", "bootstrapping_requests", "bootstrapping_tokens"),
+    *("chunk_remainder_tokens", "kv_transfer_requests", "running_requests", "kv_tokens"),
+    *("kv_capacity_tokens", "chunk_tokens", "max_running_requests", "accepted_requests"),
+    *("accepted_tokens", "computed_tokens", "aborted_requests"),
+)
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 
 FindOwner = Callable[[str, str], str | None]
@@ -46,7 +63,7 @@ class EndForwardListener:
         self._unbound_warned: set[str] = set()
         self._connected: set[str] = set()
         self.counts: Counter[str] = Counter()
-        """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``dropped``."""
+        """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._fd = -1
@@ -62,6 +79,7 @@ class EndForwardListener:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
         sock.setsockopt(zmq.RCVHWM, 100_000)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
         endpoint = None
         if bind is not None:
@@ -106,10 +124,12 @@ class EndForwardListener:
         """Handle one message."""
         try:
             report = decode_endforward(frames)
-        except MalformedMessage as error:
-            self.counts["malformed"] += 1
-            if self.counts["malformed"] == 1:
-                logger.warning("malformed EndForward message (counted from now on): %s", error)
+        except (MalformedMessage, ValueError, RecursionError) as error:
+            self._refused("malformed", str(error))
+            return
+        nonsense = implausible(report)
+        if nonsense is not None:
+            self._refused("implausible", nonsense)
             return
         worker = self._bind(report)
         if worker is None:
@@ -123,6 +143,11 @@ class EndForwardListener:
             self._submit(ForwardEnded(instance=worker.url, report=report))
         if self._on_report is not None:
             self._on_report(worker, report)
+
+    def _refused(self, fate: str, why: str) -> None:
+        self.counts[fate] += 1
+        if self.counts[fate] == 1:
+            logger.warning("%s EndForward message (counted from now on): %s", fate, why)
 
     def _drain(self) -> None:
         sock = self._socket
@@ -144,6 +169,8 @@ class EndForwardListener:
                 return worker
         worker = self._identify(report)
         if worker is not None:
+            if len(self._boots) >= _MAX_BOOTS:
+                self._boots.clear()
             self._boots[report.boot_id] = worker.url
             logger.info(
                 "EndForward of boot %s is worker %s (%s)",
@@ -151,7 +178,11 @@ class EndForwardListener:
                 worker.url,
                 "by instance id" if report.instance_id else "by echoed request ids",
             )
-        elif report.boot_id not in self._unbound_warned and report.instance_id:
+        elif (
+            report.instance_id
+            and len(self._unbound_warned) < _MAX_STRANGERS
+            and report.boot_id not in self._unbound_warned
+        ):
             self._unbound_warned.add(report.boot_id)
             logger.warning(
                 "EndForward from instance %r, which is no worker of this router; waiting for "
@@ -170,6 +201,33 @@ class EndForwardListener:
             if url is not None:
                 return self._registry.get(url)
         return None
+
+
+def implausible(report: EndForward) -> str | None:
+    """What no engine can mean, though it has the right types; ``None`` if there is nothing."""
+    for name in _COUNTS:
+        if not 0 <= getattr(report, name) <= _MAX_COUNT:
+            return f"{name} is {getattr(report, name)}"
+    for name, low, high in (
+        ("launch_s", 0.0, _MAX_CLOCK_S),
+        ("end_s", 0.0, _MAX_CLOCK_S),
+        ("age_s", -1.0, _MAX_SPAN_S),
+        ("forward_s", 0.0, _MAX_SPAN_S),
+    ):
+        if not low <= getattr(report, name) <= high:  # also false for NaN
+            return f"{name} is {getattr(report, name)}"
+    if report.dp_size > MAX_DP_SIZE:
+        return f"dp_size is {report.dp_size}"
+    if not 0 < len(report.boot_id) <= 128 or len(report.instance_id) > 512:
+        return "boot_id or instance_id is empty or too long"
+    if len(report.rids) > MAX_RIDS:
+        return f"{len(report.rids)} request ids"
+    per_rank = report.tokens_per_rank
+    if per_rank is not None and (
+        len(per_rank) > MAX_DP_SIZE or not all(0 <= count <= _MAX_COUNT for count in per_rank)
+    ):
+        return "tokens_per_rank is out of range"
+    return None
 
 
 def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:

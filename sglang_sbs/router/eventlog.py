@@ -8,6 +8,7 @@ the recorded commands again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -51,6 +52,12 @@ class EventLogWriter:
     def close(self) -> None:
         self.flush()
         self._file.close()
+
+    def abandon(self) -> None:
+        """Close without the rest of the buffer: it cannot be written."""
+        self._buffer.clear()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _append(self, record: LogRecord) -> None:
         data = self._encoder.encode(record)

@@ -27,6 +27,8 @@ from sglang_sbs.scheduling.config import (
     Trigger,
 )
 
+FEEDBACK_POLICIES = ("sbs", "eta")
+"""Policies that look at engines' reports, not only at the router's own books."""
 _DEFAULT_HEALTH_ENDPOINT = "/health"
 _REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 
@@ -130,6 +132,12 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             f"--sbs-endforward-bind {bind!r}: write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, "
             "or none"
         )
+    if bind is not None and not _is_local(bind):
+        warnings.append(
+            f"--sbs-endforward-bind {bind} takes messages from whoever can reach it, without "
+            "authentication: keep that port inside the cluster, or bind an address that only "
+            "engines reach (tcp://10.0.0.1:7600; ipc:///path on one machine)"
+        )
     if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
         raise FlagError("--retry-max-backoff-ms must not be below --retry-initial-backoff-ms")
     policy = _policy(args.policy, warnings)
@@ -153,6 +161,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             max_backoff_s=args.retry_max_backoff_ms / 1000,
             backoff_multiplier=args.retry_backoff_multiplier,
             jitter_factor=args.retry_jitter_factor,
+            max_payload_bytes=args.max_payload_size,
         ),
         breaker=BreakerConfig(
             enabled=not args.disable_circuit_breaker,
@@ -169,7 +178,9 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             failure_threshold=args.health_failure_threshold,
             success_threshold=args.health_success_threshold,
             health_endpoint=endpoint,
-            load_poll_interval_s=MonitorConfig().load_poll_interval_s if policy == "sbs" else None,
+            load_poll_interval_s=(
+                MonitorConfig().load_poll_interval_s if policy in FEEDBACK_POLICIES else None
+            ),
             api_key=args.api_key,
         ),
         host=args.host,
@@ -204,6 +215,14 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         ca_cert_paths=tuple(args.ca_cert_paths),
         warnings=tuple(warnings),
     )
+
+
+def _is_local(endpoint: str) -> bool:
+    """Whether only this machine can reach a ZMQ endpoint."""
+    if endpoint.startswith("ipc://"):
+        return True
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1", "lo") or host.startswith("127.")
 
 
 def _policy(name: str, warnings: list[str]) -> Policy:

@@ -26,6 +26,9 @@ from sglang_sbs.scheduling.events import Outcome
 _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
 
+ABORT_ANSWER_S = 10.0
+"""How long an engine may take to answer an abort before its connection is closed."""
+
 
 @dataclass(slots=True)
 class _Request:
@@ -74,12 +77,10 @@ class InFlight:
     # Client requests --------------------------------------------------------------------------
 
     @contextmanager
-    def client_request(self, rids: Sequence[str], task: asyncio.Task[object]) -> Iterator[None]:
-        """Known by the client's ids while it runs, so that it can be aborted by them."""
+    def client_request(self, task: asyncio.Task[object]) -> Iterator[None]:
+        """Counted while it is being served."""
         self._tasks.add(task)
         self._idle.clear()
-        for rid in rids:
-            self._clients.setdefault(rid, set()).add(task)
         try:
             yield
         finally:
@@ -87,6 +88,15 @@ class InFlight:
             self._aborted.discard(task)
             if not self._tasks:
                 self._idle.set()
+
+    @contextmanager
+    def named(self, rids: Sequence[str], task: asyncio.Task[object]) -> Iterator[None]:
+        """Known by the client's ids meanwhile, so that it can be aborted by them."""
+        for rid in rids:
+            self._clients.setdefault(rid, set()).add(task)
+        try:
+            yield
+        finally:
             for rid in rids:
                 tasks = self._clients.get(rid)
                 if tasks is not None:
@@ -210,7 +220,10 @@ class InFlight:
         head = request_head("POST", worker_url, "/abort_request", self._abort_headers, len(body))
         self.aborts_sent += 1
         self._metrics.aborts.inc()
-        self._pool.call(worker_url, (head, body), _Ignore())
+        ignore = _Ignore()
+        call = self._pool.call(worker_url, (head, body), ignore)
+        # A stopped engine takes connections and never answers: do not collect them.
+        ignore.timer = self._pool.loop.call_later(ABORT_ANSWER_S, call.cancel)
 
 
 def _lost(leg: Leg, worker: Worker) -> LegFailure:
@@ -221,7 +234,14 @@ def _lost(leg: Leg, worker: Worker) -> LegFailure:
 class _Ignore:
     """A receiver for answers nobody waits for."""
 
+    timer: asyncio.TimerHandle | None = None
+
     def head_received(self, status: int, headers: dict[str, str]) -> None: ...
     def body_received(self, data: bytes) -> None: ...
-    def message_complete(self) -> None: ...
-    def failed(self, error: UpstreamError) -> None: ...
+
+    def message_complete(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def failed(self, error: UpstreamError) -> None:
+        self.message_complete()

@@ -127,6 +127,11 @@ def _chat_texts(body: dict[str, Any]) -> tuple[list[str], int, bool]:
         text, plain = content_text(message.get("content"))
         texts.append(text)
         only_text = only_text and plain
-        texts += map(str, message.get("tool_calls") or [])
-    texts += map(str, body.get("tools") or [])
+        texts += map(str, _list(message.get("tool_calls")))
+    texts += map(str, _list(body.get("tools")))
     return texts, len(messages), only_text
+
+
+def _list(value: Any) -> list[Any]:
+    """What should be a list; anything else is the engine's to refuse."""
+    return value if isinstance(value, list) else []

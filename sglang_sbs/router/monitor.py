@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,11 @@ class Monitor:
         """Wait for the worker and watch it from then on."""
         self._doubts[worker.url] = asyncio.Event()
         self._tasks[worker.url] = [
-            asyncio.create_task(self._watch(worker)),
+            asyncio.create_task(self._keep(worker, lambda: self._watch(worker))),
         ]
         if self._config.load_poll_interval_s is not None:
-            polls = self._poll_loads(worker, self._config.load_poll_interval_s)
+            interval_s = self._config.load_poll_interval_s
+            polls = self._keep(worker, lambda: self._poll_loads(worker, interval_s))
             self._tasks[worker.url].append(asyncio.create_task(polls))
 
     def stop(self, worker: Worker) -> None:
@@ -106,6 +107,15 @@ class Monitor:
         while True:
             await asyncio.sleep(1.0)
             self._registry.tick()
+
+    async def _keep(self, worker: Worker, run: Callable[[], Awaitable[None]]) -> None:
+        """A defect must not leave a worker unwatched: log it and begin anew."""
+        while True:
+            try:
+                await run()
+            except Exception:
+                logger.exception("watching worker %s failed; beginning anew", worker.url)
+                await asyncio.sleep(_FAST_S)
 
     # Start-up and health ----------------------------------------------------------------------
 
@@ -161,7 +171,8 @@ class Monitor:
 
     async def _recover(self, worker: Worker) -> bool:
         """After a time down the engine may be another one: read its limits again."""
-        if (not worker.healthy or worker.info is None) and not await self._describe(worker):
+        doubtful = not worker.healthy or worker.info is None or worker.recheck
+        if doubtful and not await self._describe(worker):
             return False
         self._registry.set_healthy(worker, True)
         self._registry.refresh(worker)
@@ -281,10 +292,10 @@ def parse_loads(worker: Worker, data: bytes) -> LoadPolled | None:
                 )
                 for row in rows
             ],
-            running_requests=[int(row.get("num_running_reqs", 0)) for row in rows],
-            kv_tokens=[int(row.get("num_used_tokens", 0)) for row in rows],
+            running_requests=[max(0, int(row.get("num_running_reqs", 0))) for row in rows],
+            kv_tokens=[max(0, int(row.get("num_used_tokens", 0))) for row in rows],
         )
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
 

@@ -11,6 +11,7 @@ has the KV cache and needs prefill no more.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -29,11 +30,15 @@ from sglang_sbs.router.errors import (
 )
 from sglang_sbs.router.upstream import Call, Pool, UpstreamError, request_head
 
+logger = logging.getLogger(__name__)
+
 _SSE_ERROR = b'data: {"error"'
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _ABORT_MARKS = (b'"type":"abort"', b'"finish_reason":"abort"')
 _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
+_TAIL_BYTES = 4096
+"""Of a stream, kept to see how it ended."""
 _ABORT_AGAIN_S = 1.0
 """An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
 
@@ -215,6 +220,8 @@ class Pair:
             held, self._held = self._held, []
             for data in held:
                 self._forward(data)
+                if self._failure is not None:
+                    return
         if self._decode_over:
             self._complete()
 
@@ -232,9 +239,22 @@ class Pair:
                 return
             self._open()
         self.chunks += data.count(b"data: ")
-        self._tail = data if len(data) > 64 else self._tail + data
-        if self._sink is not None:
+        self._tail = data if len(data) > 64 else (self._tail + data)[-_TAIL_BYTES:]
+        if self._sink is None:
+            return
+        try:
             self._sink(data)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            # A sink that edits events parses them: what it cannot read is decode's fault.
+            logger.warning("unreadable event in the stream of %s: %r", self.request.decode, error)
+            self.leg_failed(
+                transport_failure(
+                    "decode",
+                    self.request.decode,
+                    "unreadable event in its stream",
+                    unreachable=False,
+                )
+            )
 
     def _open(self) -> None:
         self._opened = True

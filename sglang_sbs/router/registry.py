@@ -7,15 +7,16 @@ know sockets: probes, polls and messages are made elsewhere and reported here.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
 from sglang_sbs.router.urls import alias_key, bracketed, normalise_worker_url, split_worker_url
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
 from sglang_sbs.wire import EndForward
@@ -24,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 5.0
 """No EndForward for this long (heartbeats come every second): the signal counts as lost."""
+LOG_AGAIN_S = 300.0
+"""A problem that comes and goes is logged at most this often; ``/workers`` always shows it."""
+RECHECK_EVERY_S = 5.0
+"""``/server_info`` is read at most this often because of EndForward of an unknown boot."""
+_MAX_REMEMBERED = 256
 MUTE_AFTER_DISPATCHES = 3
 """Dispatches without any EndForward after which the missing signal is reported."""
 
@@ -50,6 +56,12 @@ class Worker:
     """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
     boots: dict[int, str] = field(default_factory=dict)
     retired_boots: set[str] = field(default_factory=set)
+    stranger: str = ""
+    """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
+    recheck: bool = False
+    """``/server_info`` must be read again before the worker is trusted."""
+    rechecked_s: float = -math.inf
+    logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
     last_report_s: dict[int, float] = field(default_factory=dict)
     reports: dict[int, int] = field(default_factory=dict)
 
@@ -173,6 +185,7 @@ class Registry:
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read: the limits are known (or changed)."""
+        self._check_boot(worker, info)
         changed = worker.info != info
         worker.info = info
         worker.problems.pop("unusable", None)
@@ -226,19 +239,27 @@ class Registry:
             self._check_signal(worker, now_s)
 
     def reported(self, worker: Worker, report: EndForward) -> bool:
-        """Book an EndForward; False if it must be dropped (from a boot that is over).
+        """Book an EndForward; False if it must be dropped.
 
         A new ``boot_id`` of a rank means the engine restarted: everything in flight there is gone.
+        Anybody can send such a message, so where ``/server_info`` tells the boot id it is asked
+        first. (Not all ranks of an engine on several nodes have the boot id told there.)
         """
         rank, boot_id = report.dp_rank, report.boot_id
         if boot_id in worker.retired_boots:
             return False
         known = worker.boots.get(rank)
         if known is not None and known != boot_id:
+            told = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
+            if known == told:
+                self._suspect(worker, boot_id)
+                return False
             self._restarted(worker)
-        worker.boots[rank] = boot_id
-        worker.last_report_s[rank] = self._clock()
-        worker.reports[rank] = worker.reports.get(rank, 0) + 1
+        if report.role != worker.role:
+            self.report_problem(
+                worker, "role", f"EndForward says role {report.role}; its reports are ignored"
+            )
+            return False
         if worker.info is not None and report.dp_size != worker.info.dp_size:
             self.report_problem(
                 worker,
@@ -248,20 +269,63 @@ class Registry:
                 "another engine set to this worker's URL?",
             )
             return False
+        worker.boots[rank] = boot_id
+        worker.last_report_s[rank] = self._clock()
+        worker.reports[rank] = worker.reports.get(rank, 0) + 1
         worker.problems.pop("dp_size", None)
+        worker.problems.pop("role", None)
         return True
 
     def report_problem(self, worker: Worker, kind: str, text: str) -> None:
-        """Show it in ``GET /workers``; log it once."""
-        if worker.problems.get(kind) != text:
-            worker.problems[kind] = text
+        """Show it in ``GET /workers``; log it once, and again if it is back after a while."""
+        if worker.problems.get(kind) == text:
+            return
+        worker.problems[kind] = text
+        now_s = self._clock()
+        if now_s - worker.logged_s.get((kind, text), -math.inf) >= LOG_AGAIN_S:
+            if len(worker.logged_s) >= _MAX_REMEMBERED:
+                worker.logged_s.clear()
+            worker.logged_s[kind, text] = now_s
             logger.warning("worker %s (%s): %s", worker.url, worker.role, text)
 
     # Inside -----------------------------------------------------------------------------------
 
+    def _suspect(self, worker: Worker, boot_id: str) -> None:
+        """Restarted, or somebody else speaks in its name: have ``/server_info`` read again."""
+        now_s = self._clock()
+        if now_s - worker.rechecked_s < RECHECK_EVERY_S:
+            return
+        worker.rechecked_s = now_s
+        worker.stranger = boot_id
+        worker.recheck = True
+        self.doubted(worker)
+
+    def _check_boot(self, worker: Worker, info: WorkerInfo) -> None:
+        """``/server_info`` was read again: the same engine as before, or another?"""
+        worker.recheck = False
+        stranger, worker.stranger = worker.stranger, ""
+        old = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
+        new = info.sbs.boot_id if info.sbs else ""
+        if old and new and old != new:
+            self._restarted(worker)
+        elif stranger and stranger != new:
+            self._retire(worker, [stranger])
+            self.report_problem(
+                worker,
+                "stranger",
+                f"EndForward of another boot ({stranger[:8]}) claims to be this worker and is "
+                "ignored. Is SGLANG_SBS_INSTANCE_ID the same on two engines?",
+            )
+
+    @staticmethod
+    def _retire(worker: Worker, boot_ids: Iterable[str]) -> None:
+        if len(worker.retired_boots) >= _MAX_REMEMBERED:
+            worker.retired_boots.clear()
+        worker.retired_boots.update(boot_ids)
+
     def _restarted(self, worker: Worker) -> None:
         logger.warning("worker %s (%s) restarted", worker.url, worker.role)
-        worker.retired_boots.update(worker.boots.values())
+        self._retire(worker, worker.boots.values())
         worker.boots.clear()
         worker.last_report_s.clear()
         worker.info = None
@@ -303,13 +367,7 @@ class Registry:
             return
         if not worker.last_report_s:
             if self._expects_endforward and worker.dispatches >= MUTE_AFTER_DISPATCHES:
-                where = (
-                    "the sglang-sbs plugin is not installed or not configured there: pip install "
-                    "sglang-sbs next to SGLang and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
-                    if worker.info.sbs is None
-                    else "the plugin is there but nothing arrives: check that SGLANG_SBS_ROUTERS "
-                    "names this router's --sbs-endforward-bind and that the port is reachable"
-                )
+                where = _why_mute(worker.info)
                 self.report_problem(
                     worker,
                     "signal",
@@ -329,6 +387,25 @@ class Registry:
                 self.doubted(worker)
         else:
             worker.problems.pop("signal", None)
+
+
+def _why_mute(info: WorkerInfo) -> str:
+    """What to do about an engine that sends no EndForward."""
+    version = parse_version(info.version)
+    if info.sbs is None and version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
+        wanted = ".".join(map(str, PLUGIN_VERSION))
+        return f"SGLang {info.version} loads no plugins; upgrade the engine to {wanted} or later"
+    if info.sbs is None:
+        return (
+            "the sglang-sbs plugin is not installed or not configured there: pip install "
+            "sglang-sbs next to SGLang and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
+        )
+    speaks = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
+    return (
+        f"the plugin is there and speaks to {speaks}, but nothing arrives: check that "
+        "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind and that the port can be "
+        "reached"
+    )
 
 
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from aiohttp import web
 from sglang_sbs.router.admission import Admission
 from sglang_sbs.router.dispatcher import Assignment, Dispatcher
 from sglang_sbs.router.downstream import Downstream
-from sglang_sbs.router.errors import Leg, LegFailure, RouterError
+from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
 from sglang_sbs.router.inflight import InFlight
+from sglang_sbs.router.intake import read_body
 from sglang_sbs.router.lengths import PromptLength, PromptLengths
 from sglang_sbs.router.merge import (
     StreamMerger,
@@ -64,6 +65,7 @@ class RelayConfig:
     max_backoff_s: float = 30.0
     backoff_multiplier: float = 1.5
     jitter_factor: float = 0.2
+    max_payload_bytes: int = 512 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -112,20 +114,38 @@ class Relay:
             RouterError: as long as nothing was sent to the client.
             asyncio.CancelledError: the client is gone; both legs are aborted.
         """
-        plan = plan_request(kind, await request.read())
-        pairs: dict[int, Pair] = {}
-        exchange = _Exchange(
-            plan=plan,
-            path=PATHS[kind],
-            headers=headers,
-            request_id=request_id,
-            downstream=Downstream(request, pairs),
-            pairs=pairs,
-            lengths=await self._lengths.count(kind, plan.prompts),
-        )
         task = asyncio.current_task()
         assert task is not None
-        with self._in_flight.client_request(plan.client_rids, task):
+        # From the first byte on: a request whose body is still coming is waited for at the end.
+        with self._in_flight.client_request(task):
+            try:
+                return await self._serve(request, kind, headers, request_id, task)
+            except asyncio.CancelledError:
+                if not self._in_flight.was_aborted(task):
+                    raise
+                task.uncancel()
+                raise _aborted() from None
+
+    async def _serve(
+        self,
+        request: web.Request,
+        kind: RouteKind,
+        headers: bytes,
+        request_id: str,
+        task: asyncio.Task[Any],
+    ) -> web.StreamResponse:
+        plan = plan_request(kind, await read_body(request, self._config.max_payload_bytes))
+        pairs: dict[int, Pair] = {}
+        with self._in_flight.named(plan.client_rids, task):
+            exchange = _Exchange(
+                plan=plan,
+                path=PATHS[kind],
+                headers=headers,
+                request_id=request_id,
+                downstream=Downstream(request, pairs),
+                pairs=pairs,
+                lengths=await self._lengths.count(kind, plan.prompts),
+            )
             async with self._admission.slot():
                 try:
                     async with asyncio.timeout(self._config.request_timeout_s):
@@ -143,7 +163,14 @@ class Relay:
                     if not self._in_flight.was_aborted(task):
                         raise
                     task.uncancel()
-                    error = RouterError(499, "request_aborted", "aborted by /abort_request")
+                    error = _aborted()
+                except ConnectionError:
+                    raise  # the client is gone
+                except Exception:
+                    if not exchange.downstream.opened:
+                        raise
+                    logger.exception("%s: the stream broke here", request_id)
+                    error = RouterError(500, "internal_error", "internal error in the router")
                 if not exchange.downstream.opened:
                     raise error
                 exchange.downstream.push(error.sse_event())
@@ -157,7 +184,11 @@ class Relay:
             return await exchange.downstream.finish()
         if plan.single:
             pair = await self._run_unit(exchange, plan.units[0], None)
-            body = self._finish_answer(plan, pair) if self._needs_edit(plan) else pair.body
+            body = (
+                orjson.dumps(self._edited(plan, pair, _answer_of(pair), 0))
+                if self._needs_edit(plan)
+                else pair.body
+            )
             return web.Response(
                 status=pair.status,
                 body=body,
@@ -165,7 +196,7 @@ class Relay:
             )
         pairs = await self._run_all(exchange, lambda unit: None)
         answers = [
-            self._edited(plan, pair, orjson.loads(pair.body), position)
+            self._edited(plan, pair, _answer_of(pair), position)
             for position, pair in enumerate(pairs)
         ]
         return web.Response(
@@ -178,9 +209,6 @@ class Relay:
     @staticmethod
     def _needs_edit(plan: Plan) -> bool:
         return plan.merge_logprobs or bool(plan.client_rids)
-
-    def _finish_answer(self, plan: Plan, pair: Pair) -> bytes:
-        return orjson.dumps(self._edited(plan, pair, orjson.loads(pair.body), 0))
 
     @staticmethod
     def _edited(plan: Plan, pair: Pair, output: dict[str, Any], position: int) -> dict[str, Any]:
@@ -371,3 +399,20 @@ class Relay:
             assignment.reason,
         )
         return pair
+
+
+def _aborted() -> RouterError:
+    return RouterError(499, "request_aborted", "aborted by /abort_request or the router's end")
+
+
+def _answer_of(pair: Pair) -> dict[str, Any]:
+    """Decode's answer parsed. Raises: RouterError (502), it is no JSON object."""
+    try:
+        value = orjson.loads(pair.body)
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise transport_failure(
+            "decode", pair.request.decode, "the reply is not a JSON object", unreachable=False
+        )
+    return value

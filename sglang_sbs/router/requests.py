@@ -8,6 +8,7 @@ so they become single requests here, each with a room of its own.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,8 +31,11 @@ _INTERNAL_FIELDS = (
     "data_parallel_rank",
     "disagg_prefill_dp_rank",
     "http_worker_ipc",
+    "need_wait_for_mm_inputs",
+    "num_items_assigned",
+    "received_time",
 )
-"""Routing internals: the router's to set, never the client's."""
+"""Routing internals and fields one SGLang process sets for another: never the client's to give."""
 
 _PER_PROMPT_FIELDS = (
     "text",
@@ -167,6 +171,8 @@ def _split_generate(body: dict[str, Any]) -> tuple[list[Unit], list[Any], int, b
         raise bad_request("one of text, input_ids or input_embeds is required")
     batch = _batch_size(key, body[key])
     params = body.get("sampling_params")
+    if batch is None and isinstance(params, list):
+        raise bad_request("sampling_params must be an object: there is one prompt")
     samples = _samples_of(params)
     singles = [body] if batch is None else [_select(body, i, batch) for i in range(batch)]
     _check_units(len(singles), samples)
@@ -176,8 +182,8 @@ def _split_generate(body: dict[str, Any]) -> tuple[list[Unit], list[Any], int, b
         common = _open_object(
             single if samples == 1 else single | {"sampling_params": {**(own or {}), "n": 1}}
         )
-        limit = own.get("max_new_tokens") if isinstance(own, dict) else None
-        limit = limit if isinstance(limit, int) else _DEFAULT_MAX_TOKENS["generate"]
+        limit = _limit(own.get("max_new_tokens") if isinstance(own, dict) else None)
+        limit = _DEFAULT_MAX_TOKENS["generate"] if limit is None else limit
         units += [
             Unit(prompt_index * samples + j, prompt_index, common, limit) for j in range(samples)
         ]
@@ -227,7 +233,7 @@ def _samples_of(params: Any) -> int:
     values = {_positive("n", (item or {}).get("n")) for item in many} or {1}
     if len(values) > 1:
         raise bad_request("sampling_params.n must be the same for all prompts of a batch")
-    if any(((item or {}).get("beam_width") or 1) > 1 for item in many):
+    if any((_limit((item or {}).get("beam_width")) or 1) > 1 for item in many):
         return 1
     return values.pop()
 
@@ -249,10 +255,10 @@ def _split_openai(kind: RouteKind, body: dict[str, Any]) -> tuple[list[Unit], li
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         prompts = list(prompt) if several else [prompt]
     _check_units(len(prompts), samples)
-    limit = body.get("max_completion_tokens")
-    if not isinstance(limit, int):
-        limit = body.get("max_tokens")
-    if not isinstance(limit, int):
+    limit = _limit(body.get("max_completion_tokens"))
+    if limit is None:
+        limit = _limit(body.get("max_tokens"))
+    if limit is None:
         limit = _DEFAULT_MAX_TOKENS[kind]
     units = []
     for prompt_index, prompt in enumerate(prompts):
@@ -262,6 +268,11 @@ def _split_openai(kind: RouteKind, body: dict[str, Any]) -> tuple[list[Unit], li
             Unit(prompt_index * samples + j, prompt_index, common, limit) for j in range(samples)
         ]
     return units, [body] if kind == "chat" else prompts, samples
+
+
+def _limit(value: Any) -> int | None:
+    """A limit of output tokens as the scheduler may count with; the engine judges nonsense."""
+    return max(0, value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _positive(name: str, value: Any) -> int:
@@ -338,6 +349,9 @@ def _append(common: bytes, fields: dict[str, Any]) -> bytes:
 
 # Headers --------------------------------------------------------------------------------------
 
+_HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
+"""No line breaks: what is forwarded stays one header. The parser in front sees to it as well."""
+
 _FORWARDED_HEADERS = frozenset(
     {
         "authorization",
@@ -356,10 +370,12 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
     Also dropped thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the
     rank chosen here.
     """
-    lines = [f"x-request-id: {request_id}\r\n"]
+    lines = []
+    if _HEADER_VALUE.fullmatch(request_id):
+        lines.append(f"x-request-id: {request_id}\r\n")
     for name, value in headers:
         lower = name.lower()
-        if lower == "x-request-id":
+        if lower == "x-request-id" or not _HEADER_VALUE.fullmatch(value):
             continue
         if lower in _FORWARDED_HEADERS or lower.startswith("x-request-id-"):
             lines.append(f"{lower}: {value}\r\n")

@@ -23,8 +23,9 @@ from sglang_sbs.router.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.dispatcher import Dispatcher, SchedulerLike
 from sglang_sbs.router.endforward import EndForwardListener
 from sglang_sbs.router.eventlog import EventLogWriter
-from sglang_sbs.router.flags import RouterOptions
+from sglang_sbs.router.flags import FEEDBACK_POLICIES, RouterOptions
 from sglang_sbs.router.inflight import InFlight
+from sglang_sbs.router.intake import Doorman
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics, gauge, snapshot_families, total
 from sglang_sbs.router.monitor import Monitor
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _FLUSH_S = 1.0
+_OVERDUE_S = 10.0
+"""So long after the scheduler's own deadline a request that got no decision is ended."""
+_LAST_WORDS_S = 5.0
+"""At the end: for aborted requests to say so, and for clients to take it."""
 _SPARE_FILES = 64
 """Descriptors kept for listening sockets, logs, health checks and clients being refused."""
 
@@ -50,6 +55,7 @@ class RouterServer:
     dispatcher: Dispatcher
     relay: Relay
     in_flight: InFlight
+    doorman: Doorman
     session: aiohttp.ClientSession
 
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
@@ -64,6 +70,7 @@ class RouterServer:
         self._scheduler = scheduler
         self._file_limit = 0
         self._runners: list[web.AppRunner] = []
+        self._socket: asyncio.Server | None = None
         self._flusher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -84,15 +91,12 @@ class RouterServer:
                     handler_cancellation=True,
                     access_log=None,
                     keepalive_timeout=75.0,
+                    shutdown_timeout=_LAST_WORDS_S,
                 ),
-                web.AppRunner(self._metrics_app(), access_log=None),
+                web.AppRunner(self._metrics_app(), access_log=None, shutdown_timeout=_LAST_WORDS_S),
             ]
-            self.port = await self._listen(
-                self._runners[0], options.host, options.port, self._server_ssl()
-            )
-            self.prometheus_port = await self._listen(
-                self._runners[1], options.prometheus_host, options.prometheus_port, None
-            )
+            self.port = await self._listen(self._runners[0])
+            self.prometheus_port = await self._listen_for_metrics(self._runners[1])
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
@@ -120,12 +124,18 @@ class RouterServer:
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True)
         )
-        self.dispatcher = Dispatcher(scheduler, observer=self.metrics, event_log=log)
+        self.dispatcher = Dispatcher(
+            scheduler,
+            observer=self.metrics,
+            event_log=log,
+            give_up_s=options.scheduler.default_timeout_s + _OVERDUE_S,
+        )
         self.registry = Registry(
             self.dispatcher.submit,
             options.breaker,
             expects_endforward=(
-                options.scheduler.policy == "sbs" and options.endforward_bind is not None
+                options.scheduler.policy in FEEDBACK_POLICIES
+                and options.endforward_bind is not None
             ),
         )
         self.pool = Pool(loop, ssl_context=tls)
@@ -169,9 +179,8 @@ class RouterServer:
     async def stop(self, grace_s: float | None = None) -> None:
         """Stop accepting, let requests in flight end, abort those that do not in time."""
         self.draining = True
-        if self._runners:
-            for site in list(self._runners[0].sites):
-                await site.stop()
+        if self._socket is not None:
+            self._socket.close()  # what is connected may go on; every answer says it is the last
         limit_s = self.options.shutdown_grace_s if grace_s is None else grace_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -179,7 +188,9 @@ class RouterServer:
         left = self.in_flight.abort_all()
         if left:
             logger.warning("aborting %d requests still in flight", left)
-            await self.in_flight.wait_idle()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self.in_flight.wait_idle()
         if self._flusher is not None:
             self._flusher.cancel()
         await self._monitor.close()
@@ -218,12 +229,24 @@ class RouterServer:
 
     # Listening --------------------------------------------------------------------------------
 
-    async def _listen(
-        self, runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext | None
-    ) -> int:
-        """Start a site; returns the real port (for port 0)."""
+    async def _listen(self, runner: web.AppRunner) -> int:
+        """Open the serving port; returns the real one (for port 0)."""
+        options = self.options
         await runner.setup()
-        site = web.TCPSite(runner, host, port, backlog=_BACKLOG, ssl_context=tls)
+        assert runner.server is not None
+        self.doorman = Doorman(runner.server)
+        self._socket = await asyncio.get_running_loop().create_server(
+            self.doorman,
+            options.host,
+            options.port,
+            ssl=self._server_ssl(),
+            backlog=_BACKLOG,
+        )
+        return int(self._socket.sockets[0].getsockname()[1])
+
+    async def _listen_for_metrics(self, runner: web.AppRunner) -> int:
+        await runner.setup()
+        site = web.TCPSite(runner, self.options.prometheus_host, self.options.prometheus_port)
         await site.start()
         return int(runner.addresses[0][1])
 
@@ -283,9 +306,11 @@ class RouterServer:
             fates.add_metric([fate], count)
         for role in ("prefill", "decode"):
             pool.add_metric([role], sum(w.role == role for w in self.registry))
+        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
+        errors.add_metric([], self.dispatcher.scheduler_errors)
         ratio = gauge("sbs_prompt_bytes_per_token", "Calibrated, for estimated prompt lengths")
         ratio.add_metric([], self.lengths.bytes_per_token)
-        yield from (health, breaker, active, problems, messages, fates, pool, ratio)
+        yield from (health, breaker, active, problems, messages, fates, pool, errors, ratio)
 
     async def _flush_log(self) -> None:
         while True:

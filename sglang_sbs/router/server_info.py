@@ -16,6 +16,11 @@ from sglang_sbs.scheduling.events import InstanceRole
 MIN_VERSION = (0, 5, 10)
 """First SGLang release whose prefill and decode ranks can be chosen independently."""
 
+PLUGIN_VERSION = (0, 5, 11)
+"""First SGLang release that loads plugins."""
+MAX_DP_SIZE = 4096
+"""More ranks than any engine has: a number above it is garbage, not a cluster."""
+
 
 class UnusableWorker(ValueError):
     """The engine answers, but requests must not be routed to it."""
@@ -80,6 +85,8 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     # From SGLang 0.5.22 on, dp_size is 1 under DP attention and attn_dp_size has the number.
     attn_dp_size = _int(data.get("attn_dp_size"))
     dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
+    if dp_size > MAX_DP_SIZE:
+        raise UnusableWorker(f"/server_info says dp_size {dp_size}, which cannot be")
     warnings = []
     if dp_size > 1 and data.get("enable_dp_attention") is False:
         warnings.append(

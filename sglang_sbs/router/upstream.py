@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 import ssl
 import time
@@ -17,11 +18,22 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from sglang_sbs.router.framing import (
+    MAX_HEAD_BYTES,
+    ChunkedDecoder,
+    MalformedResponse,
+    parse_head,
+)
 from sglang_sbs.router.urls import bracketed, split_worker_url
 
-_MAX_HEAD_BYTES = 64 * 1024
+logger = logging.getLogger(__name__)
+
 IDLE_LIMIT_S = 3.0
 """Idle connections older than this are not reused: SGLang (uvicorn) closes them after 5 s."""
+REPLAY_WITHIN_S = 1.0
+"""A reused connection that closes without a byte this soon after the request crossed with the
+engine's idle close: the request was not read and is sent once more. Later than that the engine may
+have been at work on it, and only a new attempt (new rid, new room) is safe."""
 _DNS_TTL_S = 10.0
 
 FailureKind = Literal["refused", "connect", "reset", "protocol", "local"]
@@ -54,85 +66,15 @@ class Receiver(Protocol):
     def failed(self, error: UpstreamError) -> None: ...
 
 
-class ChunkedDecoder:
-    """Takes ``Transfer-Encoding: chunked`` framing off (RFC 9112 section 7.1)."""
-
-    __slots__ = ("_left", "_tail", "done", "surplus")
-
-    def __init__(self) -> None:
-        self._left = 0  # payload bytes missing in the current chunk, then 2 for its CRLF
-        self._tail = b""
-        self.done = False
-        self.surplus = False
-        """Bytes followed the end of the body: the connection must not be reused."""
-
-    def feed(self, data: bytes) -> bytes:
-        """The payload in ``data``; framing may be cut anywhere.
-
-        Raises:
-            ValueError: not chunked encoding.
-        """
-        if self._tail:
-            data = self._tail + data
-            self._tail = b""
-        position, size = 0, len(data)
-        parts: list[bytes] = []
-        left = self._left
-        while position < size:
-            if left > 2:
-                end = position + left - 2
-                if end >= size:
-                    parts.append(data[position:])
-                    left -= size - position
-                    break
-                parts.append(data[position:end])
-                position, left = end, 2
-            if left:
-                if size - position < left:
-                    self._tail = data[position:]
-                    break
-                if data[position : position + 2] != b"\r\n":
-                    raise ValueError("chunk is longer than its size says")
-                position, left = position + 2, 0
-                continue
-            line_end = data.find(b"\r\n", position)
-            if line_end < 0:
-                if size - position > 1024:
-                    raise ValueError("endless chunk size line")
-                self._tail = data[position:]
-                break
-            length = int(data[position:line_end].split(b";", 1)[0], 16)
-            if length < 0:
-                raise ValueError("negative chunk size")
-            if length == 0:
-                self._finish(data, line_end)
-                break
-            position, left = line_end + 2, length + 2
-        self._left = left
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _finish(self, data: bytes, line_end: int) -> None:
-        if data.startswith(b"\r\n", line_end + 2):
-            end = line_end + 4
-        else:
-            trailer_end = data.find(b"\r\n\r\n", line_end)
-            if trailer_end < 0:
-                if len(data) - line_end > _MAX_HEAD_BYTES:
-                    raise ValueError("endless trailers")
-                self._tail = b"0" + data[line_end:]
-                return
-            end = trailer_end + 4
-        self.done = True
-        self.surplus = end != len(data)
-
-
 class Call:
     """One request on its way to one engine."""
 
     __slots__ = (
         "_connection",
+        "_paused",
         "_pool",
         "_replayable",
+        "_sent_s",
         "_task",
         "origin",
         "payload",
@@ -150,6 +92,8 @@ class Call:
         self._connection: _Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._replayable = True
+        self._sent_s = 0.0
+        self._paused = False
         self.sent = False
         """The request was written to a connection: the engine may know it."""
 
@@ -170,12 +114,18 @@ class Call:
             self._connection = None
 
     def pause(self) -> None:
-        if self._connection is not None:
-            self._connection.transport.pause_reading()
+        """Read no further until :meth:`resume`; also before there is a connection."""
+        self._paused = True
+        self._apply_pause()
 
     def resume(self) -> None:
-        if self._connection is not None:
-            self._connection.transport.resume_reading()
+        self._paused = False
+        self._apply_pause()
+
+    def _apply_pause(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            connection.set_paused(self._paused)
 
     async def _connect(self) -> None:
         try:
@@ -191,6 +141,9 @@ class Call:
             kind: FailureKind = "local" if is_our_own(error) else "connect"
             self._fail(UpstreamError(kind, f"cannot connect ({error})"))
             return
+        except ValueError as error:  # a host name that cannot be one (IDNA)
+            self._fail(UpstreamError("connect", f"cannot connect ({error})"))
+            return
         finally:
             self._task = None
         self._replayable = False
@@ -202,8 +155,11 @@ class Call:
     def _send(self, connection: _Connection) -> None:
         self._connection = connection
         self.sent = True
+        self._sent_s = time.monotonic()
         connection.call = self
         connection.transport.writelines(self.payload)
+        if self._paused:
+            connection.set_paused(True)
 
     def _fail(self, error: UpstreamError) -> None:
         receiver, self.receiver = self.receiver, None
@@ -215,13 +171,19 @@ class Call:
     def completed(self) -> None:
         self._connection = None
         receiver, self.receiver = self.receiver, None
-        if receiver is not None:
+        if receiver is None:
+            return
+        try:
             receiver.message_complete()
+        except Exception as error:
+            logger.exception("an answer of %s could not be used", self.origin)
+            receiver.failed(UpstreamError("protocol", f"unusable response: {error}"))
 
     def lost(self, error: UpstreamError, *, silent: bool) -> None:
         """The connection went away; an idle one the engine had just closed is replaced once."""
         self._connection = None
-        if silent and self._replayable and self.receiver is not None:
+        fresh = time.monotonic() - self._sent_s < REPLAY_WITHIN_S
+        if silent and fresh and self._replayable and self.receiver is not None:
             self._replayable = False
             self.start(fresh=True)
         else:
@@ -292,7 +254,7 @@ class Pool:
                         lambda: _Connection(self, origin),
                         addresses[0],
                         port,
-                        ssl=(self._ssl or True) if tls else None,
+                        ssl=self._tls_context() if tls else None,
                         server_hostname=host if tls else None,
                     )
                     break
@@ -302,6 +264,12 @@ class Pool:
                         raise
         self._all.add(connection)
         return connection
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Made once: loading the system's CAs takes milliseconds of the event loop."""
+        if self._ssl is None:
+            self._ssl = ssl.create_default_context()
+        return self._ssl
 
     async def _resolve(self, host: str, port: int) -> list[str]:
         known = self._addresses.get(host)
@@ -323,7 +291,9 @@ class _Connection(asyncio.Protocol):
         "_chunked",
         "_in_body",
         "_keep_alive",
+        "_paused",
         "_pool",
+        "_silent",
         "_until_eof",
         "call",
         "idle_since",
@@ -338,6 +308,7 @@ class _Connection(asyncio.Protocol):
         self.origin = origin
         self.call: Call | None = None
         self.idle_since = 0.0
+        self._paused = False
         self._reset()
 
     def _reset(self) -> None:
@@ -347,6 +318,16 @@ class _Connection(asyncio.Protocol):
         self._body_left = 0
         self._until_eof = False
         self._keep_alive = True
+        self._silent = True  # not a byte of an answer so far
+
+    def set_paused(self, paused: bool) -> None:
+        if paused == self._paused or self.transport.is_closing():
+            return
+        self._paused = paused
+        if paused:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
 
     def close(self) -> None:
         self.call = None
@@ -362,15 +343,22 @@ class _Connection(asyncio.Protocol):
         if call is None or call.receiver is None:
             self.close()
             return
+        self._silent = False
         try:
             if not self._in_body:
                 data = self._head(data, call)
                 if not self._in_body:
                     return
             self._body(data, call)
-        except ValueError as error:
-            self.close()
-            call.lost(UpstreamError("protocol", f"malformed response: {error}"), silent=False)
+        except MalformedResponse as error:
+            self._give_up(call, f"malformed response: {error}")
+        except Exception as error:
+            logger.exception("an answer of %s could not be used", self.origin)
+            self._give_up(call, f"unusable response: {error}")
+
+    def _give_up(self, call: Call, detail: str) -> None:
+        self.close()
+        call.lost(UpstreamError("protocol", detail), silent=False)
 
     def _body(self, data: bytes, call: Call) -> None:
         chunked = self._chunked
@@ -392,7 +380,9 @@ class _Connection(asyncio.Protocol):
     def _complete(self, call: Call, *, reusable: bool) -> None:
         self.call = None
         self._reset()
-        if reusable:
+        # An answer that came before the whole request was written leaves the rest in the way.
+        if reusable and self.transport.get_write_buffer_size() == 0:
+            self.set_paused(False)  # a slow client may have paused the exchange that ended
             self._pool.keep(self)
         else:
             self.close()
@@ -403,35 +393,26 @@ class _Connection(asyncio.Protocol):
         data = self._buffer + data
         while True:
             end = data.find(b"\r\n\r\n")
+            if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
+                raise MalformedResponse("response head over 64 KiB")
             if end < 0:
-                if len(data) > _MAX_HEAD_BYTES:
-                    raise ValueError("response head over 64 KiB")
                 self._buffer = data
                 return b""
-            lines = data[:end].decode("latin-1").split("\r\n")
+            head = parse_head(data[:end])
             data = data[end + 4 :]
-            version, _, rest = lines[0].partition(" ")
-            if not version.startswith("HTTP/1."):
-                raise ValueError(f"not HTTP/1.x: {lines[0][:40]!r}")
-            status = int(rest[:3])
-            if status >= 200:
+            if not head.interim:
                 break
-        headers: dict[str, str] = {}
-        for line in lines[1:]:
-            name, _, value = line.partition(":")
-            headers[name.strip().lower()] = value.strip()
         self._buffer = b""
         self._in_body = True
-        connection_header = headers.get("connection", "").lower()
-        self._keep_alive = connection_header != "close" and version == "HTTP/1.1"
-        if "chunked" in headers.get("transfer-encoding", "").lower():
+        self._keep_alive = head.keep_alive
+        if head.chunked:
             self._chunked = ChunkedDecoder()
-        elif "content-length" in headers:
-            self._body_left = int(headers["content-length"])
-        elif status not in (204, 304):
+        elif head.content_length is not None:
+            self._body_left = head.content_length
+        else:
             self._until_eof = True
         if call.receiver is not None:
-            call.receiver.head_received(status, headers)
+            call.receiver.head_received(head.status, head.headers)
         return data
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -442,9 +423,8 @@ class _Connection(asyncio.Protocol):
         if self._until_eof and exc is None:
             call.completed()
             return
-        silent = not self._in_body and not self._buffer
         detail = f"connection lost ({exc})" if exc else "connection closed before the end"
-        call.lost(UpstreamError("reset", detail), silent=silent)
+        call.lost(UpstreamError("reset", detail), silent=self._silent)
 
 
 def request_head(method: str, origin: str, path: str, headers: bytes, content_length: int) -> bytes:
@@ -453,7 +433,8 @@ def request_head(method: str, origin: str, path: str, headers: bytes, content_le
     return (
         (
             f"{method} {path} HTTP/1.1\r\nhost: {bracketed(host)}:{port}\r\n"
-            f"content-type: application/json\r\ncontent-length: {content_length}\r\n"
+            f"content-type: application/json\r\naccept-encoding: identity\r\n"
+            f"content-length: {content_length}\r\n"
         ).encode("latin-1")
         + headers
         + b"\r\n"

@@ -48,6 +48,16 @@ class DecodeLoad:
             return 0
         return self.kv_capacity_tokens - max(self.kv_tokens, self.committed_tokens)
 
+    def copy(self) -> DecodeLoad:
+        """One that can be assigned to without changing this."""
+        return DecodeLoad(
+            self.running,
+            self.kv_tokens,
+            self.committed_tokens,
+            self.kv_capacity_tokens,
+            self.max_running,
+        )
+
     def add(self, tokens: int) -> None:
         """Account for one more request of this total length."""
         self.running += 1

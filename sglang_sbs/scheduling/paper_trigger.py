@@ -54,12 +54,12 @@ class PaperTrigger:
         target = self._target_of(instances)
         if not self._ready(target, now_s):
             return Plan(wake_s=self._fixed_interval_s(target))
-        mine = [r for r in queue if permitted(r, target, instances) and admissible(r)]
-        allocation = pbaa(
-            [r for r in mine if r.waited_cycles > 0],
-            [r for r in mine if r.waited_cycles == 0],
-            target.c_avail(),
-        )
+        pending: list[Request] = []
+        new: list[Request] = []
+        for request in queue:
+            if admissible(request) and permitted(request, target, instances):
+                (pending if request.waited_cycles else new).append(request)
+        allocation = pbaa(pending, new, target.c_avail())
         self._last_s = now_s
         self._target = self._after(target, instances)
         if not target.idle:

@@ -7,6 +7,7 @@ must not know time, readiness or why a batch leaves now.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.request import Request
@@ -50,7 +51,11 @@ def pbaa(
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
     for queue in (pending, new):
-        for request in sorted(queue, key=lambda r: -r.prompt_tokens):
+        longest_first = sorted(queue, key=attrgetter("prompt_tokens"), reverse=True)
+        for position, request in enumerate(longest_first):
+            if max(capacity) <= 0:
+                left += longest_first[position:]
+                break
             after = [
                 capacity[d] - (request.prompt_tokens - prefix_hit_tokens(request, d)) for d in ranks
             ]

@@ -23,6 +23,7 @@ from typing import Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.forward_model import ForwardModel
+from sglang_sbs.scheduling.report_cursor import ReportCursor
 from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
@@ -70,10 +71,9 @@ class PrefillRank:
     """R_queued as last reported."""
     outstanding: TokenLedger = field(default_factory=TokenLedger)
     """Everything dispatched here and not yet prefilled, whatever its state."""
-    boot_id: str = ""
-    last_seq: int = -1
-    last_accepted: int = 0
-    reported_s: float | None = None
+    cursor: ReportCursor = field(default_factory=ReportCursor)
+    clean: bool = False
+    """Forgotten when the instance went down: whatever is here now was sent to the next boot."""
     idle: bool = True
     last_forward_id: int = -1
 
@@ -134,6 +134,9 @@ class PrefillInstance:
         self._outstanding = 0
         self.backlog_tokens = 0
         """Dispatched or queued and in no pass yet, all ranks."""
+        self.has_flight = False
+        """Whether any request is dispatched and not yet accepted."""
+        self._least_backlog_tokens = 0
         self.timeout_s = 5 * t_default_s
         """T_timeout of the watchdog; the owner keeps it at 5 x the mean forward time."""
 
@@ -151,7 +154,7 @@ class PrefillInstance:
     @property
     def has_room(self) -> bool:
         """Whether C_avail is positive on some rank."""
-        return any(rank.backlog_tokens < self.chunk_tokens for rank in self.ranks)
+        return self._least_backlog_tokens < self.chunk_tokens
 
     @property
     def idle(self) -> bool:
@@ -177,11 +180,6 @@ class PrefillInstance:
         """Whether any dispatched request is not prefilled yet."""
         return self._outstanding > 0
 
-    @property
-    def has_flight(self) -> bool:
-        """Whether any request is dispatched and not yet accepted."""
-        return any(rank.sent for rank in self.ranks)
-
     # Time ---------------------------------------------------------------------------------
 
     def advance(self, now_s: float, latency_s: float) -> float | None:
@@ -192,7 +190,8 @@ class PrefillInstance:
         """
         if self.watchdog_s is not None and self.watchdog_s <= now_s:
             self._on_watchdog(now_s)
-            self._recount()
+        if not self.launching and (self.tier == "endforward" or not self.passes):
+            return self.watchdog_s
         if self.tier != "endforward":
             while self.passes and not self.passes[0].rids and self.passes[0].end_s <= now_s:
                 # No request finishes in this pass (chunks only), so no answer will end it.
@@ -212,46 +211,48 @@ class PrefillInstance:
     # Own actions --------------------------------------------------------------------------
 
     def dispatched(self, rid: str, rank: int, tokens: int, now_s: float) -> None:
-        """A request leaves for a rank; arms the watchdog."""
+        """A request leaves for a rank; arms the watchdog if none did before it."""
+        if not self.has_outstanding:
+            self.watchdog_s = now_s + self.timeout_s
         target = self.ranks[rank]
         target.sent[rid] = Sent(now_s, not self.passes and target.backlog_tokens == 0)
         target.flight.add(rid, tokens)
         target.outstanding.add(rid, tokens)
-        self._outstanding += 1
-        self.backlog_tokens += tokens
+        self._recount()
         self.last_dispatch_s = now_s
         self.ready = False
-        if self.watchdog_s is None:
-            self.watchdog_s = now_s + self.timeout_s
 
     def prefilled(self, rid: str, rank: int, now_s: float) -> Observation:
         """The engine answered for this request (or it is over): it holds no prefill capacity now.
 
         Without EndForward this is also the sign that the pass it was presumed in has ended.
         """
+        ended = next((i for i, running in enumerate(self.passes) if rid in running.rids), None)
         self.dropped(rid, rank)
         if self.tier == "endforward":
             return Observation()
         if self.has_outstanding:
             self.watchdog_s = now_s + self.timeout_s
-        for index, running in enumerate(self.passes):
-            if rid in running.rids:
-                if self.tier != "load_poll":
-                    self.tier = "http"
-                del self.passes[:index]
-                return self._end_presumed(now_s)
-        return Observation()
+        if ended is None:
+            return Observation()
+        if self.tier != "load_poll":
+            self.tier = "http"
+        del self.passes[:ended]
+        return self._end_presumed(now_s)
 
     def dropped(self, rid: str, rank: int) -> None:
         """The request left the rank without telling us anything about a pass."""
-        if self.ranks[rank].outstanding.pop(rid) is not None:
-            self._outstanding -= 1
-        self.backlog_tokens -= self.ranks[rank].flight.pop(rid) or 0
-        self.ranks[rank].sent.pop(rid, None)
-        if not self.has_outstanding:
-            self.watchdog_s = None
-            if self.tier != "endforward" and not self.passes:
-                self.ready = True
+        if rank >= self.dp_size:
+            return  # it went to an instance of another size that had this name
+        self.ranks[rank].outstanding.pop(rid)
+        self.ranks[rank].land(rid)
+        for running in self.passes:
+            # No answer will end the pass for this request; without any it ends by time.
+            running.rids.pop(rid, None)
+        self._recount()
+        self._watch(self.watchdog_s)
+        if not self.has_outstanding and self.tier != "endforward" and not self.passes:
+            self.ready = True
 
     # Reports ------------------------------------------------------------------------------
 
@@ -260,19 +261,14 @@ class PrefillInstance:
         if not 0 <= report.dp_rank < self.dp_size:
             return Observation()
         rank = self.ranks[report.dp_rank]
-        if rank.boot_id != report.boot_id:
-            if rank.boot_id:
-                rank.forget()
-                self.passes.clear()
-            rank.boot_id, rank.last_seq, rank.last_accepted = report.boot_id, -1, -1
-            rank.last_forward_id = -1
-        if report.seq <= rank.last_seq:
+        taken = rank.cursor.take(report, now_s)
+        if taken is None:
             return Observation()
-        gap = report.seq != rank.last_seq + 1
-        rank.last_seq = report.seq
-        rank.reported_s = now_s
+        if taken.restarted:
+            self._on_restart(rank)
+        rank.clean = False
         self.tier = "endforward"
-        learned = self._acknowledge(rank, report, gap, now_s)
+        learned = self._acknowledge(rank, report, taken.lost_requests, now_s)
         rank.queued_tokens = report.queued_tokens
         rank.idle = report.idle
         if report.kind == "launch":
@@ -280,7 +276,7 @@ class PrefillInstance:
         elif report.kind == "forward":
             learned.forward_s = self._on_end(rank, report, now_s)
         self._recount()
-        self.watchdog_s = now_s + self.timeout_s if self.has_outstanding else None
+        self._watch(now_s + self.timeout_s)
         if report.kind in ("idle", "heartbeat") and all(r.idle for r in self.ranks):
             self._on_quiescent(now_s)
         return learned
@@ -308,12 +304,33 @@ class PrefillInstance:
         self.watchdog_s = None
         self.ready = True
 
+    def down(self) -> None:
+        """The instance cannot be reached: nothing sent there counts any more."""
+        self.reset()
+        for rank in self.ranks:
+            rank.clean = True
+
     # Inside -------------------------------------------------------------------------------
 
     def _recount(self) -> None:
-        """After anything that moved more than one request."""
-        self.backlog_tokens = sum(rank.backlog_tokens for rank in self.ranks)
-        self._outstanding = sum(len(rank.outstanding) for rank in self.ranks)
+        """After anything that changed a rank's ledgers."""
+        backlogs = [rank.flight.total + rank.queued_tokens for rank in self.ranks]
+        self.backlog_tokens = sum(backlogs)
+        self._least_backlog_tokens = min(backlogs)
+        self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
+        self.has_flight = any(rank.sent for rank in self.ranks)
+
+    def _watch(self, due_s: float | None) -> None:
+        """Arm the watchdog while a signal is owed: an answer to a request, or the end of a pass."""
+        self.watchdog_s = due_s if self.has_outstanding or self.passes else None
+
+    def _on_restart(self, rank: PrefillRank) -> None:
+        """Another boot id: forward ids start anew, and what the rank held is gone."""
+        if not rank.clean:
+            rank.forget()
+        self.passes.clear()
+        for other in self.ranks:
+            other.last_forward_id = -1
 
     def _on_watchdog(self, now_s: float) -> None:
         """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
@@ -354,7 +371,7 @@ class PrefillInstance:
         self.passes.append(Pass(start_s, max(end_s, now_s), tokens, None, rids))
 
     def _acknowledge(
-        self, rank: PrefillRank, report: EndForward, gap: bool, now_s: float
+        self, rank: PrefillRank, report: EndForward, lost_requests: int, now_s: float
     ) -> Observation:
         learned = Observation()
         launch_s = now_s - report.age_s
@@ -380,17 +397,19 @@ class PrefillInstance:
             learned.missed_s += landed_s[len(landed_s) - late :]
             landed_s = landed_s[: len(landed_s) - late]
         learned.landed_s = landed_s
-        if gap and rank.last_accepted >= 0:
-            # Messages were lost, and with them the rids they acknowledged: by the counter, that
-            # many of the oldest requests in flight were accepted.
-            missing = report.accepted_requests - rank.last_accepted - len(report.rids)
-            for rid in rank.flight.oldest(max(0, missing)):
+        presumed = [running.rids for running in self.passes if running.forward_id is None]
+        for rids in presumed:
+            for rid in report.rids:
+                rids.pop(rid, None)
+        if lost_requests:
+            # By the counter, that many of the oldest were accepted as well.
+            here = [
+                rid for rids in presumed for rid, index in rids.items() if index == report.dp_rank
+            ]
+            for rid in [*here, *rank.flight.oldest(lost_requests)][:lost_requests]:
                 rank.land(rid)
-        rank.last_accepted = report.accepted_requests
-        for running in self.passes:
-            if running.forward_id is None:
-                for rid in report.rids:
-                    running.rids.pop(rid, None)
+                for rids in presumed:
+                    rids.pop(rid, None)
         return learned
 
     def _on_launch(self, report: EndForward, now_s: float) -> None:
@@ -458,13 +477,20 @@ class PrefillInstance:
 
     def _drop_presumed(self) -> None:
         """A report supersedes presumed passes; what no rank acknowledged is in flight again."""
-        for running in [p for p in self.passes if p.forward_id is None]:
-            self.passes.remove(running)
-            for rid, index in running.rids.items():
-                rank = self.ranks[index]
-                if rid in rank.outstanding:
+        presumed = [p for p in self.passes if p.forward_id is None]
+        if not presumed:
+            return
+        self.passes = [p for p in self.passes if p.forward_id is not None]
+        for index, rank in enumerate(self.ranks):
+            for running in presumed:
+                for rid, at in running.rids.items():
+                    if at == index and rid in rank.outstanding:
+                        rank.flight.add(rid, 0)
+                        rank.sent[rid] = Sent(self.last_dispatch_s, False)
+            # Whole again, and the oldest in front: that order is what a lost report is healed by.
+            for rid in rank.outstanding.oldest():
+                if rid in rank.flight:
                     rank.flight.add(rid, rank.outstanding[rid])
-                    rank.sent[rid] = Sent(self.last_dispatch_s, False)
 
     def _vector(self, report: EndForward) -> list[int]:
         if report.tokens_per_rank is not None and len(report.tokens_per_rank) == self.dp_size:

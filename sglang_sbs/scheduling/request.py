@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.events import InstanceId
 
+_SPARE_DEADLINES = 64
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -49,6 +51,7 @@ class RequestQueue:
     _requests: dict[str, Request] = field(default_factory=dict)
     _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
+    _over_limit: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -65,6 +68,10 @@ class RequestQueue:
         request.key = self.key_of(request)
         insort(self._ordered, (request.key, request.order, request))
         self.tokens += request.prompt_tokens
+        if len(self._deadlines) > 2 * len(self._requests) + _SPARE_DEADLINES:
+            # Most of them left before their deadline; with long ones the heap would only grow.
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
+            heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.rid))
 
     def remove(self, rid: str) -> Request | None:
@@ -72,6 +79,7 @@ class RequestQueue:
         request = self._requests.pop(rid, None)
         if request is not None:
             self.tokens -= request.prompt_tokens
+            self._over_limit.discard(rid)
             del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
         return request
 
@@ -99,9 +107,17 @@ class RequestQueue:
                 out.append(request)
         return out
 
-    def waited_longest_cycles(self) -> int:
-        """The largest ``r.wait`` of Algorithm 2 among the waiting requests."""
-        return max((r.waited_cycles for r in self), default=0)
+    def count_cycle(self, passed_over: Iterable[Request], n_limit: int) -> None:
+        """Phase 3 of Algorithm 2: ``r.wait`` of what took part in a cycle and was not allocated."""
+        for request in passed_over:
+            request.waited_cycles += 1
+            if request.waited_cycles > n_limit and request.rid in self._requests:
+                self._over_limit.add(request.rid)
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether a request that still waits has waited more than N_limit cycles."""
+        return bool(self._over_limit)
 
 
 def prompt_tokens_of(requests: Iterable[Request]) -> int:

@@ -31,6 +31,7 @@ from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.adaptive_trigger import AdaptiveTrigger
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode import (
+    UNLIMITED,
     DecodeLoad,
     DecodeRuleFunction,
     RoundRobinDecode,
@@ -59,6 +60,8 @@ from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 
 _OUTPUT_STEP = 0.05
 _LATENCY_SAMPLES = 64
+_FORGET_DOWN_S = 600.0
+"""A longer outage of an instance with nothing outstanding is taken for its removal."""
 
 
 class Scheduler:
@@ -75,9 +78,8 @@ class Scheduler:
         self.prefill: dict[ev.InstanceId, PrefillInstance] = {}
         self.decode: dict[ev.InstanceId, DecodeInstance] = {}
         self.queue = RequestQueue(self.policy.key_of)
-        self.throttled = False
-        """Flow control: a request has waited more than N_limit cycles, new ones are refused."""
-        self._down: set[ev.InstanceId] = set()
+        self._down: dict[ev.InstanceId, float] = {}
+        """Since when."""
         self._requests: dict[str, Request] = {}
         self._choose_decode = _make_decode_rule(self.config)
         self._expected_output = float(self.config.default_output_tokens)
@@ -106,17 +108,23 @@ class Scheduler:
             case ev.LoadPolled():
                 self._on_load_polled(event, now_s)
             case ev.InstanceUp():
-                self._on_up(event)
+                self._on_up(event, now_s)
             case ev.InstanceDown():
-                self._on_down(event)
+                self._on_down(event, now_s)
             case ev.TimerFired():
-                pass
+                # No timer is set now: the same time may be asked for again.
+                self._wake_s = None
         self._drive(now_s, out)
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:
         """The state matrix and queue, for metrics and people."""
         return snapshot_of(self, now_s)
+
+    @property
+    def throttled(self) -> bool:
+        """Flow control: a request has waited more than N_limit cycles, new ones are refused."""
+        return self.queue.over_limit
 
     @property
     def in_flight_requests(self) -> int:
@@ -207,9 +215,10 @@ class Scheduler:
 
     # Instances ----------------------------------------------------------------------------
 
-    def _on_up(self, event: ev.InstanceUp) -> None:
-        self._down.discard(event.instance)
+    def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
+        self._down.pop(event.instance, None)
         if event.role == "prefill":
+            self.decode.pop(event.instance, None)
             known = self.prefill.get(event.instance)
             if known is None or known.dp_size != event.dp_size:
                 self.prefill[event.instance] = PrefillInstance(
@@ -220,21 +229,34 @@ class Scheduler:
             elif event.chunk_tokens:
                 known.chunk_tokens = event.chunk_tokens
         else:
+            self.prefill.pop(event.instance, None)
             known_decode = self.decode.get(event.instance)
             if known_decode is None or known_decode.dp_size != event.dp_size:
                 self.decode[event.instance] = DecodeInstance(event)
             else:
                 known_decode.set_limits(event)
-        self._on_topology_change()
+        self._on_topology_change(now_s)
 
-    def _on_down(self, event: ev.InstanceDown) -> None:
+    def _on_down(self, event: ev.InstanceDown, now_s: float) -> None:
+        if event.instance in self._down:
+            return
         if event.instance in self.prefill:
-            self.prefill[event.instance].reset()
-        if event.instance in self.prefill or event.instance in self.decode:
-            self._down.add(event.instance)
-        self._on_topology_change()
+            self.prefill[event.instance].down()
+        elif event.instance in self.decode:
+            self.decode[event.instance].down()
+        else:
+            return
+        self._down[event.instance] = now_s
+        self._on_topology_change(now_s)
 
-    def _on_topology_change(self) -> None:
+    def _on_topology_change(self, now_s: float) -> None:
+        for gone in [i for i, since_s in self._down.items() if since_s + _FORGET_DOWN_S <= now_s]:
+            # Removed for good, as far as anybody can tell; under churn the books would only grow.
+            decode = self.decode.get(gone)
+            if decode is None or not decode.has_outstanding:
+                del self._down[gone]
+                self.decode.pop(gone, None)
+                self.prefill.pop(gone, None)
         instances = self._up_prefill()
         self.interval.on_topology_change(len(instances))
         self.policy.on_topology_change(instances)
@@ -285,19 +307,23 @@ class Scheduler:
                 self._refuse(request.rid, "deadline", f"not scheduled within {waited_s:.1f} s")
             )
         instances = self._up_prefill()
-        wakes: list[float | None] = [
-            i.advance(now_s, self.interval.latency_s) for i in self.prefill.values()
-        ]
+        latency_s = self.interval.latency_s
+        wakes: list[float | None] = []
+        again: set[PrefillInstance] = set()
+        for instance in self.prefill.values():
+            due_s = instance.advance(now_s, latency_s)
+            wakes.append(due_s)
+            if due_s is not None and due_s <= now_s:
+                again.add(instance)
         while instances and len(self.queue):
             plan = self.policy.plan(self.queue, instances, self._admission(), now_s)
             dispatched = self._commit(plan, now_s, out)
-            self._count_cycle(plan)
+            self.queue.count_cycle(plan.passed_over, self.config.n_limit)
             if not dispatched:
                 wakes.append(plan.wake_s)
                 break
-        if not len(self.queue):
-            self.throttled = False
-        wakes.extend(i.advance(now_s, self.interval.latency_s) for i in instances)
+            again.update(placement.instance for placement in plan.placements)
+        wakes.extend(instance.advance(now_s, latency_s) for instance in again)
         wakes.append(self.queue.next_deadline_s())
         wake_s = min((w for w in wakes if w is not None), default=None)
         if wake_s is not None and wake_s != self._wake_s:
@@ -305,19 +331,13 @@ class Scheduler:
         self._wake_s = wake_s
 
     def _admission(self) -> Admissible:
-        """Whether some decode rank has room for a request; looks at the ranks when first asked."""
+        """Whether some decode rank has room for a request."""
         if not self.policy.holds:
             return lambda _request: True
-        room: int | None = None
-
-        def admissible(request: Request) -> bool:
-            nonlocal room
-            if room is None:
-                loads = (load for decode in self._up_decode() for load in decode.loads())
-                room = max((load.room_tokens for load in loads), default=0)
-            return self._total_tokens(request) <= room
-
-        return admissible
+        room = max((decode.room_tokens for decode in self._up_decode()), default=0)
+        if room == UNLIMITED:
+            return lambda _request: True
+        return lambda request: self._total_tokens(request) <= room
 
     def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> bool:
         """Choose decode ranks and dispatch; False if nothing could leave."""
@@ -377,13 +397,6 @@ class Scheduler:
                 reason=reason,
             )
         )
-
-    def _count_cycle(self, plan: Plan) -> None:
-        """Phase 3 of Algorithm 2. Flow control throttles: who waits keeps waiting in front."""
-        for request in plan.passed_over:
-            request.waited_cycles += 1
-        if plan.passed_over or plan.placements:
-            self.throttled = self.queue.waited_longest_cycles() > self.config.n_limit
 
     def _total_tokens(self, request: Request) -> int:
         expected = int(self._expected_output)

@@ -113,7 +113,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
                         flight_tokens=rank.flight.total,
                         queued_tokens=rank.queued_tokens,
                         outstanding_requests=len(rank.outstanding),
-                        age_s=_age_s(rank.reported_s, now_s),
+                        age_s=_age_s(rank.cursor.reported_s, now_s),
                     )
                     for rank, c_avail in zip(i.ranks, i.c_avail(), strict=True)
                 ],
@@ -129,7 +129,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
                         running=load.running,
                         kv_tokens=load.kv_tokens,
                         flight_requests=len(rank.flight),
-                        age_s=_age_s(rank.reported_s, now_s),
+                        age_s=_age_s(rank.cursor.reported_s, now_s),
                     )
                     for rank, load in zip(d.ranks, d.loads(), strict=True)
                 ],

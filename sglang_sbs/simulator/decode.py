@@ -1,7 +1,10 @@
 """Decode in steps: DP ranks behind a barrier, one token per request and step.
 
 Owns the closed-loop decode experiment of the paper (section 5.2.2). The scheduler it drives is the
-router's own; prefill is instantaneous here, so that only the choice of decode ranks matters.
+router's own, and so is what it sees: a prefill instance is busy with one pass of ``batch_steps``
+decode steps after another, requests arrive as others finish, and a policy that holds requests sends
+them as one gang shortly before the pass ends. A request joins its decode rank when the pass that
+takes it in is launched, so that nothing but the choice of decode ranks differs between policies.
 """
 
 from __future__ import annotations
@@ -25,10 +28,16 @@ from sglang_sbs.scheduling import (
     RequestEnded,
     Scheduler,
     SchedulerConfig,
+    TimerFired,
+    WakeAt,
 )
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import Kind
 
 _SAMPLE_STEPS = 5
+_PREFILL, _DECODE = "p", "d"
+_PREFILL_CHUNK_TOKENS = 1 << 40
+"""Whatever was sent fits the next pass."""
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +62,10 @@ class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     ranks: int = 32
     concurrency: int = 1120
-    steps: int = 9000
+    steps: int = 12000
     warm_up_steps: int = 3000
     batch_steps: int = 8
-    """Requests are placed every so many steps, as a batch."""
+    """A prefill pass takes so many decode steps; what it took in joins decode together."""
     input_mean: float = 1200.0
     input_cv: float = 3.5
     output_mean: float = 1000.0
@@ -79,6 +88,8 @@ class DecodeOutcome:
     bands: list[tuple[float, list[int]]] = field(default_factory=list)
     """(time_s, K of every rank) for the picture."""
     tokens: int = 0
+    completed: int = 0
+    """Requests that finished."""
     time_s: float = 0.0
 
     def row(self) -> dict[str, float]:
@@ -104,6 +115,66 @@ class _Rank:
     accepted_total: int = 0
 
 
+@dataclass(slots=True)
+class _Prefill:
+    """The prefill instance, one DP rank: a pass takes all that was sent before its launch."""
+
+    sent: list[tuple[str, int]] = field(default_factory=list)
+    running: list[tuple[str, int]] = field(default_factory=list)
+    launch_s: float = 0.0
+    forward_id: int = 0
+    seq: int = 0
+    accepted_requests: int = 0
+    accepted_tokens: int = 0
+    computed_tokens: int = 0
+
+    def launch(self, now_s: float) -> EndForward:
+        self.running, self.sent = self.sent, []
+        self.launch_s = now_s
+        self.forward_id += 1
+        self.accepted_requests += len(self.running)
+        self.accepted_tokens += self._tokens
+        return self._message("launch", now_s, rids=[rid for rid, _ in self.running])
+
+    def finish(self, now_s: float) -> EndForward:
+        self.computed_tokens += self._tokens
+        message = self._message("forward", now_s, rids=[])
+        self.running = []
+        return message
+
+    def idle(self, now_s: float) -> EndForward:
+        return self._message("idle", now_s, rids=[])
+
+    @property
+    def _tokens(self) -> int:
+        return sum(tokens for _, tokens in self.running)
+
+    def _message(self, kind: Kind, now_s: float, rids: list[str]) -> EndForward:
+        ended = kind == "forward"
+        self.seq += 1
+        return EndForward(
+            instance_id=_PREFILL,
+            boot_id=_PREFILL,
+            role="prefill",
+            dp_rank=0,
+            dp_size=1,
+            seq=self.seq - 1,
+            kind=kind,
+            forward_id=self.forward_id,
+            mode="extend" if self.running else "idle",
+            launch_s=self.launch_s if self.running else 0.0,
+            end_s=now_s if ended else 0.0,
+            forward_s=now_s - self.launch_s if ended else 0.0,
+            extend_tokens=self._tokens,
+            tokens_per_rank=[self._tokens],
+            chunk_tokens=_PREFILL_CHUNK_TOKENS,
+            accepted_requests=self.accepted_requests,
+            accepted_tokens=self.accepted_tokens,
+            computed_tokens=self.computed_tokens,
+            rids=rids,
+        )
+
+
 class DecodeSimulation:
     """Closed loop: whenever a request finishes, another arrives."""
 
@@ -112,13 +183,16 @@ class DecodeSimulation:
         self._rng = random.Random(spec.seed)
         self._scheduler = Scheduler(config)
         self._ranks = [_Rank() for _ in range(spec.ranks)]
+        self._prefill = _Prefill()
         self._finish: list[tuple[int, str]] = []
         self._live: dict[str, tuple[int, int, int]] = {}
         """rid -> (rank, input, output)."""
         self._lengths: dict[str, tuple[int, int]] = {}
         self._arrived = 0
+        self._completed = 0
         self._now_s = 0.0
         self._step = 0
+        self._wake_s = math.inf
         self._placed: list[Dispatch] = []
         self._weights: Sequence[float] | None = None
 
@@ -129,23 +203,32 @@ class DecodeSimulation:
         if skew:
             last = max(1, spec.ranks - 1)
             self._weights = [1 - skew + 2 * skew * i / last for i in range(spec.ranks)]
-        self._tell(InstanceUp(instance="p", role="prefill", dp_size=1, chunk_tokens=1 << 40))
-        self._tell(InstanceUp(instance="d", role="decode", dp_size=spec.ranks))
+        self._tell(
+            InstanceUp(
+                instance=_PREFILL, role="prefill", dp_size=1, chunk_tokens=_PREFILL_CHUNK_TOKENS
+            )
+        )
+        self._tell(InstanceUp(instance=_DECODE, role="decode", dp_size=spec.ranks))
         outcome = DecodeOutcome()
-        waiting = spec.concurrency
+        completed_before = 0
         for step in range(spec.steps):
             self._step = step
-            waiting += self._finish_due(step)
+            if self._wake_s <= self._now_s:
+                self._wake_s = math.inf
+                self._tell(TimerFired())
+            self._arrive(spec.concurrency if step == 0 else self._finish_due(step))
             if step % spec.batch_steps == 0:
-                self._arrive(waiting, spread_ages=step == 0)
-                waiting = 0
+                self._next_pass(spread_ages=step == 0)
             running_max = max(rank.running for rank in self._ranks)
             kv_max = max(rank.kv_tokens for rank in self._ranks)
             cost = spec.cost
             step_ms = cost.fixed_ms + cost.request_ms * running_max + cost.token_ms * kv_max
             self._now_s += step_ms / 1e3
+            if step == spec.warm_up_steps:
+                completed_before = self._completed
             if step >= spec.warm_up_steps:
                 outcome.tokens += sum(rank.running for rank in self._ranks)
+                outcome.completed = self._completed - completed_before
                 outcome.time_s += step_ms / 1e3
                 if step % _SAMPLE_STEPS == 0:
                     self._sample(outcome, running_max, kv_max)
@@ -172,34 +255,48 @@ class DecodeSimulation:
             self._ranks[index].kv_tokens -= prompt + output
             self._tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=output))
             finished += 1
+        self._completed += finished
         return finished
 
-    def _arrive(self, count: int, *, spread_ages: bool) -> None:
-        # Announced while decode refuses nothing, so each is dispatched at once or with the batch.
+    def _arrive(self, count: int) -> None:
         for _ in range(count):
             rid = f"r{self._arrived}"
             self._arrived += 1
             prompt = self._length(self._spec.input_mean, self._spec.input_cv)
             output = max(2, self._length(self._spec.output_mean, self._spec.output_cv))
             self._lengths[rid] = (prompt, output)
-        batch = sorted(self._lengths, key=lambda r: -self._lengths[r][0])
-        for rid in batch:
-            self._tell(RequestArrived(rid=rid, prompt_tokens=self._lengths[rid][0]))
-            self._tell(PrefillDone(rid=rid))
+            self._tell(RequestArrived(rid=rid, prompt_tokens=prompt))
+
+    def _next_pass(self, *, spread_ages: bool) -> None:
+        """End the running prefill pass and launch the next with all that was sent meanwhile."""
+        prefill = self._prefill
+        if prefill.running:
+            done = [rid for rid, _ in prefill.running]
+            self._tell(ForwardEnded(instance=_PREFILL, report=prefill.finish(self._now_s)))
+            for rid in done:
+                self._tell(PrefillDone(rid=rid))
+            if not prefill.sent:
+                self._tell(ForwardEnded(instance=_PREFILL, report=prefill.idle(self._now_s)))
+        if prefill.sent:
+            self._tell(ForwardEnded(instance=_PREFILL, report=prefill.launch(self._now_s)))
         placed, self._placed = self._placed, []
         for command in placed:
-            prompt, output = self._lengths.pop(command.rid)
-            index = command.decode_rank
-            if self._weights is not None:
-                index = self._rng.choices(range(len(self._ranks)), self._weights)[0]
-            age = int(self._rng.random() * output) if spread_ages else 0
-            rank = self._ranks[index]
-            rank.running += 1
-            rank.kv_tokens += prompt + age
-            rank.accepted.append(command.rid)
-            rank.accepted_total += 1
-            self._live[command.rid] = (index, prompt, output)
-            heapq.heappush(self._finish, (self._step + output - age, command.rid))
+            self._join(command, spread_ages)
+
+    def _join(self, command: Dispatch, spread_ages: bool) -> None:
+        """A prefilled request starts decoding."""
+        prompt, output = self._lengths.pop(command.rid)
+        index = command.decode_rank
+        if self._weights is not None:
+            index = self._rng.choices(range(len(self._ranks)), self._weights)[0]
+        age = int(self._rng.random() * output) if spread_ages else 0
+        rank = self._ranks[index]
+        rank.running += 1
+        rank.kv_tokens += prompt + age
+        rank.accepted.append(command.rid)
+        rank.accepted_total += 1
+        self._live[command.rid] = (index, prompt, output)
+        heapq.heappush(self._finish, (self._step + output - age, command.rid))
 
     def _length(self, mean: float, cv: float) -> int:
         sigma = math.sqrt(math.log(1 + cv * cv))
@@ -210,10 +307,10 @@ class DecodeSimulation:
         for index, rank in enumerate(self._ranks):
             self._tell(
                 ForwardEnded(
-                    instance="d",
+                    instance=_DECODE,
                     report=EndForward(
-                        instance_id="d",
-                        boot_id="d",
+                        instance_id=_DECODE,
+                        boot_id=_DECODE,
                         role="decode",
                         dp_rank=index,
                         dp_size=len(self._ranks),
@@ -232,5 +329,10 @@ class DecodeSimulation:
 
     def _tell(self, event: Event) -> None:
         for command in self._scheduler.handle(event, self._now_s):
-            if isinstance(command, Dispatch):
-                self._placed.append(command)
+            match command:
+                case Dispatch():
+                    self._placed.append(command)
+                    prompt, _ = self._lengths[command.rid]
+                    self._prefill.sent.append((command.rid, prompt))
+                case WakeAt():
+                    self._wake_s = command.time_s

@@ -24,6 +24,7 @@ from sglang_sbs.simulator.workload import (
 )
 
 SCENARIOS = ("paper-3k", "paper-5k", "paper-long", "paper-decode", "trace:FILE")
+_PAPER_INSTANCES = 3
 _SHORT = uniform_like(3000)
 _LONG = truncated_pareto(3072, 65536, 6700.0)
 
@@ -44,6 +45,9 @@ class Scenario:
     """(qps, duration_s, seed) -> requests."""
     slo_ttft_s: float
     """Mean time to first token of the capacity search."""
+    workload_qps: float
+    """The rate the workload itself has: a trace's mean rate; of the paper's, load 1.0 on its three
+    prefill instances."""
 
     def at_load(self, load: float, duration_s: float, seed: int) -> list[Arrival]:
         """The workload at a share of the nominal rate."""
@@ -77,14 +81,23 @@ def make_scenario(
     match name.partition(":"):
         case ("paper-3k", "", ""):
             shape = cluster(3072)
-            return Scenario(name, shape, 57.0 * prefill_instances, _synthetic_short, 0.8)
+            qps = 57.0 * prefill_instances
+            return Scenario(name, shape, qps, _synthetic_short, 0.8, 57.0 * _PAPER_INSTANCES)
         case ("paper-5k", "", ""):
             shape = cluster(5120)
-            return Scenario(name, shape, 70.0 * prefill_instances, _synthetic_short, 1.0)
+            qps = 70.0 * prefill_instances
+            return Scenario(name, shape, qps, _synthetic_short, 1.0, 70.0 * _PAPER_INSTANCES)
         case ("paper-long", "", ""):
             shape = cluster(16384)
             qps = full_chunk_tokens_per_s(shape) / 6700.0
-            return Scenario(name, shape, qps, lambda q, d, s: synthetic(q, d, _LONG, s), 4.0)
+            return Scenario(
+                name,
+                shape,
+                qps,
+                lambda q, d, s: synthetic(q, d, _LONG, s),
+                4.0,
+                qps * _PAPER_INSTANCES / prefill_instances,
+            )
         case ("trace", ":", file) if file:
             trace = read_trace(Path(file))
             shape = cluster(4096 if file.endswith(".csv") else 16384)
@@ -97,6 +110,7 @@ def make_scenario(
                 full_chunk_tokens_per_s(shape) / mean_tokens,
                 lambda q, d, s: replayed(trace, q / rate, d, s),
                 4.0,
+                rate,
             )
     raise ScenarioError(f"no scenario {name!r}; one of {', '.join(SCENARIOS)}")
 

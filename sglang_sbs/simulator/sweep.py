@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -48,6 +48,10 @@ POLICY_CONFIGS: dict[str, dict[str, Any]] = {
 """Policies by the name they have here."""
 
 
+Task = tuple[Callable[..., Row], tuple[Any, ...]]
+"""A function of this package and its arguments, to be called in some process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One run; plain data, so that it can go to another process."""
@@ -60,6 +64,10 @@ class Job:
     cost: str = "mixed"
     spec: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    def at_load(self, load: float) -> Job:
+        """The same run at another load."""
+        return replace(self, load=load)
 
 
 def scheduler_config(policy: str, seed: int = 0, **more: Any) -> SchedulerConfig:
@@ -83,6 +91,8 @@ def run(scenario: Scenario, job: Job) -> Row:
         "load": job.load,
         "qps": job.load * scenario.nominal_qps,
         "seed": job.seed,
+        "chunk_tokens": scenario.spec.chunk_tokens,
+        "prefill_instances": scenario.spec.prefill_instances,
         **summary(outcome, scenario),
     }
 
@@ -129,7 +139,7 @@ def max_load(job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0) -
     scenario = make_scenario(job.scenario, cost=COSTS[job.cost], **dict(job.spec))
 
     def meets(load: float) -> bool:
-        row = run(scenario, _at_load(job, load))
+        row = run(scenario, job.at_load(load))
         return bool(row["unfinished"] == 0 and row["ttft_mean_s"] <= slo_ttft_s)
 
     if not meets(low):
@@ -138,35 +148,25 @@ def max_load(job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0) -
     while high - low > 0.01 * max(high, 0.1):
         middle = (low + high) / 2
         low, high = (middle, high) if meets(middle) else (low, middle)
-    at_limit = run(scenario, _at_load(job, low)) if low > 0 else {}
-    return {
-        **at_limit,
-        "scenario": job.scenario,
-        "policy": job.policy,
-        "cost": job.cost,
-        "seed": job.seed,
-        "load": low,
-        "qps": low * scenario.nominal_qps,
-        "slo_ttft_s": slo_ttft_s,
-        "max_qps": low * scenario.nominal_qps,
-        "chunk_tokens": scenario.spec.chunk_tokens,
-    }
-
-
-def _at_load(job: Job, load: float) -> Job:
-    return Job(
-        job.scenario, job.policy, load, job.seed, job.duration_s, job.cost, job.spec, job.config
-    )
+    # No load meets the SLO: the row says what the lightest one tried gives, and a capacity of 0.
+    at_limit = run(scenario, job.at_load(low or high))
+    max_qps = low * scenario.nominal_qps
+    return {**at_limit, "slo_ttft_s": slo_ttft_s, "max_qps": max_qps}
 
 
 def run_all(
-    jobs: Iterable[tuple[Callable[..., Row], tuple[Any, ...]]],
+    jobs: Iterable[Task],
     on_row: Callable[[Row], None] = lambda _row: None,
     workers: int | None = None,
 ) -> list[Row]:
-    """Run independent jobs on all cores; rows in the order of the jobs."""
+    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs."""
     listed = list(jobs)
     rows: list[Row | None] = [None] * len(listed)
+    if workers == 1:
+        for index, (call, args) in enumerate(listed):
+            rows[index] = row = call(*args)
+            on_row(row)
+        return [row for row in rows if row is not None]
     with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         futures = {pool.submit(call, *args): i for i, (call, args) in enumerate(listed)}
         for done in as_completed(futures):

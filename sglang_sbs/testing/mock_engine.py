@@ -47,6 +47,8 @@ class Behaviour:
     """Finish with ``finish_reason`` abort, as SGLang does on an abort from elsewhere."""
     stream_error: bool = False
     """Status 200, then an error event as the first one: how SGLang reports errors in a stream."""
+    garbage: bytes | None = None
+    """Status 200, then these bytes instead of an answer."""
     kv_sent: bool = False
     """A failure strikes only after the KV cache went from prefill to decode."""
     prompt_tokens: int = 7
@@ -154,6 +156,8 @@ class MockEngine:
         """Control requests by path."""
         self.ready_status = 200
         self.has_ready = True
+        self.metrics_page = ""
+        """Of ``GET /metrics``; 404 without, as an engine without ``--enable-metrics``."""
         self.port = 0
         self._tls: ssl.SSLContext | None = None
         self._rooms = rooms
@@ -180,6 +184,7 @@ class MockEngine:
         app.router.add_get("/model_info", self._get_model_info)
         app.router.add_get("/v1/loads", self._get_loads)
         app.router.add_get("/ready", self._get_ready)
+        app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/health", self._count(web.Response))
         app.router.add_get("/health_generate", self._count(web.Response))
         self._runner = web.AppRunner(
@@ -310,6 +315,8 @@ class MockEngine:
             return _reset(request)
         if behaviour.status != 200:
             return _error(behaviour.status, behaviour.message or "scripted error")
+        if behaviour.garbage is not None:
+            return web.Response(body=behaviour.garbage, content_type="text/event-stream")
         if not record.body.get("stream"):
             return await self._complete(request, record, behaviour)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -446,6 +453,9 @@ class MockEngine:
     async def _get_ready(self, request: web.Request) -> web.StreamResponse:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1
         return web.Response(status=self.ready_status if self.has_ready else 404)
+
+    async def _get_metrics(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self.metrics_page, status=200 if self.metrics_page else 404)
 
     async def _get_loads(self, request: web.Request) -> web.StreamResponse:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_sbs.router.dispatcher import Dispatcher
-from sglang_sbs.router.errors import Refused
+from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.router.eventlog import EventLogWriter, read_event_log
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import (
@@ -180,3 +180,57 @@ def test_a_torn_log_gives_its_whole_records(tmp_path: Path) -> None:
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="not an sglang-sbs event log"):
         list(read_event_log(path))
+
+
+async def test_a_request_the_scheduler_forgot_is_ended_in_the_end() -> None:
+    scheduler = Scripted(lambda event, now_s: [])
+    dispatcher = Dispatcher(scheduler, give_up_s=0.01)
+    with pytest.raises(RouterError, match="scheduler failed"):
+        await dispatcher.assign("r", prompt_tokens=1)
+    assert scheduler.events[-1] == RequestEnded(rid="r", outcome="failed")
+    assert (dispatcher.open, dispatcher.waiting) == (0, 0)
+
+
+async def test_a_scheduler_that_failed_is_asked_again_and_fills_no_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fired = asyncio.Event()
+
+    def answers(event: Event, now_s: float) -> list[Command]:
+        if isinstance(event, TimerFired):
+            fired.set()
+            return []
+        raise RuntimeError("defect")
+
+    dispatcher = Dispatcher(Scripted(answers))
+    for number in range(50):
+        dispatcher.submit(InstanceUp(instance=f"p{number}", role="prefill", dp_size=1))
+    await asyncio.wait_for(fired.wait(), 10)
+    assert dispatcher.scheduler_errors == 50
+    assert len([r for r in caplog.records if "scheduler failed" in r.message]) == 1
+    dispatcher.close()
+
+
+async def test_a_full_disk_ends_the_event_log_and_nothing_else(tmp_path: Path) -> None:
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None: ...
+        def close(self) -> None: ...
+
+    for broken_at in ("write", "flush"):
+        log = EventLogWriter(tmp_path / "log", SchedulerConfig())
+        log._file = Full()  # type: ignore[assignment]
+        scheduler = Scripted(
+            lambda event, now_s: [dispatch(event.rid)] if isinstance(event, RequestArrived) else []
+        )
+        dispatcher = Dispatcher(scheduler, event_log=log)
+        if broken_at == "write":
+            log._buffer += bytes(100_000)
+        else:
+            dispatcher.submit(TimerFired())
+            dispatcher.flush_log()
+        assert (await dispatcher.assign("r", prompt_tokens=1)).rid == "r"
+        dispatcher.flush_log()
+        dispatcher.close()

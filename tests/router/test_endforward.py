@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from router_harness import cluster, until
 
 from sglang_sbs.router.endforward import EndForwardListener, publisher_endpoints
@@ -12,7 +15,7 @@ from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.server_info import SbsBlock, WorkerInfo
 from sglang_sbs.scheduling.events import Event, ForwardEnded, InstanceDown, InstanceUp, LoadPolled
 from sglang_sbs.testing.mock_engine import MockEngine
-from sglang_sbs.wire import encode_endforward
+from sglang_sbs.wire import TOPIC, encode_endforward
 
 
 class Setup:
@@ -75,6 +78,67 @@ def test_garbage_is_counted_never_raised() -> None:
     setup.receive(MockEngine("prefill"), instance_id="not a url ://")
     assert setup.listener.counts == {"malformed": 5, "unbound": 1}
     assert setup.events == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"waiting_tokens": -5},
+        {"kv_tokens": 2**62},
+        {"accepted_tokens": -1},
+        {"forward_s": float("nan")},
+        {"forward_s": 1e300},
+        {"age_s": float("-inf")},
+        {"age_s": 1e9},
+        {"launch_s": -1.0},
+        {"tokens_per_rank": [1, -1]},
+        {"tokens_per_rank": [0] * 10_000},
+        {"rids": ["r"] * 2000},
+        {"dp_size": 10**6},
+        {"boot_id": ""},
+        {"boot_id": "b" * 1000},
+        {"instance_id": "x" * 1000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_no_engine_can_mean_is_dropped_and_counted(fields: dict[str, Any]) -> None:
+    setup = Setup()
+    setup.receive(MockEngine("prefill"), **{"instance_id": setup.prefill.url} | fields)
+    assert setup.listener.counts == {"implausible": 1}
+    assert setup.events == []
+
+
+@given(data=st.binary(max_size=200))
+def test_any_bytes_behind_the_topic_are_survived(data: bytes) -> None:
+    setup = Setup()
+    setup.listener.receive([TOPIC, b"12345678", data])
+    assert setup.events == []
+
+
+@given(data=st.data())
+def test_flipped_bytes_in_a_good_message_are_survived(data: Any) -> None:
+    setup = Setup()
+    report = MockEngine("prefill").report(0, instance_id=setup.prefill.url, rids=["a", "b"])
+    frames = encode_endforward(report)
+    body = bytearray(frames[2])
+    for position in data.draw(st.lists(st.integers(0, len(body) - 1), min_size=1, max_size=4)):
+        body[position] = data.draw(st.integers(0, 255))
+    setup.listener.receive([frames[0], frames[1], bytes(body)])
+    assert sum(setup.listener.counts.values()) == 1
+
+
+def test_deeply_nested_surplus_fields_are_survived() -> None:
+    setup = Setup()
+    setup.listener.receive([TOPIC, b"12345678", b"\xdc\x00\x40" + b"\x91" * 100_000])
+    assert setup.listener.counts == {"malformed": 1}
+
+
+def test_senders_nobody_knows_fill_neither_log_nor_memory(caplog: Any) -> None:
+    setup = Setup()
+    for _ in range(500):
+        setup.receive(MockEngine("prefill"), instance_id="http://elsewhere:1")
+    assert setup.listener.counts == {"unbound": 500}
+    assert len([r for r in caplog.records if "elsewhere" in r.getMessage()]) <= 64
 
 
 def test_where_binding_publishers_are_found() -> None:

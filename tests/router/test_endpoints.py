@@ -137,6 +137,23 @@ async def test_flush_cache_and_loads_ask_every_worker() -> None:
             assert loads[1]["details"] is None
 
 
+async def test_engine_metrics_are_one_valid_page() -> None:
+    async with cluster() as c:
+        assert (await text_of(c, "/engine_metrics"))[0] == 503
+        for engine, value in ((c.prefill[0], 3), (c.decode[0], 4)):
+            engine.metrics_page = (
+                "# HELP sglang:num_running_reqs Running\n# TYPE sglang:num_running_reqs gauge\n"
+                f'sglang:num_running_reqs{{model="m"}} {value}\n'
+            )
+        status, text = await text_of(c, "/engine_metrics")
+        assert status == 200
+        assert text.count("# TYPE sglang:num_running_reqs gauge") == 1
+        for engine, value in ((c.prefill[0], 3), (c.decode[0], 4)):
+            assert f'{{model="m",worker_addr="{engine.url}"}} {value}.0' in text
+        c.decode[0].metrics_page = "no { metrics"
+        assert c.prefill[0].url in (await text_of(c, "/engine_metrics"))[1]
+
+
 async def test_unknown_routes_are_404_and_known_gaps_501() -> None:
     async with cluster() as c:
         assert await text_of(c, "/nothing/here") == (404, "")

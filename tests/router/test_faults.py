@@ -391,13 +391,15 @@ async def test_a_scheduler_that_raises_is_a_500_not_a_hang() -> None:
         real = c.scheduler.handle
 
         def broken(event: Any, now_s: float) -> Any:
+            commands = real(event, now_s)
             if isinstance(event, RequestArrived):
                 raise RuntimeError("defect")
-            return real(event, now_s)
+            return commands
 
         c.scheduler.handle = broken  # type: ignore[method-assign]
         status, body = await c.generate(text="x")
         assert (status, body["error"]["code"]) == (500, "scheduler_error")
+        assert c.scheduler.ended() == ["failed"]  # it may have it in its books
         c.check_books()
 
 

@@ -8,8 +8,10 @@ from sglang_sbs.launch_router import main
 from sglang_sbs.router.arguments import FlagError, build_parser
 from sglang_sbs.router.flags import parse_flags
 from sglang_sbs.router.stock_flags import IGNORED_FLAGS
+from sglang_sbs.scheduling.config import POLICIES, SchedulerConfig
 
 PD = ["--pd-disaggregation", "--prefill", "http://p0:30000", "8998", "--decode", "http://d0:30000"]
+QUIET = ["--sbs-endforward-bind", "tcp://127.0.0.1:7600"]
 
 STOCK_DEFAULTS = {
     "host": "0.0.0.0",
@@ -74,7 +76,8 @@ def test_the_command_of_the_readme() -> None:
     assert options.prefill == (("http://p0:30000", 8998), ("http://p1:30000", None))
     assert options.decode == ("http://d0:30000",)
     assert options.scheduler.policy == "sbs"
-    assert options.warnings == ()
+    (warning,) = options.warnings
+    assert "--sbs-endforward-bind tcp://0.0.0.0:7600" in warning
 
 
 def test_defaults_are_those_of_the_stock_router() -> None:
@@ -106,17 +109,22 @@ def test_both_spellings_mean_the_same() -> None:
 def test_flags_without_meaning_are_accepted_with_one_warning(name: str) -> None:
     arity, _ = IGNORED_FLAGS[name]
     values = {"flag": [], "one": ["5"], "many": ["a=b", "c=d"]}[arity]
-    options = parse_flags([f"--{name}", *values, *PD])
+    options = parse_flags([f"--{name}", *values, *PD, *QUIET])
     (warning,) = options.warnings
     assert f"--{name} has no effect" in warning
 
 
 @pytest.mark.parametrize(
     ("stock", "nearest"),
-    [("cache_aware", "least_tokens"), ("manual", "round_robin"), ("random", "random")],
+    [
+        ("cache_aware", "least_tokens"),
+        ("manual", "round_robin"),
+        ("bucket", "least_tokens"),
+        *((name, name) for name in POLICIES),
+    ],
 )
 def test_stock_policies_map_to_the_nearest(stock: str, nearest: str) -> None:
-    options = parse_flags([*PD, "--policy", stock])
+    options = parse_flags([*PD, *QUIET, "--policy", stock])
     assert options.scheduler.policy == nearest
     assert len(options.warnings) == (stock != nearest)
 
@@ -165,6 +173,28 @@ def test_own_flags_reach_the_scheduler() -> None:
     assert options.endforward_bind is None
 
 
+def test_without_flags_the_scheduler_has_its_own_defaults() -> None:
+    assert parse_flags(PD).scheduler == SchedulerConfig()
+
+
+@pytest.mark.parametrize(
+    ("bind", "warned"),
+    [
+        ("tcp://0.0.0.0:7600", True),
+        ("tcp://*:7600", True),
+        ("tcp://[::]:7600", True),
+        ("tcp://10.0.0.1:7600", True),
+        ("tcp://127.0.0.1:7600", False),
+        ("tcp://[::1]:7600", False),
+        ("ipc:///tmp/sbs", False),
+        ("none", False),
+    ],
+)
+def test_an_endforward_socket_others_can_reach_is_warned_about(bind: str, warned: bool) -> None:
+    options = parse_flags([*PD, "--sbs-endforward-bind", bind])
+    assert any("without authentication" in text for text in options.warnings) == warned
+
+
 def test_urls_get_one_spelling() -> None:
     options = parse_flags(
         ["--prefill", "P0:30000/", "--decode", "https://D0", "--decode", "[::1]:5"]
@@ -182,6 +212,8 @@ def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
+    for policy in POLICIES:
+        assert policy in text
     assert "python -m sglang_sbs.launch_router --pd-disaggregation" in text
     assert "--router-policy" in text
     assert "--oracle" not in text

@@ -52,6 +52,12 @@ async def test_text_is_estimated_from_utf8_bytes() -> None:
     assert (await count(lengths, "generate", "")).tokens == 1
 
 
+async def test_odd_chat_fields_are_left_to_the_engine() -> None:
+    messages = [{"role": "user", "content": "x", "tool_calls": 1}, 5]
+    (length,) = await PromptLengths().count("chat", [{"messages": messages, "tools": 1}])
+    assert length.tokens >= 1
+
+
 async def test_the_estimate_follows_what_engines_report() -> None:
     errors: list[float] = []
     lengths = PromptLengths(observe_error=errors.append)

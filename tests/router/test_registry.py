@@ -9,7 +9,12 @@ import pytest
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import leg_status_failure, transport_failure
 from sglang_sbs.router.registry import Registry, Worker, describe_worker
-from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
+from sglang_sbs.router.server_info import (
+    SbsBlock,
+    UnusableWorker,
+    WorkerInfo,
+    parse_server_info,
+)
 from sglang_sbs.router.urls import alias_key, normalise_worker_url
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
 from sglang_sbs.wire import EndForward
@@ -239,6 +244,92 @@ def test_reports_with_another_dp_size_are_ignored_and_explained() -> None:
     assert "dp_size 4" in worker.problems["dp_size"]
     assert setup.registry.reported(worker, report(0))
     assert worker.problems == {}
+
+
+def test_reports_that_are_ignored_are_no_signal() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.registry.reported(worker, report(0, dp_size=4))
+    setup.registry.reported(worker, report(0, role="decode"))
+    assert not worker.reporting(setup.now_s)  # so that load polls go on
+    assert "role decode" in worker.problems["role"]
+    assert describe_worker(worker, setup.now_s)["signal"] == "polls"
+
+
+def test_a_boot_that_server_info_does_not_confirm_takes_nothing_down() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+    silenced: list[Worker] = []
+    setup.registry.silenced = silenced.append
+    assert setup.registry.reported(worker, report(0))
+    assert not setup.registry.reported(worker, report(0, boot="evil"))
+    assert (setup.doubted, worker.recheck) == ([worker.url], True)
+    setup.registry.described(worker, WorkerInfo(dp_size=2, sbs=SbsBlock(boot_id="b1")))
+    assert "SGLANG_SBS_INSTANCE_ID" in worker.problems["stranger"]
+    assert not setup.registry.reported(worker, report(0, boot="evil"))
+    assert setup.registry.reported(worker, report(0))
+    for number in range(100):  # a flood of boots asks the engine no more than now and then
+        setup.registry.reported(worker, report(0, boot=f"evil{number}"))
+    assert setup.doubted == [worker.url]
+    assert worker.usable
+    assert silenced == []
+
+
+def test_a_boot_that_server_info_confirms_is_a_restart() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+    silenced: list[Worker] = []
+    setup.registry.silenced = silenced.append
+    assert setup.registry.reported(worker, report(0))
+    assert not setup.registry.reported(worker, report(0, boot="b2"))
+    setup.registry.described(worker, WorkerInfo(dp_size=2, sbs=SbsBlock(boot_id="b2")))
+    setup.registry.refresh(worker)
+    assert [type(event) for event in setup.events[-2:]] == [InstanceDown, InstanceUp]
+    assert silenced == [worker]
+    assert setup.registry.reported(worker, report(0, boot="b2"))
+    assert not setup.registry.reported(worker, report(1, boot="b1"))
+
+
+def test_a_problem_that_comes_and_goes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    for _ in range(50):
+        setup.registry.reported(worker, report(0, dp_size=4))
+        setup.registry.reported(worker, report(0))
+    assert len([r for r in caplog.records if "dp_size 4" in r.getMessage()]) == 1
+    setup.now_s += 1000
+    setup.registry.reported(worker, report(0, dp_size=4))
+    assert len([r for r in caplog.records if "dp_size 4" in r.getMessage()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"version": "0.5.23"}, ["pip install sglang-sbs", "SGLANG_SBS_ROUTERS"]),
+        ({"version": "0.5.10"}, ["0.5.10 loads no plugins", "0.5.11"]),
+        (
+            {"version": "0.5.23", "sbs": SbsBlock(boot_id="b", routers=("tcp://old:7600",))},
+            ["speaks to tcp://old:7600", "--sbs-endforward-bind"],
+        ),
+    ],
+)
+def test_the_reason_of_a_missing_signal_is_named(info: dict[str, Any], words: list[str]) -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", **info)
+    worker.dispatches = 3
+    setup.registry.tick()
+    for word in words:
+        assert word in worker.problems["signal"]
+
+
+def test_dp_attention_missing_is_a_problem_of_the_worker() -> None:
+    setup = Setup()
+    data = INFO | {"attn_dp_size": 1, "dp_size": 8, "enable_dp_attention": False}
+    worker = setup.registry.add("http://p:1", "prefill")
+    setup.registry.described(worker, parse_server_info(data, "prefill"))
+    assert "--enable-dp-attention" in worker.problems["launch0"]
+    with pytest.raises(UnusableWorker, match="dp_size"):
+        parse_server_info(INFO | {"attn_dp_size": 10**9}, "prefill")
 
 
 def test_a_missing_signal_is_explained_after_a_few_dispatches() -> None:

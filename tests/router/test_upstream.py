@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_sbs.router import upstream
-from sglang_sbs.router.upstream import ChunkedDecoder, Pool, UpstreamError, request_head
+from sglang_sbs.router.framing import ChunkedDecoder
+from sglang_sbs.router.upstream import Pool, UpstreamError, request_head
 
 
 class Collector:
