@@ -1,0 +1,80 @@
+"""How requests come in: the pace and size a client must keep to.
+
+Owns reading request bodies and the guard against connections that never say anything whole. Must
+not know what a request means. Without both, a client that sends a byte a minute holds a descriptor
+and memory for as long as it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from sglang_sbs.router.errors import RouterError
+
+GRACE_S = 30.0
+"""For the first request head of a connection, and for a body before its pace counts."""
+MIN_BYTES_PER_S = 16 * 1024
+
+
+async def read_body(request: web.Request, limit_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        HTTPRequestEntityTooLarge: it is longer than ``limit_bytes``.
+        RouterError: 408, it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``.
+    """
+    if (request.content_length or 0) > limit_bytes:
+        raise web.HTTPRequestEntityTooLarge(limit_bytes)
+    body = bytearray()
+    started_s = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(GRACE_S) as deadline:
+            while data := await request.content.readany():
+                body += data
+                if len(body) > limit_bytes:
+                    raise web.HTTPRequestEntityTooLarge(limit_bytes)
+                deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
+    except TimeoutError:
+        raise RouterError(
+            408, "body_too_slow", f"the body stopped after {len(body)} bytes or comes too slowly"
+        ) from None
+    return bytes(body)
+
+
+class Doorman:
+    """Wraps the protocol factory of a listening socket: closes connections that send no head."""
+
+    def __init__(self, factory: Callable[[], Any], patience_s: float = GRACE_S) -> None:
+        self._factory = factory
+        self._patience_s = patience_s
+        self._silent: dict[Any, float] = {}  # by age: the value is when patience ends
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def __call__(self) -> Any:
+        """A protocol for a new connection."""
+        protocol = self._factory()
+        loop = asyncio.get_running_loop()
+        self._silent[protocol] = loop.time() + self._patience_s
+        if self._sweep is None:
+            self._sweep = loop.call_later(self._patience_s, self._close_silent)
+        return protocol
+
+    def heard(self, protocol: Any) -> None:
+        """A whole request head came over that connection."""
+        self._silent.pop(protocol, None)
+
+    def _close_silent(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._sweep = None
+        while self._silent:
+            protocol, end_s = next(iter(self._silent.items()))
+            if end_s > loop.time():
+                self._sweep = loop.call_at(end_s, self._close_silent)
+                return
+            del self._silent[protocol]
+            if protocol.transport is not None:
+                protocol.transport.abort()

@@ -1,0 +1,133 @@
+"""What the ``simulate`` commands share on the command line, and the progress bar.
+
+Owns parsing and checking of lists and names. Must not know what a command does with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.sweep import Row, Task, run_all
+
+_MOST_INSTANCES = 64
+_FILE_WIDTH = 130
+"""Columns where the output is no terminal: wide enough for every table."""
+
+
+def numbers(text: str) -> list[float]:
+    """Comma-separated positive numbers."""
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r}: write positive numbers, as in 0.6,0.8,1.0")
+    return values
+
+
+def integers(text: str) -> list[int]:
+    """Comma-separated positive integers."""
+    try:
+        values = [int(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write positive integers, as in 3072,6144")
+    return values
+
+
+def positive(text: str) -> int:
+    """A positive integer."""
+    values = integers(text)
+    if len(values) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write one positive integer")
+    return values[0]
+
+
+def positive_number(text: str) -> float:
+    """A positive number."""
+    values = numbers(text)
+    if len(values) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write one positive number")
+    return values[0]
+
+
+def not_negative(text: str) -> float:
+    """A number that is 0 or greater."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number, 0 or greater")
+    return value
+
+
+def instance_counts(text: str) -> list[int]:
+    """``2..6`` or ``2,4,6``."""
+    first, dots, last = text.partition("..")
+    try:
+        values = list(range(int(first), int(last) + 1)) if dots else integers(text)
+    except ValueError:
+        values = []
+    if not values or not all(1 <= value <= _MOST_INSTANCES for value in values):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write a range or a list between 1 and {_MOST_INSTANCES}, as in 2..6 or 2,4"
+        )
+    return values
+
+
+def names(
+    text: str, allowed: Collection[str], flag: str, parser: argparse.ArgumentParser
+) -> list[str]:
+    """Comma-separated names, each one of ``allowed``; ends the program with code 2 otherwise."""
+    words = text.split(",")
+    for word in words:
+        if word not in allowed:
+            parser.error(f"{flag}: {word!r} is not one of {', '.join(allowed)}")
+    return words
+
+
+def add_common(parser: argparse.ArgumentParser, *, cost: str) -> None:
+    """Flags every simulation has."""
+    parser.add_argument("--seeds", type=positive, default=1, help="seeds per cell (default 1)")
+    parser.add_argument("--first-seed", type=int, default=1, help="(default 1)")
+    parser.add_argument(
+        "--cost", default=cost, help=f"cost models: {', '.join(COSTS)} (default {cost})"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: cores)")
+
+
+def open_console() -> Console:
+    """Standard output."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_FILE_WIDTH)
+
+
+def run_with_progress(tasks: Sequence[Task], console: Console, workers: int | None) -> list[Row]:
+    """Run the tasks behind a progress bar."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("simulating", total=len(tasks))
+        return run_all(tasks, lambda _row: progress.advance(task), workers)
+
+
+def write_json(rows: Sequence[Row], path: Path, console: Console) -> None:
+    """The rows as a JSON list; what has no value is null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(list(rows), option=orjson.OPT_INDENT_2))
+    console.print(f"written: {path}")

@@ -1,0 +1,241 @@
+"""What a router's event log says about arrivals, passes and the requests in them.
+
+Owns the reconstruction of a run on real engines. Must not know what is fitted to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_sbs.router.eventlog import LogRecord, read_event_log
+from sglang_sbs.scheduling import (
+    Dispatch,
+    ForwardEnded,
+    InstanceUp,
+    PrefillDone,
+    RequestArrived,
+    RequestEnded,
+    SchedulerConfig,
+)
+from sglang_sbs.wire import EndForward
+
+
+@dataclass(slots=True)
+class RecordedRequest:
+    """One request; times in seconds of the router's clock, NaN: not in the log."""
+
+    rid: str
+    arrived_s: float
+    prompt_tokens: int
+    max_new_tokens: int | None
+    dispatched_s: float = math.nan
+    prefill: tuple[str, int] | None = None
+    batch: int = -1
+    """Number of the batch it was dispatched with."""
+    first_token_s: float = math.nan
+    """First byte of decode at the router."""
+    ended_s: float = math.nan
+    first_pass: RecordedPass | None = None
+    """The pass that computed its first tokens."""
+    last_pass: RecordedPass | None = None
+    """The pass that computed its last prompt token."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Arrival at the scheduler until the first byte of decode."""
+        return self.first_token_s - self.arrived_s
+
+
+@dataclass(slots=True)
+class RecordedPass:
+    """One prefill pass; the times are those of the last rank, in seconds of the router's clock."""
+
+    instance: str
+    forward_id: int
+    tokens: list[int]
+    """Extend tokens per rank."""
+    launch_s: float
+    inflight: int
+    """Passes on the device when this one was launched."""
+    end_s: float = math.nan
+    forward_s: float = math.nan
+    pairs: list[float] = field(default_factory=list)
+    """Causal attention pairs per rank, as far as its requests are known."""
+    left_over: list[bool] = field(default_factory=list)
+    """Per rank: requests that could have run did not fit."""
+    previous: RecordedPass | None = None
+    """The one before it on the instance, if that is in the log."""
+
+    @property
+    def pause_s(self) -> float:
+        """From the end of the previous pass to this launch; infinite if there is none."""
+        if self.previous is None or not self.previous.complete:
+            return math.inf
+        return self.launch_s - self.previous.end_s
+
+    @property
+    def complete(self) -> bool:
+        """Whether its end is in the log too."""
+        return not math.isnan(self.end_s)
+
+
+@dataclass(slots=True)
+class Recording:
+    """One event log."""
+
+    config: SchedulerConfig
+    prefill: list[InstanceUp] = field(default_factory=list)
+    decode: list[InstanceUp] = field(default_factory=list)
+    requests: dict[str, RecordedRequest] = field(default_factory=dict)
+    """In the order of arrival."""
+    passes: list[RecordedPass] = field(default_factory=list)
+    feedback_s: list[float] = field(default_factory=list)
+    """Age of each prefill report when the scheduler saw it."""
+
+
+def read_recording(path: Path) -> Recording:
+    """Read an event log of prefill engines with the plugin.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has no EndForward of a prefill pass.
+    """
+    records = list(read_event_log(path))
+    if not records or records[0].config is None:
+        raise ValueError(f"{path} does not start with a configuration")
+    recording = Recording(records[0].config)
+    offsets_s = _clock_offsets(records)
+    if not offsets_s:
+        raise ValueError(f"{path} has no EndForward message of a prefill engine (no plugin?)")
+    reader = _Reader(recording, offsets_s)
+    for record in records[1:]:
+        reader.read(record)
+    return recording
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A request at a rank, accepted and not yet computed."""
+
+    request: RecordedRequest
+    computed: int = 0
+
+    @property
+    def remaining(self) -> int:
+        return self.request.prompt_tokens - self.computed
+
+
+class _Reader:
+    def __init__(self, recording: Recording, offsets_s: dict[str, float]) -> None:
+        self._recording = recording
+        self._offsets_s = offsets_s
+        self._passes: dict[tuple[str, int], RecordedPass] = {}
+        self._newest: dict[str, RecordedPass] = {}
+        self._queues: dict[tuple[str, int], list[_Queued]] = defaultdict(list)
+
+    def read(self, record: LogRecord) -> None:
+        requests = self._recording.requests
+        match record.event:
+            case RequestArrived(rid=rid) as event:
+                requests[rid] = RecordedRequest(
+                    rid, record.now_s, event.prompt_tokens, event.max_new_tokens
+                )
+            case PrefillDone(rid=rid, prompt_tokens=None) if rid in requests:
+                if math.isnan(requests[rid].first_token_s):
+                    requests[rid].first_token_s = record.now_s
+            case RequestEnded(rid=rid) if rid in requests:
+                requests[rid].ended_s = record.now_s
+            case InstanceUp() as up:
+                recording = self._recording
+                known = recording.prefill if up.role == "prefill" else recording.decode
+                known[:] = [one for one in known if one.instance != up.instance] + [up]
+            case ForwardEnded(instance=name, report=report) if report.role == "prefill":
+                self._on_report(name, report, record.now_s)
+        for command in record.commands:
+            if isinstance(command, Dispatch):
+                requests[command.rid].dispatched_s = record.now_s
+                requests[command.rid].prefill = (command.prefill, command.prefill_rank)
+                requests[command.rid].batch = command.batch
+
+    def _on_report(self, name: str, report: EndForward, now_s: float) -> None:
+        queue = self._queues[name, report.dp_rank]
+        requests = self._recording.requests
+        queue += [_Queued(requests[rid]) for rid in report.rids if rid in requests]
+        if report.kind not in ("launch", "forward"):
+            return
+        stamp_s = _stamp_s(report) + self._offsets_s[name]
+        self._recording.feedback_s.append(now_s - stamp_s)
+        key = (name, report.forward_id)
+        if report.kind == "launch":
+            one = self._passes.get(key) or self._open(name, report, stamp_s)
+            one.launch_s = max(one.launch_s, stamp_s)
+            one.tokens[report.dp_rank] = report.extend_tokens
+            one.left_over[report.dp_rank] = report.chunk_remainder_tokens > 0
+            _attribute(one, report, queue)
+        elif key in self._passes:
+            one = self._passes[key]
+            one.end_s = stamp_s if math.isnan(one.end_s) else max(one.end_s, stamp_s)
+            one.forward_s = report.forward_s
+
+    def _open(self, name: str, report: EndForward, launch_s: float) -> RecordedPass:
+        one = RecordedPass(
+            name,
+            report.forward_id,
+            [0] * report.dp_size,
+            launch_s,
+            report.inflight_passes,
+            pairs=[0.0] * report.dp_size,
+            left_over=[False] * report.dp_size,
+            previous=self._newest.get(name),
+        )
+        self._passes[name, report.forward_id] = self._newest[name] = one
+        self._recording.passes.append(one)
+        return one
+
+
+def _stamp_s(report: EndForward) -> float:
+    return report.end_s if report.kind == "forward" else report.launch_s
+
+
+def _clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
+    """Per instance: router's clock minus engine's clock, with the fastest message taken as instant.
+
+    The router's own time of a message also has its waiting for the event loop in it.
+    """
+    offsets_s: dict[str, float] = {}
+    for record in records:
+        event = record.event
+        if not isinstance(event, ForwardEnded) or event.report.role != "prefill":
+            continue
+        if event.report.kind in ("launch", "forward"):
+            offset_s = record.now_s - _stamp_s(event.report)
+            offsets_s[event.instance] = min(offset_s, offsets_s.get(event.instance, math.inf))
+    return offsets_s
+
+
+def _attribute(one: RecordedPass, report: EndForward, queue: list[_Queued]) -> None:
+    """Which of the rank's requests the tokens of a pass belong to.
+
+    First come first served; a request still in the handshake is passed over, which shows as one
+    that neither fits into the tokens nor may have been cut.
+    """
+    left = report.extend_tokens + report.cached_tokens
+    may_cut = report.chunk_remainder_tokens > 0
+    for queued in list(queue):
+        if left <= 0:
+            return
+        # A cached prefix may be reported short of its last page.
+        fits = queued.remaining <= left
+        if not fits and not may_cut:
+            continue
+        part = min(queued.remaining, left)
+        one.pairs[report.dp_rank] += part * (queued.computed + part / 2)
+        queued.request.first_pass = queued.request.first_pass or one
+        queued.computed += part
+        left -= part
+        if queued.remaining == 0:
+            queued.request.last_pass = one
+            queue.remove(queued)

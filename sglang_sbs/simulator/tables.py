@@ -1,0 +1,123 @@
+"""Results as tables: one form for the terminal and the page.
+
+Owns :class:`ResultTable` and the tables of loads, capacities and decode. Must not know how rows are
+produced.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_sbs.simulator.sweep import Row
+
+
+@dataclass(slots=True)
+class ResultTable:
+    """Text in rows; the first column is a name."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def print(self, console: Console) -> None:
+        """To the terminal."""
+        table = Table(title=self.title)
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def mean_of(rows: Sequence[Row], key: str) -> float:
+    """Mean over the rows that have the value; NaN if none does."""
+    values = [row[key] for row in rows if row[key] is not None and not math.isnan(row[key])]
+    return statistics.fmean(values) if values else math.nan
+
+
+def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """Mean and p99 TTFT and chunk utilisation: a row per policy, a column per load; a table per
+    cost model and chunk size."""
+    tables = []
+    for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in rows):
+        shown = [r for r in rows if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
+        loads = list(dict.fromkeys(r["load"] for r in shown))
+        table = ResultTable(
+            f"mean / p99 TTFT in s, chunk use; {shown[0]['scenario']}, cost {cost}, chunk {chunk}",
+            ["policy", *(f"load {load:g}" for load in loads)],
+        )
+        for policy in dict.fromkeys(r["policy"] for r in shown):
+            cells = []
+            for load in loads:
+                mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
+                saturated = any(r["unfinished"] for r in mine)
+                cells.append(
+                    f"{mean_of(mine, 'ttft_mean_s'):.3f}/{mean_of(mine, 'ttft_p99_s'):.2f} "
+                    f"{mean_of(mine, 'chunk_utilization'):.0%}"
+                    + (" (saturated)" if saturated else "")
+                )
+            table.rows.append([policy, *cells])
+        tables.append(table)
+    return tables
+
+
+def capacity_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """Max QPS at the SLO: a row per policy, a column per chunk size; a table per cost model."""
+    tables = []
+    for cost in dict.fromkeys(r["cost"] for r in rows):
+        shown = [r for r in rows if r["cost"] == cost]
+        chunks = sorted({r["chunk_tokens"] for r in shown})
+        table = ResultTable(
+            f"max QPS of the cluster at mean TTFT {rows[0]['slo_ttft_s']:g} s, chunk use there; "
+            f"{rows[0]['scenario']}, cost {cost}",
+            ["policy", *(f"chunk {chunk}" for chunk in chunks)],
+        )
+        for policy in dict.fromkeys(r["policy"] for r in shown):
+            cells = []
+            for chunk in chunks:
+                mine = [r for r in shown if (r["policy"], r["chunk_tokens"]) == (policy, chunk)]
+                use = mean_of(mine, "chunk_utilization")
+                cells.append(
+                    f"{mean_of(mine, 'max_qps'):.1f}" + ("" if math.isnan(use) else f" {use:.0%}")
+                )
+            table.rows.append([policy, *cells])
+        tables.append(table)
+    return tables
+
+
+def decode_table(rows: Sequence[Row]) -> ResultTable:
+    """KV band, largest batch and throughput per decode policy."""
+    table = ResultTable(
+        f"KV tokens per decode rank and throughput; step cost {rows[0]['cost']}",
+        ["policy", "band (-/+ 1 sd)", "CV", "peak", "largest batch", "tokens/s"],
+    )
+    references = [
+        name for name in ("round_robin", "skewed") if any(r["policy"] == name for r in rows)
+    ]
+    table.columns += [f"vs {name}" for name in references]
+    for policy in dict.fromkeys(r["policy"] for r in rows):
+        mine = [r for r in rows if r["policy"] == policy]
+        tokens_per_s = mean_of(mine, "tokens_per_s")
+        gains = [
+            tokens_per_s / mean_of([r for r in rows if r["policy"] == name], "tokens_per_s") - 1
+            for name in references
+        ]
+        table.rows.append(
+            [
+                policy,
+                f"{mean_of(mine, 'kv_sigma_low') / 1e3:.0f}K-"
+                f"{mean_of(mine, 'kv_sigma_high') / 1e3:.0f}K",
+                f"{mean_of(mine, 'kv_cv'):.1%}",
+                f"{mean_of(mine, 'kv_peak') / 1e3:.0f}K",
+                f"{mean_of(mine, 'batch_max'):.1f}",
+                f"{tokens_per_s:.0f}",
+                *(f"{gain:+.1%}" for gain in gains),
+            ]
+        )
+    return table

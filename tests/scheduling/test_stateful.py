@@ -1,0 +1,516 @@
+"""The scheduler against engines that may lie late, twice, out of order or not at all.
+
+A hypothesis state machine drives the real scheduler with ground-truth engines
+(:mod:`model_engine`): requests arrive, are dispatched, accepted, computed and answered, while the
+network between scheduler and engines loses, repeats and reorders messages, engines restart and
+clients leave.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from model_engine import DecodeEngine, PrefillEngine
+
+from sglang_sbs.scheduling import (
+    Dispatch,
+    Event,
+    ForwardEnded,
+    InstanceDown,
+    InstanceUp,
+    LoadPolled,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    Scheduler,
+    SchedulerConfig,
+    TimerFired,
+    WakeAt,
+)
+from sglang_sbs.wire import EndForward
+
+PREFILLS = {"p0": (1, 1000), "p1": (2, 500), "p2": (3, 800)}
+"""dp_size and chunk_tokens; all different on purpose."""
+DECODES = {"d0": (2, 6000), "d1": (3, 4000)}
+"""dp_size and kv_capacity_tokens per rank."""
+MAX_QUEUE = 12
+N_LIMIT = 6
+OUTPUT_TOKENS = 50
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Known:
+    """What the test knows of one request."""
+
+    rid: str
+    tokens: int
+    arrived_s: float
+    deadline_s: float
+    dispatch: Dispatch | None = None
+    delivered: bool = False
+    prefilled: bool = False
+    lost_at_decode: bool = False
+    """Its decode instance restarted before it got there: nobody can tell that it still comes."""
+    state: str = "queued"  # queued, dispatched, refused, ended
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Subclasses choose the configuration, and what the engines say at all."""
+
+    config = SchedulerConfig()
+    heard: ClassVar[tuple[str, ...]] = ("launch", "forward", "idle", "heartbeat")
+    """Kinds of messages that ever arrive; none: engines without the plugin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(self.config)
+        self.twin = Scheduler(self.config)
+        self.now_s = 1000.0
+        self.wake_s: float | None = None
+        self.shape = {**PREFILLS, **DECODES}
+        if self.config.policy == "sbs" and self.config.decode_rule == "iqr":
+            self.scheduler._choose_decode = self.checked(self.scheduler._choose_decode)
+        self.requests: dict[str, Known] = {}
+        self.up: set[str] = set()
+        self.prefills = {n: PrefillEngine(n, dp, chunk) for n, (dp, chunk) in PREFILLS.items()}
+        self.decodes = {n: DecodeEngine(n, dp, kv) for n, (dp, kv) in DECODES.items()}
+        self.ends_s: dict[str, float] = {}
+        self.inbox: list[Known] = []
+        self.held_back: list[ForwardEnded] = []
+        self.sent_before: list[ForwardEnded] = []
+        self.faulty = False
+        """Something was lost or reordered since the last quiet period."""
+
+    @property
+    def live(self) -> list[Known]:
+        """Neither refused nor ended."""
+        return [k for k in self.requests.values() if k.state in ("queued", "dispatched")]
+
+    # The driver ---------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, TimerFired):
+            self.wake_s = None
+        commands = self.scheduler.handle(event, self.now_s)
+        assert self.twin.handle(event, self.now_s) == commands, "same events, other commands"
+        for command in commands:
+            match command:
+                case WakeAt():
+                    self.wake_s = command.time_s
+                case Refuse():
+                    known = self.requests[command.rid]
+                    assert known.state == "queued", "refused twice, or after its dispatch"
+                    known.state = "refused"
+                    if command.cause == "deadline":
+                        assert self.now_s >= known.deadline_s
+                case Dispatch():
+                    self.on_dispatch(command)
+
+    def on_dispatch(self, command: Dispatch) -> None:
+        known = self.requests[command.rid]
+        assert known.state == "queued", "dispatched twice, or after its refusal"
+        assert command.prefill in self.up
+        assert command.decode in self.up
+        assert 0 <= command.prefill_rank < self.shape[command.prefill][0]
+        assert 0 <= command.decode_rank < self.shape[command.decode][0]
+        if self.scheduler.policy.holds:
+            others = [
+                k.tokens + OUTPUT_TOKENS
+                for k in self.requests.values()
+                if k.state == "dispatched"
+                and not k.lost_at_decode
+                and (k.dispatch.decode, k.dispatch.decode_rank)
+                == (command.decode, command.decode_rank)
+            ]
+            total = sum(others) + known.tokens + OUTPUT_TOKENS
+            assert not others or total <= self.shape[command.decode][1], "over the KV capacity"
+        assert self.now_s < known.deadline_s, "dispatched after its deadline"
+        assert command.held_s == pytest.approx(self.now_s - known.arrived_s)
+        known.state, known.dispatch = "dispatched", command
+        self.inbox.append(known)
+
+    @staticmethod
+    def checked(choose):
+        """The IQR rule, with every choice compared to Algorithm 3 written down once more."""
+
+        def checking(request, board, fits):
+            chosen = choose(request, board, fits)
+            loads = [(load.kv_tokens, load.running) for load in board.loads]
+            if len(loads) > 1:
+                q1, _, q3 = quantiles([kv for kv, _ in loads], n=4, method="inclusive")
+                limit = q3 + 1.5 * (q3 - q1)
+                feasible = [i for i in range(len(loads)) if fits(i)]
+                safe = [i for i in feasible if loads[i][0] <= limit] or feasible
+                best = min(((loads[i][1], loads[i][0]) for i in safe), default=None)
+                assert best == (None if chosen is None else (loads[chosen][1], loads[chosen][0]))
+            return chosen
+
+        return checking
+
+    def announce(self, name: str) -> None:
+        self.up.add(name)
+        dp_size, limit = self.shape[name]
+        if name in PREFILLS:
+            up = InstanceUp(instance=name, role="prefill", dp_size=dp_size, chunk_tokens=limit)
+        else:
+            up = InstanceUp(instance=name, role="decode", dp_size=dp_size, kv_capacity_tokens=limit)
+        self.tell(up)
+
+    def say(self, messages: list[EndForward], fate: str = "deliver") -> None:
+        """Messages of one engine, on the way to the scheduler."""
+        for message in messages:
+            event = ForwardEnded(instance=message.instance_id, report=message)
+            if message.kind not in self.heard:
+                continue
+            match fate:
+                case "lose":
+                    self.faulty = True
+                case "delay":
+                    self.faulty = True
+                    self.held_back.append(event)
+                case _:
+                    self.tell(event)
+                    if fate == "repeat":
+                        self.tell(event)
+                    self.sent_before.append(event)
+        del self.sent_before[:-20]
+
+    def ended(self, known: Known, outcome: str) -> None:
+        known.state = "ended"
+        if known in self.inbox:
+            self.inbox.remove(known)
+        self.ends_s.pop(known.rid, None)
+        for engine in self.prefills.values():
+            engine.abort(known.rid)
+        for decode in self.decodes.values():
+            decode.end(known.rid)
+        completed = OUTPUT_TOKENS if outcome == "completed" else None
+        self.tell(RequestEnded(rid=known.rid, outcome=outcome, completion_tokens=completed))
+        if outcome != "completed":
+            # An engine says at its next heartbeat that an aborted request left its queue.
+            self.heartbeat()
+
+    # Time ---------------------------------------------------------------------------------
+
+    def next_s(self) -> float:
+        """When the engines or the timer do something by themselves."""
+        times = [*self.ends_s.values()]
+        if self.wake_s is not None:
+            times.append(max(self.wake_s, self.now_s))
+        return min(times, default=math.inf)
+
+    def pass_time(self, seconds: float, fate: str = "deliver") -> None:
+        """Let engines and timer run; every step of the engines is reported with this fate."""
+        until_s = self.now_s + seconds
+        for _ in range(10_000):
+            self.deliver(fate)
+            due_s = self.next_s()
+            if due_s > until_s:
+                break
+            self.now_s = max(self.now_s, due_s)
+            if self.wake_s is not None and self.wake_s <= self.now_s:
+                self.tell(TimerFired())
+            for key, at_s in list(self.ends_s.items()):
+                if at_s > self.now_s:
+                    continue
+                del self.ends_s[key]
+                if key in self.prefills:
+                    self.finish(key, fate)
+                elif self.requests[key].state == "dispatched":
+                    self.ended(self.requests[key], "completed")
+        else:
+            raise AssertionError("the scheduler never comes to rest: it keeps asking for timers")
+        self.now_s = until_s
+
+    def deliver(self, fate: str) -> None:
+        """Requests reach their engines; idle engines take in what came and start a pass."""
+        for engine in self.prefills.values():
+            if engine.running is not None:
+                continue
+            for known in [k for k in self.inbox if k.dispatch.prefill == engine.name]:
+                self.inbox.remove(known)
+                dispatch = known.dispatch
+                decode = self.decodes[dispatch.decode]
+                if (
+                    dispatch.prefill_rank >= engine.dp_size
+                    or dispatch.decode_rank >= decode.dp_size
+                ):
+                    self.ended(known, "failed")
+                    continue
+                engine.accept(known.rid, dispatch.prefill_rank, known.tokens)
+                decode.accept(known.rid, dispatch.decode_rank, known.tokens)
+                known.delivered = True
+                self.say([decode.message(dispatch.decode_rank)], fate)
+            if engine.has_work:
+                messages = engine.launch()
+                self.ends_s[engine.name] = self.now_s + engine.forward_s
+                self.say(messages, fate)
+
+    def finish(self, name: str, fate: str) -> None:
+        done, messages = self.prefills[name].finish()
+        self.say(messages, fate)
+        for rid in done:
+            known = self.requests[rid]
+            if known.state == "dispatched":
+                known.prefilled = True
+                self.tell(PrefillDone(rid=rid))
+                self.ends_s[rid] = self.now_s + 0.5
+
+    def heartbeat(self) -> None:
+        for engine in self.prefills.values():
+            self.say([engine.message(d, "heartbeat") for d in range(engine.dp_size)])
+        for decode in self.decodes.values():
+            self.say([decode.message(d) for d in range(decode.dp_size)])
+
+    # Rules --------------------------------------------------------------------------------
+
+    @initialize()
+    def start(self) -> None:
+        for name in [*PREFILLS, *DECODES]:
+            self.announce(name)
+
+    @rule(
+        tokens=st.one_of(st.integers(0, 600), st.integers(600, 3900)),
+        count=st.integers(1, 5),
+        deadline=st.sampled_from([None, None, 0.2, 3.0]),
+        exclude=st.sampled_from([(), (), (), ("p0",), ("p1", "d0"), tuple(PREFILLS)]),
+    )
+    def arrive(self, tokens, count, deadline, exclude) -> None:
+        for _ in range(count):
+            rid = f"r{len(self.requests)}"
+            deadline_s = None if deadline is None else self.now_s + deadline
+            known = Known(rid, max(1, tokens), self.now_s, deadline_s or self.now_s + TIMEOUT_S)
+            self.requests[rid] = known
+            self.tell(
+                RequestArrived(
+                    rid=rid,
+                    prompt_tokens=tokens,
+                    max_new_tokens=OUTPUT_TOKENS,
+                    deadline_s=deadline_s,
+                    exclude=exclude,
+                )
+            )
+
+    @rule(seconds=st.sampled_from([0.0, 0.001, 0.01, 0.06, 0.1, 0.5, 2.0]))
+    def wait(self, seconds) -> None:
+        self.pass_time(seconds)
+
+    @rule(
+        seconds=st.sampled_from([0.01, 0.1, 0.5]),
+        fate=st.sampled_from(["lose", "repeat", "delay"]),
+    )
+    def wait_with_a_bad_network(self, seconds, fate) -> None:
+        self.pass_time(seconds, fate)
+
+    @precondition(lambda self: self.held_back)
+    @rule(data=st.data())
+    def deliver_late(self, data) -> None:
+        index = data.draw(st.integers(0, len(self.held_back) - 1))
+        self.tell(self.held_back.pop(index))
+
+    @precondition(lambda self: self.sent_before)
+    @rule(data=st.data())
+    def deliver_again(self, data) -> None:
+        """An old message once more, perhaps of an earlier boot."""
+        self.faulty = True
+        self.tell(data.draw(st.sampled_from(self.sent_before)))
+
+    @rule()
+    def early_timer(self) -> None:
+        self.tell(TimerFired())
+
+    @rule()
+    def beat(self) -> None:
+        self.heartbeat()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), outcome=st.sampled_from(["aborted", "failed"]))
+    def client_leaves(self, data, outcome) -> None:
+        self.ended(data.draw(st.sampled_from(self.live)), outcome)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), kind=st.sampled_from(["done", "ended", "arrived"]))
+    def stray_event(self, data, kind) -> None:
+        """Late, repeated, or about a request nobody knows."""
+        over = [k.rid for k in self.requests.values() if k.state in ("refused", "ended")]
+        done = [k.rid for k in self.requests.values() if k.prefilled]
+        match kind:
+            case "done":
+                self.tell(PrefillDone(rid=data.draw(st.sampled_from(["unknown", *over, *done]))))
+            case "ended":
+                rid = data.draw(st.sampled_from(["unknown", *over]))
+                self.tell(RequestEnded(rid=rid, outcome="aborted"))
+            case "arrived" if self.live:
+                rid = data.draw(st.sampled_from(self.live)).rid
+                self.tell(RequestArrived(rid=rid, prompt_tokens=7))
+
+    @rule(
+        name=st.sampled_from([*PREFILLS, *DECODES]),
+        notice=st.booleans(),
+        dp_size=st.sampled_from([None, 1, 2, 4]),
+    )
+    def engine_restarts(self, name, notice, dp_size) -> None:
+        """Everything on it fails; the registry may or may not see it go down and come up."""
+        self.faulty = True
+        engine = self.prefills.get(name) or self.decodes[name]
+        if notice:
+            self.go_down(name)
+            engine.dp_size = dp_size or engine.dp_size
+            self.shape[name] = (engine.dp_size, self.shape[name][1])
+        engine.start()
+        for known in self.inbox:
+            known.lost_at_decode |= known.dispatch.decode == name
+        self.ends_s.pop(name, None)
+        for known in list(self.requests.values()):
+            dispatch = known.dispatch
+            at_prefill = dispatch is not None and dispatch.prefill == name and not known.prefilled
+            at_decode = dispatch is not None and dispatch.decode == name
+            if known.state == "dispatched" and known.delivered and (at_prefill or at_decode):
+                self.ended(known, "failed")
+        if notice:
+            self.announce(name)
+
+    @rule(name=st.sampled_from([*PREFILLS, *DECODES]))
+    def go_down(self, name) -> None:
+        """The registry takes it out of service; what runs there goes on."""
+        self.up.discard(name)
+        self.faulty = True
+        self.tell(InstanceDown(instance=name))
+
+    @rule(name=st.sampled_from([*PREFILLS, *DECODES]))
+    def come_up(self, name) -> None:
+        self.announce(name)
+
+    @rule(name=st.sampled_from(list(PREFILLS)))
+    def poll(self, name) -> None:
+        engine = self.prefills[name]
+        tokens = [rank.queued_tokens for rank in engine.ranks]
+        zeros = [0] * engine.dp_size
+        self.tell(
+            LoadPolled(instance=name, queued_tokens=tokens, running_requests=zeros, kv_tokens=zeros)
+        )
+
+    @rule()
+    def quiet_period(self) -> None:
+        """Faults stop: all engines are up and heard, so the queue drains and the books are true."""
+        self.held_back.clear()
+        for name in [*PREFILLS, *DECODES]:
+            if name not in self.up:
+                self.announce(name)
+        self.heartbeat()
+        self.pass_time(TIMEOUT_S / 2)
+        self.heartbeat()
+        self.pass_time(TIMEOUT_S / 2 + 1)
+        assert not self.inbox
+        assert not self.live, "requests wait although nothing hinders them"
+        self.heartbeat()
+        self.faulty = False
+        for name, engine in self.prefills.items():
+            instance = self.scheduler.prefill[name]
+            assert instance.idle
+            assert instance.ready
+            assert instance.c_avail() == [engine.chunk_tokens] * engine.dp_size
+        for decode in self.scheduler.decode.values():
+            for load in decode.loads():
+                assert (load.running, load.kv_tokens, load.committed_tokens) == (0, 0, 0)
+
+    # Invariants ---------------------------------------------------------------------------
+
+    @invariant()
+    def books_and_truth_agree_on_requests(self) -> None:
+        queued = {k.rid for k in self.requests.values() if k.state == "queued"}
+        dispatched = {k.rid for k in self.requests.values() if k.state == "dispatched"}
+        queue = self.scheduler.queue
+        assert {r.rid for r in queue} == queued
+        assert queue.tokens == sum(self.requests[rid].tokens for rid in queued)
+        assert sorted(r.rid for r in queue.in_order()) == sorted(queued)
+        assert self.scheduler.in_flight_requests == len(dispatched)
+        assert len(queued) <= MAX_QUEUE
+
+    @invariant()
+    def nobody_waits_past_a_deadline(self) -> None:
+        queued = [k for k in self.requests.values() if k.state == "queued"]
+        if queued:
+            assert self.wake_s is not None, "requests wait and no timer is set"
+            assert self.wake_s <= min(k.deadline_s for k in queued)
+
+    @invariant()
+    def flow_control_is_on_exactly_while_somebody_waits_too_long(self) -> None:
+        longest = max((r.waited_cycles for r in self.scheduler.queue), default=0)
+        assert self.scheduler.throttled == (longest > N_LIMIT)
+
+    @invariant()
+    def cached_sums_are_the_sums(self) -> None:
+        for instance in self.scheduler.prefill.values():
+            assert instance.backlog_tokens == sum(r.backlog_tokens for r in instance.ranks)
+            assert instance.has_room == any(c > 0 for c in instance.c_avail())
+            assert instance.has_flight == any(r.sent for r in instance.ranks)
+            outstanding = sum(len(r.outstanding) for r in instance.ranks)
+            assert instance.has_outstanding == (outstanding > 0)
+            for rank in instance.ranks:
+                assert set(rank.sent) == set(rank.flight.oldest())
+                assert rank.flight.total == sum(rank.flight[rid] for rid in rank.flight.oldest())
+                assert min([rank.flight[rid] for rid in rank.flight.oldest()], default=0) >= 0
+                assert rank.queued_tokens >= 0
+        for decode in self.scheduler.decode.values():
+            assert decode.room_tokens == max(load.room_tokens for load in decode.loads())
+
+    @invariant()
+    def the_ledger_is_the_truth_while_nothing_is_lost(self) -> None:
+        if self.faulty or self.heard != SchedulerMachine.heard:
+            return
+        for name, engine in self.prefills.items():
+            instance = self.scheduler.prefill[name]
+            if instance.tier != "endforward":
+                continue
+            for index, rank in enumerate(engine.ranks):
+                on_the_way = sum(
+                    k.tokens
+                    for k in self.inbox
+                    if (k.dispatch.prefill, k.dispatch.prefill_rank) == (name, index)
+                )
+                assert instance.ranks[index].backlog_tokens == on_the_way + rank.queued_tokens
+
+
+def configured(heard=SchedulerMachine.heard, **config):
+    """A test case of the machine with this configuration."""
+
+    class Machine(SchedulerMachine):
+        pass
+
+    Machine.heard = heard
+    Machine.config = SchedulerConfig(
+        n_limit=N_LIMIT,
+        max_queue_requests=MAX_QUEUE,
+        default_timeout_s=TIMEOUT_S,
+        default_output_tokens=OUTPUT_TOKENS,
+        **config,
+    )
+    Machine.TestCase.settings = settings(
+        max_examples=20,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    return Machine.TestCase
+
+
+TestAdaptive = configured()
+TestAdaptivePotential = configured(decode_rule="potential")
+TestPaper = configured(trigger="paper")
+TestAdaptiveWithoutPlugin = configured(heard=())
+TestPaperWithoutPlugin = configured(heard=(), trigger="paper")
+TestAdaptiveHeartbeatsOnly = configured(heard=("heartbeat",))
+TestPaperHeartbeatsOnly = configured(heard=("heartbeat",), trigger="paper")
+TestEta = configured(policy="eta")
+TestLeastTokens = configured(policy="least_tokens")

@@ -1,0 +1,50 @@
+"""The fields every row must have, and tiny traces in the two formats."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+ROW_FIELDS = {
+    "scenario",
+    "policy",
+    "load",
+    "qps",
+    "seed",
+    "ttft_mean_s",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "chunk_utilization",
+    "bubble_share",
+    "completed",
+    "rejected",
+}
+
+
+def lengths(count: int, seed: int = 0) -> list[tuple[float, int, int]]:
+    """(time in s, prompt tokens, output tokens), sorted by time."""
+    rng = random.Random(seed)
+    rows, now_s = [], 0.0
+    for _ in range(count):
+        rows.append((now_s, rng.randint(1, 4000), rng.randint(1, 300)))
+        now_s += rng.expovariate(10)
+    return rows
+
+
+def write_mooncake(path: Path, rows: list[tuple[float, int, int]]) -> Path:
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": round(t * 1e3), "input_length": i, "output_length": o}) + "\n"
+            for t, i, o in rows
+        )
+    )
+    return path
+
+
+def write_azure(path: Path, rows: list[tuple[float, int, int]]) -> Path:
+    body = "".join(
+        f"2023-11-16 18:{17 + int(t // 60):02d}:{t % 60:010.7f},{i},{o}\n" for t, i, o in rows
+    )
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + body)
+    return path

@@ -1,0 +1,74 @@
+"""The closed-loop decode experiment."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import msgspec
+import pytest
+from simulator_fixtures import ROW_FIELDS
+
+from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator.decode import DecodeSimulation, DecodeSpec
+from sglang_sbs.simulator.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
+
+SPEC = DecodeSpec(ranks=8, concurrency=200, steps=1600, warm_up_steps=800, seed=3)
+
+
+def outcome(policy: str, spec: DecodeSpec = SPEC):
+    settings, skew = DECODE_POLICIES[policy]
+    config = SchedulerConfig(**settings, max_queue_requests=10_000)
+    return DecodeSimulation(spec, config).run(skew)
+
+
+def test_a_row_has_the_contracts_fields():
+    row = run_decode(DecodeJob("sbs_potential", 1, steps=60, warm_up_steps=20))
+    decode = {"kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s"}
+    assert row.keys() >= ROW_FIELDS | decode
+    assert row["kv_sigma_low"] < row["kv_sigma_high"] < row["kv_peak"]
+    assert row["tokens_per_s"] > 0
+
+
+def test_nobody_is_lost_between_the_passes():
+    """Closed loop: those in decode plus those that wait for a pass are always all."""
+    simulation = DecodeSimulation(SPEC, SchedulerConfig(policy="sbs", max_queue_requests=10_000))
+    simulation.run()
+    decoding = sum(rank.running for rank in simulation._ranks)
+    assert decoding + len(simulation._lengths) == SPEC.concurrency
+    assert decoding == len(simulation._live)
+
+
+@pytest.mark.parametrize("policy", ["sbs_potential", "sbs_iqr", "least_requests"])
+def test_choosing_by_state_is_faster_than_in_turn(policy):
+    assert outcome(policy).row()["tokens_per_s"] > outcome("round_robin").row()["tokens_per_s"]
+
+
+def test_the_potential_narrows_the_kv_band():
+    assert outcome("sbs_potential").row()["kv_cv"] < 0.7 * outcome("round_robin").row()["kv_cv"]
+
+
+def test_persistent_weights_are_the_worst():
+    assert outcome("skewed").row()["tokens_per_s"] < outcome("round_robin").row()["tokens_per_s"]
+
+
+def test_equal_requests_in_turn_keep_every_rank_alike():
+    spec = msgspec.structs.replace(SPEC, input_cv=1e-3, output_cv=1e-3, concurrency=160)
+    done = outcome("round_robin", spec)
+    assert statistics.fmean(done.running_max) == pytest.approx(20, abs=6)
+    assert not math.isnan(done.row()["kv_cv"])
+
+
+def test_a_policy_that_holds_places_requests_as_gangs():
+    sizes: dict[int, int] = {}
+    simulation = DecodeSimulation(SPEC, SchedulerConfig(policy="sbs", max_queue_requests=10_000))
+    join = simulation._join
+
+    def record(command, spread_ages):
+        if not spread_ages:
+            sizes[command.batch] = sizes.get(command.batch, 0) + 1
+        join(command, spread_ages)
+
+    simulation._join = record
+    simulation.run()
+    assert max(sizes.values()) > 1

@@ -1,0 +1,176 @@
+"""The simulated engine against what SGLang does, step by step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator import ClusterSpec, PassCost, simulate
+from sglang_sbs.simulator.engine import SimulatedPrefill
+
+COST = PassCost(fixed_s=0.1, max_s=1e-3)
+"""A pass of n tokens on its fullest rank takes 100 ms + n ms."""
+
+
+def engine(**more) -> SimulatedPrefill:
+    settings = {"dp_size": 2, "chunk_tokens": 100, "overlap": True, **more}
+    return SimulatedPrefill("p0", cost=COST, jitter=0.0, rng=random.Random(0), **settings)
+
+
+def iterate(prefill: SimulatedPrefill, now_s: float):
+    """One iteration of the event loop: (launched pass, pass it waits for, messages)."""
+    launched, messages = prefill.step(now_s)
+    return launched, prefill.waits_for(launched), messages
+
+
+def test_an_idle_engine_launches_on_the_first_request_and_the_rest_of_the_gang_waits():
+    prefill = engine()
+    prefill.deliver("a", 0, 30)
+    first, waits_for, _ = iterate(prefill, 1.0)
+    assert first.tokens == [30, 0] and waits_for is None
+    assert iterate(prefill, 1.0)[1] is first  # nothing left over: it waits for the pass
+    prefill.deliver("b", 0, 40)
+    prefill.deliver("c", 1, 50)
+    prefill.finish(first.end_s)
+    second, _, _ = iterate(prefill, first.end_s + 0.02)
+    assert second.tokens == [40, 50]
+    assert second.start_s == pytest.approx(first.end_s + 0.02)
+
+
+def test_a_gang_sent_during_a_pass_runs_in_one():
+    prefill = engine()
+    prefill.deliver("a", 0, 30)
+    first, *_ = iterate(prefill, 0.0)
+    iterate(prefill, 0.0)
+    for number in range(4):
+        prefill.deliver(f"g{number}", number % 2, 50)
+    prefill.finish(first.end_s)
+    second, *_ = iterate(prefill, first.end_s)
+    assert second.tokens == [100, 100]
+    assert sorted(second.completed) == ["g0", "g1", "g2", "g3"]
+
+
+def test_overlap_queues_what_is_left_over_without_a_gap_and_later_ones_wait_for_the_next():
+    prefill = engine()
+    prefill.deliver("a", 0, 130)
+    first, *_ = iterate(prefill, 0.0)
+    second, waits_for, messages = iterate(prefill, 0.0)
+    assert (first.tokens, second.tokens) == ([100, 0], [30, 0])
+    assert second.start_s == first.end_s and waits_for is first
+    assert [m.inflight_passes for m in messages] == [1, 1]
+    assert messages[0].inflight_tokens == 100
+    prefill.deliver("b", 1, 90)
+    _, messages = prefill.finish(first.end_s)
+    assert (messages[0].inflight_passes, messages[0].inflight_tokens) == (1, 30)
+    third, waits_for, _ = iterate(prefill, first.end_s + 0.02)
+    assert third.tokens == [0, 90] and waits_for is second
+    assert third.start_s == second.end_s
+
+
+def test_without_overlap_a_pass_takes_all_that_waits_when_the_one_before_ends():
+    prefill = engine(overlap=False)
+    prefill.deliver("a", 0, 130)
+    first, waits_for, _ = iterate(prefill, 0.0)
+    assert waits_for is first
+    prefill.deliver("b", 1, 90)
+    prefill.finish(first.end_s)
+    second, *_ = iterate(prefill, first.end_s)
+    assert second.tokens == [30, 90]
+
+
+def test_a_request_that_does_not_fit_is_cut_at_a_page_and_its_rest_goes_first():
+    prefill = engine(dp_size=1, chunk_tokens=64, page_size=16)
+    prefill.deliver("a", 0, 20)  # charged 32
+    prefill.deliver("b", 0, 50)  # cut to 32
+    prefill.deliver("c", 0, 10)
+    first, _, messages = iterate(prefill, 0.0)
+    assert first.tokens == [52] and first.completed == ["a"]
+    assert (messages[0].chunk_remainder_tokens, messages[0].waiting_tokens) == (18, 10)
+    second, *_ = iterate(prefill, 0.0)
+    assert second.tokens == [28] and second.completed == ["b", "c"]
+
+
+def test_nothing_is_added_to_less_than_a_page():
+    prefill = engine(dp_size=1, chunk_tokens=40, page_size=16)
+    prefill.deliver("a", 0, 30)  # charged 32: 8 tokens of the chunk are left
+    prefill.deliver("b", 0, 9)
+    assert iterate(prefill, 0.0)[0].tokens == [30]
+
+
+def test_a_request_in_the_handshake_is_accepted_and_not_run():
+    prefill = engine()
+    prefill.deliver("a", 0, 30, handshaken=False)
+    launched, _, messages = iterate(prefill, 0.0)
+    assert launched is None
+    assert (messages[0].kind, messages[0].rids) == ("heartbeat", ["a"])
+    assert (messages[0].bootstrapping_requests, messages[0].bootstrapping_tokens) == (1, 30)
+    prefill.handshaken("a", 0)
+    launched, _, messages = iterate(prefill, 0.1)
+    assert launched.tokens == [30, 0]
+    assert messages[0].bootstrapping_requests == 0
+
+
+def test_every_message_accounts_for_all_accepted_tokens():
+    rng = random.Random(5)
+    prefill = engine(page_size=4)
+    now_s, delivered = 0.0, 0
+    for number in range(200):
+        for _ in range(rng.randrange(4)):
+            delivered += 1
+            prefill.deliver(
+                f"r{delivered}", rng.randrange(2), rng.randrange(1, 150), handshaken=True
+            )
+        _, waits_for, messages = iterate(prefill, now_s)
+        if waits_for is not None:
+            now_s = waits_for.end_s
+            messages += prefill.finish(now_s)[1]
+        for message in messages:
+            launching = message.extend_tokens if message.kind == "launch" else 0
+            assert (
+                message.accepted_tokens
+                == (message.computed_tokens + message.inflight_tokens + launching)
+                + message.queued_tokens
+            ), number
+        now_s += 0.001
+
+
+ROUND_ROBIN = SchedulerConfig(policy="round_robin", n_limit=10**6)
+
+
+def test_the_cluster_spends_the_launch_gap_and_the_first_token_delay():
+    spec = ClusterSpec(
+        cost=COST,
+        prefill_instances=1,
+        dp_size=1,
+        chunk_tokens=100,
+        overlap=True,
+        dispatch_latency_s=0.01,
+        launch_gap_s=0.03,
+        prepare_s=0.005,
+        first_token_s=0.04,
+    )
+    outcome = simulate([(0.0, 50), (0.1, 60)], ROUND_ROBIN, spec)
+    first, second = outcome.requests
+    # Dispatch 10 ms, preparing 5 ms, a pass of 150 ms.
+    assert first.ttft_s == pytest.approx(0.165 + 0.04)
+    assert second.prefilled_s == pytest.approx(0.165 + 0.03 + 0.16 + 0.04)
+
+
+def test_a_prompt_waits_for_kv_on_decode():
+    spec = ClusterSpec(
+        cost=COST,
+        prefill_instances=1,
+        dp_size=1,
+        chunk_tokens=100,
+        decode_dp_size=1,
+        decode_kv_capacity_tokens=100,
+        dispatch_latency_s=0.0,
+        feedback_latency_s=0.0,
+        decode_s=2.0,
+    )
+    outcome = simulate([(0.0, 80), (0.01, 80)], ROUND_ROBIN, spec)
+    first, second = outcome.requests
+    assert first.prefilled_s == pytest.approx(0.18)
+    assert second.prefilled_s == pytest.approx(0.18 + 2.0 + 0.18)

@@ -1,0 +1,44 @@
+"""What load 1.0 means, and how an unknown scenario is refused."""
+
+from __future__ import annotations
+
+import pytest
+from simulator_fixtures import lengths, write_azure, write_mooncake
+
+from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.scenario import ScenarioError, full_chunk_tokens_per_s, make_scenario
+
+
+@pytest.mark.parametrize(
+    ("name", "qps", "chunk", "slo_s"), [("paper-3k", 57, 3072, 0.8), ("paper-5k", 70, 5120, 1.0)]
+)
+def test_load_one_is_the_papers_baseline_peak_per_instance(name, qps, chunk, slo_s):
+    for instances in (1, 3, 6):
+        scenario = make_scenario(name, prefill_instances=instances)
+        assert scenario.nominal_qps == qps * instances
+        assert scenario.workload_qps == qps * 3
+        assert (scenario.spec.chunk_tokens, scenario.slo_ttft_s) == (chunk, slo_s)
+
+
+def test_keywords_change_the_cluster():
+    scenario = make_scenario("paper-3k", cost=COSTS["barrier"], dp_size=4, chunk_tokens=999)
+    assert (scenario.spec.dp_size, scenario.spec.chunk_tokens) == (4, 999)
+    assert scenario.spec.cost == COSTS["barrier"]
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "chunk"), [("t.jsonl", write_mooncake, 16384), ("t.csv", write_azure, 4096)]
+)
+def test_a_trace_at_load_one_fills_every_chunk(tmp_path, name, write, chunk):
+    scenario = make_scenario(f"trace:{write(tmp_path / name, lengths(400))}")
+    assert scenario.spec.chunk_tokens == chunk
+    arrivals = scenario.at_load(1.0, 50.0, seed=3)
+    tokens_per_s = sum(a.prompt_tokens for a in arrivals) / 50
+    assert tokens_per_s == pytest.approx(full_chunk_tokens_per_s(scenario.spec), rel=0.1)
+    assert scenario.workload_qps == pytest.approx(10, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["paper-9k", "trace:", "paper-3k:x", ""])
+def test_an_unknown_scenario_is_refused_with_the_known_ones(name):
+    with pytest.raises(ScenarioError, match="paper-3k, paper-5k, paper-long"):
+        make_scenario(name)

@@ -1,0 +1,85 @@
+"""Length distributions, arrival processes and the two trace formats."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from itertools import pairwise
+
+import pytest
+from simulator_fixtures import lengths, write_azure, write_mooncake
+
+from sglang_sbs.simulator.workload import (
+    TraceError,
+    read_trace,
+    replayed,
+    synthetic,
+    truncated_pareto,
+    uniform_like,
+)
+
+
+def test_short_prompts_have_the_papers_mean():
+    rng = random.Random(1)
+    drawn = [uniform_like(3000)(rng) for _ in range(20_000)]
+    assert min(drawn) >= 1 and max(drawn) <= 3001
+    assert statistics.fmean(drawn) == pytest.approx(1000, rel=0.03)
+
+
+def test_long_prompts_have_the_papers_range_and_mean():
+    rng = random.Random(1)
+    draw = truncated_pareto(3072, 65536, 6700.0)
+    drawn = [draw(rng) for _ in range(100_000)]
+    assert min(drawn) >= 3072 and max(drawn) <= 65536
+    assert statistics.fmean(drawn) == pytest.approx(6700, rel=0.05)
+
+
+@pytest.mark.parametrize("burstiness", [1.0, 2.0])
+def test_the_rate_and_the_variation_of_arrivals_are_what_was_asked(burstiness):
+    arrivals = synthetic(200.0, 100.0, uniform_like(3000), 7, burstiness=burstiness)
+    gaps = [b.at_s - a.at_s for a, b in pairwise(arrivals)]
+    assert len(arrivals) / 100 == pytest.approx(200, rel=0.05)
+    assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(burstiness, rel=0.05)
+
+
+def test_the_same_seed_gives_the_same_arrivals():
+    runs = [synthetic(50.0, 5.0, uniform_like(3000), seed) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize(("name", "write"), [("t.jsonl", write_mooncake), ("t.csv", write_azure)])
+def test_a_trace_is_read_as_written(tmp_path, name, write):
+    rows = lengths(200)
+    read = read_trace(write(tmp_path / name, rows[::-1]))
+    assert [a.prompt_tokens for a in read] == [i for _, i, _ in rows]
+    assert [a.output_tokens for a in read] == [o for _, _, o in rows]
+    assert [a.at_s for a in read] == pytest.approx([t for t, _, _ in rows], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("t.jsonl", '{"timestamp": 0, "input_length": 3}\n', "t.jsonl:1: not a Mooncake request"),
+        ("t.jsonl", "nonsense\n", "t.jsonl:1: not a Mooncake request"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1\n", "t.csv:2: not an Azure"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests in it"),
+        ("t.txt", "", "expected a Mooncake .jsonl or an Azure .csv"),
+    ],
+)
+def test_a_bad_trace_is_named_with_its_line(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path)
+    with pytest.raises(TraceError, match="no such file"):
+        read_trace(tmp_path / "absent.csv")
+
+
+def test_a_replayed_window_wraps_around_and_keeps_the_rate(tmp_path):
+    trace = read_trace(write_mooncake(tmp_path / "t.jsonl", lengths(500)))
+    rate = len(trace) / trace[-1].at_s
+    for seed in range(5):
+        window = replayed(trace, 3.0, 60.0, seed)
+        assert all(0 <= a.at_s < 60 for a in window)
+        assert window == sorted(window, key=lambda a: a.at_s)
+        assert len(window) / 60 == pytest.approx(3 * rate, rel=0.15)
