@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from heapq import nsmallest
 
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.pbaa import place_fitting, top_up
@@ -120,18 +121,20 @@ class AdaptiveTrigger:
         all_idle = True
         for instance in instances:
             all_idle = all_idle and instance.idle
-            free_s = self._free_at_s(instance, now_s)
-            open_s = self._opens_s(instance, free_s, queue.tokens, now_s)
-            if open_s is None:
+            long_queue = queue.tokens >= COMMIT_AHEAD_FACTOR * instance.capacity_tokens
+            if not _may_take(instance, long_queue):
                 continue
+            free_s = self._free_at_s(instance, now_s)
+            open_s = now_s
+            if not (instance.idle or long_queue):
+                open_s = free_s - self._lead_s - instance.model.error_s
             if open_s <= now_s + _EPSILON_S:
                 candidates.append((free_s, instance))
             else:
                 wakes.append(open_s)
         if not overdue and not all_idle:
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
-        candidates.sort(key=lambda candidate: candidate[0])
-        for _, instance in candidates[:MAX_TRIED]:
+        for _, instance in nsmallest(MAX_TRIED, candidates, key=lambda candidate: candidate[0]):
             plan = self._batch_for(instance, instances, queue, admissible, overdue, all_idle, now_s)
             if plan.placements:
                 self._last_s = now_s
@@ -139,20 +142,6 @@ class AdaptiveTrigger:
         return Plan(wake_s=min(wakes, default=None))
 
     # Candidates ---------------------------------------------------------------------------
-
-    def _opens_s(
-        self, instance: PrefillInstance, free_s: float, queue_tokens: int, now_s: float
-    ) -> float | None:
-        """From when on the instance may get a batch; None: not before its next report."""
-        if instance.launching:
-            return None
-        long_queue = queue_tokens >= COMMIT_AHEAD_FACTOR * instance.capacity_tokens
-        # One batch per pass: adding to it later would delay those already on their way.
-        if (instance.has_flight and not long_queue) or not instance.has_room:
-            return None
-        if instance.idle or long_queue:
-            return now_s
-        return free_s - self._lead_s - instance.model.error_s
 
     def _spaced(
         self,
@@ -280,6 +269,17 @@ class AdaptiveTrigger:
             share = math.exp(-(now_s - self._rate_s) / RATE_WINDOW_S)
             self._token_rate *= share
         self._rate_s = now_s
+
+
+def _may_take(instance: PrefillInstance, long_queue: bool) -> bool:
+    """Whether a batch could go there before its next report.
+
+    One batch per pass: adding to it later would delay those already on their way, and pays only
+    when more waits than the pass holds.
+    """
+    if instance.launching or (instance.has_flight and not long_queue):
+        return False
+    return instance.has_room
 
 
 def _marginal(instance: PrefillInstance, delay_s: float) -> tuple[float, float]:
