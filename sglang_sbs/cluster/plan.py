@@ -20,10 +20,13 @@ from sglang_sbs.testing.cpu_engine.environment import (
 )
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
-# Ports of one instance, as offsets into its block. SGLang derives six more from dist-init under
-# DP attention (tokenizer, detokenizer, RPC, metrics, scheduler input, load collector: `PortArgs`).
+# Ports of one instance, as offsets into its block. Under DP attention SGLang derives more from
+# dist-init: six for its own processes (`PortArgs`) and, DP_ATTENTION_HANDSHAKE_PORT_DELTA = 13 on,
+# a ZeroMQ socket that is open for a moment while the DP controller starts. HTTP that reaches it
+# aborts the controller, so it must not be a port that anyone polls.
 HTTP_OFFSET, BOOTSTRAP_OFFSET, NCCL_OFFSET, DIST_INIT_OFFSET = range(4)
-PORTS_PER_INSTANCE = 16
+DERIVED_FROM_DIST_INIT = (1, 2, 3, 4, 5, 6, 13)
+PORTS_PER_INSTANCE = 32
 
 CPU_MAX_TOTAL_TOKENS = 131072
 CPU_MAX_RUNNING_REQUESTS_PER_RANK = 128

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,11 @@ from typing import Any
 import pytest
 
 from sglang_sbs.cluster.plan import (
+    BOOTSTRAP_OFFSET,
+    DERIVED_FROM_DIST_INIT,
+    DIST_INIT_OFFSET,
+    HTTP_OFFSET,
+    NCCL_OFFSET,
     PORTS_PER_INSTANCE,
     ClusterOptions,
     ClusterPlan,
@@ -217,3 +224,17 @@ def test_a_port_block_is_claimed_by_one_cluster_on_the_machine() -> None:
         assert not claim_ports(range(int(first) + 3, int(first) + 4))
         other.communicate("done\n")
     assert claim_ports(range(int(first), int(first) + 16))
+
+
+def test_ports_that_sglang_derives_are_in_the_instances_own_block_and_nobody_elses() -> None:
+    derived = {DIST_INIT_OFFSET + delta for delta in DERIVED_FROM_DIST_INIT}
+    assert max(derived) < PORTS_PER_INSTANCE
+    assert derived.isdisjoint({HTTP_OFFSET, BOOTSTRAP_OFFSET, NCCL_OFFSET, DIST_INIT_OFFSET})
+
+
+def test_the_handshake_port_is_where_sglang_puts_it() -> None:
+    # Read, not imported: importing SGLang needs the stand-ins that only CPU engines have.
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
+    source = (Path(package) / "srt" / "server_args.py").read_text()
+    (delta,) = re.findall(r"^DP_ATTENTION_HANDSHAKE_PORT_DELTA = (\d+)$", source, re.MULTILINE)
+    assert int(delta) in DERIVED_FROM_DIST_INIT
