@@ -29,7 +29,7 @@ from heapq import nsmallest
 
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.pbaa import place_fitting, top_up
-from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, permitted
+from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue, prompt_tokens_of
 
@@ -53,7 +53,7 @@ MAX_TRIED = 2
 _EPSILON_S = 1e-9
 
 
-class AdaptiveTrigger:
+class AdaptiveTrigger(PrefillPolicy):
     """See the module's theory of operation."""
 
     holds = True

@@ -10,27 +10,15 @@ import random
 from collections.abc import Sequence
 
 from sglang_sbs.scheduling.interval import IntervalController
-from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, permitted
+from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue
 
 
-class ImmediatePolicy:
+class ImmediatePolicy(PrefillPolicy):
     """Places every request when it arrives; subclasses choose where."""
 
     holds = False
-
-    def key_of(self, request: Request) -> float:
-        return request.arrived_s
-
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
-        """Nothing to adapt to."""
-
-    def on_arrival(self, tokens: int, now_s: float) -> None:
-        """Immediate policies keep no statistics."""
-
-    def on_landing(self, landed_s: Sequence[float], missed_s: Sequence[float]) -> None:
-        """Immediate policies aim at no pass."""
 
     def plan(
         self,

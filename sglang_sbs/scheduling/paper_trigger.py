@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.pbaa import pbaa
-from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, permitted
+from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue
 
 _EPSILON_S = 1e-9
 
 
-class PaperTrigger:
+class PaperTrigger(PrefillPolicy):
     """Round robin over instances, one batch per interval, PBAA over the target's DP ranks."""
 
     holds = True
@@ -28,18 +28,6 @@ class PaperTrigger:
         self._interval = interval
         self._last_s = float("-inf")
         self._target: str | None = None
-
-    def key_of(self, request: Request) -> float:
-        return request.arrived_s
-
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
-        """The rotation finds its place by instance id."""
-
-    def on_arrival(self, tokens: int, now_s: float) -> None:
-        """The paper's interval follows forward times only."""
-
-    def on_landing(self, landed_s: Sequence[float], missed_s: Sequence[float]) -> None:
-        """The paper has no dispatch lead to adapt."""
 
     def plan(
         self,

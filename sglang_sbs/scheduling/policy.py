@@ -6,9 +6,10 @@ instances keep their state true.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue
@@ -36,25 +37,30 @@ class Plan:
     """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
 
 
-class PrefillPolicy(Protocol):
-    """Decides which waiting requests leave now, for which instance and DP rank."""
+class PrefillPolicy(ABC):
+    """Decides which waiting requests leave now, for which instance and DP rank.
+
+    By default first come first served, and indifferent to everything it is told.
+    """
 
     holds: bool
     """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
 
     def key_of(self, request: Request) -> float:
         """Its place in the queue's order, smallest first; asked once, when it arrives."""
+        return request.arrived_s
 
-    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:  # noqa: B027
         """These are the prefill instances that are up now."""
 
-    def on_arrival(self, tokens: int, now_s: float) -> None:
+    def on_arrival(self, tokens: int, now_s: float) -> None:  # noqa: B027
         """A request of this many prompt tokens was queued."""
 
-    def on_landing(self, landed_s: Sequence[float], missed_s: Sequence[float]) -> None:
+    def on_landing(self, landed_s: Sequence[float], missed_s: Sequence[float]) -> None:  # noqa: B027
         """A rank launched: how long before it those requests were sent that were in time, and those
         that were not."""
 
+    @abstractmethod
     def plan(
         self,
         queue: RequestQueue,
