@@ -6,39 +6,52 @@ Owns the process: arguments, logging, signals, exit code. Must not know the part
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import uvloop
 
 from sglang_sbs import __version__
 from sglang_sbs.router.arguments import FlagError
 from sglang_sbs.router.flags import RouterOptions, parse_flags
+from sglang_sbs.router.logs import set_up_logging
+from sglang_sbs.router.parent import Parent
+from sglang_sbs.router.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
+from sglang_sbs.router.supervisor import supervise
 
 logger = logging.getLogger("sglang_sbs.router")
-
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING}
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a router until SIGTERM or SIGINT. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = parse_flags(sys.argv[1:] if argv is None else argv, prog)
-        if not options.prefill or not options.decode:
+        options = parse_flags(arguments, prog)
+        if options.role != "front-end" and not (options.prefill and options.decode):
             raise FlagError(
                 "no workers: give at least one --prefill URL [BOOTSTRAP_PORT] and one --decode URL"
             )
     except FlagError as error:
         print(f"launch_router: {error}", file=sys.stderr)
         return 2
-    _set_up_logging(options)
-    for warning in options.warnings:
-        logger.warning("%s", warning)
+    set_up_logging(
+        options.log_level, options.log_dir, as_json=options.log_json, process=_process(options)
+    )
+    if options.parent_fd is None:  # its children say nothing that it has said
+        for warning in options.warnings:
+            logger.warning("%s", warning)
     try:
+        several = options.workers > 1 or (options.take_over and options.role != "scheduler")
+        if several and options.parent_fd is None:
+            return uvloop.run(supervise(arguments, options))
+        if options.role == "scheduler":
+            return uvloop.run(schedule(options))
         return uvloop.run(serve(options))
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", error)
@@ -49,23 +62,19 @@ async def serve(options: RouterOptions) -> int:
     """Serve until a signal; a second one ends at once. Raises: OSError, ValueError."""
     server = RouterServer(options)
     await server.start()
-    logger.info(
-        "sglang-sbs %s: policy %s at %s:%d, metrics at :%d, EndForward at %s",
-        __version__,
-        options.scheduler.policy,
-        options.host,
-        server.port,
-        server.prometheus_port,
-        server.endforward_endpoint or "nothing",
-    )
-    # What start-up made lives for ever: out of the collector's way, and passes less often.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    if options.parent_fd is None:  # else the supervisor says so for all
+        logger.info(
+            "sglang-sbs %s: policy %s at %s:%d, metrics at :%d, EndForward at %s",
+            __version__,
+            options.scheduler.policy,
+            options.host,
+            server.port,
+            server.prometheus_port,
+            server.endforward_endpoint or "nothing",
+        )
+    stopping = _stop_signal()
+    _tell_parent(options, {}, gone=stopping.set)
+    _settle_memory()
     await stopping.wait()
     stopping.clear()
     stop = asyncio.create_task(server.stop())
@@ -80,17 +89,78 @@ async def serve(options: RouterOptions) -> int:
     return 0
 
 
-def _set_up_logging(options: RouterOptions) -> None:
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
-    if options.log_dir is not None:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(options.log_dir / "router.log"))
-    logging.basicConfig(
-        level=_LEVELS.get(options.log_level, logging.ERROR),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        handlers=handlers,
-        force=True,
+async def schedule(options: RouterOptions) -> int:
+    """Be the scheduler process until a signal. Raises: OSError."""
+    process = SchedulerProcess(options)
+    await process.start()
+    logger.info(
+        "scheduler: policy %s at %s, metrics at :%d, EndForward at %s",
+        options.scheduler.policy,
+        process.endpoint,
+        process.prometheus_port,
+        process.endforward_endpoint or "nothing",
     )
+    stopping = _stop_signal()
+    orphaned = asyncio.Event()
+    facts = {
+        "prometheus_port": process.prometheus_port,
+        "endforward": process.endforward_endpoint,
+    }
+    _tell_parent(options, facts, gone=orphaned.set, let_go=process.let_go)
+    _settle_memory()
+    alone = asyncio.create_task(_outlast_front_ends(process, orphaned, options.shutdown_grace_s))
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait({alone, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (alone, stopped):
+        task.cancel()
+    await process.stop()
+    return 0
+
+
+async def _outlast_front_ends(
+    process: SchedulerProcess, orphaned: asyncio.Event, grace_s: float
+) -> None:
+    """Without a supervisor front ends drain and end; then this process is of no use."""
+    await orphaned.wait()
+    logger.error("the supervisor is gone: ending with the last front end")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            while process.front_ends:  # noqa: ASYNC110 - they leave without an event
+                await asyncio.sleep(0.1)
+
+
+def _stop_signal() -> asyncio.Event:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def _tell_parent(
+    options: RouterOptions,
+    facts: dict[str, Any],
+    *,
+    gone: Callable[[], None],
+    let_go: Callable[[], None] = lambda: None,
+) -> None:
+    if options.parent_fd is None:
+        return
+    parent = Parent(options.parent_fd)
+    parent.listen(let_go=let_go, gone=gone)
+    parent.ready(facts)
+
+
+def _settle_memory() -> None:
+    """What start-up made lives for ever: out of the collector's way, and passes less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+def _process(options: RouterOptions) -> str:
+    """Who speaks, where several processes write to one log."""
+    return options.role if options.parent_fd is not None else ""
 
 
 if __name__ == "__main__":

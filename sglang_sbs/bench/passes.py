@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_sbs.router.eventlog import read_event_log
 from sglang_sbs.scheduling import Dispatch, ForwardEnded
+from sglang_sbs.scheduling.eventlog import read_event_log
 
 _GAP_SHARE = 0.5
 """A pause longer than this share of a pass is a lack of requests, not the engine's own gap."""

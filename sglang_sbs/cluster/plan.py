@@ -152,6 +152,7 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
     if on_cpu:
         environment |= cpu_engine_environment(gpus_per_instance, options.virtual_gpu, environment)
     endforward_endpoint: str | None = None
+    key_file = _text_flag(options.router_flags, "--sbs-endforward-key-file")
     router_port = options.router_port
     if options.with_router:
         first = next(port_blocks)
@@ -172,6 +173,8 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
         if endforward_endpoint is not None:
             instance_environment["SGLANG_SBS_ROUTERS"] = endforward_endpoint
             instance_environment["SGLANG_SBS_INSTANCE_ID"] = url
+            if key_file:
+                instance_environment["SGLANG_SBS_KEY_FILE"] = key_file
         instances.append(
             InstancePlan(
                 name=f"{role}-{number}",
@@ -281,6 +284,17 @@ def _plan_router(
         log_path=options.log_dir / "router.log",
         url=f"http://{host}:{port}",
     )
+
+
+def _text_flag(flags: Sequence[str], name: str) -> str:
+    """Value of the last `name` in `flags`, in either spelling of router flags; empty without."""
+    names = (name, name.replace("--", "--router-", 1))
+    value = ""
+    for index, word in enumerate(flags):
+        given, equals, text = word.partition("=")
+        if given in names:
+            value = text if equals else "".join(flags[index + 1 : index + 2])
+    return value
 
 
 def _int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:

@@ -9,7 +9,8 @@ import ipaddress
 import math
 import uuid
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from sglang_sbs.engine import BIND, ROUTERS
 
@@ -17,6 +18,8 @@ INSTANCE_ID = "SGLANG_SBS_INSTANCE_ID"
 BOOT_ID = "SGLANG_SBS_BOOT_ID"
 DECODE_INTERVAL_MS = "SGLANG_SBS_DECODE_INTERVAL_MS"
 HEARTBEAT_S = "SGLANG_SBS_HEARTBEAT_S"
+KEY_FILE = "SGLANG_SBS_KEY_FILE"
+MIN_SECRET_CHARS = 32
 
 
 class ConfigError(ValueError):
@@ -35,6 +38,9 @@ class HookConfig:
     boot_id: str
     decode_interval_s: float = 0.05
     heartbeat_s: float = 1.0
+    secret: str = field(default="", repr=False)
+    """Shared with the router: messages are encrypted and only for who has it. Empty: in the
+    clear."""
 
 
 def load_config(environ: MutableMapping[str, str]) -> HookConfig:
@@ -60,11 +66,33 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     return HookConfig(
         routers=routers,
         bind=bind,
+        secret=_secret(environ, routers, bind),
         instance_id=environ.get(INSTANCE_ID, "").strip(),
         boot_id=boot_id,
         decode_interval_s=decode_interval_ms / 1000,
         heartbeat_s=heartbeat_s,
     )
+
+
+def _secret(environ: MutableMapping[str, str], routers: tuple[str, ...], bind: str | None) -> str:
+    path = environ.get(KEY_FILE, "").strip()
+    if not path:
+        return ""
+    if routers and bind is not None:
+        raise ConfigError(f"with {KEY_FILE} set either {ROUTERS} or {BIND}, not both")
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{KEY_FILE}: cannot read {path}: {error}; name the file that the router's "
+            "--sbs-endforward-key-file names, or unset it"
+        ) from error
+    if len(secret) < MIN_SECRET_CHARS:
+        raise ConfigError(
+            f"{KEY_FILE}: {path} needs at least {MIN_SECRET_CHARS} characters; make one with: "
+            "openssl rand -hex 32"
+        )
+    return secret
 
 
 def split_tcp(endpoint: str) -> tuple[str, int]:

@@ -35,7 +35,7 @@ from sglang_sbs.engine.collect import (
     read_pass,
     read_role,
 )
-from sglang_sbs.engine.config import HookConfig, join_tcp, split_tcp
+from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
 from sglang_sbs.wire.endforward import MAX_RIDS, EndForward, Kind, encode_endforward
 
 logger = logging.getLogger(__name__)
@@ -62,13 +62,18 @@ OpenSink = Callable[[HookConfig, int], FrameSink]
 
 def open_publisher(config: HookConfig, dp_rank: int) -> FrameSink:
     """The real sink. ZeroMQ is imported here, in ranks that send, and nowhere else."""
-    from sglang_sbs.engine.publish import Publisher
+    from sglang_sbs.engine.publish import BindError, Publisher
+    from sglang_sbs.wire.curve import SecretError, keys_of
 
     bind = None
     if config.bind is not None:
         host, port = split_tcp(config.bind)
         bind = join_tcp(host, port + dp_rank)
-    return Publisher(config.routers, bind)
+    try:
+        keys = keys_of(config.secret) if config.secret else None
+    except SecretError as error:
+        raise BindError(f"{KEY_FILE}: {error}") from error
+    return Publisher(config.routers, bind, keys=keys)
 
 
 class RankHook:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import zmq
 
 from sglang_sbs.engine.config import is_hostname, join_tcp, split_tcp
+from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,13 @@ class Publisher:
         *,
         resolve: Resolve = resolve_endpoints,
         resolve_interval_s: float = RESOLVE_INTERVAL_S,
+        keys: CurveKeys | None = None,
     ) -> None:
         """Open the socket; connections are made in the background.
 
         Args:
             bind: the endpoint of this rank (not of rank 0), or None.
+            keys: speak only to who has the same secret. Then either ``routers`` or ``bind``.
 
         Raises:
             BindError: ``bind`` cannot be bound and there are no routers to connect to.
@@ -74,6 +77,12 @@ class Publisher:
         self._wanted = self._connected = self._literal
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PUB)
+        self._gatekeeper: Gatekeeper | None = None
+        if keys is not None and bind is not None:
+            self._gatekeeper = Gatekeeper(self._context, keys)
+            keys.serve(self._socket)
+        elif keys is not None:
+            keys.connect(self._socket)
         self._socket.set_hwm(SEND_HWM)
         self._socket.setsockopt(zmq.LINGER, 0)
         # Keep no pipe while a router is away: it would get stale messages when it returns.
@@ -116,6 +125,9 @@ class Publisher:
             self._resolver.stop()
             self._resolver = None
         self._socket.close(0)
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None
         self._context.term()
 
     def _bind(self, endpoint: str, *, fatal: bool) -> None:

@@ -1,7 +1,11 @@
 """The front door: how many client requests may be inside at once (``--max-concurrent-requests``).
 
-Owns the slots and the FIFO in front of them. Must not know what a request is. Holding for batching
-is the scheduler's business, not this queue's.
+Owns the token bucket and the FIFO in front of it. Must not know what a request is. Holding for
+batching is the scheduler's business, not this queue's.
+
+The bucket is sglang_router's: it holds ``max_concurrent`` tokens, a request takes one and gives it
+back at its end. ``--rate-limit-tokens-per-second`` adds further ones with time, never beyond the
+bucket's size: requests that take long then let new ones in at that rate.
 """
 
 from __future__ import annotations
@@ -23,14 +27,23 @@ class Admission:
         queue_size: int,
         queue_timeout_s: float,
         has_room: Callable[[], bool] = lambda: True,
+        *,
+        refill_per_s: float = 0.0,
+        observe: Callable[[bool], None] = lambda allowed: None,
     ) -> None:
-        """``has_room``: whether this process can open the connections one more request needs."""
+        """``has_room``: whether this process can open the connections one more request needs.
+        ``observe`` is told of every request whether it was let in."""
         self._has_room = has_room
-        self._max = max_concurrent
+        self._observe = observe
+        self._size = max_concurrent
         self._queue_size = queue_size
         self._timeout_s = queue_timeout_s
+        self._refill_per_s = refill_per_s
+        self._tokens = float(max_concurrent)
+        self._filled_s = 0.0
         self._running = 0
         self._queue: deque[asyncio.Future[None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def running(self) -> int:
@@ -42,10 +55,10 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """A slot for the time of the block.
+        """A token for the time of the block.
 
         Raises:
-            RouterError: 429 when the queue is full, 503 when no slot came free in time or this
+            RouterError: 429 when the queue is full, 503 when no token came free in time or this
                 process is out of descriptors.
         """
         if not self._has_room():
@@ -55,26 +68,37 @@ class Admission:
                 "this router has no file descriptors left; raise its limit (ulimit -n)",
                 retry_after_s=1.0,
             )
-        await self._acquire()
+        if self._size >= 1:
+            try:
+                await self._acquire()
+            except RouterError:
+                self._observe(False)
+                raise
+            self._observe(True)
+        self._running += 1
         try:
             yield
         finally:
-            self._release()
+            self._running -= 1
+            if self._size >= 1:
+                self._give_back()
 
     async def _acquire(self) -> None:
-        if self._max < 1 or (self._running < self._max and not self._queue):
-            self._running += 1
+        self._refill()
+        if self._tokens >= 1 and not self._queue:
+            self._tokens -= 1
             return
         if len(self._queue) >= self._queue_size:
             raise RouterError(
                 429,
                 "queue_full",
-                f"{self._max} requests are running and {self._queue_size} waiting "
+                f"{self._running} requests are running and {len(self._queue)} waiting "
                 "(--max-concurrent-requests, --queue-size)",
                 retry_after_s=1.0,
             )
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(future)
+        self._arm()
         try:
             async with asyncio.timeout(self._timeout_s):
                 await future
@@ -91,16 +115,41 @@ class Admission:
             raise
 
     def _withdraw(self, future: asyncio.Future[None]) -> None:
-        """Leave the queue; a slot that was handed over in the same instant goes on to the next."""
+        """Leave the queue; a token that was handed over in the same instant goes to the next."""
         if future in self._queue:
             self._queue.remove(future)
         elif future.done() and not future.cancelled():
-            self._release()
+            self._give_back()
 
-    def _release(self) -> None:
-        self._running -= 1
-        while self._queue and self._running < self._max:
+    def _refill(self) -> None:
+        if self._refill_per_s <= 0:
+            return
+        now_s = asyncio.get_running_loop().time()
+        if self._filled_s:
+            gained = (now_s - self._filled_s) * self._refill_per_s
+            self._tokens = min(float(self._size), self._tokens + gained)
+        self._filled_s = now_s
+
+    def _give_back(self) -> None:
+        self._tokens = min(float(self._size), self._tokens + 1)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        self._refill()
+        while self._queue and self._tokens >= 1:
             future = self._queue.popleft()
             if not future.done():
-                self._running += 1
+                self._tokens -= 1
                 future.set_result(None)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Look again when the next token will have been added."""
+        if self._refill_per_s <= 0 or not self._queue or self._timer is not None:
+            return
+        wait_s = max(0.001, (1 - self._tokens) / self._refill_per_s)
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._refilled)
+
+    def _refilled(self) -> None:
+        self._timer = None
+        self._hand_out()

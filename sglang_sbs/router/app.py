@@ -7,20 +7,21 @@ relay's (inference) or :mod:`.control`'s (everything else).
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from sglang_sbs.router.access import Access, ControlKey
 from sglang_sbs.router.control import Control
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.http_ids import request_id
+from sglang_sbs.router.logs import current_request_id, log_answer
 from sglang_sbs.router.relay import PATHS
 from sglang_sbs.router.requests import RouteKind, forwarded_headers
+from sglang_sbs.router.worker_metrics import model_name
 
 if TYPE_CHECKING:
     from sglang_sbs.router.server import RouterServer
@@ -29,18 +30,12 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_identifier: ContextVar[str] = ContextVar("request_id")
-"""The request id, from the middleware to the handler (one task, so one context, per request)."""
-
-_OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness", "/v1/models"})
-"""Served without a key, as sglang_router does."""
-_ADMIN_PREFIXES = ("/workers", "/flush_cache", "/get_loads", "/v1/loads", "/abort_request")
 _NOT_IMPLEMENTED = {
     "/v1/embeddings": "Embeddings",
     "/v1/classify": "Classify",
     "/v1/rerank": "Rerank",
     "/rerank": "Rerank",
-    "/v1/responses": "Responses",
+    "/v1/responses": "Responses endpoint",
     "/v1/messages": "Messages",
     "/v1/audio/transcriptions": "Audio transcriptions",
     "/v1/interactions": "Interactions",
@@ -78,27 +73,43 @@ class _Surface:
         self._options = server.options
         self._metrics = server.metrics
         self._origins = frozenset(server.options.cors_allowed_origins)
+        options = server.options
+        keys = options.control_plane_keys
+        if options.admin_api_key is not None:
+            keys = (ControlKey("admin-api-key", "", "admin", options.admin_api_key), *keys)
+        self._access = Access(options.api_key, keys, audit=options.control_plane_audit)
 
     def inference(self, kind: RouteKind) -> Handler:
         server = self._server
 
         metrics = server.metrics
         path = PATHS[kind]
-        count = metrics.requests.labels(path)
-        duration = metrics.request_seconds.labels(path)
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            identifier = _identifier.get()
-            headers = forwarded_headers(list(request.headers.items()), identifier)
-            count.inc()
+            identifier = current_request_id.get()
+            model = model_name(server.registry)
             started_s = time.monotonic()
+            streaming = False
             try:
-                return await server.relay.handle(request, kind, headers, identifier)
+                response = await relayed(request, identifier)
+                streaming = not isinstance(response, web.Response)
+                return response
             except RouterError as error:
-                metrics.request_errors.labels(path, error.code).inc()
+                metrics.request_failed(path, model, error.code)
                 raise
             finally:
-                duration.observe(time.monotonic() - started_s)
+                metrics.served(path, model, streaming, time.monotonic() - started_s)
+
+        async def relayed(request: web.Request, identifier: str) -> web.StreamResponse:
+            received = list(request.headers.items())
+            if server.traces is None:
+                headers = forwarded_headers(received, identifier)
+                return await server.relay.handle(request, kind, headers, identifier)
+            with server.traces.request(path, received, identifier) as (span, passed):
+                headers = forwarded_headers(passed, identifier)
+                response = await server.relay.handle(request, kind, headers, identifier)
+                span.set_attribute("http.response.status_code", response.status)
+                return response
 
         return handler
 
@@ -107,7 +118,7 @@ class _Surface:
         path = request.path
         self._server.doorman.heard(request.protocol)
         identifier = request_id(path, request.headers, self._options.request_id_headers)
-        _identifier.set(identifier)
+        current_request_id.set(identifier)
         known = request.match_info.http_exception is None
         resource = request.match_info.route.resource
         label = resource.canonical if known and resource is not None else "unknown"
@@ -116,21 +127,26 @@ class _Surface:
         error_code = ""
         status = 499
         try:
-            response = await self._respond(request, handler, path)
+            response = await self._respond(request, handler, path, known)
             status = response.status
             error_code = response.headers.get("X-SMG-Error-Code", "")
         finally:
             self._metrics.http_ended(status, error_code)
-            duration.observe(time.monotonic() - started_s)
+            seconds = time.monotonic() - started_s
+            duration.observe(seconds)
+            log_answer(request.method, path, status, error_code, seconds)
         return response
 
     async def _respond(
-        self, request: web.Request, handler: Handler, path: str
+        self, request: web.Request, handler: Handler, path: str, known: bool
     ) -> web.StreamResponse:
         if request.method == "OPTIONS":
             return self._preflight()
-        if not self._authorised(request, path):
-            return web.Response(status=401)
+        if known:
+            identifier = current_request_id.get()
+            refusal = self._access.refusal(request.method, path, request.headers, identifier)
+            if refusal is not None:
+                return refusal
         try:
             return await handler(request)
         except RouterError as error:
@@ -142,6 +158,8 @@ class _Surface:
             ).response()
         except web.HTTPMethodNotAllowed as error:
             return web.Response(status=405, headers={"Allow": error.headers.get("Allow", "")})
+        except web.HTTPBadRequest as error:
+            return web.Response(status=400, text=error.text, content_type=error.content_type)
         except web.HTTPNotFound:
             return web.Response(status=404)
         except asyncio.CancelledError:
@@ -161,29 +179,23 @@ class _Surface:
             else {
                 "Access-Control-Allow-Methods": "*",
                 "Access-Control-Allow-Headers": "*",
+                "Access-Control-Max-Age": "3600",
             }
         )
         return web.Response(status=200, headers=headers)
 
-    def _authorised(self, request: web.Request, path: str) -> bool:
-        options = self._options
-        admin = path.startswith(_ADMIN_PREFIXES)
-        if admin and options.admin_api_key is not None:
-            return _bearer_is(request, options.admin_api_key)
-        if options.api_key is None or path in _OPEN_PATHS:
-            return True
-        return _bearer_is(request, options.api_key)
-
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Headers of every response, streams included."""
-        response.headers.setdefault("x-request-id", _identifier.get())
+        response.headers.setdefault("x-request-id", current_request_id.get())
+        response.headers.popall("Server", None)  # no version for who looks for known holes
         if self._server.draining:
             response.force_close()
             response.headers["Connection"] = "close"
         if not self._origins:
             # As sglang_router does without the flag: browsers may read every answer.
             response.headers["Access-Control-Allow-Origin"] = "*"
-            response.headers["Access-Control-Expose-Headers"] = "*"
+            if request.method != "OPTIONS":
+                response.headers["Access-Control-Expose-Headers"] = "*"
             return
         origin = request.headers.get("Origin")
         if origin and ("*" in self._origins or origin in self._origins):
@@ -192,10 +204,3 @@ class _Surface:
             response.headers["Access-Control-Allow-Headers"] = "content-type, authorization"
             response.headers["Access-Control-Expose-Headers"] = "x-request-id, x-smg-error-code"
             response.headers["Vary"] = "Origin"
-
-
-def _bearer_is(request: web.Request, key: str) -> bool:
-    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
-    # Header bytes that are no UTF-8 arrive as surrogates.
-    given = value.strip().encode("utf-8", "surrogateescape")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given, key.encode())

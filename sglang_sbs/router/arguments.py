@@ -25,6 +25,8 @@ NEAREST_POLICY: dict[str, Policy] = {
     "bucket": "least_tokens",
 }
 
+ROLES = ("router", "scheduler", "front-end")
+
 _DEFAULTS = SchedulerConfig()
 
 _EXAMPLE = """\
@@ -122,16 +124,24 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     )
     add(
         "sbs-decode",
-        "rule for the decode rank: iqr (Algorithm 3) or potential",
+        "rule for the decode rank. potential: where the largest batch and KV load of any rank grow "
+        "least. iqr: Algorithm 3, to the letter",
         choices=DECODE_RULES,
         default=_DEFAULTS.decode_rule,
     )
     add(
         "sbs-endforward-bind",
-        "where engines' EndForward messages arrive, unauthenticated: an address only engines "
-        "can reach; 'none' turns it off",
+        "where engines' EndForward messages arrive; without --sbs-endforward-key-file an address "
+        "only engines can reach; 'none' turns it off",
         default="tcp://0.0.0.0:7600",
         metavar="ENDPOINT",
+    )
+    add(
+        "sbs-endforward-key-file",
+        "file with the secret (openssl rand -hex 32) that engines name in SGLANG_SBS_KEY_FILE: "
+        "EndForward is encrypted then, and taken only from them",
+        type=Path,
+        metavar="FILE",
     )
     add(
         "sbs-n-limit",
@@ -201,6 +211,12 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     )
     add("queue-size", "client requests waiting for that, then 429", type=_count, default=100)
     add("queue-timeout-secs", "longest wait for that, then 503", type=_seconds, default=60)
+    add(
+        "rate-limit-tokens-per-second",
+        "token bucket: --max-concurrent-requests is its size, a request takes a token and gives it "
+        "back at its end, and so many more are added per second",
+        type=_positive_int,
+    )
     add("request-id-headers", "headers that may bring a request id", nargs="*", metavar="NAME")
     add(
         "cors-allowed-origins",
@@ -215,6 +231,7 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         choices=("debug", "info", "warn", "error"),
         default="info",
     )
+    add("log-json", "one JSON object per line of the log", action="store_true")
     add("log-dir", "also log to a file in this directory", type=Path, metavar="DIR")
 
     add = group("keys and TLS")
@@ -228,6 +245,14 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         "for /workers, /flush_cache, /get_loads here and engines' admin endpoints",
         metavar="KEY",
     )
+    add(
+        "control-plane-api-keys",
+        "keys for the same endpoints, ID:NAME:ROLE:KEY with the role admin (may) or user (may not)",
+        nargs="*",
+        default=(),
+        metavar="ID:NAME:ROLE:KEY",
+    )
+    add("control-plane-audit-enabled", "log who used them and who was refused", action="store_true")
     for name, text in (
         ("tls-cert-path", "certificate to serve HTTPS with"),
         ("tls-key-path", "its private key"),
@@ -289,6 +314,12 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     )
     add("cb-success-threshold", "successes that close it", type=_positive_int, default=3)
     add("cb-timeout-duration-secs", "open until then", type=_seconds, default=60)
+    add(
+        "cb-window-duration-secs",
+        "failures further apart are not consecutive",
+        type=_seconds,
+        default=120,
+    )
     add("disable-circuit-breaker", "never open", action="store_true")
 
     add = group("metrics")
@@ -301,6 +332,46 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         nargs="+",
         metavar="SECONDS",
     )
+
+    add = group("several processes")
+    add(
+        "workers",
+        "front-end processes that share the port, with one scheduler process between them; 1: all "
+        "in one process",
+        type=_positive_int,
+        default=1,
+    )
+    add(
+        "sbs-role",
+        "router: everything. For several router machines, scheduler on one: it alone needs the "
+        "workers' and policy's flags; front-end on the others (with --workers N: that many there)",
+        choices=ROLES,
+        default="router",
+    )
+    add(
+        "sbs-scheduler",
+        "where the scheduler listens for front ends, for both of these roles: tcp://HOST:PORT",
+        metavar="ENDPOINT",
+    )
+    add(
+        "sbs-key-file",
+        "file with the secret that front ends and scheduler share (openssl rand -hex 32); required "
+        "unless --sbs-scheduler is an address of this machine only",
+        type=Path,
+        metavar="FILE",
+    )
+    add(
+        "sbs-take-over",
+        "rolling restart: take the port over from the router (with --workers 2 or more) that "
+        "serves it now, which then finishes what it has and ends; no request is lost",
+        action="store_true",
+    )
+    for name, kind in (("sbs-parent-fd", int), ("sbs-listen-fds", str)):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)  # of the supervisor
+
+    add = group("traces")
+    add("enable-trace", "send OpenTelemetry spans; needs the extra 'trace'", action="store_true")
+    add("otlp-traces-endpoint", "OTLP collector, gRPC", default="localhost:4317")
 
     for name, (arity, _) in IGNORED_FLAGS.items():
         _add_ignored(parser, name, arity)

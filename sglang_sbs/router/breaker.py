@@ -5,6 +5,8 @@ Owns the breaker's state machine. Must not know workers, clocks or sockets (call
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,15 +19,24 @@ class BreakerConfig:
     failure_threshold: int = 10
     success_threshold: int = 3
     timeout_s: float = 60.0
+    window_s: float = 120.0
+    """Failures further apart than this are not consecutive."""
 
 
 class Breaker:
     def __init__(self, config: BreakerConfig) -> None:
         self._config = config
         self.state: BreakerState = "closed"
+        self.transitions: Counter[tuple[BreakerState, BreakerState]] = Counter()
         self.opened_at_s = 0.0
         self._failures = 0
         self._successes = 0
+        self._failed_s = -math.inf
+
+    @property
+    def consecutive(self) -> tuple[int, int]:
+        """Failures and successes in a row, as far as they count."""
+        return self._failures, self._successes
 
     def failed(self, now_s: float, *, may_open: bool) -> bool:
         """Count a failure; True if it opened the breaker.
@@ -33,12 +44,15 @@ class Breaker:
         ``may_open`` is False for the last usable worker of its role: sending to a doubtful worker
         beats refusing everything.
         """
+        if now_s - self._failed_s > self._config.window_s:
+            self._failures = 0
+        self._failed_s = now_s
         self._failures += 1
         self._successes = 0
         if not self._config.enabled or self.state == "open" or not may_open:
             return False
         if self.state == "half_open" or self._failures >= self._config.failure_threshold:
-            self.state = "open"
+            self._become("open")
             self.opened_at_s = now_s
             return True
         return False
@@ -48,16 +62,29 @@ class Breaker:
         if self.state == "half_open":
             self._successes += 1
             if self._successes >= self._config.success_threshold:
-                self.state = "closed"
+                self._become("closed")
 
     def try_half_open(self, now_s: float) -> bool:
         """True if the timeout of an open breaker just ran out: let traffic probe the worker."""
         if self.state != "open" or now_s < self.opened_at_s + self._config.timeout_s:
             return False
-        self.state = "half_open"
+        self._become("half_open")
         self._successes = 0
         return True
 
+    def follow(self, state: BreakerState, now_s: float) -> None:
+        """Take over the state of a breaker that another process keeps."""
+        if state == self.state:
+            return
+        self.reset()
+        self.state = state
+        self.opened_at_s = now_s
+
+    def _become(self, state: BreakerState) -> None:
+        if state != self.state:
+            self.transitions[self.state, state] += 1
+            self.state = state
+
     def reset(self) -> None:
-        self.state = "closed"
+        self._become("closed")
         self._failures = self._successes = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ class Control:
     def __init__(self, server: RouterServer) -> None:
         self._server = server
         self._registry = server.registry
+        self._generating: asyncio.Task[str] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -42,6 +44,7 @@ class Control:
             ("GET", "/readiness", self.readiness),
             ("GET", "/health_generate", self.health_generate),
             ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model:.+}", self.model),
             ("GET", "/model_info", self.model_info),
             ("GET", "/get_model_info", self.model_info),
             ("GET", "/server_info", self.server_info),
@@ -49,6 +52,7 @@ class Control:
             ("GET", "/workers", self.list_workers),
             ("POST", "/workers", self.add_worker),
             ("GET", "/workers/{worker_id}", self.get_worker),
+            ("PUT", "/workers/{worker_id}", self.update_worker),
             ("DELETE", "/workers/{worker_id}", self.remove_worker),
             ("POST", "/flush_cache", self.flush_cache),
             ("GET", "/get_loads", self.loads),
@@ -74,31 +78,56 @@ class Control:
         )
 
     async def health_generate(self, _request: web.Request) -> web.StreamResponse:
-        """Really generates on one prefill and one decode instance."""
+        """Really generates on one prefill and one decode instance.
+
+        Open to everybody, as the stock router's, so however many ask at once share one answer:
+        it costs the engines a forward pass.
+        """
+        if self._generating is None or self._generating.done():
+            self._generating = asyncio.create_task(self._generate())
+        bad = await asyncio.shield(self._generating)
+        if bad:
+            raise RouterError(503, "unhealthy_workers", bad)
+        return web.Response(text="OK")
+
+    async def _generate(self) -> str:
+        """What is wrong with a pair, empty if nothing. Raises: RouterError, there is none."""
         pair = [self._first("prefill"), self._first("decode")]
         answers = await self._ask_all(pair, "GET", "/health_generate")
-        bad = [f"{worker.url}: {status}" for worker, status, _ in answers if status != 200]
-        if bad:
-            raise RouterError(503, "unhealthy_workers", "; ".join(bad))
-        return web.Response(text="OK")
+        return "; ".join(
+            f"{worker.url}: {status}" for worker, status, _ in answers if status != 200
+        )
 
     # Model and server -------------------------------------------------------------------------
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
-        names = {w.info.model_id: w for w in self._registry if w.info and w.info.model_id}
-        if not names:
+        cards = self._model_cards()
+        if not cards:
             return web.Response(status=503, text="No models available")
-        data = [
-            {
-                "id": name,
+        return _json({"object": "list", "data": list(cards.values())})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """One model, as OpenAI's clients ask for it."""
+        name = request.match_info["model"]
+        card = self._model_cards().get(name)
+        if card is None:
+            raise RouterError(404, "model_not_found", f"The model {name!r} does not exist")
+        return _json(card)
+
+    def _model_cards(self) -> dict[str, dict[str, Any]]:
+        """What the workers serve, by name, in the fields SGLang gives."""
+        return {
+            worker.info.model_id: {
+                "id": worker.info.model_id,
                 "object": "model",
                 "created": self._server.started_at,
                 "owned_by": "local",
-                "max_model_len": worker.info.max_request_tokens or None if worker.info else None,
+                "root": worker.info.model_id,
+                "max_model_len": worker.info.max_request_tokens or None,
             }
-            for name, worker in names.items()
-        ]
-        return _json({"object": "list", "data": data})
+            for worker in self._registry
+            if worker.info and worker.info.model_id
+        }
 
     async def model_info(self, _request: web.Request) -> web.StreamResponse:
         worker = self._first("prefill")
@@ -124,7 +153,12 @@ class Control:
                 states += value["internal_states"]
         first = infos["prefill"][0] if infos["prefill"] else {}
         snapshot = msgspec.to_builtins(self._server.dispatcher.snapshot())
-        return _json(first | {"internal_states": states} | infos | {"sbs": snapshot})
+        stock = {
+            "router_manager": True,
+            "routers_count": 1,
+            "workers_count": len(self._registry),
+        }
+        return _json(first | stock | {"internal_states": states} | infos | {"sbs": snapshot})
 
     # Workers ----------------------------------------------------------------------------------
 
@@ -153,10 +187,14 @@ class Control:
             raise bad_request(f"worker_type must be prefill or decode, not {role!r}")
         if port is not None and (not isinstance(port, int) or not 1 <= port <= 65535):
             raise bad_request(f"bootstrap_port must be in 1..65535, not {port!r}")
-        try:
-            worker = self._server.add_worker(url, role, port)
-        except ValueError as error:
-            raise bad_request(str(error), "invalid_worker") from error
+        known = self._registry.by_alias(url)
+        if known is not None and known.role == role:
+            worker = known  # asked for again: tools that repeat themselves do no harm
+        else:
+            try:
+                worker = await self._server.add_worker(url, role, port)
+            except ValueError as error:
+                raise bad_request(str(error), "invalid_worker") from error
         location = f"/workers/{worker.id}"
         answer = {
             "status": "accepted",
@@ -173,22 +211,39 @@ class Control:
             return _no_worker(request)
         return _json(describe_worker(worker, time.monotonic()))
 
+    async def update_worker(self, request: web.Request) -> web.StreamResponse:
+        """Set ``priority``, ``cost`` and ``labels``; other fields are accepted and do nothing."""
+        worker = self._worker(request)
+        if worker is None:
+            return _no_worker(request)
+        body = _object(await request.read())
+        priority, cost = body.get("priority"), body.get("cost")
+        labels = body.get("labels")
+        if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
+            raise bad_request(f"priority must be a whole number >= 0, not {priority!r}")
+        if cost is not None and (not isinstance(cost, int | float) or isinstance(cost, bool)):
+            raise bad_request(f"cost must be a number, not {cost!r}")
+        if labels is not None and not (
+            isinstance(labels, dict) and all(isinstance(value, str) for value in labels.values())
+        ):
+            raise bad_request("labels must be an object of strings")
+        if priority is not None:
+            worker.priority = priority
+        if cost is not None:
+            worker.cost = float(cost)
+        worker.labels |= labels or {}
+        await self._server.update_worker(worker)
+        return _accepted(worker, "Worker update queued for background processing")
+
     async def remove_worker(self, request: web.Request) -> web.StreamResponse:
         worker = self._worker(request)
         if worker is None:
             return _no_worker(request)
-        self._server.remove_worker(worker)
-        return _json(
-            {
-                "status": "accepted",
-                "worker_id": worker.id,
-                "message": "Worker removal queued for background processing",
-            },
-            202,
-        )
+        await self._server.remove_worker(worker)
+        return _accepted(worker, "Worker removal queued for background processing")
 
     def _worker(self, request: web.Request) -> Worker | None:
-        return self._registry.by_id(request.match_info["worker_id"])
+        return self._registry.by_id(str(_uuid(request.match_info["worker_id"])))
 
     # Fan-out ----------------------------------------------------------------------------------
 
@@ -223,7 +278,7 @@ class Control:
             {
                 "worker": worker.url,
                 "worker_type": worker.role,
-                "load": worker.active,
+                "load": worker.load,
                 "details": _engine_object(body).get("loads") if status == 200 else None,
             }
             for worker, status, body in answers
@@ -256,9 +311,9 @@ class Control:
         body = _object(await request.read())
         rid = body.get("rid")
         if body.get("abort_all"):
-            count = self._server.in_flight.abort_all()
+            count = await self._server.abort("")
         elif isinstance(rid, str) and rid:
-            count = self._server.in_flight.abort_client_request(rid)
+            count = await self._server.abort(rid)
         else:
             raise bad_request("rid is required (or abort_all: true)")
         return _json({"aborted": count})
@@ -289,6 +344,24 @@ class Control:
                 return worker, 0, (str(error) or type(error).__name__).encode()
 
         return list(await asyncio.gather(*map(ask, workers)))
+
+
+def _accepted(worker: Worker, message: str) -> web.StreamResponse:
+    return _json({"status": "accepted", "worker_id": worker.id, "message": message}, 202)
+
+
+def _uuid(text: str) -> uuid.UUID:
+    """Raises: HTTPBadRequest in sglang_router's words."""
+    try:
+        return uuid.UUID(text)
+    except ValueError as error:
+        body = {
+            "error": f"Invalid worker_id '{text}' (expected UUID). Error: {error}",
+            "code": "BAD_REQUEST",
+        }
+        raise web.HTTPBadRequest(
+            text=orjson.dumps(body).decode(), content_type="application/json"
+        ) from error
 
 
 def _no_worker(request: web.Request) -> web.StreamResponse:

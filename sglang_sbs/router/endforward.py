@@ -20,6 +20,7 @@ from sglang_sbs.router.server_info import MAX_DP_SIZE, WorkerInfo
 from sglang_sbs.router.urls import bracketed, split_worker_url
 from sglang_sbs.scheduling.events import Event, ForwardEnded
 from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
+from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 from sglang_sbs.wire.endforward import MAX_RIDS
 
 logger = logging.getLogger(__name__)
@@ -65,43 +66,73 @@ class EndForwardListener:
         self.counts: Counter[str] = Counter()
         """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._fd = -1
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        """By file descriptor."""
+        self._dialling: zmq.Socket[bytes] | None = None
+        """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
+        CURVE's server and its client."""
+        self._gatekeeper: Gatekeeper | None = None
 
-    def open(self, bind: str | None) -> str | None:
+    def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
         """Start receiving; returns the endpoint actually bound (a wildcard port resolved).
+
+        With ``keys`` only engines that have the same secret are listened to.
 
         Raises:
             OSError: the endpoint cannot be bound.
         """
         self._context = zmq.Context(io_threads=1)
+        listening = self._subscriber()
+        endpoint = None
+        if keys is not None:
+            self._gatekeeper = Gatekeeper(self._context, keys)
+            keys.serve(listening)
+        if bind is not None:
+            try:
+                listening.bind(bind)
+            except zmq.ZMQError as error:
+                listening.close(0)
+                self._end_context()
+                raise OSError(
+                    error.errno, f"--sbs-endforward-bind {bind}: {error.strerror}"
+                ) from error
+            endpoint = listening.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._dialling = listening
+        self._watch(listening)
+        if keys is not None:
+            self._dialling = self._subscriber()
+            keys.connect(self._dialling)
+            self._watch(self._dialling)
+        return endpoint
+
+    def _subscriber(self) -> zmq.Socket[bytes]:
+        assert self._context is not None
         sock = self._context.socket(zmq.SUB)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
         sock.setsockopt(zmq.RCVHWM, 100_000)
         sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
-        endpoint = None
-        if bind is not None:
-            try:
-                sock.bind(bind)
-            except zmq.ZMQError as error:
-                sock.close(0)
-                self._context.term()
-                self._context = None
-                raise OSError(f"--sbs-endforward-bind {bind}: {error}") from error
-            endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = sock
-        self._fd = int(sock.getsockopt(zmq.FD))
-        asyncio.get_running_loop().add_reader(self._fd, self._drain)
-        self._drain()
-        return endpoint
+        return sock
+
+    def _watch(self, sock: zmq.Socket[bytes]) -> None:
+        fd = int(sock.getsockopt(zmq.FD))
+        self._sockets[fd] = sock
+        asyncio.get_running_loop().add_reader(fd, self._drain, fd)
+        self._drain(fd)
 
     def close(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._fd)
-            self._socket.close(0)
-            self._socket = None
+        for fd, sock in self._sockets.items():
+            asyncio.get_running_loop().remove_reader(fd)
+            sock.close(0)
+        self._sockets.clear()
+        self._dialling = None
+        self._end_context()
+
+    def _end_context(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None
         if self._context is not None:
             self._context.term()
             self._context = None
@@ -112,13 +143,15 @@ class EndForwardListener:
             return
         if info.sbs.boot_id:
             self._boots[info.sbs.boot_id] = worker.url
-        if info.sbs.bind and self._socket is not None:
+        sock = self._dialling
+        if info.sbs.bind and sock is not None:
             for endpoint in publisher_endpoints(worker.url, info.sbs.bind, info.dp_size):
                 if endpoint not in self._connected:
                     self._connected.add(endpoint)
-                    self._socket.connect(endpoint)
+                    sock.connect(endpoint)
                     # ZMQ's descriptor is edge-triggered and connecting may use up the edge.
-                    asyncio.get_running_loop().call_soon(self._drain)
+                    fd = int(sock.getsockopt(zmq.FD))
+                    asyncio.get_running_loop().call_soon(self._drain, fd)
 
     def receive(self, frames: list[bytes]) -> None:
         """Handle one message."""
@@ -149,8 +182,8 @@ class EndForwardListener:
         if self.counts[fate] == 1:
             logger.warning("%s EndForward message (counted from now on): %s", fate, why)
 
-    def _drain(self) -> None:
-        sock = self._socket
+    def _drain(self, fd: int) -> None:
+        sock = self._sockets.get(fd)
         if sock is None:
             return
         for _ in range(_DRAIN_LIMIT):
@@ -159,7 +192,7 @@ class EndForwardListener:
             except zmq.Again:
                 return
             self.receive(frames)
-        asyncio.get_running_loop().call_soon(self._drain)
+        asyncio.get_running_loop().call_soon(self._drain, fd)
 
     def _bind(self, report: EndForward) -> Worker | None:
         url = self._boots.get(report.boot_id)

@@ -2,7 +2,8 @@
 
 Owns merging them. Must not know how they were fetched. Pages cannot just be put one after another:
 a family may be declared only once, and equal series of two engines need a label that tells them
-apart (``worker_addr``, as sglang_router calls it).
+apart (``worker_addr``, as sglang_router calls it). Colons in names become underscores
+(``sglang_num_running_reqs``), as there: its dashboards ask for those names.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ def merge_pages(pages: Iterable[tuple[str, str]]) -> bytes:
         except (ValueError, KeyError, IndexError):
             continue
         for family in parsed:
+            name = family.name.replace(":", "_")
             merged = families.by_name.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type)
+                name, Metric(name, family.documentation, family.type)
             )
             for sample in family.samples:
                 merged.add_sample(
-                    sample.name,
+                    sample.name.replace(":", "_"),
                     {**sample.labels, "worker_addr": url},
                     sample.value,
                     sample.timestamp,

@@ -11,8 +11,9 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
+from sglang_sbs.router.access import ControlKey, parse_control_key
 from sglang_sbs.router.arguments import NEAREST_POLICY, FlagError, build_parser
 from sglang_sbs.router.breaker import BreakerConfig
 from sglang_sbs.router.monitor import MonitorConfig
@@ -26,6 +27,9 @@ from sglang_sbs.scheduling.config import (
     SchedulerConfig,
     Trigger,
 )
+from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
+
+Role = Literal["router", "scheduler", "front-end"]
 
 FEEDBACK_POLICIES = ("sbs", "eta")
 """Policies that look at engines' reports, not only at the router's own books."""
@@ -55,20 +59,38 @@ class RouterOptions:
     chat_template: Path | None = None
     api_key: str | None = None
     admin_api_key: str | None = None
+    control_plane_keys: tuple[ControlKey, ...] = ()
+    control_plane_audit: bool = False
     max_concurrent_requests: int = -1
     queue_size: int = 100
     queue_timeout_s: float = 60.0
+    rate_limit_per_s: int = 0
+    """Tokens added per second; 0: none, a plain limit of requests at once."""
     max_payload_bytes: int = 512 * 1024 * 1024
     shutdown_grace_s: float = 180.0
     request_id_headers: tuple[str, ...] = _REQUEST_ID_HEADERS
     cors_allowed_origins: tuple[str, ...] = ()
     log_level: str = "info"
     log_dir: Path | None = None
+    log_json: bool = False
+    otlp_endpoint: str | None = None
+    """Where spans go; ``None``: tracing is off."""
     tls_cert_path: Path | None = None
     tls_key_path: Path | None = None
     client_cert_path: Path | None = None
     client_key_path: Path | None = None
     ca_cert_paths: tuple[Path, ...] = ()
+    workers: int = 1
+    """Front-end processes."""
+    role: Role = "router"
+    scheduler_endpoint: str | None = None
+    scheduler_keys: CurveKeys | None = None
+    endforward_keys: CurveKeys | None = None
+    take_over: bool = False
+    parent_fd: int | None = None
+    """Socket to the supervisor, in its children."""
+    listen_fds: tuple[int, ...] = ()
+    """Sockets that listen already, inherited from the supervisor."""
     warnings: tuple[str, ...] = ()
     """To be logged once logging is set up."""
 
@@ -132,14 +154,25 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             f"--sbs-endforward-bind {bind!r}: write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, "
             "or none"
         )
-    if bind is not None and not _is_local(bind):
+    if bind is not None and not _is_local(bind) and args.sbs_endforward_key_file is None:
         warnings.append(
             f"--sbs-endforward-bind {bind} takes messages from whoever can reach it, without "
-            "authentication: keep that port inside the cluster, or bind an address that only "
-            "engines reach (tcp://10.0.0.1:7600; ipc:///path on one machine)"
+            "authentication: share a secret (--sbs-endforward-key-file, SGLANG_SBS_KEY_FILE on "
+            "engines), keep that port inside the cluster, or bind an address that only engines "
+            "reach (tcp://10.0.0.1:7600; ipc:///path on one machine)"
         )
     if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
         raise FlagError("--retry-max-backoff-ms must not be below --retry-initial-backoff-ms")
+    if args.rate_limit_tokens_per_second and args.max_concurrent_requests < 1:
+        warnings.append(
+            "--rate-limit-tokens-per-second has no effect without --max-concurrent-requests, which "
+            "is the size of the bucket"
+        )
+    warnings += [
+        f"{path} can be read by other users of this machine: chmod 600 it"
+        for path in (args.sbs_key_file, args.sbs_endforward_key_file)
+        if path is not None and path.exists() and path.stat().st_mode & 0o077
+    ]
     policy = _policy(args.policy, warnings)
     return RouterOptions(
         prefill=prefill,
@@ -168,6 +201,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             failure_threshold=args.cb_failure_threshold,
             success_threshold=args.cb_success_threshold,
             timeout_s=args.cb_timeout_duration_secs,
+            window_s=args.cb_window_duration_secs,
         ),
         monitor=MonitorConfig(
             startup_timeout_s=args.worker_startup_timeout_secs,
@@ -198,9 +232,12 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         chat_template=args.chat_template,
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
+        control_plane_keys=_control_keys(args.control_plane_api_keys),
+        control_plane_audit=args.control_plane_audit_enabled,
         max_concurrent_requests=args.max_concurrent_requests,
         queue_size=args.queue_size,
         queue_timeout_s=args.queue_timeout_secs,
+        rate_limit_per_s=args.rate_limit_tokens_per_second or 0,
         max_payload_bytes=args.max_payload_size,
         shutdown_grace_s=args.shutdown_grace_period_secs,
         request_id_headers=tuple(h.lower() for h in args.request_id_headers or ())
@@ -208,13 +245,71 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         cors_allowed_origins=tuple(args.cors_allowed_origins),
         log_level=args.log_level,
         log_dir=args.log_dir,
+        log_json=args.log_json,
+        otlp_endpoint=args.otlp_traces_endpoint if args.enable_trace else None,
         tls_cert_path=args.tls_cert_path,
         tls_key_path=args.tls_key_path,
         client_cert_path=args.client_cert_path,
         client_key_path=args.client_key_path,
         ca_cert_paths=tuple(args.ca_cert_paths),
+        workers=args.workers,
+        role=cast(Role, args.sbs_role),
+        scheduler_endpoint=args.sbs_scheduler,
+        scheduler_keys=_scheduler_keys(args),
+        endforward_keys=_keys_in("--sbs-endforward-key-file", args.sbs_endforward_key_file),
+        take_over=args.sbs_take_over,
+        parent_fd=args.sbs_parent_fd,
+        listen_fds=tuple(int(fd) for fd in (args.sbs_listen_fds or "").split(",") if fd),
         warnings=tuple(warnings),
     )
+
+
+def _scheduler_keys(args: argparse.Namespace) -> CurveKeys | None:
+    """Check the flags of several processes; the keys of the secret they name, if any."""
+    role, endpoint, path = args.sbs_role, args.sbs_scheduler, args.sbs_key_file
+    if role == "router":
+        if endpoint is not None:
+            raise FlagError(
+                "--sbs-scheduler needs --sbs-role scheduler (on the machine that schedules) or "
+                "--sbs-role front-end (on the others); the processes of one machine find each other"
+            )
+        return None
+    if endpoint is None:
+        raise FlagError(f"--sbs-role {role} needs --sbs-scheduler tcp://HOST:PORT")
+    if not endpoint.startswith(("tcp://", "ipc://")):
+        raise FlagError(
+            f"--sbs-scheduler {endpoint!r}: write tcp://HOST:PORT, e.g. tcp://10.0.0.1:7700"
+        )
+    if role == "scheduler" and args.workers > 1:
+        raise FlagError("--workers is for front ends: --sbs-role scheduler serves no clients")
+    if path is None and not _is_local(endpoint):
+        raise FlagError(
+            f"--sbs-scheduler {endpoint} can be reached from other machines: give both sides "
+            "--sbs-key-file FILE with the same secret (openssl rand -hex 32 > FILE)"
+        )
+    return _keys_in("--sbs-key-file", path)
+
+
+def _keys_in(flag: str, path: Path | None) -> CurveKeys | None:
+    if path is None:
+        return None
+    try:
+        return keys_in(path)
+    except SecretError as error:
+        raise FlagError(f"{flag}: {error}") from error
+
+
+def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
+    keys: dict[str, ControlKey] = {}
+    for text in texts:
+        try:
+            key = parse_control_key(text)
+        except ValueError as error:
+            raise FlagError(f"--control-plane-api-keys: {error}") from None
+        if key.id in keys:
+            raise FlagError(f"--control-plane-api-keys: two keys have the id {key.id!r}")
+        keys[key.id] = key
+    return tuple(keys.values())
 
 
 def _is_local(endpoint: str) -> bool:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import orjson
 
-from sglang_sbs.router.dispatcher import Assignment, Dispatcher
+from sglang_sbs.router.dispatcher import Assigner, Assignment
 from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
 from sglang_sbs.router.lengths import PromptLength, PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.pair import Pair, PrefillReply
 from sglang_sbs.router.registry import Worker
+from sglang_sbs.router.tracing import AttemptTrace, Traces
 from sglang_sbs.router.upstream import Pool, UpstreamError, request_head
 from sglang_sbs.scheduling.events import Outcome
 
@@ -38,6 +39,7 @@ class _Request:
     prefill: Worker | None = None
     decode: Worker | None = None
     prefill_open: bool = False
+    trace: AttemptTrace | None = None
 
 
 class InFlight:
@@ -46,12 +48,14 @@ class InFlight:
     def __init__(
         self,
         *,
-        dispatcher: Dispatcher,
+        dispatcher: Assigner,
         pool: Pool,
         lengths: PromptLengths,
         metrics: RouterMetrics,
         worker_key: str | None,
+        traces: Traces | None = None,
     ) -> None:
+        self._traces = traces
         self._dispatcher = dispatcher
         self._pool = pool
         self._lengths = lengths
@@ -134,12 +138,23 @@ class InFlight:
     # Attempts ---------------------------------------------------------------------------------
 
     def announce(self, rid: str, length: PromptLength) -> None:
-        self._requests[rid] = _Request(length, time.monotonic())
+        request = self._requests[rid] = _Request(length, time.monotonic())
+        if self._traces is not None:
+            request.trace = self._traces.announced()
+
+    def assigned(self, assignment: Assignment) -> None:
+        """The scheduler let it go."""
+        trace = self._requests[assignment.rid].trace
+        if trace is not None:
+            trace.assignment = assignment
+            trace.dispatched_ns = time.time_ns()
 
     def started(self, assignment: Assignment, pair: Pair, prefill: Worker, decode: Worker) -> None:
         request = self._requests[assignment.rid]
         request.pair, request.prefill, request.decode = pair, prefill, decode
         request.prefill_open = True
+        if request.trace is not None:
+            request.trace.sent_ns = time.time_ns()
         for worker in (prefill, decode):
             worker.active += 1
             worker.dispatches += 1
@@ -152,6 +167,8 @@ class InFlight:
         if request.decode is not None:
             request.decode.active -= 1
         self._metrics.attempt_ended(outcome)
+        if request.trace is not None and self._traces is not None:
+            self._traces.ended(request.trace, outcome)
 
     def find_owner(self, rid: str, role: str) -> str | None:
         """Where the leg of that role went, for binding EndForward messages."""
@@ -174,6 +191,8 @@ class InFlight:
         self._dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
         if request is None:
             return
+        if request.trace is not None:
+            request.trace.prefill_ns = time.time_ns()
         if request.prefill_open:
             self._metrics.prefill_seconds.observe(time.monotonic() - request.announced_s)
         self._prefill_over(request)
@@ -186,6 +205,8 @@ class InFlight:
         if request is not None:
             self._prefill_over(request)
             self._metrics.ttft_seconds.observe(time.monotonic() - request.announced_s)
+            if request.trace is not None:
+                request.trace.first_byte_ns = time.time_ns()
 
     # Lost workers -----------------------------------------------------------------------------
 

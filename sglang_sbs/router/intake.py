@@ -8,10 +8,13 @@ and memory for as long as it likes.
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from sglang_sbs.router.errors import RouterError
 
@@ -43,6 +46,29 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
             408, "body_too_slow", f"the body stopped after {len(body)} bytes or comes too slowly"
         ) from None
     return bytes(body)
+
+
+class ParserLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log of the serving port, without what clients sent that is no HTTP.
+
+    Its own lines have a traceback and the offending bytes, a key among them for all one knows, and
+    whoever likes can have as many of them as he likes.
+    """
+
+    def __init__(self, malformed: Callable[[], None]) -> None:
+        """``malformed`` is told of each such request."""
+        super().__init__(logging.getLogger("sglang_sbs.http"))
+        self._malformed = malformed
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """What every other method of a logger comes down to."""
+        error = kwargs.get("exc_info")
+        error = error if isinstance(error, BaseException) else sys.exception()
+        if isinstance(error, HttpProcessingError):
+            self._malformed()
+            self.logger.debug("a request that is no HTTP: %s", type(error).__name__)
+            return
+        self.logger.log(level, msg, *args, **kwargs)
 
 
 class Doorman:

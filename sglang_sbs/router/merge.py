@@ -14,6 +14,8 @@ import orjson
 from sglang_sbs.router.requests import Plan, Unit
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+"""The parallel lists of OpenAI's completion logprobs."""
 _DONE = b"[DONE]"
 
 
@@ -42,6 +44,34 @@ def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> Non
         if isinstance(theirs.get(key), list):
             own = ours.get(key)
             ours[key] = theirs[key] + (own if isinstance(own, list) else [])
+
+
+def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
+    """The same for ``/v1/completions`` with ``echo``, in place: into the first choice.
+
+    Prefill's choice has the prompt's tokens and behind them the one it sampled, which decode has
+    too. In a stream only the first event carries the prompt.
+    """
+    choice, source = _first_choice(output), _first_choice(prefill)
+    ours, theirs = choice.get("logprobs"), source.get("logprobs")
+    if not isinstance(theirs, dict):
+        return
+    usage = prefill.get("usage")
+    sampled = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    own = ours if isinstance(ours, dict) else {}
+    merged = dict(own)
+    for key in _ECHOED:
+        values = theirs.get(key)
+        if isinstance(values, list) and values:
+            prompt = values[: len(values) - (sampled if isinstance(sampled, int) else 1)]
+            merged[key] = prompt + (own.get(key) or [])
+    choice["logprobs"] = merged
+
+
+def _first_choice(answer: dict[str, Any]) -> dict[str, Any]:
+    choices = answer.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, dict) else {}
 
 
 def restore_rid(output: dict[str, Any], rid: str, client_rid: str) -> None:

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from sglang_sbs.router.errors import LegFailure, RouterError
+from sglang_sbs.router.worker_metrics import gauge, total
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.wire import EndForward
 
@@ -42,8 +43,20 @@ _GANG_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 
 
+_STOCK = {"router_type": "http", "backend_type": "pd", "connection_mode": "http"}
+"""Labels sglang_router puts on its router metrics, with its values for PD over HTTP."""
+_ENDPOINTS = {
+    "/generate": "generate",
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+}
+
+
 class RouterMetrics:
-    def __init__(self, duration_buckets: tuple[float, ...] | None = None) -> None:
+    def __init__(
+        self, duration_buckets: tuple[float, ...] | None = None, policy: str = "sbs"
+    ) -> None:
+        self._policy = policy
         self.registry = CollectorRegistry()
         buckets = duration_buckets or _DURATION_BUCKETS
 
@@ -63,20 +76,39 @@ class RouterMetrics:
             "error_code",
         )
         self.http_seconds = histogram(
-            "smg_http_request_duration_seconds", "Until the response is complete", buckets, "path"
+            "smg_http_request_duration_seconds",
+            "Until the response is complete",
+            buckets,
+            "method",
+            "path",
         )
         self.http_active = Gauge(
             "smg_http_connections_active", "Requests being served", registry=self.registry
         )
-        self.requests = counter("smg_router_requests_total", "Inference requests", "endpoint")
-        self.request_seconds = histogram(
+        self._malformed = counter("sbs_http_malformed_total", "Requests that were no HTTP")
+        self._rate_limit = counter(
+            "smg_http_rate_limit_total", "Decisions of --max-concurrent-requests", "result"
+        )
+        self._requests = counter(
+            "smg_router_requests_total",
+            "Inference requests",
+            *_STOCK,
+            "model",
+            "endpoint",
+            "streaming",
+        )
+        self._request_seconds = histogram(
             "smg_router_request_duration_seconds",
             "Inference requests, to the end",
             buckets,
+            *_STOCK,
+            "model",
             "endpoint",
         )
-        self.request_errors = counter(
-            "smg_router_request_errors_total", "Failed inference requests", "endpoint", "error_type"
+        self._request_errors = counter(
+            "smg_router_request_errors_total",
+            "Failed inference requests",
+            *(*_STOCK, "model", "endpoint", "error_type"),
         )
         self.ttft_seconds = histogram(
             "smg_pd_ttft_seconds", "Announcement to decode's first byte, per attempt", buckets
@@ -87,11 +119,17 @@ class RouterMetrics:
             buckets,
         )
         self.leg_failures = counter(
-            "smg_worker_errors_total", "Failed legs", "worker_type", "worker", "error_type"
+            "smg_worker_errors_total",
+            "Failed legs",
+            *("worker_type", "connection_mode", "worker", "error_type"),
         )
-        self.retries = counter("smg_worker_retries_total", "Attempts after the first")
-        self.retries_exhausted = counter(
-            "smg_worker_retries_exhausted_total", "Requests that failed on their last attempt"
+        self._retries = counter(
+            "smg_worker_retries_total", "Attempts after the first", "worker_type", "endpoint"
+        )
+        self._retries_exhausted = counter(
+            "smg_worker_retries_exhausted_total",
+            "Requests that failed on their last attempt",
+            *("worker_type", "endpoint"),
         )
         self.hold_seconds = histogram(
             "sbs_hold_seconds", "From arrival at the scheduler to dispatch", _HOLD_BUCKETS
@@ -102,7 +140,9 @@ class RouterMetrics:
         self.dispatches = counter(
             "sbs_dispatches_total", "Dispatched legs", "worker_type", "worker", "dp_rank"
         )
-        self.refusals = counter("sbs_refusals_total", "Refused by the scheduler", "cause")
+        self.refusals = counter(
+            "sbs_refusals_total", "Refused by the scheduler, or at the front door", "cause"
+        )
         self.attempts = counter("sbs_attempts_total", "Ended attempts", "outcome")
         self.aborts = counter("sbs_aborts_total", "POST /abort_request sent to engines")
         self.broken_streams = counter(
@@ -115,6 +155,12 @@ class RouterMetrics:
         )
         self.active_ranks = histogram(
             "sbs_active_ranks_share", "Ranks with tokens in a pass over all ranks", _SHARE_BUCKETS
+        )
+        self.active_rank_count = histogram(
+            "sbs_active_ranks", "Ranks with tokens in a pass", _GANG_BUCKETS
+        )
+        self.batch_fill = histogram(
+            "sbs_batch_fill", "Tokens of a pass over C_chunk of all its ranks", _SHARE_BUCKETS
         )
         self.forward_seconds = histogram(
             "sbs_forward_seconds", "T_fwd of prefill passes", buckets, "worker"
@@ -129,6 +175,8 @@ class RouterMetrics:
         self._legs: dict[tuple[str, int], Counter] = {}
         self._http: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._responses: dict[tuple[int, str], Counter] = {}
+        self._served: dict[tuple[str, str, bool], tuple[Counter, Histogram]] = {}
+        self._dispatched = 0
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -141,6 +189,7 @@ class RouterMetrics:
     # DispatchObserver -------------------------------------------------------------------------
 
     def dispatched(self, command: Dispatch) -> None:
+        self._dispatched += 1
         self.hold_seconds.observe(command.held_s)
         self._leg("prefill", command.prefill, command.prefill_rank).inc()
         self._leg("decode", command.decode, command.decode_rank).inc()
@@ -161,13 +210,27 @@ class RouterMetrics:
     def refused(self, command: Refuse) -> None:
         self.refusals.labels(command.cause).inc()
 
+    def selections(self, model: str) -> CounterMetricFamily:
+        """Worker choices, under sglang_router's name: both roles are chosen at once here."""
+        family = total(
+            "smg_worker_selection",
+            "Workers chosen",
+            *("worker_type", "connection_mode", "model", "policy"),
+        )
+        for role in ("prefill", "decode"):
+            family.add_metric([role, "http", model, self._policy], self._dispatched)
+        return family
+
     # The HTTP surface -------------------------------------------------------------------------
 
     def http_started(self, method: str, path: str) -> Histogram:
         """Count a request; returns where its duration goes."""
         known = self._http.get((method, path))
         if known is None:
-            known = (self.http_requests.labels(method, path), self.http_seconds.labels(path))
+            known = (
+                self.http_requests.labels(method, path),
+                self.http_seconds.labels(method, path),
+            )
             self._http[method, path] = known
         known[0].inc()
         self.http_active.inc()
@@ -181,13 +244,48 @@ class RouterMetrics:
             self._responses[status, error_code] = responses
         responses.inc()
 
+    def door(self, allowed: bool) -> None:
+        """A request was let in by ``--max-concurrent-requests``, or not."""
+        self._rate_limit.labels("allowed" if allowed else "rejected").inc()
+        if not allowed:
+            self.refusals.labels("front_door").inc()
+
+    def malformed_request(self) -> None:
+        """It is answered with a 400 before anything of it is understood."""
+        self._malformed.inc()
+
+    # Inference --------------------------------------------------------------------------------
+
+    def served(self, path: str, model: str, streaming: bool, seconds: float) -> None:
+        """An inference request is over, however it ended."""
+        known = self._served.get((path, model, streaming))
+        if known is None:
+            labels = (*_STOCK.values(), model, _ENDPOINTS[path])
+            known = (
+                self._requests.labels(*labels, str(streaming).lower()),
+                self._request_seconds.labels(*labels),
+            )
+            self._served[path, model, streaming] = known
+        known[0].inc()
+        known[1].observe(seconds)
+
+    def request_failed(self, path: str, model: str, code: str) -> None:
+        self._request_errors.labels(*_STOCK.values(), model, _ENDPOINTS[path], code).inc()
+
+    def retried(self, failure: LegFailure, path: str) -> None:
+        self._retries.labels(failure.leg, _ENDPOINTS[path]).inc()
+
+    def gave_up(self, failure: LegFailure, path: str) -> None:
+        """The last attempt failed too."""
+        self._retries_exhausted.labels(failure.leg, _ENDPOINTS[path]).inc()
+
     # Others -----------------------------------------------------------------------------------
 
     def attempt_ended(self, outcome: Outcome) -> None:
         self.attempts.labels(outcome).inc()
 
     def leg_failed(self, failure: LegFailure) -> None:
-        self.leg_failures.labels(failure.leg, failure.worker, failure.code).inc()
+        self.leg_failures.labels(failure.leg, "http", failure.worker, failure.code).inc()
 
     def stream_broken(self, error: RouterError) -> None:
         self.broken_streams.labels(error.code).inc()
@@ -205,7 +303,12 @@ class RouterMetrics:
             self.forward_seconds.labels(worker_url).observe(report.forward_s)
             if report.tokens_per_rank:
                 busy = sum(tokens > 0 for tokens in report.tokens_per_rank)
-                self.active_ranks.observe(busy / len(report.tokens_per_rank))
+                ranks = len(report.tokens_per_rank)
+                self.active_ranks.observe(busy / ranks)
+                self.active_rank_count.observe(busy)
+                if chunk_tokens > 0:
+                    filled = sum(report.tokens_per_rank) / (chunk_tokens * ranks)
+                    self.batch_fill.observe(min(1.0, filled))
 
 
 class _ScrapeTime(Collector):
@@ -217,14 +320,6 @@ class _ScrapeTime(Collector):
 
     def describe(self) -> list[Metric]:
         return []
-
-
-def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, labels=labels)
-
-
-def total(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(name, text, labels=labels)
 
 
 def snapshot_families(snapshot: Any) -> Iterator[Metric]:
@@ -240,9 +335,17 @@ def snapshot_families(snapshot: Any) -> Iterator[Metric]:
         ("sbs_throttled", "1 while flow control refuses", float(snapshot.throttled)),
     ):
         yield _one(name, text, value)
+    if snapshot.lead_s is not None:
+        yield _one(
+            "sbs_lead_seconds", "How far ahead of a pass's end is dispatched", snapshot.lead_s
+        )
     prefill: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
         "tier": gauge("sbs_signal_tier", "1 for the signal tier in force", "worker", "tier"),
         "ready": gauge("sbs_instance_ready", "1 if it may take a batch now", "worker"),
+        "error": gauge(
+            "sbs_lead_error_seconds", "Size of the error of predicted pass ends", "worker"
+        ),
+        "free": gauge("sbs_predicted_free_seconds", "Until its pass ends, as predicted", "worker"),
         "fires": total("sbs_watchdog_fires", "State resets after silence", "worker"),
         "c_avail": gauge("sbs_rank_c_avail_tokens", "C_avail", "worker", "dp_rank"),
         "flight": gauge("sbs_rank_flight_tokens", "U_flight", "worker", "dp_rank"),
@@ -252,6 +355,8 @@ def snapshot_families(snapshot: Any) -> Iterator[Metric]:
     for instance in snapshot.prefill:
         prefill["tier"].add_metric([instance.instance, instance.tier], 1)
         prefill["ready"].add_metric([instance.instance], float(instance.ready))
+        prefill["error"].add_metric([instance.instance], instance.prediction_error_s)
+        prefill["free"].add_metric([instance.instance], instance.predicted_free_in_s)
         prefill["fires"].add_metric([instance.instance], instance.watchdog_fires)
         for number, rank in enumerate(instance.ranks):
             labels = [instance.instance, str(number)]

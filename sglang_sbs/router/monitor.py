@@ -7,9 +7,11 @@ limits) and to the scheduler (``LoadPolled``). Must not know requests.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE_PATHS = ("/ready", "/ping")
 """Flag checks that run no forward pass. SGLang's /health runs one, on DP rank 0."""
+_DOUBT_TIMEOUT_S = 2.0
+"""For a probe of a worker in doubt, whose answer takes it milliseconds."""
 _FAST_S = 1.0
 """Between probes of a worker that is down or in doubt."""
 
@@ -71,19 +75,22 @@ class Monitor:
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._doubts: dict[str, asyncio.Event] = {}
         self._probe_path: dict[str, str] = {}
+        self.checks: Counter[tuple[str, str]] = Counter()
+        """Health checks by role and result."""
         registry.doubted = self._doubt
+        registry.asks_cheaply = config.health_endpoint is None
         self._ticker = asyncio.create_task(self._tick())
 
     def start(self, worker: Worker) -> None:
         """Wait for the worker and watch it from then on."""
         self._doubts[worker.url] = asyncio.Event()
         self._tasks[worker.url] = [
-            asyncio.create_task(self._keep(worker, lambda: self._watch(worker))),
+            _in_background(self._keep(worker, lambda: self._watch(worker))),
         ]
         if self._config.load_poll_interval_s is not None:
             interval_s = self._config.load_poll_interval_s
             polls = self._keep(worker, lambda: self._poll_loads(worker, interval_s))
-            self._tasks[worker.url].append(asyncio.create_task(polls))
+            self._tasks[worker.url].append(_in_background(polls))
 
     def stop(self, worker: Worker) -> None:
         for task in self._tasks.pop(worker.url, []):
@@ -91,12 +98,17 @@ class Monitor:
         self._doubts.pop(worker.url, None)
         self._probe_path.pop(worker.url, None)
 
-    async def close(self) -> None:
+    def stop_all(self) -> list[asyncio.Task[None]]:
+        """Watch nothing from now on; the tasks that are ending."""
         tasks = [task for group in self._tasks.values() for task in group] + [self._ticker]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._doubts.clear()
+        return tasks
+
+    async def close(self) -> None:
+        await asyncio.gather(*self.stop_all(), return_exceptions=True)
 
     def _doubt(self, worker: Worker) -> None:
         event = self._doubts.get(worker.url)
@@ -155,7 +167,9 @@ class Monitor:
         """Probe until the verdict is clear; returns when the worker is healthy and described."""
         failures = successes = 0
         while True:
+            asked_s = time.monotonic()
             problem = await self._probe(worker)
+            self.checks[worker.role, "failure" if problem else "success"] += 1
             if problem is None:
                 failures, successes = 0, successes + 1
                 needed = 1 if worker.healthy else self._config.success_threshold
@@ -167,7 +181,8 @@ class Monitor:
                     self._registry.set_healthy(worker, False, problem.text)
                     if problem.silent:
                         self._registry.silenced(worker)
-            await asyncio.sleep(_FAST_S)
+            # A probe that timed out has been pause enough.
+            await asyncio.sleep(max(0.0, asked_s + _FAST_S - time.monotonic()))
 
     async def _recover(self, worker: Worker) -> bool:
         """After a time down the engine may be another one: read its limits again."""
@@ -182,10 +197,16 @@ class Monitor:
         """What is wrong with the worker, if anything."""
         configured = self._config.health_endpoint
         paths = (configured,) if configured else _PROBE_PATHS
+        # Patience for a check that may cost the engine a forward pass, and for an engine whose
+        # ranks speak: its HTTP server may be busy with a large prompt.
+        limit_s = self._config.health_timeout_s
+        age_s = worker.report_age_s(time.monotonic())
+        patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
+        timeout_s = limit_s if patient else min(limit_s, _DOUBT_TIMEOUT_S)
         known = self._probe_path.get(worker.url)
         for path in (known,) if known else paths:
             try:
-                status, _ = await self._get(worker, path)
+                status, _ = await self._get(worker, path, timeout_s=timeout_s)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 if is_our_own(error):
                     logger.error("cannot check %s: %s", worker.url, error)
@@ -194,6 +215,7 @@ class Monitor:
             if status == 404 and not configured and path != paths[-1]:
                 continue
             self._probe_path[worker.url] = path
+            worker.heard_s = time.monotonic()
             # An engine without any of the cheap checks has at least answered.
             if status == 200 or (status == 404 and not configured):
                 return None
@@ -271,8 +293,14 @@ class Monitor:
                 )
                 continue
             backoff_s = interval_s
+            worker.heard_s = time.monotonic()
             worker.problems.pop("loads", None)
             self._submit(event)
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task of its own, not part of the request that may have asked for it (its log says so)."""
+    return asyncio.create_task(work, context=contextvars.Context())
 
 
 def parse_loads(worker: Worker, data: bytes) -> LoadPolled | None:

@@ -37,6 +37,9 @@ _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _ABORT_MARKS = (b'"type":"abort"', b'"finish_reason":"abort"')
 _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
+_EVENT_STREAM = "text/event-stream"
+_SSE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
+_END_MARK = b"[DONE]"
 _TAIL_BYTES = 4096
 """Of a stream, kept to see how it ended."""
 _ABORT_AGAIN_S = 1.0
@@ -247,14 +250,7 @@ class Pair:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             # A sink that edits events parses them: what it cannot read is decode's fault.
             logger.warning("unreadable event in the stream of %s: %r", self.request.decode, error)
-            self.leg_failed(
-                transport_failure(
-                    "decode",
-                    self.request.decode,
-                    "unreadable event in its stream",
-                    unreachable=False,
-                )
-            )
+            self.leg_failed(self._decode_broke("unreadable event in its stream"))
 
     def _open(self) -> None:
         self._opened = True
@@ -263,9 +259,18 @@ class Pair:
 
     def _first_event_failure(self, data: bytes) -> LegFailure | None:
         """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
+        if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
+            return self._decode_broke("what it streams are no events")
         if not (data.startswith(_SSE_ERROR) or any(mark in data for mark in _ABORT_MARKS)):
             return None
         return sse_failure(self.request.decode, data)
+
+    @property
+    def _event_stream(self) -> bool:
+        return self.request.stream and self.content_type.startswith(_EVENT_STREAM)
+
+    def _decode_broke(self, detail: str) -> LegFailure:
+        return transport_failure("decode", self.request.decode, detail, unreachable=False)
 
     def decode_finished(self, body: bytes) -> None:
         self._decode_over = True
@@ -278,13 +283,13 @@ class Pair:
             return
         if not self._opened:
             if self.request.stream:
-                self.leg_failed(
-                    transport_failure(
-                        "decode", self.request.decode, "the stream is empty", unreachable=False
-                    )
-                )
+                self.leg_failed(self._decode_broke("the stream is empty"))
                 return
             self._open()
+        elif self._event_stream and _END_MARK not in self._tail:
+            # SGLang ends every stream with the mark, also one that reports an error.
+            self.leg_failed(self._decode_broke("the stream ended without [DONE]"))
+            return
         self._done = True
         self._sink = None
         if not self._prefill_over and not self._closed:
@@ -405,7 +410,15 @@ class _DecodeLeg(_Leg):
             if abort is not None:
                 self.pair.leg_failed(leg_aborted("decode", self.worker, *abort))
                 return
+        if not self.pair.request.stream and not _looks_like_json(self.body):
+            self.failed(UpstreamError("protocol", "the reply is not a JSON object"))
+            return
         self.pair.decode_finished(bytes(self.body))
+
+
+def _looks_like_json(body: bytearray) -> bool:
+    """Whether it begins and ends as an object does: all that can be told without parsing it."""
+    return body[:1] == b"{" and body.rstrip()[-1:] == b"}"
 
 
 # SGLang's JSON --------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 5.0
 """No EndForward for this long (heartbeats come every second): the signal counts as lost."""
+QUIET_S = 2.0
+"""Nothing heard for this long from a worker that should say something: it is asked."""
 LOG_AGAIN_S = 300.0
 """A problem that comes and goes is logged at most this often; ``/workers`` always shows it."""
 RECHECK_EVERY_S = 5.0
@@ -50,8 +52,15 @@ class Worker:
     """The scheduler was told ``InstanceUp`` last."""
     active: int = 0
     """Legs in flight here."""
+    active_everywhere: int | None = None
+    """The same over all front ends, where another process counts them."""
     dispatches: int = 0
     failures: int = 0
+    successes: int = 0
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, str] = field(default_factory=dict)
+    """As ``PUT /workers/{id}`` set them, for people and tools: placement does not look at them."""
     problems: dict[str, str] = field(default_factory=dict)
     """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
     boots: dict[int, str] = field(default_factory=dict)
@@ -62,6 +71,8 @@ class Worker:
     """``/server_info`` must be read again before the worker is trusted."""
     rechecked_s: float = -math.inf
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    heard_s: float = 0.0
+    """When it last answered a probe or a poll, or was asked to."""
     last_report_s: dict[int, float] = field(default_factory=dict)
     reports: dict[int, int] = field(default_factory=dict)
 
@@ -79,6 +90,11 @@ class Worker:
     @property
     def dp_size(self) -> int:
         return self.info.dp_size if self.info is not None else 1
+
+    @property
+    def load(self) -> int:
+        """Legs in flight there, as far as is known."""
+        return self.active if self.active_everywhere is None else self.active_everywhere
 
     @property
     def usable(self) -> bool:
@@ -118,6 +134,8 @@ class Registry:
         self._aliases: dict[tuple[str, int], str] = {}
         self.doubted: Callable[[Worker], None] = lambda worker: None
         """Called when something casts doubt on a worker: probe it now."""
+        self.asks_cheaply = True
+        """A probe costs an engine nothing, so that silence is reason enough for one."""
         self.silenced: Callable[[Worker], None] = lambda worker: None
         """Called when a worker answers nothing any more, or restarted: what it was doing is lost,
         though the connections may not know yet."""
@@ -227,6 +245,7 @@ class Registry:
     def leg_succeeded(self, url: str) -> None:
         worker = self._workers.get(url)
         if worker is not None:
+            worker.successes += 1
             worker.breaker.succeeded()
 
     def tick(self) -> None:
@@ -237,6 +256,7 @@ class Registry:
                 logger.info("worker %s: circuit breaker half-open", worker.url)
                 self._announce(worker)
             self._check_signal(worker, now_s)
+            self._check_quiet(worker, now_s)
 
     def reported(self, worker: Worker, report: EndForward) -> bool:
         """Book an EndForward; False if it must be dropped.
@@ -361,6 +381,20 @@ class Registry:
             page_size=info.page_size,
         )
 
+    def _check_quiet(self, worker: Worker, now_s: float) -> None:
+        """A stopped process (SIGSTOP, a hung host) breaks no connection: notice its silence.
+
+        An engine with the plugin reports at least every second; any other is only expected to say
+        something while it has work.
+        """
+        expected = worker.load > 0 or bool(worker.last_report_s)
+        if not self.asks_cheaply or not worker.healthy or not expected:
+            return
+        heard_s = max([worker.heard_s, *worker.last_report_s.values()])
+        if now_s - heard_s >= QUIET_S:
+            worker.heard_s = now_s
+            self.doubted(worker)
+
     def _check_signal(self, worker: Worker, now_s: float) -> None:
         """Keep the diagnosis of a missing or partial EndForward signal current."""
         if worker.info is None or not worker.healthy:
@@ -403,8 +437,9 @@ def _why_mute(info: WorkerInfo) -> str:
     speaks = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
     return (
         f"the plugin is there and speaks to {speaks}, but nothing arrives: check that "
-        "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind and that the port can be "
-        "reached"
+        "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind, that the port can be "
+        "reached, and that SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here are the "
+        "same secret, or both unset"
     )
 
 
@@ -416,11 +451,11 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "id": worker.id,
         "url": worker.url,
         "model_id": info.model_id if info else "unknown",
-        "priority": 50,
-        "cost": 1.0,
+        "priority": worker.priority,
+        "cost": worker.cost,
         "worker_type": worker.role,
         "is_healthy": worker.healthy,
-        "load": worker.active,
+        "load": worker.load,
         "connection_mode": "HTTP",
         "runtime_type": "sglang",
         "bootstrap_port": worker.bootstrap_port,
@@ -429,7 +464,8 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
             "served_model_name": info.model_id if info else "unknown",
             "load_balance_method": info.load_balance_method if info else "",
             "dp_size": str(worker.dp_size),
-        },
+        }
+        | worker.labels,
         "disable_health_check": False,
         "usable": worker.usable,
         "circuit_breaker": worker.breaker.state,

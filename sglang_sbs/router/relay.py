@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.router.admission import Admission
-from sglang_sbs.router.dispatcher import Assignment, Dispatcher
+from sglang_sbs.router.dispatcher import Assigner, Assignment
 from sglang_sbs.router.downstream import Downstream
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
 from sglang_sbs.router.inflight import InFlight
@@ -29,6 +29,7 @@ from sglang_sbs.router.merge import (
     StreamMerger,
     event_sink,
     merge_answers,
+    merge_echoed_logprobs,
     merge_input_logprobs,
     restore_rid,
     sse,
@@ -89,7 +90,7 @@ class Relay:
         config: RelayConfig,
         *,
         registry: Registry,
-        dispatcher: Dispatcher,
+        dispatcher: Assigner,
         pool: Pool,
         lengths: PromptLengths,
         metrics: RouterMetrics,
@@ -211,9 +212,15 @@ class Relay:
         return plan.merge_logprobs or bool(plan.client_rids)
 
     @staticmethod
-    def _edited(plan: Plan, pair: Pair, output: dict[str, Any], position: int) -> dict[str, Any]:
+    def _edited(
+        plan: Plan, pair: Pair, output: dict[str, Any], position: int, *, first: bool = True
+    ) -> dict[str, Any]:
+        """``first``: a whole answer, or the first event of a stream."""
         if plan.merge_logprobs and pair.prefill_reply is not None:
-            merge_input_logprobs(output, pair.prefill_reply.body)
+            if plan.kind == "generate":
+                merge_input_logprobs(output, pair.prefill_reply.body)
+            elif first:
+                merge_echoed_logprobs(output, pair.prefill_reply.body)
         client_rid = plan.client_rid(position)
         if client_rid is not None:
             restore_rid(output, pair.rid, client_rid)
@@ -227,9 +234,13 @@ class Relay:
         merger = StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
 
         def sink_of(unit: Unit) -> Callable[[], Callable[[bytes], None]]:
+            begun = False
+
             def transform(event: dict[str, Any]) -> bytes | None:
+                nonlocal begun
                 pair = exchange.pairs[unit.index]
-                edited = self._edited(plan, pair, event, unit.index)
+                edited = self._edited(plan, pair, event, unit.index, first=not begun)
+                begun = True
                 return sse(edited) if plan.single else merger.event(unit, edited)
 
             return lambda: event_sink(transform, downstream.push)
@@ -278,10 +289,10 @@ class Relay:
                 last = attempt >= self._config.max_attempts
                 if started or not failure.retryable or last:
                     if last and failure.retryable and not started:
-                        self._metrics.retries_exhausted.inc()
+                        self._metrics.gave_up(failure, exchange.path)
                     raise
                 exclude = tuple(dict.fromkeys((*exclude, failure.worker)))
-                self._metrics.retries.inc()
+                self._metrics.retried(failure, exchange.path)
                 logger.info(
                     "%s: attempt %d failed (%s), retrying", exchange.request_id, attempt, failure
                 )
@@ -313,6 +324,7 @@ class Relay:
                 max_new_tokens=unit.max_new_tokens,
                 exclude=exclude,
             )
+            self._in_flight.assigned(assignment)
             pair = self._start(exchange, unit, assignment, make_sink)
             await pair.wait_open()
             if exchange.plan.stream:

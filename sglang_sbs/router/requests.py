@@ -148,7 +148,8 @@ def plan_request(kind: RouteKind, raw: bytes) -> Plan:
         merge = any(logprobs) if isinstance(logprobs, list) else bool(logprobs)
     else:
         units, prompts, samples = _split_openai(kind, body)
-        as_list, merge = False, False
+        as_list = False
+        merge = kind == "completions" and bool(body.get("echo") and body.get("logprobs"))
     return Plan(
         kind=kind,
         stream=stream,

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import socket
 import ssl
 import time
 from collections.abc import Iterator
@@ -20,30 +21,31 @@ from prometheus_client.core import Metric
 from sglang_sbs.router.admission import Admission
 from sglang_sbs.router.app import build_app
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer
-from sglang_sbs.router.dispatcher import Dispatcher, SchedulerLike
-from sglang_sbs.router.endforward import EndForwardListener
-from sglang_sbs.router.eventlog import EventLogWriter
-from sglang_sbs.router.flags import FEEDBACK_POLICIES, RouterOptions
+from sglang_sbs.router.dispatcher import Assigner
+from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.inflight import InFlight
-from sglang_sbs.router.intake import Doorman
+from sglang_sbs.router.intake import Doorman, ParserLog
 from sglang_sbs.router.lengths import PromptLengths
-from sglang_sbs.router.metrics import RouterMetrics, gauge, snapshot_families, total
-from sglang_sbs.router.monitor import Monitor
+from sglang_sbs.router.metrics import RouterMetrics
+from sglang_sbs.router.pump import SchedulerLike
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.relay import Relay
-from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
+from sglang_sbs.router.tracing import open_traces
 from sglang_sbs.router.upstream import Pool
+from sglang_sbs.router.watch import worker_session, worker_ssl
+from sglang_sbs.router.worker_metrics import gauge
 from sglang_sbs.scheduling.events import InstanceRole
-from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _FLUSH_S = 1.0
-_OVERDUE_S = 10.0
-"""So long after the scheduler's own deadline a request that got no decision is ended."""
 _LAST_WORDS_S = 5.0
 """At the end: for aborted requests to say so, and for clients to take it."""
+_LAST_CALL_S = 0.05
+_IDLE_S = 3.0
+"""How long a front end that ends leaves connections open on which nothing happens."""
 _SPARE_FILES = 64
 """Descriptors kept for listening sockets, logs, health checks and clients being refused."""
 
@@ -52,7 +54,7 @@ class RouterServer:
     """``await start()``, serve, ``await stop()``; also usable inside tests and other programs."""
 
     registry: Registry
-    dispatcher: Dispatcher
+    dispatcher: Assigner
     relay: Relay
     in_flight: InFlight
     doorman: Doorman
@@ -61,7 +63,7 @@ class RouterServer:
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
         """``scheduler`` replaces the real one (tests)."""
         self.options = options
-        self.metrics = RouterMetrics(options.prometheus_duration_buckets)
+        self.metrics = RouterMetrics(options.prometheus_duration_buckets, options.scheduler.policy)
         self.draining = False
         self.started_at = int(time.time())
         self.port = options.port
@@ -70,8 +72,9 @@ class RouterServer:
         self._scheduler = scheduler
         self._file_limit = 0
         self._runners: list[web.AppRunner] = []
-        self._socket: asyncio.Server | None = None
+        self._listening: list[asyncio.Server] = []
         self._flusher: asyncio.Task[None] | None = None
+        self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
 
     async def start(self) -> None:
         """Listen; workers are waited for in the background.
@@ -84,26 +87,31 @@ class RouterServer:
         self._file_limit = raise_file_limit()
         self._build()
         try:
-            self.endforward_endpoint = self._listener.open(options.endforward_bind)
+            parser_log = ParserLog(self.metrics.malformed_request)
             self._runners = [
                 web.AppRunner(
                     build_app(self),
                     handler_cancellation=True,
                     access_log=None,
+                    logger=parser_log,
                     keepalive_timeout=75.0,
                     shutdown_timeout=_LAST_WORDS_S,
                 ),
-                web.AppRunner(self._metrics_app(), access_log=None, shutdown_timeout=_LAST_WORDS_S),
+                web.AppRunner(
+                    self._metrics_app(),
+                    access_log=None,
+                    logger=parser_log,
+                    shutdown_timeout=_LAST_WORDS_S,
+                ),
             ]
+            # Before the port opens: a front end takes no requests it has no scheduler for.
+            self.endforward_endpoint = await self._schedulers.start()
             self.port = await self._listen(self._runners[0])
-            self.prometheus_port = await self._listen_for_metrics(self._runners[1])
+            if options.role != "front-end":  # the scheduler process shows those of all
+                self.prometheus_port = await self._listen_for_metrics(self._runners[1])
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
-        for url, port in options.prefill:
-            self.add_worker(url, "prefill", port)
-        for url in options.decode:
-            self.add_worker(url, "decode", None)
         self._flusher = asyncio.create_task(self._flush_log())
 
     def _build(self) -> None:
@@ -114,31 +122,21 @@ class RouterServer:
             if options.tokenizer_path
             else None
         )
-        scheduler = self._scheduler
-        if scheduler is None:
-            from sglang_sbs.scheduling import Scheduler
-
-            scheduler = Scheduler(options.scheduler)
-        log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
-        tls = self._worker_ssl()
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True)
-        )
-        self.dispatcher = Dispatcher(
-            scheduler,
-            observer=self.metrics,
-            event_log=log,
-            give_up_s=options.scheduler.default_timeout_s + _OVERDUE_S,
-        )
-        self.registry = Registry(
-            self.dispatcher.submit,
-            options.breaker,
-            expects_endforward=(
-                options.scheduler.policy in FEEDBACK_POLICIES
-                and options.endforward_bind is not None
-            ),
-        )
-        self.pool = Pool(loop, ssl_context=tls)
+        self.session = worker_session(options)
+        self.pool = Pool(loop, ssl_context=worker_ssl(options))
+        self._schedulers: Schedulers
+        if options.role == "front-end":
+            self._schedulers = RemoteScheduler(options, self.metrics, self.session, self._abort)
+        else:
+            self._schedulers = OwnScheduler(
+                options,
+                self._scheduler,
+                self._find_owner,
+                self.metrics,
+                self.session,
+            )
+        self.registry = self._schedulers.registry
+        self.dispatcher = self._schedulers.dispatcher
         self.lengths = PromptLengths(tokenizer, self.metrics.length_missed)
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,
@@ -146,6 +144,7 @@ class RouterServer:
             lengths=self.lengths,
             metrics=self.metrics,
             worker_key=options.worker_key,
+            traces=self.traces,
         )
         self.registry.silenced = self.in_flight.fail_worker
         self.admission = Admission(
@@ -153,6 +152,8 @@ class RouterServer:
             options.queue_size,
             options.queue_timeout_s,
             self._has_descriptors,
+            refill_per_s=options.rate_limit_per_s,
+            observe=self.metrics.door,
         )
         self.relay = Relay(
             options.relay,
@@ -164,27 +165,21 @@ class RouterServer:
             admission=self.admission,
             in_flight=self.in_flight,
         )
-        self._listener = EndForwardListener(
-            self.registry, self.dispatcher.submit, self.in_flight.find_owner, self._reported
-        )
-        self._monitor = Monitor(
-            self.registry,
-            self.session,
-            options.monitor,
-            self.dispatcher.submit,
-            self._described,
-        )
         self.metrics.collect_with(self._collect)
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Stop accepting, let requests in flight end, abort those that do not in time."""
         self.draining = True
-        if self._socket is not None:
-            self._socket.close()  # what is connected may go on; every answer says it is the last
         limit_s = self.options.shutdown_grace_s if grace_s is None else grace_s
+        if self.options.role == "front-end" and limit_s > 0:
+            await asyncio.sleep(_LAST_CALL_S)  # take in whoever is connected to the port already
+        for listening in self._listening:
+            listening.close()  # what is connected may go on; every answer says it is the last
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self.in_flight.wait_idle()
+                if self.options.role == "front-end":
+                    await self._wait_for_idle_connections()
         left = self.in_flight.abort_all()
         if left:
             logger.warning("aborting %d requests still in flight", left)
@@ -193,34 +188,59 @@ class RouterServer:
                     await self.in_flight.wait_idle()
         if self._flusher is not None:
             self._flusher.cancel()
-        await self._monitor.close()
-        self._listener.close()
+        await self._schedulers.close()
         for runner in self._runners:
             await runner.cleanup()
         self._runners.clear()
         self.lengths.close()
         self.pool.close()
         await self.session.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         self.dispatcher.close()
+
+    async def _wait_for_idle_connections(self) -> None:
+        """Clients keep connections: let them find out by an answer, not by a closed one.
+
+        A request that meets the closing of its connection is lost, and HTTP lets no client send it
+        again without asking. So idle ones stay for a while; each ends with its next answer.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_S):
+                while any(  # noqa: ASYNC110 - aiohttp announces no closed connection
+                    runner.server and runner.server.connections for runner in self._runners[:1]
+                ):
+                    await asyncio.sleep(_LAST_CALL_S)
+        await self.in_flight.wait_idle()
 
     # Workers ----------------------------------------------------------------------------------
 
-    def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Register a worker and wait for it in the background. Raises: ValueError."""
-        worker = self.registry.add(url, role, bootstrap_port)
-        self._monitor.start(worker)
-        return worker
+    async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        """Register a worker and wait for it in the background.
 
-    def remove_worker(self, worker: Worker) -> None:
-        self.registry.remove(worker)
-        self._monitor.stop(worker)
+        Raises:
+            ValueError: a bad URL, or there already.
+            RouterError: 503, the scheduler cannot be told.
+        """
+        return await self._schedulers.add_worker(url, role, bootstrap_port)
 
-    def _described(self, worker: Worker, info: WorkerInfo) -> None:
-        self._listener.described(worker, info)
+    async def remove_worker(self, worker: Worker) -> None:
+        """Raises: RouterError (503), the scheduler cannot be told."""
+        await self._schedulers.remove_worker(worker)
 
-    def _reported(self, worker: Worker, report: EndForward) -> None:
-        chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)
-        self.metrics.forward_ended(worker.url, chunk, report)
+    async def update_worker(self, worker: Worker) -> None:
+        """Its priority, cost or labels were set. Raises: RouterError (503)."""
+        await self._schedulers.update_worker(worker)
+
+    async def abort(self, rid: str) -> int:
+        """End requests by the id their clients gave, in every process (empty: all); how many."""
+        return self._abort(rid) + await self._schedulers.abort_elsewhere(rid)
+
+    def _abort(self, rid: str) -> int:
+        return self.in_flight.abort_client_request(rid) if rid else self.in_flight.abort_all()
+
+    def _find_owner(self, rid: str, role: str) -> str | None:
+        return self.in_flight.find_owner(rid, role)
 
     def _has_descriptors(self) -> bool:
         """A request needs two for its legs (its client has one); some stay for other things."""
@@ -235,14 +255,23 @@ class RouterServer:
         await runner.setup()
         assert runner.server is not None
         self.doorman = Doorman(runner.server)
-        self._socket = await asyncio.get_running_loop().create_server(
-            self.doorman,
-            options.host,
-            options.port,
-            ssl=self._server_ssl(),
-            backlog=_BACKLOG,
-        )
-        return int(self._socket.sockets[0].getsockname()[1])
+        loop = asyncio.get_running_loop()
+        tls = self._server_ssl()
+        if options.listen_fds:
+            for fd in options.listen_fds:
+                inherited = socket.socket(fileno=fd)
+                self._listening.append(
+                    await loop.create_server(
+                        self.doorman, sock=inherited, ssl=tls, backlog=_BACKLOG
+                    )
+                )
+        else:
+            self._listening.append(
+                await loop.create_server(
+                    self.doorman, options.host, options.port, ssl=tls, backlog=_BACKLOG
+                )
+            )
+        return int(self._listening[0].sockets[0].getsockname()[1])
 
     async def _listen_for_metrics(self, runner: web.AppRunner) -> int:
         await runner.setup()
@@ -256,17 +285,6 @@ class RouterServer:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(options.tls_cert_path, options.tls_key_path)
-        return context
-
-    def _worker_ssl(self) -> ssl.SSLContext | None:
-        options = self.options
-        if not options.ca_cert_paths and options.client_cert_path is None:
-            return None
-        context = ssl.create_default_context()
-        for path in options.ca_cert_paths:
-            context.load_verify_locations(path)
-        if options.client_cert_path is not None:
-            context.load_cert_chain(options.client_cert_path, options.client_key_path)
         return context
 
     # Metrics ----------------------------------------------------------------------------------
@@ -283,34 +301,10 @@ class RouterServer:
         return app
 
     def _collect(self) -> Iterator[Metric]:
-        yield from snapshot_families(self.dispatcher.snapshot())
-        health = gauge("smg_worker_health", "1 if healthy", "worker", "worker_type")
-        breaker = gauge(
-            "smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half-open", "worker"
-        )
-        active = gauge("smg_worker_requests_active", "Legs in flight", "worker")
-        problems = gauge("sbs_worker_problem", "1 per known problem", "worker", "problem")
-        messages = total("sbs_endforward_messages", "EndForward messages", "worker", "dp_rank")
-        fates = total("sbs_endforward_received", "Messages by what became of them", "fate")
-        pool = gauge("smg_worker_pool_size", "Registered workers", "worker_type")
-        states = {"closed": 0, "open": 1, "half_open": 2}
-        for worker in self.registry:
-            health.add_metric([worker.url, worker.role], float(worker.healthy))
-            breaker.add_metric([worker.url], states[worker.breaker.state])
-            active.add_metric([worker.url], worker.active)
-            for kind in worker.problems:
-                problems.add_metric([worker.url, kind], 1)
-            for rank, count in worker.reports.items():
-                messages.add_metric([worker.url, str(rank)], count)
-        for fate, count in self._listener.counts.items():
-            fates.add_metric([fate], count)
-        for role in ("prefill", "decode"):
-            pool.add_metric([role], sum(w.role == role for w in self.registry))
-        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
-        errors.add_metric([], self.dispatcher.scheduler_errors)
+        yield from self._schedulers.families()
         ratio = gauge("sbs_prompt_bytes_per_token", "Calibrated, for estimated prompt lengths")
         ratio.add_metric([], self.lengths.bytes_per_token)
-        yield from (health, breaker, active, problems, messages, fates, pool, errors, ratio)
+        yield ratio
 
     async def _flush_log(self) -> None:
         while True:

@@ -11,15 +11,12 @@ from typing import Literal
 Arity = Literal["flag", "one", "many"]
 
 _CACHE = "cache-aware routing of the stock router is not part of this one"
-_RATE = "use --max-concurrent-requests; there is no token bucket here"
 _ONE_MODEL = "this router serves the one model of its workers"
 _DISCOVERY = "Kubernetes discovery is not supported: list workers, or POST /workers"
 _RESPONSES = "the Responses API and its storage are not served here"
 _TOKENIZER_CACHE = "token counts are not cached here"
 _PARSER = "set it on the engines: they parse"
-_AUTH = "only --api-key and --admin-api-key are checked here"
-_TRACE = "traceparent is forwarded, but this router sends no spans"
-_BREAKER = "the breaker here counts consecutive failures"
+_AUTH = "tokens of an identity provider are not checked here: use --control-plane-api-keys"
 
 IGNORED_FLAGS: dict[str, tuple[Arity, str]] = {
     "cache-threshold": ("one", _CACHE),
@@ -35,7 +32,6 @@ IGNORED_FLAGS: dict[str, tuple[Arity, str]] = {
     "dp-aware": ("flag", "DP ranks are always chosen here"),
     "enable-igw": ("flag", _ONE_MODEL),
     "mini-lb": ("flag", "there is one router here, and it is fit for production"),
-    "rate-limit-tokens-per-second": ("one", _RATE),
     "service-discovery": ("flag", _DISCOVERY),
     "selector": ("many", _DISCOVERY),
     "service-discovery-port": ("one", _DISCOVERY),
@@ -65,11 +61,6 @@ IGNORED_FLAGS: dict[str, tuple[Arity, str]] = {
     "redis-url": ("one", _RESPONSES),
     "redis-pool-max": ("one", _RESPONSES),
     "redis-retention-days": ("one", _RESPONSES),
-    "enable-trace": ("flag", _TRACE),
-    "otlp-traces-endpoint": ("one", _TRACE),
-    "cb-window-duration-secs": ("one", _BREAKER),
-    "control-plane-api-keys": ("many", _AUTH),
-    "control-plane-audit-enabled": ("flag", _AUTH),
     "jwt-issuer": ("one", _AUTH),
     "jwt-audience": ("one", _AUTH),
     "jwt-jwks-uri": ("one", _AUTH),

@@ -9,6 +9,7 @@ PD or JSON.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import errno
 import logging
 import socket
@@ -102,7 +103,8 @@ class Call:
         if connection is not None:
             self._send(connection)
         else:
-            self._task = self._pool.loop.create_task(self._connect())
+            # A connection outlives the request it was made for: it must not log under its id.
+            self._task = self._pool.loop.create_task(self._connect(), context=contextvars.Context())
 
     def cancel(self) -> None:
         """Stop now: the connection is closed and the receiver hears nothing more."""

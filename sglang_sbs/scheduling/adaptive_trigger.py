@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from heapq import nsmallest
 
+from sglang_sbs.scheduling.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy, permitted
@@ -41,9 +41,6 @@ MAX_AGEING_S = 0.5
 SPACING_SHARE = 0.8
 BACKLOG_FACTOR = 1.3
 COMMIT_AHEAD_FACTOR = 1.5
-MISS_TARGET = 0.01
-LEAD_STEP_S = 0.004
-MIN_LEAD_S = 0.003
 FULL_PASSES = 2.0
 """With this many passes of tokens waiting for one instance its pass is simply filled."""
 ARRIVING_SHARE = 0.6
@@ -65,31 +62,32 @@ class AdaptiveTrigger(PrefillPolicy):
         self._token_rate = 0.0
         self._rate_s: float | None = None
         self._chunk_tokens = 1.0
-        self._lead_s = interval.latency_s + MIN_LEAD_S
+        self._lead = DispatchLead()
+        self._load = 0.0
 
     @property
     def lead_s(self) -> float:
         """How long before the predicted end of a pass its successor's batch leaves."""
-        return self._lead_s
+        return self._lead.lead_s(self._interval.latency_s)
 
     def on_arrival(self, tokens: int, now_s: float) -> None:
         self._decay(now_s)
         self._token_rate += tokens / RATE_WINDOW_S
 
-    def on_landing(self, landed_s: Sequence[float], missed_s: Sequence[float]) -> None:
-        """Stochastic approximation of the (1 - MISS_TARGET) quantile of the dispatch latency.
-
-        Only what was sent about one lead ahead says whether the lead is right: a request sent later
-        than that was expected to miss, one sent much earlier could not.
-        """
-        missed = sum(1 for s in missed_s if s >= 0.5 * self._lead_s)
-        landed = sum(1 for s in landed_s if s <= 2 * self._lead_s)
-        if missed + landed == 0:
-            return
-        share = missed / (missed + landed)
-        self._lead_s += LEAD_STEP_S * (share - MISS_TARGET)
-        floor_s = self._interval.latency_s + MIN_LEAD_S
-        self._lead_s = min(max(self._lead_s, floor_s), 0.8 * self._interval.mean_forward_s)
+    def on_landing(
+        self,
+        landed_s: Sequence[float],
+        idled_s: Sequence[float],
+        left_behind_s: Sequence[float],
+    ) -> None:
+        self._lead.observe(
+            landed_s,
+            idled_s,
+            left_behind_s,
+            load=self._load,
+            latency_s=self._interval.latency_s,
+            most_s=0.8 * self._interval.mean_forward_s,
+        )
 
     def key_of(self, request: Request) -> float:
         """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting."""
@@ -115,26 +113,33 @@ class AdaptiveTrigger(PrefillPolicy):
         if oldest is None:
             return Plan()
         self._decay(now_s)
-        overdue = now_s - oldest.arrived_s >= self._max_hold_s
-        wakes = [] if overdue else [oldest.arrived_s + self._max_hold_s]
-        candidates: list[tuple[float, PrefillInstance]] = []
-        all_idle = True
-        for instance in instances:
-            all_idle = all_idle and instance.idle
-            long_queue = queue.tokens >= COMMIT_AHEAD_FACTOR * instance.capacity_tokens
+        hold_until_s = oldest.arrived_s + self._max_hold_s
+        overdue = now_s >= hold_until_s
+        wakes = [] if overdue else [hold_until_s]
+        starts = sorted(
+            (self._start_s(instance, now_s), self._free_at_s(instance, now_s), index)
+            for index, instance in enumerate(instances)
+        )
+        lead_s = self.lead_s
+        candidates: list[PrefillInstance] = []
+        ahead_tokens = 0.0
+        for start_s, _, index in starts:
+            instance = instances[index]
+            ahead_tokens += instance.capacity_tokens
+            long_queue = queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
             if not _may_take(instance, long_queue):
                 continue
-            free_s = self._free_at_s(instance, now_s)
             open_s = now_s
             if not (instance.idle or long_queue):
-                open_s = free_s - self._lead_s - instance.model.error_s
+                open_s = start_s - lead_s
             if open_s <= now_s + _EPSILON_S:
-                candidates.append((free_s, instance))
+                candidates.append(instance)
             else:
                 wakes.append(open_s)
+        all_idle = all(instance.idle for instance in instances)
         if not overdue and not all_idle:
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
-        for _, instance in nsmallest(MAX_TRIED, candidates, key=lambda candidate: candidate[0]):
+        for instance in candidates[:MAX_TRIED]:
             plan = self._batch_for(instance, instances, queue, admissible, overdue, all_idle, now_s)
             if plan.placements:
                 self._last_s = now_s
@@ -145,26 +150,26 @@ class AdaptiveTrigger(PrefillPolicy):
 
     def _spaced(
         self,
-        candidates: list[tuple[float, PrefillInstance]],
+        candidates: list[PrefillInstance],
         instances: Sequence[PrefillInstance],
         queue_tokens: int,
         now_s: float,
         wakes: list[float],
-    ) -> list[tuple[float, PrefillInstance]]:
+    ) -> list[PrefillInstance]:
         """Soft stagger; its length comes from the model and the arrival rate, not from measured
         pass times, which would feed back into themselves."""
         n = len(instances)
         model = instances[0].model
         capacity = instances[0].capacity_tokens
         slope = model.slope_s_per_token() / instances[0].dp_size
-        load = min(0.95, self._token_rate * slope / n)
+        self._load = load = min(0.95, self._token_rate * slope / n)
         pass_s = min(model.fixed_s / (1 - load), model.fixed_s + slope * capacity)
         due_s = self._last_s + SPACING_SHARE * pass_s / n
         long_queue = queue_tokens >= BACKLOG_FACTOR * max(1.0, self._token_rate * pass_s / n)
         if due_s <= now_s + _EPSILON_S or long_queue:
             return candidates
         wakes.append(due_s)
-        return [c for c in candidates if c[1].backlog_tokens > 0]
+        return [c for c in candidates if c.backlog_tokens > 0]
 
     # One batch ----------------------------------------------------------------------------
 
@@ -180,9 +185,10 @@ class AdaptiveTrigger(PrefillPolicy):
     ) -> Plan:
         c_avail = instance.c_avail()
         room = sum(c for c in c_avail if c > 0)
-        # Under backlog the next ones in the order are at hand to fill holes with.
-        backlog_tokens = max(1.0, len(instances) / 3) * instance.capacity_tokens
-        spare = room if queue.tokens > backlog_tokens else 0
+        others = [i for i in instances if i is not instance]
+        # Splitting a prompt costs it a pass. That pays when more is left than the others can take.
+        keep_tokens = sum(other.capacity_tokens for other in others)
+        spare = room if queue.tokens > keep_tokens else 0
         head: list[Request] = []
         rest: list[Request] = []
         taken = 0
@@ -192,7 +198,6 @@ class AdaptiveTrigger(PrefillPolicy):
             if admissible(request) and permitted(request, instance, instances):
                 (head if taken < room else rest).append(request)
                 taken += request.prompt_tokens
-        others = [i for i in instances if i is not instance]
         long_queue = (
             queue.tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
         )
@@ -209,7 +214,7 @@ class AdaptiveTrigger(PrefillPolicy):
             allocation._replace(left=allocation.left + rest),
             c_avail,
             instance.chunk_tokens,
-            keep_tokens=backlog_tokens - beyond,
+            keep_tokens=keep_tokens - beyond,
         )
         ahead_ms = 1e3 * (self._free_at_s(instance, now_s) - now_s)
         return Plan(
@@ -260,6 +265,15 @@ class AdaptiveTrigger(PrefillPolicy):
             arriving = ARRIVING_SHARE * self._token_rate * (start_s + delay_s - now_s)
             level_s = (queue.tokens + arriving + sum_tokens) / sum_per_s
         return (level_s - base_s) * per_s
+
+    def _start_s(self, instance: PrefillInstance, now_s: float) -> float:
+        """When the pass starts that a batch sent now would be in."""
+        arrives_s = now_s + self._interval.latency_s
+        free_s = self._free_at_s(instance, now_s)
+        if free_s < arrives_s and instance.backlog_tokens:
+            # It starts the next one before, with what it has.
+            return free_s + instance.next_pass_s()
+        return max(free_s, arrives_s)
 
     def _free_at_s(self, instance: PrefillInstance, now_s: float) -> float:
         return max(now_s, instance.free_at_s(now_s, self._interval.latency_s))

@@ -33,7 +33,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: Policy = "sbs"
     trigger: Trigger = "adaptive"
-    decode_rule: DecodeRule = "iqr"
+    decode_rule: DecodeRule = "potential"
 
     t_default_s: float = 0.3
     """T_default of Algorithm 1: forward time assumed before the first EndForward."""

@@ -1,7 +1,12 @@
 """What the scheduler believes about one decode instance: ⟨B_i, K_i⟩ per DP rank.
 
-Owns own dispatches not yet reported, the reported absolutes, and room for admission. Must not know
-the rule that picks a rank.
+Owns own dispatches and ends not yet reported, the reported absolutes, and room for admission. Must
+not know the rule that picks a rank.
+
+A rank's state is its last report, plus what was dispatched and is not in it, minus what ended and
+still is. A dispatch is in the report that echoes its id (or counts an id that was in a lost one);
+an end is matched by :class:`~sglang_sbs.scheduling.departures.Departures`. K_i of a request on its
+way is its prompt, which is what the engine allocates; admission counts what it may grow to.
 """
 
 from __future__ import annotations
@@ -10,20 +15,35 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from sglang_sbs.scheduling.decode import UNLIMITED, DecodeLoad
+from sglang_sbs.scheduling.departures import Departures
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.report_cursor import ReportCursor
 from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
+_ENDED_FIRST = 64
+_LOST_S = 5.0
+"""A request dispatched longer ago is in the report, whether an id said so or not: the message that
+would have is lost, and a first one cannot tell how many it missed."""
+
 
 @dataclass(slots=True)
 class DecodeRank:
-    """One DP rank. Token counts of a request are its total length: prompt plus expected output."""
+    """One DP rank."""
 
     flight: TokenLedger = field(default_factory=TokenLedger)
-    """Dispatched and not yet accepted by the rank."""
+    """Dispatched and not yet accepted by the rank: prompt tokens."""
+    growth: TokenLedger = field(default_factory=TokenLedger)
+    """Of the same requests: expected output tokens."""
+    sent_s: dict[str, float] = field(default_factory=dict)
+    """Of the same requests: when they were dispatched."""
     outstanding: TokenLedger = field(default_factory=TokenLedger)
-    """Dispatched and not ended."""
+    """Dispatched and not ended: prompt plus expected output tokens."""
+    presumed: set[str] = field(default_factory=set)
+    """Outstanding, and taken for accepted because a message was lost: some other may have been."""
+    ended_first: dict[str, int] = field(default_factory=dict)
+    """Ended before a report said that the rank has them: KV tokens. The last few."""
+    departures: Departures = field(default_factory=Departures)
     cursor: ReportCursor = field(default_factory=ReportCursor)
     reported_requests: int = 0
     reported_kv_tokens: int = 0
@@ -34,8 +54,31 @@ class DecodeRank:
         """The engine restarted: what was dispatched to the one before is gone."""
         gone = self.outstanding.oldest() if self.doomed is None else self.doomed
         for rid in gone:
-            self.flight.pop(rid)
+            self.land(rid)
+            self.presumed.discard(rid)
             self.outstanding.pop(rid)
+        self.ended_first.clear()
+        self.departures = Departures()
+
+    def land(self, rid: str) -> bool:
+        """The rank has accepted a request, or it ended; whether it was in flight."""
+        self.growth.pop(rid)
+        self.sent_s.pop(rid, None)
+        return self.flight.pop(rid) is not None
+
+    def accepted(self, rids: list[str], lost: int, now_s: float) -> None:
+        """The rank has accepted these, and so many more in messages that were lost."""
+        for rid in rids:
+            if not self.land(rid) and rid in self.presumed:
+                self.presumed.remove(rid)
+                lost += 1
+        for rid in self.flight.oldest(lost):
+            self.land(rid)
+            self.presumed.add(rid)
+        for rid in self.flight.oldest():
+            if self.sent_s[rid] >= now_s - _LOST_S:
+                break
+            self.land(rid)
 
 
 class DecodeInstance:
@@ -74,18 +117,34 @@ class DecodeInstance:
         """Whether any dispatched request has not ended."""
         return any(len(rank.outstanding) for rank in self.ranks)
 
-    def dispatched(self, rid: str, rank: int, total_tokens: int) -> None:
-        """A request leaves for a rank."""
-        self.ranks[rank].flight.add(rid, total_tokens)
-        self.ranks[rank].outstanding.add(rid, total_tokens)
+    def dispatched(
+        self, rid: str, rank: int, prompt_tokens: int, total_tokens: int, now_s: float
+    ) -> None:
+        """A request leaves for a rank; ``total_tokens`` is prompt plus expected output."""
+        state = self.ranks[rank]
+        state.sent_s[rid] = now_s
+        state.flight.add(rid, prompt_tokens)
+        state.growth.add(rid, total_tokens - prompt_tokens)
+        state.outstanding.add(rid, total_tokens)
         self._changed(rank)
 
-    def ended(self, rid: str, rank: int) -> None:
-        """The request is over, whatever state it was in."""
+    def ended(self, rid: str, rank: int, kv_tokens: int) -> None:
+        """The request is over, whatever state it was in; ``kv_tokens`` is what it held at its end.
+
+        A rank that accepted it holds it until a report says otherwise.
+        """
         if rank >= self.dp_size:
             return  # it went to an instance of another size that had this name
-        self.ranks[rank].flight.pop(rid)
-        self.ranks[rank].outstanding.pop(rid)
+        state = self.ranks[rank]
+        known = state.outstanding.pop(rid) is not None
+        state.presumed.discard(rid)
+        on_its_way = state.land(rid)
+        if known and on_its_way:
+            state.ended_first[rid] = kv_tokens
+            if len(state.ended_first) > _ENDED_FIRST:
+                del state.ended_first[next(iter(state.ended_first))]
+        elif known and state.cursor.reported_s is not None:
+            state.departures.ended(kv_tokens, state.cursor.reported_s)
         self._changed(rank)
 
     def down(self) -> None:
@@ -104,12 +163,15 @@ class DecodeInstance:
         if taken.restarted:
             rank.forget()
         rank.doomed = None
+        rank.accepted(report.rids, taken.lost_requests, now_s)
+        # Those that wait have been retracted, or their KV has just arrived: they run again soon.
+        present = report.running_requests + report.kv_transfer_requests + report.waiting_requests
+        rank.departures.reported(report.accepted_requests, present, now_s)
         for rid in report.rids:
-            rank.flight.pop(rid)
-        for rid in rank.flight.oldest(taken.lost_requests):
-            rank.flight.pop(rid)
-        rank.reported_requests = report.running_requests + report.kv_transfer_requests
-        rank.reported_kv_tokens = report.kv_tokens
+            if rid in rank.ended_first:
+                rank.departures.ended(rank.ended_first.pop(rid), now_s)
+        rank.reported_requests = max(0, present)
+        rank.reported_kv_tokens = max(0, report.kv_tokens)
         self._changed(report.dp_rank)
         limits = (
             report.kv_capacity_tokens or self.kv_capacity_tokens,
@@ -148,12 +210,13 @@ class DecodeInstance:
             requests = max(len(rank.outstanding), rank.reported_requests)
             kv_tokens = max(committed, rank.reported_kv_tokens)
         else:
-            requests = rank.reported_requests + len(rank.flight)
-            kv_tokens = rank.reported_kv_tokens + rank.flight.total
+            gone = rank.departures
+            requests = max(0, rank.reported_requests - len(gone)) + len(rank.flight)
+            kv_tokens = max(0, rank.reported_kv_tokens - gone.kv_tokens) + rank.flight.total
         return DecodeLoad(
             running=requests,
             kv_tokens=kv_tokens,
-            committed_tokens=max(kv_tokens, committed),
+            committed_tokens=max(kv_tokens + rank.growth.total, committed),
             kv_capacity_tokens=self.kv_capacity_tokens,
             max_running=self.max_running,
         )

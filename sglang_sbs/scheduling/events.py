@@ -61,6 +61,24 @@ class RequestEnded(_Message, frozen=True):
     completion_tokens: int | None = None
 
 
+class RequestAdopted(_Message, frozen=True):
+    """A request that another scheduler dispatched: it is in flight, only its end is awaited.
+
+    A driver that was without this scheduler for a while announces what it placed meanwhile, so that
+    a restarted one knows what the engines are busy with. An instance need not be up yet.
+    """
+
+    rid: str
+    prompt_tokens: int
+    prefill: InstanceId
+    prefill_rank: int
+    decode: InstanceId
+    decode_rank: int
+    max_new_tokens: int | None = None
+    prefilled: bool = False
+    """Prefill has answered already: only decode still works on it."""
+
+
 # Instances ------------------------------------------------------------------------------------
 
 
@@ -110,6 +128,7 @@ Event = (
     RequestArrived
     | PrefillDone
     | RequestEnded
+    | RequestAdopted
     | InstanceUp
     | InstanceDown
     | ForwardEnded

@@ -56,9 +56,13 @@ class PrefillPolicy(ABC):
     def on_arrival(self, tokens: int, now_s: float) -> None:  # noqa: B027
         """A request of this many prompt tokens was queued."""
 
-    def on_landing(self, landed_s: Sequence[float], missed_s: Sequence[float]) -> None:  # noqa: B027
-        """A rank launched: how long before it those requests were sent that were in time, and those
-        that were not."""
+    def on_landing(  # noqa: B027
+        self,
+        landed_s: Sequence[float],
+        idled_s: Sequence[float],
+        left_behind_s: Sequence[float],
+    ) -> None:
+        """A rank launched: see :class:`~sglang_sbs.scheduling.prefill_instance.Observation`."""
 
     @abstractmethod
     def plan(

@@ -106,8 +106,11 @@ class Observation:
     """L_net samples: dispatch to an idle instance until the launch."""
     landed_s: list[float] = field(default_factory=list)
     """How long before a launch those requests were sent that were in it (not the ones above)."""
-    missed_s: list[float] = field(default_factory=list)
-    """The same for those that had to wait for the next pass although this one had room."""
+    idled_s: list[float] = field(default_factory=list)
+    """How long before the end of the last pass those were sent that came after it, when nothing ran
+    any more."""
+    left_behind_s: list[float] = field(default_factory=list)
+    """As ``landed_s`` for those that have to wait for the next pass although this one had room."""
 
 
 class PrefillInstance:
@@ -212,10 +215,15 @@ class PrefillInstance:
 
     def dispatched(self, rid: str, rank: int, tokens: int, now_s: float) -> None:
         """A request leaves for a rank; arms the watchdog if none did before it."""
+        target = self.ranks[rank]
+        target.sent[rid] = Sent(now_s, not self.passes and target.backlog_tokens == 0)
+        self.adopted(rid, rank, tokens, now_s)
+
+    def adopted(self, rid: str, rank: int, tokens: int, now_s: float) -> None:
+        """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
         if not self.has_outstanding:
             self.watchdog_s = now_s + self.timeout_s
         target = self.ranks[rank]
-        target.sent[rid] = Sent(now_s, not self.passes and target.backlog_tokens == 0)
         target.flight.add(rid, tokens)
         target.outstanding.add(rid, tokens)
         self._recount()
@@ -256,8 +264,11 @@ class PrefillInstance:
 
     # Reports ------------------------------------------------------------------------------
 
-    def on_report(self, report: EndForward, now_s: float) -> Observation:
-        """Replace belief by what a rank says. Old and duplicate messages change nothing."""
+    def on_report(self, report: EndForward, now_s: float, latency_s: float) -> Observation:
+        """Replace belief by what a rank says. Old and duplicate messages change nothing.
+
+        ``latency_s``: L_net, which tells what was at the rank when the pass before ended.
+        """
         if not 0 <= report.dp_rank < self.dp_size:
             return Observation()
         rank = self.ranks[report.dp_rank]
@@ -268,7 +279,10 @@ class PrefillInstance:
             self._on_restart(rank)
         rank.clean = False
         self.tier = "endforward"
-        learned = self._acknowledge(rank, report, taken.lost_requests, now_s)
+        launch_s = self._launched_s(report, now_s)
+        if report.kind == "launch":
+            self._learn_gap(rank, report, launch_s, latency_s)
+        learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
         rank.queued_tokens = report.queued_tokens
         rank.idle = report.idle
         if report.kind == "launch":
@@ -371,10 +385,9 @@ class PrefillInstance:
         self.passes.append(Pass(start_s, max(end_s, now_s), tokens, None, rids))
 
     def _acknowledge(
-        self, rank: PrefillRank, report: EndForward, lost_requests: int, now_s: float
+        self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
     ) -> Observation:
         learned = Observation()
-        launch_s = now_s - report.age_s
         landed_s = []
         for rid in report.rids:
             sent = rank.land(rid)
@@ -386,15 +399,15 @@ class PrefillInstance:
             elif launch_s > self.free_since_s + 2 * self.gap_s + _ON_TIME_S:
                 # The instance fell idle and launched when this one came: too late for the gapless
                 # launch it was meant for.
-                learned.missed_s.append(self.free_since_s - sent.at_s)
+                learned.idled_s.append(self.free_since_s - sent.at_s)
             else:
                 landed_s.append(ahead_s)
         if report.kind == "launch" and report.extend_tokens < self.chunk_tokens:
             # The last accepted are still in the handshake with decode: too late for this pass, like
             # those that are not even at the rank.
             late = min(report.bootstrapping_requests, len(landed_s))
-            learned.missed_s += [launch_s - sent.at_s for sent in rank.sent.values()]
-            learned.missed_s += landed_s[len(landed_s) - late :]
+            learned.left_behind_s += [launch_s - sent.at_s for sent in rank.sent.values()]
+            learned.left_behind_s += landed_s[len(landed_s) - late :]
             landed_s = landed_s[: len(landed_s) - late]
         learned.landed_s = landed_s
         presumed = [running.rids for running in self.passes if running.forward_id is None]
@@ -412,6 +425,26 @@ class PrefillInstance:
                     rids.pop(rid, None)
         return learned
 
+    def _launched_s(self, report: EndForward, now_s: float) -> float:
+        """When the reported pass was launched. The barrier: its first rank to say so knows best,
+        the messages of the others may have taken longer."""
+        heard_s = now_s - report.age_s
+        known = next((p for p in self.passes if p.forward_id == report.forward_id), None)
+        return heard_s if known is None else min(heard_s, known.start_s)
+
+    def _learn_gap(
+        self, rank: PrefillRank, report: EndForward, launch_s: float, latency_s: float
+    ) -> None:
+        """Only from a launch that did not have to wait for a request to come."""
+        if not self.passes_ended or self.passes:
+            return
+        sent = (rank.sent.get(rid) for rid in report.rids)
+        there_s = self.free_since_s - 1.5 * latency_s
+        if rank.queued_tokens or any(one is not None and one.at_s <= there_s for one in sent):
+            pause_s = launch_s - self.free_since_s
+            if 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
+                self.gap_s += 0.1 * (pause_s - self.gap_s)
+
     def _on_launch(self, report: EndForward, now_s: float) -> None:
         for rank in self.ranks:
             # The barrier: no rank is idle while a pass runs. Its own next report says otherwise.
@@ -426,10 +459,6 @@ class PrefillInstance:
         start_s = now_s - report.age_s
         if self.passes:
             start_s = max(start_s, self.passes[-1].end_s)
-        elif self.passes_ended:
-            pause_s = start_s - self.free_since_s
-            if 0 <= pause_s < 0.25 * self.model.predict_s(tokens):
-                self.gap_s += 0.1 * (pause_s - self.gap_s)
         end_s = start_s + self.model.predict_s(tokens)
         self.passes.append(Pass(start_s, end_s, tokens, report.forward_id))
 
@@ -498,6 +527,10 @@ class PrefillInstance:
         tokens = [0] * self.dp_size
         tokens[report.dp_rank] = report.extend_tokens
         return tokens
+
+    def next_pass_s(self) -> float:
+        """Predicted forward time of a pass with what waits for it now."""
+        return self.model.predict_s(self._next_pass_tokens())
 
     def _next_pass_tokens(self) -> list[int]:
         return [min(self.chunk_tokens, rank.backlog_tokens) for rank in self.ranks]

@@ -18,7 +18,9 @@ time at which anything could change by itself becomes :class:`WakeAt`. A batch's
 decode rank can admit is not dispatched: a prefill whose decode has no room would hold a bootstrap
 slot and compute nothing.
 
-Not in the table: an instance that goes down keeps its requests in the books until their
+Not in the table: a request may also enter as *dispatched* (:class:`RequestAdopted`): somebody else
+placed it. Until the next report of its ranks it counts as in flight; that report includes it, so it
+is taken to echo its id. And an instance that goes down keeps its requests in the books until their
 RequestEnded, because only the relay knows whether they survive. An unknown rid is ignored
 everywhere, so a late or repeated event is harmless.
 """
@@ -26,6 +28,8 @@ everywhere, so a late or repeated event is harmless.
 from __future__ import annotations
 
 from collections import deque
+
+import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.adaptive_trigger import AdaptiveTrigger
@@ -81,6 +85,8 @@ class Scheduler:
         self._down: dict[ev.InstanceId, float] = {}
         """Since when."""
         self._requests: dict[str, Request] = {}
+        self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
+        """By rank: adopted since its last report, which therefore does not count them."""
         self._choose_decode = _make_decode_rule(self.config)
         self._expected_output = float(self.config.default_output_tokens)
         self._latencies_s: deque[float] = deque(maxlen=_LATENCY_SAMPLES)
@@ -103,6 +109,8 @@ class Scheduler:
                 self._on_prefill_done(event, now_s)
             case ev.RequestEnded():
                 self._on_ended(event)
+            case ev.RequestAdopted():
+                self._on_adopted(event, now_s)
             case ev.ForwardEnded():
                 self._on_report(event, now_s)
             case ev.LoadPolled():
@@ -208,15 +216,59 @@ class Scheduler:
         if request.decode is not None:
             decode = self.decode.get(request.decode[0])
             if decode is not None:
-                decode.ended(request.rid, request.decode[1])
+                kv_tokens = request.prompt_tokens + (event.completion_tokens or 0)
+                decode.ended(request.rid, request.decode[1], kv_tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
             difference = event.completion_tokens - self._expected_output
             self._expected_output += _OUTPUT_STEP * difference
+
+    def _on_adopted(self, event: ev.RequestAdopted, now_s: float) -> None:
+        known = self._requests.get(event.rid)
+        if known is not None and known.prefill is not None:
+            return
+        self.queue.remove(event.rid)
+        request = Request(
+            rid=event.rid,
+            order=self._arrivals,
+            prompt_tokens=max(1, event.prompt_tokens),
+            max_new_tokens=event.max_new_tokens,
+            arrived_s=now_s,
+            deadline_s=now_s,
+            prefill=(event.prefill, event.prefill_rank),
+            decode=(event.decode, event.decode_rank),
+            dispatched_s=now_s,
+            prefilled=event.prefilled,
+        )
+        request.total_tokens = self._total_tokens(request)
+        self._arrivals += 1
+        self._requests[event.rid] = request
+        self._count_in(request, now_s)
+
+    def _count_in(self, request: Request, now_s: float, only: ev.InstanceId | None = None) -> None:
+        """Enter an adopted request in the books of its instances (of ``only`` one)."""
+        if request.prefill is not None and only in (None, request.prefill[0]):
+            prefill = self.prefill.get(request.prefill[0])
+            rank = request.prefill[1]
+            if prefill is not None and not request.prefilled and 0 <= rank < prefill.dp_size:
+                prefill.adopted(request.rid, rank, request.prompt_tokens, now_s)
+                self._adopted.setdefault(request.prefill, []).append(request.rid)
+        if request.decode is not None and only in (None, request.decode[0]):
+            decode = self.decode.get(request.decode[0])
+            if decode is not None and 0 <= request.decode[1] < decode.dp_size:
+                decode.dispatched(
+                    request.rid,
+                    request.decode[1],
+                    request.prompt_tokens,
+                    request.total_tokens,
+                    now_s,
+                )
+                self._adopted.setdefault(request.decode, []).append(request.rid)
 
     # Instances ----------------------------------------------------------------------------
 
     def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
         self._down.pop(event.instance, None)
+        is_new = event.instance not in self.prefill and event.instance not in self.decode
         if event.role == "prefill":
             self.decode.pop(event.instance, None)
             known = self.prefill.get(event.instance)
@@ -235,6 +287,9 @@ class Scheduler:
                 self.decode[event.instance] = DecodeInstance(event)
             else:
                 known_decode.set_limits(event)
+        if is_new:
+            for request in self._requests.values():  # adopted before their instance was up
+                self._count_in(request, now_s, only=event.instance)
         self._on_topology_change(now_s)
 
     def _on_down(self, event: ev.InstanceDown, now_s: float) -> None:
@@ -262,13 +317,17 @@ class Scheduler:
         self.policy.on_topology_change(instances)
 
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> None:
+        report = event.report
+        adopted = self._adopted.pop((event.instance, report.dp_rank), None)
+        if adopted is not None:
+            report = msgspec.structs.replace(report, rids=[*report.rids, *adopted])
         prefill = self.prefill.get(event.instance)
         if prefill is not None:
-            self._learn(prefill.on_report(event.report, now_s))
+            self._learn(prefill.on_report(report, now_s, self.interval.latency_s))
             return
         decode = self.decode.get(event.instance)
         if decode is not None:
-            decode.on_report(event.report, now_s)
+            decode.on_report(report, now_s)
 
     def _on_load_polled(self, event: ev.LoadPolled, now_s: float) -> None:
         prefill = self.prefill.get(event.instance)
@@ -283,8 +342,10 @@ class Scheduler:
             self._latencies_s.extend(observation.latencies_s)
             ordered = sorted(self._latencies_s)
             self.interval.latency_s = ordered[len(ordered) // 2]
-        if observation.landed_s or observation.missed_s:
-            self.policy.on_landing(observation.landed_s, observation.missed_s)
+        if observation.landed_s or observation.idled_s or observation.left_behind_s:
+            self.policy.on_landing(
+                observation.landed_s, observation.idled_s, observation.left_behind_s
+            )
         if observation.forward_s is not None:
             self.interval.on_end_forward(observation.forward_s)
             timeout_s = self.config.watchdog_factor * self.interval.mean_forward_s
@@ -384,7 +445,9 @@ class Scheduler:
         request.decode = (decode[0].id, decode[1])
         request.dispatched_s = now_s
         instance.dispatched(request.rid, rank, request.prompt_tokens, now_s)
-        decode[0].dispatched(request.rid, decode[1], request.total_tokens)
+        decode[0].dispatched(
+            request.rid, decode[1], request.prompt_tokens, request.total_tokens, now_s
+        )
         out.append(
             ev.Dispatch(
                 rid=request.rid,

@@ -13,10 +13,11 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sglang_sbs.simulator.cost import COSTS
-from sglang_sbs.simulator.sweep import Row, Task, run_all
+from sglang_sbs.simulator.cost import COSTS, CostError, cost_name, find_cost
+from sglang_sbs.simulator.sweep import WARM_UP_S, Row, Task, run_all
 
 _MOST_INSTANCES = 64
+PLOT_SUFFIXES = (".png", ".svg", ".html")
 _FILE_WIDTH = 130
 """Columns where the output is no terminal: wide enough for every table."""
 
@@ -95,15 +96,63 @@ def names(
     return words
 
 
-def add_common(parser: argparse.ArgumentParser, *, cost: str) -> None:
+def cost_words(text: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Comma-separated costs that can be found; ends the program with code 2 otherwise."""
+    words = text.split(",")
+    for word in words:
+        try:
+            find_cost(word)
+        except CostError as error:
+            parser.error(f"--cost: {error}")
+    called = [cost_name(word) for word in words]
+    for word, name in zip(words, called, strict=True):
+        if called.count(name) > 1 or (name in COSTS and word not in COSTS):
+            parser.error(f"--cost: rows would call two costs {name!r}; rename or leave out {word}")
+    return words
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
     """Flags every simulation has."""
     parser.add_argument("--seeds", type=positive, default=1, help="seeds per cell (default 1)")
     parser.add_argument("--first-seed", type=int, default=1, help="(default 1)")
     parser.add_argument(
-        "--cost", default=cost, help=f"cost models: {', '.join(COSTS)} (default {cost})"
+        "--cost",
+        default="mixed",
+        help=f"cost models of a pass, comma-separated: {', '.join(COSTS)}, or FILE.json with one "
+        "fitted to an engine's EndForward reports, called by its stem (default mixed)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: cores)")
+
+
+def add_prefill_runs(parser: argparse.ArgumentParser, policies: str) -> None:
+    """Flags of the commands that run prefill scenarios under policies."""
+    parser.add_argument("--policies", help=f"comma-separated (default {policies})")
+    parser.add_argument(
+        "--chunks", type=integers, help="C_chunk per rank, comma-separated (the scenario's)"
+    )
+    parser.add_argument(
+        "--duration",
+        type=positive_number,
+        default=80.0,
+        help=f"simulated seconds, {WARM_UP_S:g} of them warm-up (80)",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="picture (png, svg) or page with tables (html)"
+    )
+
+
+def check_prefill_runs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with code 2 for what cannot be run or drawn."""
+    if args.plot is not None and args.plot.suffix not in PLOT_SUFFIXES:
+        parser.error(f"--plot {args.plot}: the name must end in {', '.join(PLOT_SUFFIXES)}")
+    if args.duration <= WARM_UP_S:
+        parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
+
+
+def seeds(args: argparse.Namespace) -> range:
+    """The seeds of every cell."""
+    return range(args.first_seed, args.first_seed + args.seeds)
 
 
 def open_console() -> Console:

@@ -1,6 +1,6 @@
-"""Pass costs and latencies fitted to what real engines reported, and cost files.
+"""Pass costs and latencies fitted to what real engines reported.
 
-Owns the fits and the JSON form of :class:`PassCost`. Must not know policies.
+Owns the fits. Must not know policies.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 
-from sglang_sbs.simulator.cost import PassCost
+from sglang_sbs.simulator.cost import CostError, PassCost
 from sglang_sbs.simulator.recording import RecordedPass, RecordedRequest, Recording
 
-_COST_FIELDS = ", ".join(PassCost.__struct_fields__)
 _OUTLIER_SHARE = 0.05
 """Passes left out of the second fit: those the first one explains worst."""
 _ITERATIONS = 5
@@ -32,10 +30,6 @@ _FLOOR = 1e-4
 """Likelihood of what the model cannot explain: an outlier must not outweigh everything else."""
 _NORMAL = [(z / 2, 0.5 * math.exp(-(z**2) / 8) / math.sqrt(2 * math.pi)) for z in range(-6, 7)]
 """Points and weights of the standard normal."""
-
-
-class CostError(ValueError):
-    """A cost file or a log that no cost can be had from; the message says what to change."""
 
 
 class FitErrors(msgspec.Struct, frozen=True):
@@ -69,48 +63,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of EndForward messages."""
     decode_s: float
     """Mean time between first byte and end."""
-
-
-# Cost files -----------------------------------------------------------------------------------
-
-
-def load_cost(path: Path) -> PassCost:
-    """Read a cost from JSON: an object of the fields of :class:`PassCost`, or with it as ``cost``.
-
-    Raises:
-        CostError: unreadable, or not a cost; names the file and the field.
-    """
-    try:
-        content = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise CostError(f"cost file {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise CostError(f"cost file {path} is not valid JSON: {error}") from error
-    if isinstance(content, dict) and "cost" in content:
-        content = content["cost"]
-    if not isinstance(content, dict):
-        raise CostError(f"cost file {path} must be a JSON object with fields of {_COST_FIELDS}")
-    unknown = sorted(set(content) - set(PassCost.__struct_fields__))
-    if unknown:
-        raise CostError(f"cost file {path}: unknown field {unknown[0]!r}; known: {_COST_FIELDS}")
-    try:
-        cost = msgspec.convert(content, PassCost)
-    except msgspec.ValidationError as error:
-        raise CostError(f"cost file {path}: {error}") from error
-    for name in PassCost.__struct_fields__:
-        value = getattr(cost, name)
-        if not math.isfinite(value) or value < 0:
-            raise CostError(
-                f"cost file {path}: {name} must be a finite number of seconds >= 0, not {value}"
-            )
-    if cost.pass_s([1], [1.0]) <= 0:
-        raise CostError(f"cost file {path}: a pass would take no time; set fixed_s or a slope")
-    return cost
-
-
-def save_cost(cost: PassCost, path: Path) -> None:
-    """Write what :func:`load_cost` reads."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(cost)) + b"\n")
 
 
 # The cost of a pass ---------------------------------------------------------------------------

@@ -11,36 +11,40 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from sglang_sbs.simulator.arguments import (
     add_common,
-    integers,
+    add_prefill_runs,
+    check_prefill_runs,
+    cost_words,
     names,
-    not_negative,
     numbers,
     open_console,
-    positive,
     positive_number,
     run_with_progress,
+    seeds,
     write_json,
 )
-from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.cluster_arguments import (
+    add_cluster,
+    add_topology,
+    cluster_fields,
+    topology_fields,
+)
 from sglang_sbs.simulator.decode import STEP_COSTS
 from sglang_sbs.simulator.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
 from sglang_sbs.simulator.paper import main as paper_main
 from sglang_sbs.simulator.plan import main as plan_main
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.scenario import SCENARIOS, ScenarioError, make_scenario
-from sglang_sbs.simulator.sweep import POLICY_CONFIGS, WARM_UP_S, Job, Row, Task, max_load, run_job
+from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, Row, Task, max_load, run_job
 from sglang_sbs.simulator.tables import ResultTable, capacity_tables, decode_table, load_tables
 from sglang_sbs.simulator.workload import TraceError
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 _DECODE = "paper-decode"
-_PLOT_SUFFIXES = (".png", ".svg", ".html")
 
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
@@ -50,6 +54,8 @@ examples:
   sglang-sbs simulate paper-3k --loads 0.4,0.6,0.8,1.0 --seeds 3 --plot ttft.png
   sglang-sbs simulate paper-3k --max-qps --slo-ttft 0.4 --chunks 2048,3072,4096,6144
   sglang-sbs simulate trace:requests.jsonl --policies sbs,eta --loads 0.6,0.8 --plot page.html
+  sglang-sbs simulate paper-3k --at 30:drain:p1,40:up:p1,50:down:p2,70:up:p2 --duration 100
+  sglang-sbs simulate paper-3k --instance count=2,dp=8 --instance dp=4,speed=0.5 --jitter 0.15
   sglang-sbs simulate paper-decode --seeds 3
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
@@ -59,54 +65,36 @@ more (each has --help):
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate``."""
+def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
+    """The command line of ``sglang-sbs simulate``, and what of it describes a prefill cluster."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate",
+        usage="%(prog)s SCENARIO [options]",
         description="Simulate a PD cluster that is driven by the router's own scheduler.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("scenario", nargs="?", help="what to simulate (see below)")
-    parser.add_argument("--policies", help=f"comma-separated (default {DEFAULT_POLICIES})")
     parser.add_argument(
         "--loads",
         type=numbers,
         default=[0.6, 0.8, 1.0],
         help="shares of the scenario's nominal rate (0.6,0.8,1.0)",
     )
-    add_common(parser, cost="mixed")
+    add_prefill_runs(parser, DEFAULT_POLICIES)
+    add_common(parser)
     parser.add_argument(
         "--step-cost",
         choices=list(STEP_COSTS),
         default="h100",
         help="decode step cost of paper-decode (h100)",
     )
-    parser.add_argument("--latency-ms", type=not_negative, default=5.0, help="dispatch latency (5)")
-    parser.add_argument("--jitter", type=not_negative, default=0.0, help="sigma of pass times (0)")
-    parser.add_argument(
-        "--gap-ms", type=not_negative, default=0.0, help="engine gap between passes (0)"
-    )
-    parser.add_argument("--prefill", type=positive, default=3, help="prefill instances (3)")
-    parser.add_argument("--dp", type=positive, default=8, help="DP ranks per prefill instance (8)")
-    parser.add_argument(
-        "--chunks", type=integers, help="C_chunk per rank, comma-separated (the scenario's)"
-    )
-    parser.add_argument(
-        "--duration",
-        type=positive_number,
-        default=80.0,
-        help=f"simulated seconds, {WARM_UP_S:g} of them warm-up (80)",
-    )
     parser.add_argument("--max-qps", action="store_true", help="search the capacity at the SLO")
     parser.add_argument(
         "--slo-ttft", type=positive_number, help="mean TTFT in seconds (the scenario's)"
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="picture (png, svg) or page with tables (html)"
-    )
     parser.add_argument("--replay", type=Path, metavar="LOG", help="re-run a router's event log")
-    return parser
+    return parser, [*add_cluster(parser), *add_topology(parser)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,20 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return paper_main(words[1:])
     if words[:1] == ["plan"]:
         return plan_main(words[1:])
-    parser = build_parser()
+    parser, cluster_actions = build_parser()
     args = parser.parse_args(words)
     console = open_console()
     if args.replay is not None:
         return _replay(args.replay, console)
     if args.scenario is None:
         parser.error(f"name a scenario: {', '.join(SCENARIOS)} (or --replay LOG)")
-    if args.plot is not None and args.plot.suffix not in _PLOT_SUFFIXES:
-        parser.error(f"--plot {args.plot}: the name must end in {', '.join(_PLOT_SUFFIXES)}")
-    if args.duration <= WARM_UP_S:
-        parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
+    check_prefill_runs(args, parser)
     decode = args.scenario == _DECODE
     if decode and args.max_qps:
         parser.error("--max-qps searches the prefill capacity; paper-decode has none")
+    for action in cluster_actions if decode else ():
+        if getattr(args, action.dest) != action.default:
+            parser.error(f"{action.option_strings[0]}: paper-decode has no prefill cluster")
     rows = run_with_progress(
         _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser),
         console,
@@ -152,30 +140,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
     default = ",".join(DECODE_POLICIES)
     policies = names(args.policies or default, DECODE_POLICIES, "--policies", parser)
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    return [(run_decode, (DecodeJob(p, s, args.step_cost),)) for p in policies for s in seeds]
+    return [(run_decode, (DecodeJob(p, s, args.step_cost),)) for p in policies for s in seeds(args)]
 
 
 def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
     policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)
-    costs = names(args.cost, COSTS, "--cost", parser)
+    costs = cost_words(args.cost, parser)
+    spec = {**cluster_fields(args), **topology_fields(args, parser)}
     try:
-        scenario = make_scenario(args.scenario)
+        scenario = make_scenario(args.scenario, **spec)
     except (ScenarioError, TraceError) as error:
         parser.error(str(error))
-    spec: dict[str, Any] = {
-        "dispatch_latency_s": args.latency_ms / 1e3,
-        "launch_gap_s": args.gap_ms / 1e3,
-        "pass_jitter": args.jitter,
-        "prefill_instances": args.prefill,
-        "dp_size": args.dp,
-    }
+    except ValueError as error:
+        parser.error(f"--at {error}")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     tasks: list[Task] = []
     for cost in costs:
         for chunk in args.chunks or [None]:
             shape = spec if chunk is None else {**spec, "chunk_tokens": chunk}
-            for seed in range(args.first_seed, args.first_seed + args.seeds):
+            for seed in seeds(args):
                 for policy in policies:
                     job = Job(args.scenario, policy, 1.0, seed, args.duration, cost, shape)
                     if args.max_qps:

@@ -1,14 +1,21 @@
 """How long a simulated prefill pass takes.
 
-Owns the cost models. The three named ones agree on balanced passes and differ in who pays for
-imbalance; all fit Table 1 of arXiv 2512.16134 (DeepSeek-V3 on H800) read per prefill instance.
+Owns the cost models and their JSON form. The three named ones agree on balanced passes and differ
+in who pays for imbalance; all fit Table 1 of arXiv 2512.16134 (DeepSeek-V3 on H800) read per
+prefill instance. A file has one that was fitted to a real engine's EndForward reports.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
+
+
+class CostError(ValueError):
+    """A cost file or a log that no cost can be had from; the message says what to change."""
 
 
 class PassCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +42,10 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
         """Forward time with a full chunk on every rank, without attention pairs."""
         return self.fixed_s + (self.mean_s + self.max_s) * chunk_tokens
 
+    def at_speed(self, speed: float) -> PassCost:
+        """The cost of an engine that is this much faster."""
+        return PassCost(**{name: getattr(self, name) / speed for name in self.__struct_fields__})
+
 
 _FIXED_S = 0.0943
 _SLOPE_S = 8.01e-5
@@ -49,3 +60,62 @@ COSTS: dict[str, PassCost] = {
 }
 """``table``: mean-driven. ``mixed``: a third of the slope on the mean, two thirds on the slowest,
 as measured kernels split it. ``barrier``: the slowest rank decides (the paper's narrative)."""
+
+_FIELDS = ", ".join(PassCost.__struct_fields__)
+
+
+def find_cost(word: str) -> PassCost:
+    """A cost model by its name in :data:`COSTS`, or from a JSON file.
+
+    Raises:
+        CostError: neither; the message lists the names, or says what is wrong in the file.
+    """
+    if word in COSTS:
+        return COSTS[word]
+    if not word.endswith(".json"):
+        raise CostError(f"{word!r} is not one of {', '.join(COSTS)}, FILE.json")
+    return load_cost(Path(word))
+
+
+def cost_name(word: str) -> str:
+    """What rows and titles call the cost that :func:`find_cost` finds: a file goes by its stem."""
+    return word if word in COSTS else Path(word).stem
+
+
+def load_cost(path: Path) -> PassCost:
+    """Read a cost from JSON: an object of the fields of :class:`PassCost`, or with it as ``cost``.
+
+    Raises:
+        CostError: unreadable, or not a cost; names the file and the field.
+    """
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise CostError(f"cost file {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise CostError(f"cost file {path} is not valid JSON: {error}") from error
+    if isinstance(content, dict) and "cost" in content:
+        content = content["cost"]
+    if not isinstance(content, dict):
+        raise CostError(f"cost file {path} must be a JSON object with fields of {_FIELDS}")
+    unknown = sorted(set(content) - set(PassCost.__struct_fields__))
+    if unknown:
+        raise CostError(f"cost file {path}: unknown field {unknown[0]!r}; known: {_FIELDS}")
+    try:
+        cost = msgspec.convert(content, PassCost)
+    except msgspec.ValidationError as error:
+        raise CostError(f"cost file {path}: {error}") from error
+    for name in PassCost.__struct_fields__:
+        value = getattr(cost, name)
+        if not math.isfinite(value) or value < 0:
+            raise CostError(
+                f"cost file {path}: {name} must be a finite number of seconds >= 0, not {value}"
+            )
+    if cost.pass_s([1], [1.0]) <= 0:
+        raise CostError(f"cost file {path}: a pass would take no time; set fixed_s or a slope")
+    return cost
+
+
+def save_cost(cost: PassCost, path: Path) -> None:
+    """Write what :func:`load_cost` reads."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(cost)) + b"\n")

@@ -87,8 +87,10 @@ class SimulatedPrefill:
         rng: random.Random,
         page_size: int = 1,
         overlap: bool = False,
+        boot_id: str = "",
     ) -> None:
         self.name = name
+        self.boot_id = boot_id or name
         self.dp_size = dp_size
         self.chunk_tokens = chunk_tokens
         self.page_size = page_size
@@ -235,7 +237,7 @@ class SimulatedPrefill:
         ended = about is not None and kind == "forward"
         message = EndForward(
             instance_id=self.name,
-            boot_id=self.name,
+            boot_id=self.boot_id,
             role="prefill",
             dp_rank=index,
             dp_size=self.dp_size,

@@ -15,9 +15,10 @@ import orjson
 
 from sglang_sbs.simulator.arguments import (
     add_common,
-    names,
+    cost_words,
     open_console,
     run_with_progress,
+    seeds,
     write_json,
 )
 from sglang_sbs.simulator.claims import (
@@ -31,7 +32,7 @@ from sglang_sbs.simulator.claims import (
     ttft_claims,
     ttft_table,
 )
-from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.cost import cost_name, find_cost
 from sglang_sbs.simulator.decode_runs import DecodeJob, run_decode, run_decode_outcome
 from sglang_sbs.simulator.scenario import make_scenario
 from sglang_sbs.simulator.sweep import Job, Row, Task, max_load, run_job, run_outcome
@@ -63,7 +64,9 @@ class Effort:
     prefill_instances: int = 3
     """As in the paper's cluster."""
     search: tuple[float, float] = (0.7, 1.4)
-    """Loads between which the capacity of the 0-3K workload is searched."""
+    """Loads between which the capacity of the 0-3K workload is searched first."""
+    tolerance: float = 0.01
+    """Of the capacities, as a share."""
 
 
 QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000, picture_steps=4_000)
@@ -73,11 +76,12 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line of ``sglang-sbs simulate paper``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate paper",
+        usage="%(prog)s [options]",
         description="Simulate every claim of arXiv 2512.16134 and say which reproduce.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_common(parser, cost="mixed")
+    add_common(parser)
     parser.add_argument("--quick", action="store_true", help="shorter runs, rougher figures")
     parser.add_argument(
         "--out", type=Path, default=Path("out/paper"), help="page and pictures (out/paper)"
@@ -89,11 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    costs = names(args.cost, COSTS, "--cost", parser)
-    seeds = list(range(args.first_seed, args.first_seed + args.seeds))
+    costs = cost_words(args.cost, parser)
     return report(
         costs,
-        seeds,
+        seeds(args),
         QUICK if args.quick else Effort(),
         args.out,
         json=args.json,
@@ -124,7 +127,7 @@ def report(
     tables: list[ResultTable] = []
     remarks: list[str] = []
     claims: list[Claim] = []
-    for cost in costs:
+    for cost in map(cost_name, costs):
         mine = [*table_1_claims(rows, cost), *ttft_claims(rows, cost)]
         tables.append(claims_table(mine, f"prefill, cost {cost}"))
         tables.append(baselines_table(rows, cost))
@@ -163,7 +166,13 @@ def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -
                 tasks += [
                     (
                         max_load,
-                        (Job(name, policy, 1.0, seed, duration_s, cost, spec), slo_s, low, high),
+                        (
+                            Job(name, policy, 1.0, seed, duration_s, cost, spec),
+                            slo_s,
+                            low,
+                            high,
+                            effort.tolerance,
+                        ),
                     )
                     for policy in policies
                 ]
@@ -185,7 +194,7 @@ def ttft_tasks(
     spec = {"prefill_instances": effort.prefill_instances}
     for cost in costs:
         for name, duration_s in (("paper-3k", effort.short_s), ("paper-long", effort.long_s)):
-            peak = peak_load(rows, name, cost)
+            peak = peak_load(rows, name, cost_name(cost))
             tasks += [
                 (run_job, (Job(name, policy, share * peak, seed, duration_s, cost, spec),))
                 for seed in seeds
@@ -257,10 +266,9 @@ def write_out(
 
     loads = [r for r in rows if "peak_share" in r]
     gantt: dict[str, Any] = {}
-    scenario = make_scenario("paper-3k", cost=COSTS[costs[0]])
+    scenario = make_scenario("paper-3k", cost=find_cost(costs[0]))
     for policy in _GANTT_POLICIES:
         gantt[policy] = run_outcome(scenario, Job("paper-3k", policy, 1.0, seed, 20.0, costs[0]))
-    capacity = scenario.spec.chunk_tokens * scenario.spec.dp_size
     kv = {
         policy: run_decode_outcome(
             DecodeJob(policy, seed, "h100", effort.picture_steps, effort.warm_up_steps)
@@ -268,11 +276,15 @@ def write_out(
         for policy in _KV_PICTURE
     }
     figures = {
-        "ttft": ("TTFT by load, at shares of random_rank's peak", plots.ttft_by_load(loads)),
+        "ttft": (
+            "TTFT by load",
+            plots.ttft_by_load(loads, "peak_share", "load (share of random_rank's peak)"),
+        ),
         "kv-band": ("KV load of the decode DP ranks over time", plots.kv_bands(kv)),
         "timeline": (
-            f"Forward passes at {scenario.nominal_qps / 3:g} QPS per instance, cost {costs[0]}",
-            plots.pass_timeline(gantt, capacity),
+            f"Forward passes at {scenario.nominal_qps / len(scenario.spec.prefill):g} QPS per "
+            f"instance, cost {cost_name(costs[0])}",
+            plots.pass_timeline(gantt, dict(scenario.spec.prefill)),
         ),
     }
     parts: list[Part] = [

@@ -11,20 +11,21 @@ from pathlib import Path
 
 from sglang_sbs.simulator.arguments import (
     add_common,
+    add_prefill_runs,
+    check_prefill_runs,
+    cost_words,
     instance_counts,
-    integers,
     names,
-    not_negative,
     numbers,
     open_console,
-    positive,
     positive_number,
     run_with_progress,
+    seeds,
     write_json,
 )
-from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.cluster_arguments import add_cluster, cluster_fields
 from sglang_sbs.simulator.scenario import ScenarioError, make_scenario
-from sglang_sbs.simulator.sweep import POLICY_CONFIGS, WARM_UP_S, Job, Row, Task, max_load
+from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, Row, Task, max_load
 from sglang_sbs.simulator.tables import ResultTable, mean_of
 from sglang_sbs.simulator.workload import TraceError
 
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line of ``sglang-sbs simulate plan``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate plan",
+        usage="%(prog)s (--trace FILE | --scenario NAME) --slo-ttft S [options]",
         description="How many prefill instances and what chunk a workload needs under each policy.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,26 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N..M",
         help="prefill instances to try (2..6)",
     )
-    parser.add_argument(
-        "--chunks", type=integers, help="C_chunk per rank, comma-separated (the scenario's)"
-    )
-    parser.add_argument("--dp", type=positive, default=8, help="DP ranks per prefill instance (8)")
-    parser.add_argument("--policies", default=DEFAULT_POLICIES, help=f"({DEFAULT_POLICIES})")
     parser.add_argument("--qps", type=positive_number, help="the rate to plan for (its own)")
     parser.add_argument(
         "--growth", type=numbers, default=[2.0], help="plan for these multiples of it, too (2)"
     )
-    parser.add_argument("--latency-ms", type=not_negative, default=5.0, help="dispatch latency (5)")
-    parser.add_argument(
-        "--duration",
-        type=positive_number,
-        default=80.0,
-        help=f"simulated seconds, {WARM_UP_S:g} of them warm-up (80)",
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="picture (png, svg) or page (html)"
-    )
-    add_common(parser, cost="mixed")
+    add_prefill_runs(parser, DEFAULT_POLICIES)
+    add_common(parser)
+    add_cluster(parser)
     return parser
 
 
@@ -90,29 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    policies = names(args.policies, POLICY_CONFIGS, "--policies", parser)
-    costs = names(args.cost, COSTS, "--cost", parser)
+    policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)
+    costs = cost_words(args.cost, parser)
     if len(costs) != 1:
         parser.error("--cost: a plan is made for one cost model")
-    if args.duration <= WARM_UP_S:
-        parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
-    if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".html"):
-        parser.error(f"--plot {args.plot}: the name must end in .png, .svg or .html")
+    check_prefill_runs(args, parser)
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
     try:
-        scenario = make_scenario(name)
+        scenario = make_scenario(name, **cluster_fields(args))
     except (ScenarioError, TraceError) as error:
         parser.error(str(error))
     tasks: list[Task] = []
     for chunk in args.chunks or [scenario.spec.chunk_tokens]:
         for instances in args.prefill:
             spec = {
+                **cluster_fields(args),
                 "prefill_instances": instances,
-                "dp_size": args.dp,
                 "chunk_tokens": chunk,
-                "dispatch_latency_s": args.latency_ms / 1e3,
             }
-            for seed in range(args.first_seed, args.first_seed + args.seeds):
+            for seed in seeds(args):
                 for policy in policies:
                     job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
                     tasks.append((max_load, (job, args.slo_ttft)))

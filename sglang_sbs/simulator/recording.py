@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_sbs.router.eventlog import LogRecord, read_event_log
 from sglang_sbs.scheduling import (
     Dispatch,
     ForwardEnded,
@@ -21,6 +20,7 @@ from sglang_sbs.scheduling import (
     RequestEnded,
     SchedulerConfig,
 )
+from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
 from sglang_sbs.wire import EndForward
 
 

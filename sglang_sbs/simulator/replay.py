@@ -1,6 +1,6 @@
 """Re-runs the event log of a real router and compares every decision.
 
-Owns the comparison. The format is the router's (:mod:`sglang_sbs.router.eventlog`).
+Owns the comparison. The format is the event log's (:mod:`sglang_sbs.scheduling.eventlog`).
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_sbs.router.eventlog import read_event_log
 from sglang_sbs.scheduling import Scheduler
+from sglang_sbs.scheduling.eventlog import read_event_log
 
 
 @dataclass(slots=True)

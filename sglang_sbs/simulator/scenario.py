@@ -5,16 +5,18 @@ Owns what load 1.0 means in each. Must not know policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from sglang_sbs.simulator.cluster import ClusterSpec
 from sglang_sbs.simulator.cost import COSTS, PassCost
+from sglang_sbs.simulator.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.simulator.workload import (
     Arrival,
+    LengthOf,
     read_trace,
     replayed,
     synthetic,
@@ -59,46 +61,66 @@ def make_scenario(
     *,
     cost: PassCost = COSTS["mixed"],
     prefill_instances: int = 3,
-    **spec: object,
+    instances: Sequence[Mapping[str, Any]] = (),
+    burstiness: float = 1.0,
+    **spec: Any,
 ) -> Scenario:
     """Build a scenario by name; further keywords go to :class:`ClusterSpec`.
 
+    Args:
+        instances: instead of ``prefill_instances`` equal ones, the fields of an
+            :class:`InstanceSpec` each; those left out are as for equal instances.
+        burstiness: coefficient of variation of the gaps between arrivals; a trace has its own.
+
     Load 1.0 is 57 QPS per prefill instance in ``paper-3k``, 70 in ``paper-5k`` (the baseline
     peaks of the paper, which are only physical as figures per instance), the rate of full chunks in
-    ``paper-long`` and in traces.
+    ``paper-long`` and in traces. Where instances differ, one counts as what its full chunks are
+    worth.
 
     Raises:
-        ScenarioError: unknown name.
+        ScenarioError: unknown name, or a trace with a burstiness.
         TraceError: the trace cannot be read.
+        ValueError: not a cluster.
     """
 
     def cluster(chunk_tokens: int) -> ClusterSpec:
-        base = ClusterSpec(
-            cost=cost, prefill_instances=prefill_instances, chunk_tokens=chunk_tokens
+        shape: dict[str, Any] = {"chunk_tokens": chunk_tokens, **spec}
+        equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
+        return ClusterSpec(
+            cost=cost,
+            prefill_instances=len(instances) or prefill_instances,
+            instances=tuple(InstanceSpec(**(equal | dict(one))) for one in instances),
+            **shape,
         )
-        return msgspec.structs.replace(base, **spec)
+
+    def worth(shape: ClusterSpec) -> float:
+        if not instances:
+            return prefill_instances
+        one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
+        return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
+
+    def bursty(length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
+        return lambda qps, duration_s, seed: synthetic(
+            qps, duration_s, length_of, seed, burstiness=burstiness
+        )
 
     match name.partition(":"):
         case ("paper-3k", "", ""):
             shape = cluster(3072)
-            qps = 57.0 * prefill_instances
-            return Scenario(name, shape, qps, _synthetic_short, 0.8, 57.0 * _PAPER_INSTANCES)
+            qps = 57.0 * worth(shape)
+            return Scenario(name, shape, qps, bursty(_SHORT), 0.8, 57.0 * _PAPER_INSTANCES)
         case ("paper-5k", "", ""):
             shape = cluster(5120)
-            qps = 70.0 * prefill_instances
-            return Scenario(name, shape, qps, _synthetic_short, 1.0, 70.0 * _PAPER_INSTANCES)
+            qps = 70.0 * worth(shape)
+            return Scenario(name, shape, qps, bursty(_SHORT), 1.0, 70.0 * _PAPER_INSTANCES)
         case ("paper-long", "", ""):
             shape = cluster(16384)
             qps = full_chunk_tokens_per_s(shape) / 6700.0
-            return Scenario(
-                name,
-                shape,
-                qps,
-                lambda q, d, s: synthetic(q, d, _LONG, s),
-                4.0,
-                qps * _PAPER_INSTANCES / prefill_instances,
-            )
+            own_qps = qps * _PAPER_INSTANCES / worth(shape)
+            return Scenario(name, shape, qps, bursty(_LONG), 4.0, own_qps)
         case ("trace", ":", file) if file:
+            if burstiness != 1.0:
+                raise ScenarioError("a trace has its own bursts; leave the burstiness out")
             trace = read_trace(Path(file))
             shape = cluster(4096 if file.endswith(".csv") else 16384)
             mean_tokens = sum(a.prompt_tokens for a in trace) / len(trace)
@@ -117,9 +139,7 @@ def make_scenario(
 
 def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
     """What the cluster computes when every pass has a full chunk on every rank."""
-    per_pass = spec.chunk_tokens * spec.dp_size
-    return spec.prefill_instances * per_pass / spec.cost.full_chunk_s(spec.chunk_tokens)
-
-
-def _synthetic_short(qps: float, duration_s: float, seed: int) -> list[Arrival]:
-    return synthetic(qps, duration_s, _SHORT, seed)
+    return sum(
+        one.capacity_tokens * one.speed / spec.cost.full_chunk_s(one.chunk_tokens)
+        for _, one in spec.prefill
+    )

@@ -16,11 +16,13 @@ import msgspec
 
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.simulator.cluster import Outcome, simulate
-from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.cost import cost_name, find_cost
 from sglang_sbs.simulator.scenario import Scenario, make_scenario
 
 Row = dict[str, Any]
 WARM_UP_S = 20.0
+_MOST_LOAD = 100.0
+"""No capacity is searched above it: an engine this fast would never break the SLO."""
 NO_FLOW_CONTROL: dict[str, Any] = {
     "n_limit": 1_000_000,
     "default_timeout_s": 1e9,
@@ -30,7 +32,7 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
-    "sbs_paper": {"policy": "sbs", "trigger": "paper"},
+    "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
     **{
         name: {"policy": name}
         for name in (
@@ -62,6 +64,7 @@ class Job:
     seed: int
     duration_s: float = 80.0
     cost: str = "mixed"
+    """As :func:`~sglang_sbs.simulator.cost.find_cost` takes it."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,8 +80,12 @@ def scheduler_config(policy: str, seed: int = 0, **more: Any) -> SchedulerConfig
 
 def run_job(job: Job) -> Row:
     """Simulate and summarise."""
-    scenario = make_scenario(job.scenario, cost=COSTS[job.cost], **dict(job.spec))
-    return run(scenario, job)
+    return run(scenario_of(job), job)
+
+
+def scenario_of(job: Job) -> Scenario:
+    """The scenario on the job's cluster."""
+    return make_scenario(job.scenario, cost=find_cost(job.cost), **dict(job.spec))
 
 
 def run(scenario: Scenario, job: Job) -> Row:
@@ -87,12 +94,12 @@ def run(scenario: Scenario, job: Job) -> Row:
     return {
         "scenario": job.scenario,
         "policy": job.policy,
-        "cost": job.cost,
+        "cost": cost_name(job.cost),
         "load": job.load,
         "qps": job.load * scenario.nominal_qps,
         "seed": job.seed,
         "chunk_tokens": scenario.spec.chunk_tokens,
-        "prefill_instances": scenario.spec.prefill_instances,
+        "prefill_instances": len(scenario.spec.prefill),
         **summary(outcome, scenario),
     }
 
@@ -114,40 +121,59 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
     counted = [r for r in outcome.requests if r.arrived_s >= WARM_UP_S]
     ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
     last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
-    passes = [p for p in outcome.passes if p[1] >= WARM_UP_S and p[2] <= last_s]
-    spec = scenario.spec
-    capacity = spec.chunk_tokens * spec.dp_size
-    busy_s = sum(end_s - start_s for _, start_s, end_s, _ in passes)
-    window_s = max(1e-9, last_s - WARM_UP_S) * spec.prefill_instances
+    passes = [p for p in outcome.passes if p.start_s >= WARM_UP_S and p.end_s <= last_s]
+    capacity = {name: one.capacity_tokens for name, one in scenario.spec.prefill}
+    offered = sum(capacity[p.instance] for p in passes)
+    busy_s = sum(p.end_s - p.start_s for p in passes)
+    window_s = sum(
+        scenario.spec.up_s(name, WARM_UP_S, last_s) for name in capacity if last_s > WARM_UP_S
+    )
     nan = math.nan
     return {
         "ttft_mean_s": sum(ttft_s) / len(ttft_s) if ttft_s else nan,
         "ttft_p50_s": ttft_s[len(ttft_s) // 2] if ttft_s else nan,
         "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))] if ttft_s else nan,
-        "chunk_utilization": (
-            sum(tokens for *_, tokens in passes) / (len(passes) * capacity) if passes else nan
-        ),
-        "bubble_share": max(0.0, 1 - busy_s / window_s),
+        "chunk_utilization": (sum(p.tokens for p in passes) / offered if passes else nan),
+        "bubble_share": max(0.0, 1 - busy_s / window_s) if window_s > 0 else nan,
         "completed": len(ttft_s),
         "rejected": sum(r.refused is not None for r in counted),
         "unfinished": sum(r.ends == 0 for r in counted),
     }
 
 
-def max_load(job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0) -> Row:
-    """The largest load whose mean TTFT stays within the SLO, by bisection to 1 %."""
-    scenario = make_scenario(job.scenario, cost=COSTS[job.cost], **dict(job.spec))
+def max_load(
+    job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0, tolerance: float = 0.01
+) -> Row:
+    """The largest load whose mean TTFT stays within the SLO, by bisection.
+
+    Args:
+        low, high: where to look first; above ``high`` only if all of that meets the SLO.
+        tolerance: how close the result is to the true one, as a share of it.
+    """
+    scenario = scenario_of(job)
 
     def meets(load: float) -> bool:
         row = run(scenario, job.at_load(load))
         return bool(row["unfinished"] == 0 and row["ttft_mean_s"] <= slo_ttft_s)
 
+    def bisect(low: float, high: float) -> tuple[float, bool]:
+        """The largest load found, and whether a larger one was seen to break the SLO."""
+        broken = False
+        while high - low > tolerance * max(high, 0.1):
+            middle = (low + high) / 2
+            if meets(middle):
+                low = middle
+            else:
+                high, broken = middle, True
+        return low, broken
+
     if not meets(low):
-        high = low
-        low = 0.0
-    while high - low > 0.01 * max(high, 0.1):
-        middle = (low + high) / 2
-        low, high = (middle, high) if meets(middle) else (low, middle)
+        low, _ = bisect(0.0, low)
+    else:
+        low, broken = bisect(low, high)
+        while not broken and high < _MOST_LOAD and meets(high):
+            low, broken = bisect(high, 2 * high)
+            high *= 2
     # No load meets the SLO: the row says what the lightest one tried gives, and a capacity of 0.
     at_limit = run(scenario, job.at_load(low or high))
     max_qps = low * scenario.nominal_qps

@@ -57,8 +57,12 @@ def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
             for load in loads:
                 mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
                 saturated = any(r["unfinished"] for r in mine)
+                mean_s = mean_of(mine, "ttft_mean_s")
+                if math.isnan(mean_s):
+                    cells.append("nothing completed")
+                    continue
                 cells.append(
-                    f"{mean_of(mine, 'ttft_mean_s'):.3f}/{mean_of(mine, 'ttft_p99_s'):.2f} "
+                    f"{mean_s:.3f}/{mean_of(mine, 'ttft_p99_s'):.2f} "
                     f"{mean_of(mine, 'chunk_utilization'):.0%}"
                     + (" (saturated)" if saturated else "")
                 )

@@ -1,8 +1,7 @@
 """A scripted SGLang engine: HTTP surface, EndForward, faults on command, no model and no sleeping.
 
-Owns what a test needs to play a prefill or decode instance: :class:`HoldGate` (when an answer
-leaves), records of what arrived, scripted faults. Must not know the router. Everything listens at
-127.0.0.1 on a free port.
+Owns what a test needs to play a prefill or decode instance; the script and the record are those of
+:mod:`.mock_script`. Must not know the router. Everything listens at 127.0.0.1 on a free port.
 
     engine = MockEngine("prefill", dp_size=2)
     await engine.start()
@@ -20,110 +19,23 @@ import ssl
 import time
 import uuid
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 import zmq
 from aiohttp import web
 
+from sglang_sbs.testing.mock_script import (
+    Behaviour,
+    EngineRole,
+    Fault,
+    HoldGate,
+    RecordedRequest,
+    Rooms,
+)
 from sglang_sbs.wire import EndForward, encode_endforward
 
-EngineRole = Literal["prefill", "decode"]
-Fault = Literal["hang_before_head", "reset_before_head", "hang_mid_body", "reset_mid_body"]
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """What an engine does with one request."""
-
-    status: int = 200
-    message: str = ""
-    """Of the error body, for a status other than 200 or a ``stream_error``."""
-    fault: Fault | None = None
-    tokens: int = 3
-    """Output tokens, one stream event each. Faults mid body strike after the first."""
-    abort: bool = False
-    """Finish with ``finish_reason`` abort, as SGLang does on an abort from elsewhere."""
-    stream_error: bool = False
-    """Status 200, then an error event as the first one: how SGLang reports errors in a stream."""
-    garbage: bytes | None = None
-    """Status 200, then these bytes instead of an answer."""
-    kv_sent: bool = False
-    """A failure strikes only after the KV cache went from prefill to decode."""
-    prompt_tokens: int = 7
-    cached_tokens: int = 0
-
-
-@dataclass(eq=False)
-class RecordedRequest:
-    """One request as it arrived."""
-
-    path: str
-    headers: dict[str, str]
-    body: dict[str, Any]
-    arrived_s: float
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
-    disconnected: asyncio.Event = field(default_factory=asyncio.Event)
-    rid: str = ""
-    """As sent, else made up here, as SGLang does."""
-
-    def __post_init__(self) -> None:
-        self.rid = str(self.body.get("rid") or uuid.uuid4().hex)
-
-
-class HoldGate:
-    """Open at first. Closed, it holds whoever comes until released; arrivals can be awaited."""
-
-    def __init__(self) -> None:
-        self._open = True
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._arrivals = 0
-        self._changed = asyncio.Condition()
-
-    def close(self) -> None:
-        self._open = False
-
-    def open(self) -> None:
-        self._open = True
-        self.release(len(self._waiting))
-
-    def release(self, count: int = 1) -> None:
-        """Let the ``count`` longest waiting go on."""
-        for _ in range(min(count, len(self._waiting))):
-            future = self._waiting.popleft()
-            if not future.done():
-                future.set_result(None)
-
-    async def arrived(self, count: int) -> None:
-        """Until ``count`` requests have come here in total, held or not."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._arrivals >= count)
-
-    async def pass_through(self) -> None:
-        async with self._changed:
-            self._arrivals += 1
-            self._changed.notify_all()
-        if not self._open:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(future)
-            await future
-
-
-class Rooms:
-    """Bootstrap rooms shared by the engines of a cluster: decode starts when prefill is through."""
-
-    def __init__(self) -> None:
-        self._done: dict[int, asyncio.Event] = {}
-
-    def prefilled(self, room: int) -> None:
-        self._event(room).set()
-
-    async def wait(self, room: int) -> None:
-        await self._event(room).wait()
-
-    def _event(self, room: int) -> asyncio.Event:
-        return self._done.setdefault(room, asyncio.Event())
+__all__ = ["Behaviour", "EngineRole", "Fault", "HoldGate", "MockEngine", "RecordedRequest", "Rooms"]
 
 
 class MockEngine:
@@ -150,6 +62,8 @@ class MockEngine:
         self.token_gate = HoldGate()
         """Before every output token but the first."""
         self.requests: list[RecordedRequest] = []
+        self.unread = 0
+        """Requests whose body was left unread."""
         self.aborts: list[str] = []
         self.abort_headers: list[dict[str, str]] = []
         self.hits: dict[str, int] = {}
@@ -162,6 +76,8 @@ class MockEngine:
         self._tls: ssl.SSLContext | None = None
         self._rooms = rooms
         self._changed = asyncio.Condition()
+        self._running = asyncio.Event()
+        self._running.set()
         self._server_info = server_info or {}
         self._sbs_block = sbs_block
         self._runner: web.AppRunner | None = None
@@ -175,13 +91,14 @@ class MockEngine:
 
     async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         """Listen; ``port`` 0 picks a free one, and a restart may ask for the old one."""
-        app = web.Application(client_max_size=1 << 30)
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._while_running])
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._serve)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/flush_cache", self._count(web.Response))
         app.router.add_get("/server_info", self._get_server_info)
         app.router.add_get("/model_info", self._get_model_info)
+        app.router.add_get("/get_model_info", self._get_model_info)
         app.router.add_get("/v1/loads", self._get_loads)
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/metrics", self._get_metrics)
@@ -198,6 +115,7 @@ class MockEngine:
 
     async def stop(self) -> None:
         """Stop listening; open connections are closed, as when the process dies."""
+        self.thaw()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -215,6 +133,20 @@ class MockEngine:
         self.boot_id = uuid.uuid4().hex
         self._seq.clear()
         await self.start(port)
+
+    def freeze(self) -> None:
+        """As a process that was stopped (SIGSTOP): it takes connections and says nothing."""
+        self._running.clear()
+
+    def thaw(self) -> None:
+        self._running.set()
+
+    @web.middleware
+    async def _while_running(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        await self._running.wait()
+        response: web.StreamResponse = await handler(request)
+        await self._running.wait()
+        return response
 
     # Looking at what happened -----------------------------------------------------------------
 
@@ -272,10 +204,14 @@ class MockEngine:
     # Inference --------------------------------------------------------------------------------
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        body = orjson.loads(await request.read())
-        record = RecordedRequest(
-            request.path, {k.lower(): v for k, v in request.headers.items()}, body, time.monotonic()
-        )
+        if self.behaviours and self.behaviours[0].fault == "unread":
+            self.behaviours.popleft()
+            self.unread += 1
+            await self._note()
+            await asyncio.Event().wait()
+        raw = await request.read()
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        record = RecordedRequest(request.path_qs, headers, orjson.loads(raw), raw, time.monotonic())
         self.requests.append(record)
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         try:
@@ -298,7 +234,8 @@ class MockEngine:
         await self.gate.pass_through()
         if behaviour.fault == "hang_before_head":
             await asyncio.Event().wait()
-        fails = behaviour.status != 200 or behaviour.fault or behaviour.abort
+        garbage = behaviour.garbage is not None
+        fails = behaviour.status != 200 or behaviour.fault or behaviour.abort or garbage
         if self._rooms is not None:
             room = int(record.body["bootstrap_room"])
             if self.role == "prefill" and (behaviour.kv_sent or not fails):
@@ -315,7 +252,8 @@ class MockEngine:
             return _reset(request)
         if behaviour.status != 200:
             return _error(behaviour.status, behaviour.message or "scripted error")
-        if behaviour.garbage is not None:
+        tail = record.body.get("stream") and behaviour.garbage_tail is not None
+        if behaviour.garbage is not None and not tail:
             return web.Response(body=behaviour.garbage, content_type="text/event-stream")
         if not record.body.get("stream"):
             return await self._complete(request, record, behaviour)
@@ -330,6 +268,9 @@ class MockEngine:
                     await self.token_gate.pass_through()
                 last = number == behaviour.tokens
                 await response.write(_event(self._output(record, behaviour, number, last, True)))
+                if behaviour.garbage_tail is not None:
+                    await response.write(behaviour.garbage_tail)
+                    return response
                 if behaviour.fault == "reset_mid_body":
                     return _reset(request)
                 if behaviour.fault == "hang_mid_body":
@@ -338,7 +279,10 @@ class MockEngine:
             if record.path != "/generate" and (record.body.get("stream_options") or {}).get(
                 "include_usage"
             ):
-                usage = self._frame(record) | {"choices": [], "usage": _usage(behaviour)}
+                usage = self._frame(record) | {
+                    "choices": [],
+                    "usage": _usage(behaviour, behaviour.tokens),
+                }
                 await response.write(_event(usage))
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -399,10 +343,28 @@ class MockEngine:
             choice["delta" if stream else "message"] = message
         else:
             choice["text"] = piece
+            if record.body.get("logprobs"):
+                choice["logprobs"] = self._logprobs(record, behaviour, tokens, stream)
         answer = self._frame(record) | {"choices": [choice]}
         if not stream:
-            answer["usage"] = _usage(behaviour)
+            answer["usage"] = _usage(behaviour, 1 if self.role == "prefill" else behaviour.tokens)
         return answer
+
+    def _logprobs(
+        self, record: RecordedRequest, behaviour: Behaviour, tokens: int, stream: bool
+    ) -> dict[str, Any]:
+        """OpenAI's form. The prompt's, with ``echo``, only prefill has."""
+        names = [f"t{tokens}"] if stream else [f"t{number}" for number in range(1, tokens + 1)]
+        if self.role == "prefill":
+            names = ["t1"]
+            if record.body.get("echo"):
+                names = [f"p{number}" for number in range(behaviour.prompt_tokens)] + names
+        return {
+            "tokens": names,
+            "token_logprobs": [-0.1] * len(names),
+            "top_logprobs": [],
+            "text_offset": [-1] * len(names),
+        }
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         rid = str(orjson.loads(await request.read())["rid"])
@@ -473,11 +435,11 @@ class MockEngine:
         return _json({"loads": loads, "version": "0.5.23"})
 
 
-def _usage(behaviour: Behaviour) -> dict[str, Any]:
+def _usage(behaviour: Behaviour, completion_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": behaviour.prompt_tokens,
-        "completion_tokens": behaviour.tokens,
-        "total_tokens": behaviour.prompt_tokens + behaviour.tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": behaviour.prompt_tokens + completion_tokens,
     }
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sglang_sbs.bench.passes import ForwardPass, pass_statistics, read_engines
-from sglang_sbs.router.eventlog import EventLogWriter
 from sglang_sbs.scheduling import Dispatch, ForwardEnded, SchedulerConfig, TimerFired
+from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.wire import EndForward
 
 NAMES = {"http://p": "p0", "http://d": "d0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -189,8 +190,12 @@ async def cluster(
     sbs_block: bool = False,
     wait: bool = True,
     scheduler: Any = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Cluster]:
-    """A running router with mock engines; everything is stopped at the end."""
+    """A running router with mock engines; everything is stopped at the end.
+
+    ``tls``: what the engines serve HTTPS with.
+    """
     rooms = Rooms()
     prefills = [
         MockEngine("prefill", dp_size=prefill_dp, sbs_block=sbs_block, rooms=rooms)
@@ -201,7 +206,7 @@ async def cluster(
         for _ in range(decode)
     ]
     for engine in prefills + decodes:
-        await engine.start()
+        await engine.start(tls=tls)
     fake = FakeScheduler()
     server = RouterServer(options_for(prefills, decodes, *flags), scheduler or fake)
     await server.start()

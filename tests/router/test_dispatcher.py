@@ -11,8 +11,8 @@ import pytest
 
 from sglang_sbs.router.dispatcher import Dispatcher
 from sglang_sbs.router.errors import Refused, RouterError
-from sglang_sbs.router.eventlog import EventLogWriter, read_event_log
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import EventLogWriter, read_event_log
 from sglang_sbs.scheduling.events import (
     Command,
     Dispatch,

@@ -147,7 +147,7 @@ async def test_engine_metrics_are_one_valid_page() -> None:
             )
         status, text = await text_of(c, "/engine_metrics")
         assert status == 200
-        assert text.count("# TYPE sglang:num_running_reqs gauge") == 1
+        assert text.count("# TYPE sglang_num_running_reqs gauge") == 1
         for engine, value in ((c.prefill[0], 3), (c.decode[0], 4)):
             assert f'{{model="m",worker_addr="{engine.url}"}} {value}.0' in text
         c.decode[0].metrics_page = "no { metrics"
@@ -241,8 +241,10 @@ async def test_metrics_are_on_a_port_of_their_own() -> None:
             'smg_http_responses_total{error_code="decode_internal_error",status_code="500"} 1.0',
             "smg_pd_ttft_seconds_count 1.0",
             "sbs_queue_requests 0.0",
-            'smg_router_requests_total{endpoint="/generate"',
-            'smg_router_request_errors_total{endpoint="/generate",error_type="decode_inter',
+            'smg_router_requests_total{backend_type="pd",connection_mode="http",'
+            'endpoint="generate",model="mock",router_type="http",streaming="false"} 2.0',
+            'smg_router_request_errors_total{backend_type="pd",connection_mode="http",'
+            'endpoint="generate",error_type="decode_internal_error",model="mock"',
         ):
             assert line in text, line
         assert (await text_of(c, "/metrics"))[0] == 404
@@ -300,7 +302,7 @@ async def test_unusable_workers_are_named_with_the_reason(
     await engine.start()
     try:
         async with cluster() as c:
-            worker = c.server.add_worker(engine.url, "decode", None)
+            worker = await c.server.add_worker(engine.url, "decode", None)
             await until(lambda: kind in worker.problems)
             assert word in worker.problems[kind]
             assert not worker.usable

@@ -119,7 +119,7 @@ async def test_a_defect_while_watching_a_worker_is_not_the_end_of_watching_it(
             described(worker, info)
 
         monkeypatch.setattr(c.server.registry, "described", broken)
-        worker = c.server.add_worker(engine.url, "decode", None)
+        worker = await c.server.add_worker(engine.url, "decode", None)
         await until(lambda: worker.usable)
         assert "beginning anew" in caplog.text
     await engine.stop()

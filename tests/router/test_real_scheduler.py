@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from router_harness import TIMEOUT_S, cluster, sse_events, until
 
-from sglang_sbs.router.eventlog import read_event_log
 from sglang_sbs.scheduling import POLICIES, Dispatch, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.testing.mock_engine import MockEngine, Rooms
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import leg_status_failure, transport_failure
-from sglang_sbs.router.registry import Registry, Worker, describe_worker
+from sglang_sbs.router.registry import QUIET_S, Registry, Worker, describe_worker
 from sglang_sbs.router.server_info import (
     SbsBlock,
     UnusableWorker,
@@ -351,7 +351,7 @@ def test_a_missing_signal_is_explained_after_a_few_dispatches() -> None:
     setup.now_s += 6
     setup.registry.tick()
     assert worker.problems["signal"] == "no EndForward from rank 0, 1"
-    assert setup.doubted == [worker.url]
+    assert set(setup.doubted) == {worker.url}
 
 
 def test_removed_workers_are_announced_down_and_forgotten() -> None:
@@ -364,3 +364,34 @@ def test_removed_workers_are_announced_down_and_forgotten() -> None:
     setup.registry.add("http://localhost:1", "prefill")
     with pytest.raises(ValueError, match="registered already"):
         setup.registry.add("http://LOCALHOST:1/", "decode")
+
+
+def test_a_worker_that_should_say_something_and_does_not_is_asked() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.now_s = 100.0
+    setup.registry.tick()
+    assert setup.doubted == []  # idle, and without the plugin: nothing is expected
+    worker.active = 1
+    setup.registry.tick()
+    assert setup.doubted == [worker.url]
+    setup.registry.tick()
+    assert setup.doubted == [worker.url]  # it was asked just now
+    setup.now_s += QUIET_S
+    setup.registry.reported(worker, report(0))
+    setup.registry.tick()
+    assert setup.doubted == [worker.url]  # it speaks
+    worker.active = 0
+    setup.now_s += QUIET_S
+    setup.registry.tick()
+    assert setup.doubted == [worker.url] * 2  # the plugin reports while idle, too
+
+
+def test_a_check_that_costs_a_forward_pass_is_not_made_because_of_silence() -> None:
+    setup = Setup()
+    setup.registry.asks_cheaply = False
+    worker = setup.up("http://p:1")
+    worker.active = 1
+    setup.now_s = 100.0
+    setup.registry.tick()
+    assert setup.doubted == []

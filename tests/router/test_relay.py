@@ -1,6 +1,7 @@
 """Relaying: both legs get the right fields, answers come back unchanged, the books stay true."""
 
 import asyncio
+from typing import Any
 
 import aiohttp
 import orjson
@@ -295,3 +296,24 @@ async def test_a_client_connection_is_reused_across_requests() -> None:
                     await response.read()
         # Engine connections too: three requests in a row need one per leg.
         assert c.server.pool.open_connections == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", ["x", ["x", "y"]])
+async def test_echoed_logprobs_of_prefill_go_in_front_of_decodes(
+    prompts: str | list[str], stream: bool
+) -> None:
+    body = {"prompt": prompts, "echo": True, "logprobs": 1, "stream": stream}
+    wanted = [*(f"p{number}" for number in range(7)), "t1", "t2", "t3"]
+    async with cluster() as c, c.post("/v1/completions", body) as response:
+        raw = await response.read()
+    answers = sse_events(raw)[:-1] if stream else [orjson.loads(raw)]
+    got: dict[int, dict[str, list[Any]]] = {}
+    for choice in (choice for answer in answers for choice in answer["choices"]):
+        lists = got.setdefault(choice["index"], {"tokens": [], "token_logprobs": []})
+        for name, values in lists.items():
+            values.extend(choice["logprobs"][name])
+    assert sorted(got) == ([0] if prompts == "x" else [0, 1])
+    for lists in got.values():
+        assert lists["tokens"] == wanted
+        assert len(lists["token_logprobs"]) == len(wanted)

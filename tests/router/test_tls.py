@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import ssl
-import subprocess
 from pathlib import Path
 
 import aiohttp
-import pytest
 from router_harness import TIMEOUT_S, sse_events, until
 
 from sglang_sbs.router.flags import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.testing.mock_engine import MockEngine, Rooms
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A self-signed certificate of 127.0.0.1 and its key."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
-            *("-keyout", str(key), "-out", str(cert)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return cert, key
-
 
 async def test_both_sides_over_tls(certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     serving.load_cert_chain(cert, key)
+    serving.load_verify_locations(cert)  # engines want to know who calls, too
+    serving.verify_mode = ssl.CERT_REQUIRED
     rooms = Rooms()
     prefill, decode = MockEngine("prefill", rooms=rooms), MockEngine("decode", rooms=rooms)
     for engine in (prefill, decode):
@@ -51,6 +31,7 @@ async def test_both_sides_over_tls(certificate: tuple[Path, Path]) -> None:
             *("--host", "127.0.0.1", "--port", "0", "--sbs-endforward-bind", "none"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", "0"),
             *("--policy", "round_robin", "--ca-cert-paths", str(cert)),
+            *("--client-cert-path", str(cert), "--client-key-path", str(key)),
             *("--tls-cert-path", str(cert), "--tls-key-path", str(key)),
         ]
     )

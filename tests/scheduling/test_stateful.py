@@ -506,8 +506,8 @@ def configured(heard=SchedulerMachine.heard, **config):
 
 
 TestAdaptive = configured()
-TestAdaptivePotential = configured(decode_rule="potential")
-TestPaper = configured(trigger="paper")
+TestAdaptiveIqr = configured(decode_rule="iqr")
+TestPaper = configured(trigger="paper", decode_rule="iqr")
 TestAdaptiveWithoutPlugin = configured(heard=())
 TestPaperWithoutPlugin = configured(heard=(), trigger="paper")
 TestAdaptiveHeartbeatsOnly = configured(heard=("heartbeat",))

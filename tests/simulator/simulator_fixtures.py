@@ -1,4 +1,4 @@
-"""The fields every row must have, and tiny traces in the two formats."""
+"""The fields every row must have, arrivals, and tiny traces in the two formats."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ ROW_FIELDS = {
     "completed",
     "rejected",
 }
+
+
+def poisson(qps: float, duration_s: float, seed: int, longest: int = 3000):
+    """Arrivals (time in s, prompt tokens) as :func:`simulate` takes them."""
+    rng = random.Random(seed)
+    arrivals, now_s = [], 0.0
+    while (now_s := now_s + rng.expovariate(qps)) < duration_s:
+        arrivals.append((now_s, int(rng.betavariate(1, 2) * longest) + 1))
+    return arrivals
 
 
 def lengths(count: int, seed: int = 0) -> list[tuple[float, int, int]]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from simulator_fixtures import ROW_FIELDS, lengths, write_azure, write_mooncake
 
 from sglang_sbs.simulator.cli import main
+from sglang_sbs.simulator.cost import PassCost, save_cost
 
 SMALL = ["--prefill", "1", "--dp", "2", "--duration", "24", "--workers", "1"]
 
@@ -20,6 +24,121 @@ def test_loads_are_printed_and_written(tmp_path, capsys):
     assert len(written) == 2 * 2 * 2 * 2
     assert all(row.keys() >= ROW_FIELDS for row in written)
     assert "load 0.2" in capsys.readouterr().out
+
+
+def simulate_rows(flags: str, path: Path) -> list[dict]:
+    """The rows that the command as installed writes, read by a parser that knows no NaN."""
+    argv = [sys.executable, "-m", "sglang_sbs.cli", "simulate", *flags.split(), "--json", str(path)]
+    subprocess.run([*argv, "--workers", "1"], check=True, capture_output=True, timeout=60)
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [
+        ("paper-3k --policies sbs --loads 0.2 --prefill 1 --dp 2 --duration 24", set()),
+        (
+            "paper-3k --policies eta --max-qps --slo-ttft 0.4 --prefill 1 --dp 1 --duration 24",
+            {"slo_ttft_s", "max_qps"},
+        ),
+        (
+            "plan --scenario paper-3k --policies eta --slo-ttft 0.4 --prefill 1 --dp 1 "
+            "--duration 24",
+            {"slo_ttft_s", "max_qps"},
+        ),
+        (
+            "paper-decode --policies round_robin",
+            {"kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s"},
+        ),
+    ],
+)
+def test_rows_have_the_promised_fields_and_types(flags, more, tmp_path):
+    (row,) = simulate_rows(flags, tmp_path / "rows.json")
+    assert row.keys() >= ROW_FIELDS | more
+    decode = row["scenario"] == "paper-decode"
+    for name in ("scenario", "policy", "cost"):
+        assert isinstance(row[name], str)
+    for name in ("seed", "completed", "rejected"):
+        assert isinstance(row[name], int)
+    for name in {"load", "qps"} | more:
+        assert isinstance(row[name], int | float), name
+    prefill = {"ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "chunk_utilization", "bubble_share"}
+    for name in prefill:
+        assert (row[name] is None) if decode else isinstance(row[name], float)
+
+
+def test_what_has_no_value_is_null(tmp_path):
+    flags = "paper-3k --policies sbs --loads 0.00001 --duration 21"
+    (row,) = simulate_rows(flags, tmp_path / "rows.json")
+    assert row["completed"] == 0
+    for name in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "chunk_utilization", "bubble_share"):
+        assert row[name] is None
+
+
+def test_a_cost_file_is_a_cost_called_by_its_stem(tmp_path, capsys):
+    save_cost(PassCost(fixed_s=0.01, max_s=1e-5), tmp_path / "fast.json")
+    rows = tmp_path / "rows.json"
+    flags = f"--policies sbs --loads 0.2 --cost table,{tmp_path / 'fast.json'} --json {rows}"
+    assert main(["paper-3k", *SMALL, *flags.split()]) == 0
+    table, fast = json.loads(rows.read_text())
+    assert (table["cost"], fast["cost"]) == ("table", "fast")
+    assert fast["ttft_mean_s"] < 0.3 * table["ttft_mean_s"]
+    assert "cost fast" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["paper-3k"], ["paper"], ["plan", "--scenario", "paper-3k"]])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.json", "{", "is not valid JSON"),
+        ("c.json", '{"fixed": 1}', "unknown field 'fixed'; known: fixed_s"),
+        ("c.json", None, "No such file"),
+        ("mixed.json", '{"fixed_s": 1}', "rows would call two costs 'mixed'; rename"),
+        ("c.txt", '{"fixed_s": 1}', "is not one of table, mixed, barrier, FILE.json"),
+    ],
+)
+def test_a_bad_cost_file_is_named_with_its_flag(command, name, content, message, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    more = ["--slo-ttft", "1"] if command[0] == "plan" else []
+    with pytest.raises(SystemExit) as ended:
+        main([*command, *more, "--cost", str(tmp_path / name)])
+    assert ended.value.code == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "--cost: " in err and name in err and message in err
+
+
+def test_knobs_reach_the_cluster(tmp_path):
+    rows = tmp_path / "rows.json"
+    base = "paper-3k --policies eta --loads 0.3 --duration 26 --workers 1"
+
+    def ttft_s(flags: str) -> float:
+        assert main([*base.split(), *flags.split(), "--json", str(rows)]) == 0
+        (row,) = json.loads(rows.read_text())
+        assert row["unfinished"] == row["rejected"] == 0
+        return row["ttft_mean_s"]
+
+    plain_s = ttft_s("")
+    for flags in (
+        "--jitter 0.3",
+        "--gap-ms 20",
+        "--latency-ms 30",
+        "--burstiness 3",
+        "--length-error 0.3",
+        "--endforward-loss 0.3",
+        "--endforward-delay-ms 100",
+        "--decode-kv-tokens 4000",
+        "--decode-running 1",
+        "--instance count=3,speed=0.5",
+        "--at 21:down:p1",
+    ):
+        assert ttft_s(flags) != pytest.approx(plain_s, rel=1e-6), flags
+    assert ttft_s("--instance count=2 --instance dp=8,chunk=3072,speed=1") == plain_s
+    assert ttft_s("--decode-kv-tokens 4000 --decode-seconds 2") > plain_s
 
 
 @pytest.mark.parametrize(("name", "write"), [("t.jsonl", write_mooncake), ("t.csv", write_azure)])
@@ -61,6 +180,17 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         (["paper-3k", "--duration", "5"], "longer than the warm-up"),
         (["paper-3k", "--plot", "x.pdf"], "must end in .png, .svg, .html"),
         (["trace:/absent.jsonl"], "no such file"),
+        (["paper-3k", "--at", "5:down:p7"], "--at 5:down:p7: no such instance; there are p0"),
+        (["paper-3k", "--at", "5:kill:p1"], "write SECOND:ACTION:INSTANCE with up, drain, down"),
+        (["paper-3k", "--at", "soon:down:p1"], "'soon': write a number, 0 or greater"),
+        (["paper-3k", "--at", "5:down:p1,6:drain:p1"], "--at 6:drain:p1: after down comes up"),
+        (["paper-3k", "--instance", "ranks=4"], "'ranks=4': write count=, dp=, chunk=, speed="),
+        (["paper-3k", "--instance", "speed=0"], "positive number"),
+        (["paper-3k", "--instance", "dp=4", "--prefill", "2"], "--instance lists the instances"),
+        (["paper-3k", "--length-error", "1"], "write a share below 1"),
+        (["paper-3k", "--endforward-loss", "1.5"], "write a share between 0 and 1"),
+        (["paper-3k", "--decode-kv-tokens", "-1"], "0 for unbounded"),
+        (["paper-decode", "--at", "5:down:p1"], "--at: paper-decode has no prefill cluster"),
     ],
 )
 def test_bad_flags_are_named(flags, message, capsys):

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator_fixtures import poisson
 
 from sglang_sbs.scheduling import POLICIES, Scheduler, SchedulerConfig
 from sglang_sbs.simulator import COSTS, ClusterSpec, simulate
-
-
-def poisson(qps: float, duration_s: float, seed: int, longest: int = 3000):
-    rng = random.Random(seed)
-    arrivals, now_s = [], 0.0
-    while (now_s := now_s + rng.expovariate(qps)) < duration_s:
-        arrivals.append((now_s, int(rng.betavariate(1, 2) * longest) + 1))
-    return arrivals
-
 
 specs = st.builds(
     ClusterSpec,

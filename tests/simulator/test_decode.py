@@ -45,7 +45,27 @@ def test_choosing_by_state_is_faster_than_in_turn(policy):
 
 
 def test_the_potential_narrows_the_kv_band():
-    assert outcome("sbs_potential").row()["kv_cv"] < 0.7 * outcome("round_robin").row()["kv_cv"]
+    narrow = outcome("sbs_potential").row()["kv_cv"]
+    assert narrow < 0.7 * outcome("round_robin").row()["kv_cv"]
+    assert narrow < 0.9 * outcome("sbs_iqr").row()["kv_cv"]
+
+
+def test_the_books_the_scheduler_keeps_are_the_ranks(monkeypatch):
+    """At every report, what the scheduler believes of a rank is what runs there or is to join."""
+    simulation = DecodeSimulation(SPEC, SchedulerConfig(policy="sbs", max_queue_requests=10_000))
+    report = simulation._report
+
+    def checked():
+        report()
+        (decode,) = simulation._scheduler.decode.values()
+        coming = [0] * SPEC.ranks
+        for command in simulation._placed:
+            coming[command.decode_rank] += 1
+        for rank, load, more in zip(simulation._ranks, decode.loads(), coming, strict=True):
+            assert load.running == rank.running + more
+
+    monkeypatch.setattr(simulation, "_report", checked)
+    simulation.run()
 
 
 def test_persistent_weights_are_the_worst():

@@ -166,6 +166,7 @@ def test_a_prompt_waits_for_kv_on_decode():
         chunk_tokens=100,
         decode_dp_size=1,
         decode_kv_capacity_tokens=100,
+        output_tokens=20,
         dispatch_latency_s=0.0,
         feedback_latency_s=0.0,
         decode_s=2.0,

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from sglang_sbs.simulator.claims import Claim, claims_table, decode_claims, table_1_claims
+from sglang_sbs.simulator.cost import COSTS, save_cost
 from sglang_sbs.simulator.paper import Effort, report, verdict
 
 
@@ -83,12 +84,22 @@ def test_the_report_is_printed_and_written(tmp_path, capsys):
         warm_up_steps=20,
         picture_steps=40,
         prefill_instances=1,
-        search=(0.9, 0.905),
+        search=(0.9, 1.3),
+        tolerance=0.4,
     )
     rows = tmp_path / "rows.json"
-    assert report(["mixed"], [1], effort, tmp_path / "out", json=rows, workers=1) == 0
+    cost = tmp_path / "measured.json"
+    save_cost(COSTS["mixed"], cost)
+    assert report([str(cost)], [1], effort, tmp_path / "out", json=rows, workers=1) == 0
     out = capsys.readouterr().out
-    for words in ("random_rank", "QPS gain", "decode throughput gain", "vs eta", "3-64K"):
+    for words in (
+        "cost measured",
+        "random_rank",
+        "QPS gain",
+        "decode throughput gain",
+        "vs eta",
+        "3-64K",
+    ):
         assert words in out
     page = (tmp_path / "out" / "paper.html").read_text()
     assert page.count("data:image/png;base64,") == 3

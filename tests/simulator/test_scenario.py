@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from simulator_fixtures import lengths, write_azure, write_mooncake
 
@@ -42,3 +44,30 @@ def test_a_trace_at_load_one_fills_every_chunk(tmp_path, name, write, chunk):
 def test_an_unknown_scenario_is_refused_with_the_known_ones(name):
     with pytest.raises(ScenarioError, match="paper-3k, paper-5k, paper-long"):
         make_scenario(name)
+
+
+def test_an_instance_that_differs_counts_what_its_full_chunks_are_worth():
+    equal = make_scenario("paper-3k", instances=[{}, {}])
+    assert equal.nominal_qps == pytest.approx(2 * 57)
+    uneven = make_scenario("paper-3k", instances=[{}, {"dp_size": 4}, {"speed": 0.5}], dp_size=8)
+    assert uneven.nominal_qps == pytest.approx(2 * 57)
+    assert [one.dp_size for _, one in uneven.spec.prefill] == [8, 4, 8]
+    assert uneven.workload_qps == 57 * 3
+
+
+def test_bursts_come_at_the_same_rate():
+    calm, bursty = (
+        make_scenario("paper-3k", burstiness=cv).at_load(1.0, 100.0, seed=2) for cv in (1.0, 4.0)
+    )
+    assert len(bursty) == pytest.approx(len(calm), rel=0.1)
+
+    def most_in_a_second(arrivals):
+        return max(Counter(int(a.at_s) for a in arrivals).values())
+
+    assert most_in_a_second(bursty) > 1.3 * most_in_a_second(calm)
+
+
+def test_a_trace_has_its_own_bursts(tmp_path):
+    trace = write_azure(tmp_path / "t.csv", lengths(50))
+    with pytest.raises(ScenarioError, match="its own bursts"):
+        make_scenario(f"trace:{trace}", burstiness=2.0)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from simulator_fixtures import ROW_FIELDS
 
-from sglang_sbs.simulator.sweep import Job, max_load, run_all, run_job
+from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange
+from sglang_sbs.simulator.cluster import Outcome, PassRecord, RequestRecord
+from sglang_sbs.simulator.scenario import make_scenario
+from sglang_sbs.simulator.sweep import Job, max_load, run_all, run_job, summary
 
 SMALL = {"prefill_instances": 1, "dp_size": 2}
 JOB = Job("paper-3k", "eta", 0.2, 1, 26.0, "mixed", SMALL)
@@ -42,3 +47,34 @@ def test_an_slo_below_one_pass_has_no_capacity():
     row = max_load(JOB, 0.01)
     assert row["max_qps"] == 0
     assert row.keys() >= ROW_FIELDS
+
+
+def test_utilisation_and_bubbles_are_of_what_each_instance_offers():
+    """p1 is half as wide, and is up for half of the window of 20 s."""
+    instances = (InstanceSpec(dp_size=2, chunk_tokens=100), InstanceSpec(dp_size=1))
+    spec = ClusterSpec(
+        cost=COSTS["mixed"],
+        instances=instances,
+        changes=(TopologyChange(30.0, "down", "p1"),),
+    )
+    scenario = replace(make_scenario("paper-3k"), spec=spec)
+    requests = [RequestRecord("r0", 100, 21.0, prefilled_s=22.0), RequestRecord("r1", 1, 40.0)]
+    passes = [
+        PassRecord("p0", 19.0, 20.5, 200, 100),
+        PassRecord("p0", 21.0, 22.0, 100, 80),
+        PassRecord("p0", 22.0, 30.0, 50, 25),
+        PassRecord("p1", 23.0, 26.0, 3072, 3072),
+        PassRecord("p0", 39.0, 41.0, 200, 100),
+    ]
+    row = summary(Outcome(requests, passes), scenario)
+    assert row["chunk_utilization"] == pytest.approx((100 + 50 + 3072) / (2 * 200 + 3072))
+    assert row["bubble_share"] == pytest.approx(1 - (1 + 8 + 3) / (20 + 10))
+    assert (row["completed"], row["unfinished"]) == (1, 2)
+    assert row["ttft_mean_s"] == 1.0
+
+
+def test_the_search_goes_beyond_its_bounds_if_all_of_them_meets_the_slo():
+    quick = Job("paper-3k", "eta", 1.0, 1, 22.0, "mixed", SMALL)
+    narrow = max_load(quick, 0.4, 0.05, 0.1)
+    assert narrow["load"] > 0.1
+    assert narrow["load"] == pytest.approx(max_load(quick, 0.4)["load"], rel=0.1)

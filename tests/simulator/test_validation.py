@@ -9,16 +9,11 @@ import statistics
 import pytest
 
 from sglang_sbs.bench.record import recorded_runs
-from sglang_sbs.router.eventlog import EventLogWriter
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator import ClusterSpec, PassCost, cluster, simulate
-from sglang_sbs.simulator.calibration import (
-    CostError,
-    calibrate,
-    fit_cost,
-    load_cost,
-    save_cost,
-)
+from sglang_sbs.simulator.calibration import calibrate, fit_cost
+from sglang_sbs.simulator.cost import CostError, load_cost, save_cost
 from sglang_sbs.simulator.recording import read_recording
 from sglang_sbs.simulator.validation import by_cell, compare, virtual_gpu_pass_cost
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost

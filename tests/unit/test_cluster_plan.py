@@ -144,6 +144,21 @@ def test_a_users_tokenizer_is_not_overridden() -> None:
     assert value(planned.router.argv, "--tokenizer-path") == "/t"
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--sbs-endforward-key-file", "/k"),
+        ("--router-sbs-endforward-key-file=/k",),
+    ],
+)
+def test_engines_share_the_routers_secret(flags: tuple[str, ...]) -> None:
+    planned = plan(prefill_instances=2, router_flags=flags)
+    for instance in planned.instances:
+        assert instance.environment["SGLANG_SBS_KEY_FILE"] == "/k"
+    for instance in plan(prefill_instances=2).instances:
+        assert "SGLANG_SBS_KEY_FILE" not in instance.environment
+
+
 def test_a_wildcard_router_is_reached_on_loopback() -> None:
     planned = plan(router_host="0.0.0.0", router_port=30000)
     assert planned.router is not None

@@ -1,0 +1,118 @@
+"""The log: where lines go, and what they look like, with the id of the request they are about.
+
+Owns formats and handlers, and the line per answered request. Must not know who logs what. A line
+written while a request is served carries its id by itself; JSON lines (``--log-json``) have the
+fields sglang_router's have.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+current_request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+"""Of the request this task serves: one task, so one context, per request."""
+
+access_logger = logging.getLogger("sglang_sbs.access")
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING}
+_QUIET_PATHS = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
+"""Asked all the time: their success is no news."""
+_FIELDS = "fields"
+
+
+class WithRequestId(logging.Filter):
+    """Puts ``request_id`` into every record, and ``[id] `` as ``request_tag``."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        identifier = current_request_id.get()
+        record.request_id = identifier
+        # On one line, whatever a client put into its id.
+        record.request_tag = f"[{_printable(identifier)}] " if identifier else ""
+        return True
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: ``timestamp``, ``level``, ``target``, ``message``, then more."""
+
+    def __init__(self, process: str = "") -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname,
+            "target": record.name,
+            "message": record.getMessage(),
+        }
+        if self._process:
+            line["process"] = f"{self._process} {record.process}"
+        if getattr(record, "request_id", ""):
+            line["request_id"] = record.__dict__["request_id"]
+        line |= getattr(record, _FIELDS, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logging(
+    level: str, log_dir: Path | None, *, as_json: bool = False, process: str = ""
+) -> None:
+    """Log to standard error and, with ``log_dir``, also to a file there.
+
+    Args:
+        process: who speaks, where several processes write to one log.
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_dir / "router.log"))
+    who = f"[{process} %(process)d] " if process else ""
+    plain = logging.Formatter(
+        f"%(asctime)s %(levelname)s {who}%(name)s: %(request_tag)s%(message)s"
+    )
+    for handler in handlers:
+        handler.addFilter(WithRequestId())
+        handler.setFormatter(JsonFormatter(process) if as_json else plain)
+    logging.basicConfig(level=LEVELS.get(level, logging.ERROR), handlers=handlers, force=True)
+
+
+def log_answer(method: str, path: str, status: int, error_code: str, seconds: float) -> None:
+    """The line of an answered request: a warning for a client's error, an error for ours."""
+    if status >= 500:
+        level = logging.ERROR
+    elif status >= 400:
+        level = logging.WARNING
+    else:
+        level = logging.DEBUG if path in _QUIET_PATHS else logging.INFO
+    if not access_logger.isEnabledFor(level):
+        return
+    fields = {
+        "method": method,
+        "path": path,
+        "status_code": status,
+        "error_code": error_code,
+        "latency_us": round(seconds * 1e6),
+    }
+    access_logger.log(
+        level,
+        "%s %s %d %s%.1f ms",
+        method,
+        _printable(path),
+        status,
+        f"{error_code} " if error_code else "",
+        seconds * 1000,
+        extra={_FIELDS: fields},
+    )
+
+
+def _printable(text: str) -> str:
+    """Without control characters, not longer than a line should be."""
+    if len(text) <= 256 and text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "?" for c in text[:256])

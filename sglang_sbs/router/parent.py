@@ -1,0 +1,99 @@
+"""The line between a supervisor and one of its children: a socket pair.
+
+Owns its few words. Upwards: one JSON line of facts when the child is ready. Downwards: ``let go``
+(leave ports to a successor), and ``ping``, which a child whose event loop turns answers. The end of
+the line is the end of the other side. Must not know what either does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+_LET_GO = b"let go\n"
+_PING = b"ping\n"
+_PONG = b"pong\n"
+_MAX_BYTES = 4096
+
+
+class Parent:
+    """The child's end."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(False)
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        """Tell that this process serves now."""
+        self._socket.send(orjson.dumps(facts) + b"\n")
+
+    def listen(self, *, let_go: Callable[[], None], gone: Callable[[], None]) -> None:
+        """Call ``let_go`` when asked to, and ``gone`` once when the supervisor has ended."""
+        loop = asyncio.get_running_loop()
+
+        def readable() -> None:
+            try:
+                data = self._socket.recv(_MAX_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                data = b""
+            if not data:
+                loop.remove_reader(self._socket)
+                gone()
+                return
+            if _PING in data:
+                with contextlib.suppress(OSError):  # nobody reads there any more
+                    self._socket.send(_PONG)
+            if _LET_GO in data:
+                let_go()
+
+        loop.add_reader(self._socket, readable)
+
+
+class ChildLine:
+    """The supervisor's end."""
+
+    def __init__(self) -> None:
+        self._socket, self.child_socket = socket.socketpair()
+        """``child_socket`` is to be inherited, and closed here once the child runs."""
+        self._socket.setblocking(False)
+
+    async def ready(self) -> dict[str, Any]:
+        """Wait for the child's facts. Raises: EOFError, it ended before."""
+        loop = asyncio.get_running_loop()
+        data = b""
+        while not data.endswith(b"\n"):
+            try:
+                part = await loop.sock_recv(self._socket, _MAX_BYTES)
+            except OSError:
+                part = b""
+            if not part:
+                raise EOFError
+            data += part
+        facts: dict[str, Any] = orjson.loads(data)
+        return facts
+
+    def ping(self) -> bool:
+        """Ask for a sign of life; whether there was one since the last time."""
+        try:
+            heard = bool(self._socket.recv(_MAX_BYTES))
+        except OSError:
+            heard = False
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.send(_PING)
+        return heard
+
+    def let_go(self) -> None:
+        """Ask the child to leave its ports to a successor."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.send(_LET_GO)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.child_socket.close()

@@ -1,0 +1,199 @@
+"""The scheduler process of a router with several front ends, put together.
+
+Owns construction and lifetime of its parts: the scheduler, everything that hears from engines, the
+sockets front ends come to, and the metrics port, which shows the sum over all processes. Must not
+know what the parts do. It serves no clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import Iterator
+
+import aiohttp
+from aiohttp import web
+from prometheus_client.core import Metric
+
+from sglang_sbs.router.flags import RouterOptions
+from sglang_sbs.router.hub import Hub
+from sglang_sbs.router.metric_pages import add_pages
+from sglang_sbs.router.metrics import RouterMetrics, snapshot_families
+from sglang_sbs.router.pump import SchedulerPump
+from sglang_sbs.router.scheduler_sockets import SchedulerSocket
+from sglang_sbs.router.watch import Watch, worker_session
+from sglang_sbs.router.worker_metrics import gauge, model_name, total
+from sglang_sbs.scheduling import Scheduler
+from sglang_sbs.scheduling.eventlog import EventLogWriter
+from sglang_sbs.scheduling.events import (
+    Dispatch,
+    Event,
+    InstanceDown,
+    InstanceUp,
+    Refuse,
+)
+from sglang_sbs.wire.front_end import ToScheduler
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 1.0
+_AGAIN_S = 0.2
+
+
+class SchedulerProcess:
+    """``await start()``, serve, ``await stop()``."""
+
+    def __init__(self, options: RouterOptions) -> None:
+        self.options = options
+        self.endpoint = ""
+        self.prometheus_port = options.prometheus_port
+        self.endforward_endpoint: str | None = None
+        self.metrics = RouterMetrics(options.prometheus_duration_buckets, options.scheduler.policy)
+        self._session: aiohttp.ClientSession
+        self._watch: Watch
+        self._hub: Hub
+        self._sockets: SchedulerSocket
+        self._retired = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen for front ends; workers are waited for in the background.
+
+        Raises:
+            OSError: an endpoint or the metrics port is taken.
+        """
+        options = self.options
+        assert options.scheduler_endpoint is not None, "checked with the command line"
+        log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
+        self._session = worker_session(options)
+        self._watch = Watch(options, self._submit, self._find_owner, self.metrics, self._session)
+        self._sockets = SchedulerSocket(self._received)
+        self._hub = Hub(self._watch, self._sockets.tell, retire_page=self._retire)
+        self._hub.pump = SchedulerPump(
+            Scheduler(options.scheduler),
+            decided=self._decided,
+            failed=self._hub.failed,
+            event_log=log,
+        )
+        self.metrics.collect_with(self._collect)
+        try:
+            if options.take_over:
+                self._watch.open_when_free()
+            else:
+                self.endforward_endpoint = self._watch.open()
+            await self._listen_for_metrics()
+            self._watch.add_configured()
+            self.endpoint = self._sockets.open(options.scheduler_endpoint, options.scheduler_keys)
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks.append(asyncio.create_task(self._flush_log()))
+
+    @property
+    def front_ends(self) -> int:
+        """Connected now."""
+        return self._hub.front_ends
+
+    def let_go(self) -> None:
+        """This router ends: leave the EndForward endpoint and the metrics port to a successor."""
+        self._watch.let_go()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            self._tasks.append(asyncio.create_task(runner.cleanup()))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._watch.close()
+        self._hub.close()
+        self._sockets.close()
+        self._hub.pump.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._session.close()
+
+    # Between the parts ------------------------------------------------------------------------
+
+    def _submit(self, event: Event) -> None:
+        self._hub.pump.submit(event)
+        if isinstance(event, InstanceUp | InstanceDown):
+            self._hub.workers_changed()
+
+    def _received(self, identity: bytes, message: ToScheduler) -> None:
+        self._hub.receive(identity, message)
+
+    def _find_owner(self, rid: str, role: str) -> str | None:
+        return self._hub.find_owner(rid, role)
+
+    def _decided(self, command: Dispatch | Refuse) -> None:
+        if isinstance(command, Dispatch):
+            self.metrics.dispatched(command)
+        else:
+            self.metrics.refused(command)
+        self._hub.decided(command)
+
+    async def _flush_log(self) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            self._hub.pump.flush_log()
+
+    # Metrics ----------------------------------------------------------------------------------
+
+    async def _listen_for_metrics(self) -> None:
+        app = web.Application()
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        if self.options.take_over:
+            self._tasks.append(asyncio.create_task(self._site_when_free(self._runner)))
+        else:
+            await self._site(self._runner)
+
+    async def _site(self, runner: web.AppRunner) -> None:
+        site = web.TCPSite(runner, self.options.prometheus_host, self.options.prometheus_port)
+        await site.start()
+        self.prometheus_port = int(runner.addresses[0][1])
+
+    async def _site_when_free(self, runner: web.AppRunner) -> None:
+        while True:
+            try:
+                await self._site(runner)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    logger.error("no metrics port: %s", error)
+                    return
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                logger.info("metrics at :%d", self.prometheus_port)
+                return
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        pages = await self._hub.metrics_pages()
+        page = add_pages([self.metrics.render().decode(), *pages, self._retired])
+        return web.Response(
+            body=page.encode(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    def _retire(self, page: str) -> None:
+        """What a dead front end counted still happened."""
+        with contextlib.suppress(ValueError):
+            self._retired = add_pages([self._retired, page], lasting_only=True)
+
+    def _collect(self) -> Iterator[Metric]:
+        yield from snapshot_families(self._hub.pump.snapshot())
+        yield from self._watch.families()
+        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
+        errors.add_metric([], self._hub.pump.errors)
+        front_ends = gauge("sbs_front_ends", "Front ends connected to the scheduler")
+        front_ends.add_metric([], self._hub.front_ends)
+        messages = total("sbs_front_end_messages", "Messages of front ends by fate", "fate")
+        for fate, count in self._sockets.counts.items():
+            messages.add_metric([fate], count)
+        messages.add_metric(["foreign"], self._hub.foreign)
+        yield from (errors, front_ends, messages)
+        yield self.metrics.selections(model_name(self._watch.registry))

@@ -1,0 +1,229 @@
+"""Where the scheduler is: in this process, or in another one.
+
+Owns the two ways to give a router its scheduler and its workers. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import aiohttp
+import msgspec
+from prometheus_client.core import Metric
+
+from sglang_sbs.router.dispatcher import Assigner, Dispatcher
+from sglang_sbs.router.endforward import FindOwner
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.flags import FEEDBACK_POLICIES, RouterOptions
+from sglang_sbs.router.link import Line, SchedulerLink
+from sglang_sbs.router.metrics import RouterMetrics, snapshot_families
+from sglang_sbs.router.mirror import MirroredRegistry
+from sglang_sbs.router.monitor import Monitor
+from sglang_sbs.router.pump import SchedulerLike
+from sglang_sbs.router.registry import Registry, Worker
+from sglang_sbs.router.scheduler_sockets import FrontEndSocket
+from sglang_sbs.router.watch import Watch
+from sglang_sbs.router.worker_metrics import gauge, model_name, total
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import EventLogWriter
+from sglang_sbs.scheduling.events import Event, InstanceRole
+from sglang_sbs.wire.front_end import FromScheduler
+
+logger = logging.getLogger(__name__)
+
+OVERDUE_S = 10.0
+"""So long after the scheduler's own deadline a request that got no decision is ended."""
+_FIND_S = 15.0
+"""A front end that starts waits so long for the scheduler before it takes requests without."""
+
+
+class Schedulers(Protocol):
+    """What the router needs of either."""
+
+    registry: Registry
+    dispatcher: Assigner
+
+    async def start(self) -> str | None:
+        """Returns the EndForward endpoint, if it is here. Raises: OSError, it is taken."""
+
+    async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        """Raises: ValueError, it cannot be one; RouterError, nobody to tell."""
+
+    async def remove_worker(self, worker: Worker) -> None:
+        """Raises: RouterError."""
+
+    async def update_worker(self, worker: Worker) -> None:
+        """Its priority, cost or labels were set. Raises: RouterError."""
+
+    async def abort_elsewhere(self, rid: str) -> int:
+        """End requests of other processes by their client's id (empty: all); how many."""
+
+    def families(self) -> Iterator[Metric]:
+        """Metrics read when scraped."""
+
+    async def close(self) -> None: ...
+
+
+class OwnScheduler:
+    """Everything in this process."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        scheduler: SchedulerLike | None,
+        find_owner: FindOwner,
+        metrics: RouterMetrics,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        """``scheduler`` replaces the real one (tests)."""
+        log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
+        self._metrics = metrics
+        self.dispatcher: Assigner = Dispatcher(
+            scheduler or Scheduler(options.scheduler),
+            observer=metrics,
+            event_log=log,
+            give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
+        )
+        self._watch = Watch(options, self.dispatcher.submit, find_owner, metrics, session)
+        self.registry: Registry = self._watch.registry
+
+    async def start(self) -> str | None:
+        """See :class:`Schedulers`."""
+        endpoint = self._watch.open()
+        self._watch.add_configured()
+        return endpoint
+
+    async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        """See :class:`Schedulers`."""
+        return self._watch.add_worker(url, role, bootstrap_port)
+
+    async def remove_worker(self, worker: Worker) -> None:
+        self._watch.remove_worker(worker)
+
+    async def update_worker(self, worker: Worker) -> None:
+        """It is what everybody sees already."""
+
+    async def abort_elsewhere(self, rid: str) -> int:
+        """There is no other process."""
+        return 0
+
+    def families(self) -> Iterator[Metric]:
+        """See :class:`Schedulers`."""
+        yield from snapshot_families(self.dispatcher.snapshot())
+        yield from self._watch.families()
+        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
+        errors.add_metric([], self.dispatcher.scheduler_errors)
+        yield errors
+        yield self._metrics.selections(model_name(self.registry))
+
+    async def close(self) -> None:
+        await self._watch.close()
+
+
+class RemoteScheduler:
+    """The scheduler process decides; this one falls back to itself while that cannot be reached."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        metrics: RouterMetrics,
+        session: aiohttp.ClientSession,
+        abort: Callable[[str], int],
+    ) -> None:
+        """``abort`` ends requests of clients by the id they gave (empty: all); how many."""
+        endpoint = options.scheduler_endpoint
+        assert endpoint is not None, "checked with the command line"
+        self._options = options
+        self._session = session
+        self._monitor: Monitor | None = None
+
+        def connect(receive: Callable[[FromScheduler], None]) -> Line:
+            return FrontEndSocket(endpoint, options.scheduler_keys, receive)
+
+        mirror = MirroredRegistry(self._found_out, options.breaker)
+        self._link = SchedulerLink(
+            connect,
+            mirror,
+            name=f"{socket.gethostname()}/{os.getpid()}",
+            fallback=lambda: Scheduler(_alone(options)),
+            observer=metrics,
+            metrics_page=lambda: metrics.render().decode(),
+            abort=abort,
+            give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
+        )
+        self._link.alone_changed = self._alone_changed
+        self.registry: Registry = mirror
+        self.dispatcher: Assigner = self._link
+
+    async def start(self) -> str | None:
+        """See :class:`Schedulers`."""
+        await self._link.start(_FIND_S)
+        return None
+
+    async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        """See :class:`Schedulers`."""
+        worker = self.registry.by_id(await self._link.add_worker(url, role, bootstrap_port))
+        if worker is None:
+            raise RouterError(503, "scheduler_unavailable", "the scheduler was lost meanwhile")
+        return worker
+
+    async def remove_worker(self, worker: Worker) -> None:
+        try:
+            await self._link.remove_worker(worker.id)
+        except ValueError:
+            logger.info("worker %s was removed by somebody else", worker.url)
+
+    async def update_worker(self, worker: Worker) -> None:
+        try:
+            await self._link.update_worker(worker)
+        except ValueError:
+            logger.info("worker %s was removed by somebody else", worker.url)
+
+    async def abort_elsewhere(self, rid: str) -> int:
+        """See :class:`Schedulers`."""
+        try:
+            return await self._link.abort_elsewhere(rid)
+        except RouterError:
+            logger.warning("without the scheduler only this front end's requests are aborted")
+            return 0
+
+    def families(self) -> Iterator[Metric]:
+        """See :class:`Schedulers`; the scheduler process has the rest."""
+        alone = gauge("sbs_front_ends_alone", "Front ends without the scheduler now")
+        alone.add_metric([], float(not self._link.connected))
+        times = total("sbs_scheduler_losses", "Times a front end lost the scheduler")
+        times.add_metric([], self._link.times_alone - 1)
+        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
+        errors.add_metric([], self._link.scheduler_errors)
+        yield from (alone, times, errors)
+
+    async def close(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            await monitor.close()
+
+    def _found_out(self, event: Event) -> None:
+        self._link.submit(event)
+
+    def _alone_changed(self, alone: bool) -> None:
+        """While nobody else watches the workers, this process does."""
+        if alone and self._monitor is None:
+            config = replace(self._options.monitor, load_poll_interval_s=None)
+            self._monitor = Monitor(self.registry, self._session, config, self._link.submit)
+            for worker in self.registry:
+                self._monitor.start(worker)
+        elif not alone and self._monitor is not None:
+            self._monitor.stop_all()
+            self._monitor = None
+
+
+def _alone(options: RouterOptions) -> SchedulerConfig:
+    """The fallback's configuration: immediate, and by own books only, for nothing else is heard."""
+    if options.scheduler.policy in FEEDBACK_POLICIES or options.scheduler.policy == "stale_tokens":
+        return msgspec.structs.replace(options.scheduler, policy="least_tokens")
+    return options.scheduler

@@ -1,0 +1,378 @@
+"""The parent of a router's processes: starts them, restarts the dead, passes the end on.
+
+Owns the children, the listening sockets (which outlive a front end that dies, so that what waits to
+be accepted there waits for its successor) and the order of start and end. It serves nothing itself
+and must not know HTTP, ZMQ or scheduling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_sbs import __version__
+from sglang_sbs.router.flags import RouterOptions
+from sglang_sbs.router.handover import (
+    Predecessor,
+    Successors,
+    check_free,
+    control_path,
+    listen,
+)
+from sglang_sbs.router.parent import ChildLine
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+_STABLE_S = 30.0
+"""A child that lived so long is restarted without a pause."""
+_PING_EVERY_S = 2.0
+_HUNG_S = 30.0
+"""A child that answers nothing for so long is killed, and restarted: clients wait for it."""
+_MARGIN_S = 15.0
+"""Beyond --shutdown-grace-period-secs, for a child to end after SIGTERM."""
+
+
+class StartError(RuntimeError):
+    """A child ended before it served for the first time; it has said why."""
+
+
+class Child:
+    """One process after another in the same place."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        sockets: list[socket.socket],
+        renew: Callable[[], list[socket.socket]] | None = None,
+    ) -> None:
+        """``renew`` makes new listening sockets for those given up after failed starts."""
+        self.name = name
+        self.sockets = sockets
+        self.facts: dict[str, Any] = {}
+        self.serving = asyncio.Event()
+        self._command = command
+        self._renew = renew
+        self._line: ChildLine | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    async def keep(self) -> None:
+        """Run it, and again when it dies, until :meth:`end`. Raises: StartError."""
+        pause_s = 0.0
+        ever_served = False
+        while not self._stopping:
+            started_s = time.monotonic()
+            served, code = await self._run()
+            ever_served = ever_served or served
+            if self._stopping:
+                return
+            if not ever_served:
+                raise StartError(f"{self.name} did not start ({_describe(code)})")
+            lived_s = time.monotonic() - started_s
+            pause_s = (
+                0.0 if lived_s > _STABLE_S else min(_LONGEST_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+            )
+            logger.error(
+                "%s ended (%s) after %.1f s; restarting it in %g s",
+                *(self.name, _describe(code), lived_s, pause_s),
+            )
+            if not served:
+                # Twice in a row: what waits for this one is better off with the others.
+                self._close_sockets()
+            await asyncio.sleep(pause_s)
+
+    async def _run(self) -> tuple[bool, int]:
+        """One life; whether it came to serve, and its exit code."""
+        if self._renew is not None and not self.sockets:
+            self.sockets = self._renew()
+        self._line = line = ChildLine()
+        fds = [sock.fileno() for sock in self.sockets]
+        arguments = [*self._command(), "--sbs-parent-fd", str(line.child_socket.fileno())]
+        if fds:
+            arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sglang_sbs.launch_router", *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=[line.child_socket.fileno(), *fds],
+            start_new_session=True,
+        )
+        self._process = process
+        line.child_socket.close()
+        ended = asyncio.create_task(process.wait())
+        ready = asyncio.create_task(line.ready())
+        try:
+            await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
+            served = ready.done() and ready.exception() is None
+            if served:
+                self.facts = ready.result()
+                self.serving.set()
+                logger.info("%s serves (pid %d)", self.name, process.pid)
+                await self._until_hung(line, ended)
+            code = await ended
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+            line.close()
+            self.serving.clear()
+        return served, code
+
+    async def _until_hung(self, line: ChildLine, ended: asyncio.Task[int]) -> None:
+        """Until it has ended; it is killed when it is stopped or stuck."""
+        heard_s = last_s = time.monotonic()
+        while not (await asyncio.wait({ended}, timeout=_PING_EVERY_S))[0]:
+            now_s = time.monotonic()
+            late, last_s = now_s - last_s > 2 * _PING_EVERY_S, now_s
+            if line.ping() or late:  # or this process was not running itself
+                heard_s = now_s
+            elif now_s - heard_s > _HUNG_S:
+                logger.error("%s has not moved for %.0f s: killing it", self.name, _HUNG_S)
+                self._signal(signal.SIGKILL)
+                return
+
+    def let_go(self) -> None:
+        if self._line is not None:
+            self._line.let_go()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """No restart any more; ``number`` to the process if it runs."""
+        self._stopping = True
+        self._close_sockets()
+        self._signal(number)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def _close_sockets(self) -> None:
+        """This process's copies; the child has its own."""
+        for sock in self.sockets:
+            sock.close()
+        self.sockets = []
+
+
+class Supervisor:
+    """``await run()`` from start to end of a router with several processes."""
+
+    def __init__(self, argv: Sequence[str], options: RouterOptions) -> None:
+        self._argv = list(argv)
+        self._options = options
+        self._port = options.port
+        self._stopping = asyncio.Event()
+        self._scheduler: Child | None = None
+        self._schedulers = 0
+        self._front_ends: list[Child] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> int:
+        """Serve until a signal or a successor ends it; the exit code.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        options = self._options
+        predecessor = None
+        if options.take_over:
+            predecessor = Predecessor.call(options.host, options.port)
+            if predecessor is None:
+                logger.warning("nobody to take port %d over from: starting anew", options.port)
+        if predecessor is None:
+            check_free(options.host, options.port)
+        with tempfile.TemporaryDirectory(prefix="sglang-sbs-") as folder:  # mode 0700
+            try:
+                return await self._serve(Path(folder), predecessor)
+            finally:
+                await self._kill()
+
+    async def _serve(self, folder: Path, predecessor: Predecessor | None) -> int:
+        options = self._options
+        successors: Successors | None = None
+        try:
+            if options.role == "router":
+                endpoint = f"ipc://{folder}/scheduler"
+                self._scheduler = Child("scheduler", lambda: self._scheduler_command(endpoint), [])
+                await self._start([self._scheduler])
+            else:
+                assert options.scheduler_endpoint is not None, "checked with the command line"
+                endpoint = options.scheduler_endpoint
+            self._make_front_ends(endpoint, predecessor)
+            await self._start(self._front_ends)
+            if self._stopping.is_set():
+                return 0
+            self._announce()
+            try:
+                successors = Successors(
+                    control_path(options.host, self._port), self._sockets, self._stopping.set
+                )
+            except OSError as error:
+                logger.warning("a rolling restart is not possible: %s", error)
+            if predecessor is not None:
+                logger.info("taking over: the router before this one may end")
+                predecessor.drain()
+            stopping = asyncio.create_task(self._stopping.wait())
+            await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+        except StartError as error:
+            logger.error("%s", error)
+            return 1
+        finally:
+            if successors is not None:
+                successors.close()
+        return await self._stop()
+
+    # Children ---------------------------------------------------------------------------------
+
+    def _make_front_ends(self, endpoint: str, predecessor: Predecessor | None) -> None:
+        options = self._options
+        inherited = predecessor.sockets if predecessor is not None else []
+        if inherited:
+            self._port = int(inherited[0].getsockname()[1])
+        for number in range(options.workers):
+            sockets = inherited[number :: options.workers]
+            if not sockets:
+                sockets = listen(options.host, self._port)
+                self._port = int(sockets[0].getsockname()[1])
+            self._front_ends.append(
+                Child(
+                    f"front end {number}",
+                    lambda number=number: self._front_end_command(endpoint, number),  # type: ignore[misc]
+                    sockets,
+                    lambda: listen(options.host, self._port),
+                )
+            )
+
+    def _scheduler_command(self, endpoint: str) -> list[str]:
+        """A restarted scheduler does not overwrite the event log of the one that died."""
+        log = self._options.event_log
+        logged = (
+            ["--sbs-event-log", f"{log}.{self._schedulers}"] if log and self._schedulers else []
+        )
+        self._schedulers += 1
+        return [
+            *self._argv,
+            *("--sbs-role", "scheduler", "--sbs-scheduler", endpoint, "--workers", "1"),
+            *logged,
+        ]
+
+    def _front_end_command(self, endpoint: str, number: int) -> list[str]:
+        """Limits of the router as a whole are shared out."""
+        options = self._options
+        shares = {
+            "--max-concurrent-requests": options.max_concurrent_requests,
+            "--queue-size": options.queue_size,
+            "--rate-limit-tokens-per-second": options.rate_limit_per_s,
+        }
+        words = [
+            word
+            for flag, whole in shares.items()
+            if options.max_concurrent_requests > 0 and whole > 0
+            for word in (flag, str(_share(whole, number, options.workers)))
+        ]
+        return [
+            *self._argv,
+            *("--sbs-role", "front-end", "--sbs-scheduler", endpoint, "--workers", "1"),
+            *("--port", str(self._port)),
+            *words,
+        ]
+
+    async def _start(self, children: list[Child]) -> None:
+        """Start them and wait until all serve, or a signal comes. Raises: StartError."""
+        tasks = [asyncio.create_task(child.keep()) for child in children]
+        self._tasks += tasks
+        serving = asyncio.create_task(_all_serve(children))
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({serving, stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        stopping.cancel()
+        for task in tasks:
+            if task.done():
+                task.result()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [sock for child in self._front_ends for sock in child.sockets]
+
+    def _announce(self) -> None:
+        options = self._options
+        facts = self._scheduler.facts if self._scheduler is not None else {}
+        logger.info(
+            "sglang-sbs %s: policy %s at %s:%d, metrics at :%s, EndForward at %s; "
+            "scheduler pid %d, front ends %s",
+            *(__version__, options.scheduler.policy, options.host, self._port),
+            *(facts.get("prometheus_port", "the scheduler"), facts.get("endforward") or "nothing"),
+            self._scheduler.pid if self._scheduler is not None else 0,
+            " ".join(str(child.pid) for child in self._front_ends),
+        )
+
+    # The end ----------------------------------------------------------------------------------
+
+    async def _stop(self) -> int:
+        """Front ends drain first: they need the scheduler to the last."""
+        self._stopping.clear()
+        logger.info("stopping: front ends finish what they have")
+        if self._scheduler is not None:
+            self._scheduler.let_go()
+        for child in self._front_ends:
+            child.end()
+        count = len(self._front_ends)
+        draining = asyncio.create_task(asyncio.wait(self._tasks[-count:]))
+        again = asyncio.create_task(self._stopping.wait())
+        limit_s = self._options.shutdown_grace_s + _MARGIN_S
+        await asyncio.wait([draining, again], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if not draining.done():
+            logger.warning("front ends did not end in time, or a second signal came")
+            return 1
+        if self._scheduler is not None:
+            self._scheduler.end()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_MARGIN_S):
+                    await self._tasks[0]
+        return 0
+
+    async def _kill(self) -> None:
+        for child in [*self._front_ends, *([self._scheduler] if self._scheduler else [])]:
+            child.end(signal.SIGKILL)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _all_serve(children: Sequence[Child]) -> None:
+    for child in children:
+        await child.serving.wait()
+
+
+def _share(whole: int, number: int, parts: int) -> int:
+    return max(1, whole // parts + (number < whole % parts))
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
+
+
+async def supervise(argv: Sequence[str], options: RouterOptions) -> int:
+    """Run the processes of ``options``; ``argv`` is the command line they are from."""
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    return await Supervisor(argv, options).run()

@@ -1,0 +1,145 @@
+"""Everything that hears from engines: the registry, EndForward, health checks and load polls.
+
+Owns putting them together, in whichever process has the scheduler. Must not know requests: what it
+needs of them it is given (``find_owner``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import ssl
+from collections.abc import Callable, Iterator
+
+import aiohttp
+from prometheus_client.core import Metric
+
+from sglang_sbs.router.endforward import EndForwardListener, FindOwner
+from sglang_sbs.router.flags import FEEDBACK_POLICIES, RouterOptions
+from sglang_sbs.router.metrics import RouterMetrics
+from sglang_sbs.router.monitor import Monitor
+from sglang_sbs.router.registry import Registry, Worker
+from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.worker_metrics import Drift, total, worker_families
+from sglang_sbs.scheduling.events import Event, InstanceRole
+from sglang_sbs.wire import EndForward
+
+logger = logging.getLogger(__name__)
+
+_TAKEN_AGAIN_S = 0.2
+
+
+class Watch:
+    """``open`` starts it; workers may be added from then on."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        submit: Callable[[Event], None],
+        find_owner: FindOwner,
+        metrics: RouterMetrics,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._options = options
+        self._metrics = metrics
+        self._drift = Drift()
+        self.registry = Registry(
+            submit,
+            options.breaker,
+            expects_endforward=(
+                options.scheduler.policy in FEEDBACK_POLICIES
+                and options.endforward_bind is not None
+            ),
+        )
+        self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
+        self._monitor = Monitor(self.registry, session, options.monitor, submit, self._described)
+        self._waiting: asyncio.Task[None] | None = None
+
+    def open(self) -> str | None:
+        """Listen for EndForward; returns the endpoint. Raises: OSError, it is taken."""
+        return self._listener.open(self._options.endforward_bind, self._options.endforward_keys)
+
+    def open_when_free(self) -> None:
+        """The same, after the router that this one takes over from has let go of the endpoint."""
+        self._waiting = asyncio.create_task(self._open_when_free())
+
+    async def _open_when_free(self) -> None:
+        logged = False
+        while True:
+            try:
+                endpoint = self.open()
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    logger.error("no EndForward: %s", error)
+                    return
+                if not logged:
+                    logged = True
+                    logger.info("%s: waiting for it, load polls until then", error)
+                await asyncio.sleep(_TAKEN_AGAIN_S)
+            else:
+                logger.info("EndForward at %s", endpoint or "nothing")
+                return
+
+    def let_go(self) -> None:
+        """No new requests come: leave the EndForward endpoint to a successor."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._listener.close()
+
+    def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        """Register a worker and wait for it in the background. Raises: ValueError."""
+        worker = self.registry.add(url, role, bootstrap_port)
+        self._monitor.start(worker)
+        return worker
+
+    def add_configured(self) -> None:
+        """The workers of the command line."""
+        for url, port in self._options.prefill:
+            self.add_worker(url, "prefill", port)
+        for url in self._options.decode:
+            self.add_worker(url, "decode", None)
+
+    def remove_worker(self, worker: Worker) -> None:
+        self.registry.remove(worker)
+        self._monitor.stop(worker)
+
+    def families(self) -> Iterator[Metric]:
+        """What is known of workers and their messages, for a scrape."""
+        fates = total("sbs_endforward_received", "Messages by what became of them", "fate")
+        for fate, count in self._listener.counts.items():
+            fates.add_metric([fate], count)
+        yield fates
+        yield from worker_families(self.registry, self._drift, self._monitor.checks)
+
+    async def close(self) -> None:
+        self.let_go()
+        await self._monitor.close()
+
+    def _described(self, worker: Worker, info: WorkerInfo) -> None:
+        self._listener.described(worker, info)
+
+    def _reported(self, worker: Worker, report: EndForward) -> None:
+        chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)
+        self._metrics.forward_ended(worker.url, chunk, report)
+        self._drift.reported(worker, report)
+
+
+def worker_session(options: RouterOptions) -> aiohttp.ClientSession:
+    """For control requests to engines."""
+    tls = worker_ssl(options)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True)
+    )
+
+
+def worker_ssl(options: RouterOptions) -> ssl.SSLContext | None:
+    """How engines' certificates are checked; ``None``: as the system does."""
+    if not options.ca_cert_paths and options.client_cert_path is None:
+        return None
+    context = ssl.create_default_context()
+    for path in options.ca_cert_paths:
+        context.load_verify_locations(path)
+    if options.client_cert_path is not None:
+        context.load_cert_chain(options.client_cert_path, options.client_key_path)
+    return context

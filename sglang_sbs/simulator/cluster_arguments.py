@@ -1,0 +1,219 @@
+"""The flags that describe a simulated prefill cluster, and what they say as a cluster.
+
+Owns their names, help and parsing. What they mean is documented where it is simulated
+(:mod:`.spec`). Must not know the commands that have them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, cast
+
+from sglang_sbs.simulator.arguments import not_negative, positive, positive_number
+from sglang_sbs.simulator.spec import ACTIONS, Action, TopologyChange
+
+_INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float]]] = {
+    "dp": ("dp_size", positive),
+    "chunk": ("chunk_tokens", positive),
+    "speed": ("speed", positive_number),
+}
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Flags for latencies, faults and decode room; equal instances of ``--dp`` ranks."""
+    add = parser.add_argument_group("cluster").add_argument
+    actions = [
+        add("--dp", type=positive, default=8, help="DP ranks per prefill instance (8)"),
+        add("--latency-ms", type=not_negative, default=5.0, help="dispatch latency (5)"),
+        add(
+            "--jitter",
+            type=not_negative,
+            default=0.0,
+            help="lognormal sigma of pass times, 0.15: about -/+ 15 %% (0)",
+        ),
+        add(
+            "--gap-ms",
+            type=not_negative,
+            default=0.0,
+            help="engine work between a pass and the next (0)",
+        ),
+        add(
+            "--decode-kv-tokens",
+            type=_tokens,
+            default=0,
+            metavar="TOKENS",
+            help="KV capacity of each of the 32 decode ranks; policies that hold requests keep "
+            "back what does not fit, with the others it waits in the engine (0: unbounded)",
+        ),
+        add(
+            "--decode-running",
+            type=_tokens,
+            default=0,
+            metavar="REQUESTS",
+            help="most running requests per decode rank (0: unbounded)",
+        ),
+        add(
+            "--decode-seconds",
+            type=positive_number,
+            default=1.0,
+            metavar="S",
+            help="how long a request keeps its place in decode (1)",
+        ),
+    ]
+    add = parser.add_argument_group(
+        "robustness", "what the scheduler is told wrong, late, twice or not at all"
+    ).add_argument
+    actions += [
+        add(
+            "--burstiness",
+            type=positive_number,
+            default=1.0,
+            metavar="CV",
+            help="arrivals with gamma gaps of this coefficient of variation; 1: Poisson, 3: bursts "
+            "and lulls, below 1: more even. A trace has its own (1)",
+        ),
+        add(
+            "--length-error",
+            type=_share,
+            default=0.0,
+            metavar="SHARE",
+            help="the scheduler is told prompt lengths times a uniform factor, 0.3: 0.7 to 1.3; "
+            "the engine computes the true ones, and its EndForward reports say so (0)",
+        ),
+        add(
+            "--endforward-loss",
+            type=_share_or_all,
+            default=0.0,
+            metavar="SHARE",
+            help="share of EndForward messages that never arrive; 1: an engine without plugin (0)",
+        ),
+        add(
+            "--endforward-delay-ms",
+            type=not_negative,
+            default=0.0,
+            metavar="MS",
+            help="mean of an exponential delay of each message, unknown to the scheduler; "
+            "messages of different ranks overtake each other (0)",
+        ),
+        add(
+            "--endforward-duplicates",
+            type=_share_or_all,
+            default=0.0,
+            metavar="SHARE",
+            help="share of EndForward messages that arrive twice (0)",
+        ),
+    ]
+    return actions
+
+
+def add_topology(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Flags for how many instances there are, which differ, and what happens to them."""
+    add = parser.add_argument_group(
+        "instances", "they are called p0, p1, ... in the order of the flags"
+    ).add_argument
+    return [
+        add("--prefill", type=positive, metavar="N", help="equal prefill instances (3)"),
+        add(
+            "--instance",
+            type=_instances,
+            action="extend",
+            metavar="SPEC",
+            help="instead of --prefill, repeated: prefill instances that differ, as in "
+            "count=2,dp=8 or dp=4,chunk=4096,speed=0.5. What is left out is --dp, --chunks, 1. "
+            "Load 1.0 counts an instance by what its full chunks are worth",
+        ),
+        add(
+            "--at",
+            type=_changes,
+            default=[],
+            metavar="SECOND:ACTION:INSTANCE,...",
+            help=f"topology changes, {', '.join(ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. "
+            "drain: no new requests, the old ones end. down: it dies, its requests fail and are "
+            "sent again elsewhere. up: it is back; an instance whose first change is up joins then",
+        ),
+    ]
+
+
+def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`add_cluster` was given, as keywords of ``make_scenario``."""
+    return {
+        "dp_size": args.dp,
+        "dispatch_latency_s": args.latency_ms / 1e3,
+        "pass_jitter": args.jitter,
+        "launch_gap_s": args.gap_ms / 1e3,
+        "decode_kv_capacity_tokens": args.decode_kv_tokens,
+        "decode_max_running_requests": args.decode_running,
+        "decode_s": args.decode_seconds,
+        "burstiness": args.burstiness,
+        "length_error": args.length_error,
+        "endforward_loss": args.endforward_loss,
+        "endforward_delay_s": args.endforward_delay_ms / 1e3,
+        "endforward_duplicates": args.endforward_duplicates,
+    }
+
+
+def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """What :func:`add_topology` was given, as keywords of ``make_scenario``."""
+    if args.instance and args.prefill:
+        parser.error("--prefill: --instance lists the instances (count=N for several equal ones)")
+    changes = tuple(args.at)
+    if args.instance:
+        return {"instances": args.instance, "changes": changes}
+    return {"prefill_instances": args.prefill or 3, "changes": changes}
+
+
+def _instances(text: str) -> list[dict[str, float]]:
+    """``count=2,dp=8,chunk=3072,speed=0.5``: that many times the fields of an InstanceSpec."""
+    count, fields = 1, {}
+    for word in text.split(","):
+        key, equals, value = word.partition("=")
+        if not equals or (key != "count" and key not in _INSTANCE_KEYS):
+            raise argparse.ArgumentTypeError(
+                f"{word!r}: write count=, {'=, '.join(_INSTANCE_KEYS)}=, as in dp=4,speed=0.5"
+            )
+        if key == "count":
+            count = positive(value)
+        else:
+            name, parse = _INSTANCE_KEYS[key]
+            fields[name] = parse(value)
+    return [fields] * count
+
+
+def _changes(text: str) -> list[TopologyChange]:
+    """``30:drain:p1,50:down:p1``, in the order of time."""
+    changes = []
+    for word in text.split(","):
+        second, _, rest = word.partition(":")
+        action, _, instance = rest.partition(":")
+        if action not in ACTIONS or not instance:
+            raise argparse.ArgumentTypeError(
+                f"{word!r}: write SECOND:ACTION:INSTANCE with {', '.join(ACTIONS)}, as in "
+                "30:drain:p1"
+            )
+        changes.append(TopologyChange(not_negative(second), cast(Action, action), instance))
+    return sorted(changes, key=lambda change: change.at_s)
+
+
+def _share(text: str) -> float:
+    value = not_negative(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a share below 1, as in 0.3")
+    return value
+
+
+def _share_or_all(text: str) -> float:
+    value = not_negative(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a share between 0 and 1, as in 0.1")
+    return value
+
+
+def _tokens(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write an integer, 0 for unbounded")
+    return value

@@ -1,0 +1,170 @@
+"""The simulated cluster as data: its instances, latencies, faults and scripted topology changes.
+
+Owns :class:`ClusterSpec` and its checks. Must not know how any of it is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from sglang_sbs.simulator.cost import PassCost
+
+Action = Literal["up", "drain", "down"]
+"""``up``: the instance joins, comes back from a drain, or starts anew after a death (InstanceUp).
+``drain``: no new requests, those it has run to their end (InstanceDown, as for a worker that is
+removed from the router). ``down``: it dies with everything in it (InstanceDown)."""
+ACTIONS: tuple[str, ...] = get_args(Action)
+_ALLOWED: dict[str, tuple[str, ...]] = {
+    "up": ("drain", "down"),
+    "drain": ("up", "down"),
+    "down": ("up",),
+}
+"""What may come after what."""
+_SHARES = ("length_error", "endforward_loss", "endforward_duplicates")
+
+
+class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One prefill instance."""
+
+    dp_size: int = 8
+    chunk_tokens: int = 3072
+    """C_chunk per DP rank."""
+    speed: float = 1.0
+    """Its passes take the cost model's time divided by this."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)}")
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of a pass with a full chunk on every rank."""
+        return self.dp_size * self.chunk_tokens
+
+
+class TopologyChange(msgspec.Struct, frozen=True):
+    """What happens to an instance at a time; an instance whose first change is ``up`` joins then,
+    all others are there from the start."""
+
+    at_s: float
+    action: Action
+    instance: str
+
+
+class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The simulated cluster; times in seconds."""
+
+    cost: PassCost
+    prefill_instances: int = 3
+    dp_size: int = 8
+    chunk_tokens: int = 3072
+    instances: tuple[InstanceSpec, ...] = ()
+    """Prefill instances that differ; instead of the three fields above."""
+    changes: tuple[TopologyChange, ...] = ()
+    """Instances are called p0, p1, ..."""
+    detection_s: float = 0.2
+    """From the death of an instance until the scheduler hears of it. What is sent there meanwhile
+    fails and is tried again elsewhere."""
+    decode_dp_size: int = 32
+    dispatch_latency_s: float = 0.005
+    """Router to the rank's socket: HTTP, tokenization, handshake."""
+    dispatch_jitter: float = 0.0
+    """Lognormal sigma of the dispatch latency, per request."""
+    feedback_latency_s: float = 0.002
+    """EndForward to the router."""
+    gang_jitter: float = 0.0
+    """As ``dispatch_jitter``, shared by the requests of a batch, which leave back to back."""
+    dispatch_serial_s: float = 0.0
+    """Part of the dispatch that an instance spends on one request after the other."""
+    launch_gap_s: float = 0.0
+    """Engine work between the end of a pass and the launch of the next."""
+    prepare_s: float = 0.0
+    """Part of it after requests were taken in: what comes later has to wait. An idle instance
+    spends it too, on top of the dispatch latency."""
+    overlap: bool = False
+    """One-batch lookahead of SGLang's overlap scheduling. False: a pass takes all that waits when
+    the one before it ends."""
+    page_size: int = 1
+    """Tokens per KV page; a request is charged whole pages of the chunk."""
+    handshake_s: float = 0.0
+    """From a request's arrival at the rank, or from when decode has room, until it may run."""
+    first_token_s: float = 0.0
+    """From the end of the prefill to the first token at the router: KV transfer, admission."""
+    pass_jitter: float = 0.0
+    """Lognormal sigma of the forward time."""
+    length_error: float = 0.0
+    """The scheduler is told each prompt length times a uniform factor in 1 -/+ this."""
+    endforward_loss: float = 0.0
+    """Share of EndForward messages that never arrive."""
+    endforward_delay_s: float = 0.0
+    """Mean of an exponential delay on top of ``feedback_latency_s``, unknown to the scheduler.
+    Messages of one rank stay in order, those of different ranks do not."""
+    endforward_duplicates: float = 0.0
+    """Share of EndForward messages that arrive once more, later and in any order."""
+    plugin: bool = True
+    """Without it the scheduler hears HTTP answers only."""
+    decode_s: float = 1.0
+    """How long a request stays in decode."""
+    decode_kv_capacity_tokens: int = 0
+    """Per decode rank; 0: unbounded. A request that does not fit waits in the prefill's bootstrap
+    queue, as decode reserves its KV before the prefill."""
+    output_tokens: int = 200
+    """What every request generates. Decode reserves room for it beside the prompt."""
+    decode_max_running_requests: int = 0
+    """Per decode rank; 0: unbounded."""
+    max_new_tokens: int | None = None
+    """What requests ask for; None: they do not say."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _SHARES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        if self.length_error == 1:
+            raise ValueError("length_error must be less than 1: a prompt has at least one token")
+        _check_changes(self.changes, [name for name, _ in self.prefill])
+
+    @property
+    def prefill(self) -> tuple[tuple[str, InstanceSpec], ...]:
+        """The prefill instances with their names."""
+        same = InstanceSpec(dp_size=self.dp_size, chunk_tokens=self.chunk_tokens)
+        listed = self.instances or (same,) * self.prefill_instances
+        return tuple((f"p{index}", one) for index, one in enumerate(listed))
+
+    def up_s(self, instance: str, from_s: float, to_s: float) -> float:
+        """Within a window, for how long new requests may go to an instance."""
+        mine = [change for change in self.changes if change.instance == instance]
+        up = not joins_late(mine)
+        total_s, since_s = 0.0, from_s
+        for change in mine:
+            at_s = min(max(change.at_s, from_s), to_s)
+            total_s += (at_s - since_s) * up
+            up, since_s = change.action == "up", at_s
+        return total_s + (to_s - since_s) * up
+
+
+def joins_late(changes: Sequence[TopologyChange]) -> bool:
+    """Whether an instance with these changes is absent at the start."""
+    return bool(changes) and changes[0].action == "up"
+
+
+def _check_changes(changes: Sequence[TopologyChange], names: Sequence[str]) -> None:
+    last: dict[str, str] = {}
+    time_s = 0.0
+    for change in changes:
+        label = f"{change.at_s:g}:{change.action}:{change.instance}"
+        if change.instance not in names:
+            raise ValueError(f"{label}: no such instance; there are {', '.join(names)}")
+        if change.at_s < time_s:
+            raise ValueError(f"{label}: topology changes must be in the order of time")
+        before = last.get(change.instance)
+        if before is not None and change.action not in _ALLOWED[before]:
+            raise ValueError(
+                f"{label}: after {before} comes {' or '.join(_ALLOWED[before])}, "
+                f"not {change.action}"
+            )
+        time_s, last[change.instance] = change.at_s, change.action

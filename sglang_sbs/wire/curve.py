@@ -1,0 +1,98 @@
+"""One shared secret for both ends of a ZMQ socket: CURVE keys derived from it, and their check.
+
+Owns reading the secret, deriving keys and the ZAP handler that lets in nobody else. Must not know
+what is sent. Whoever has the secret is let in, both ways, and everything is encrypted with keys
+made per connection (CurveZMQ), so the secret itself never travels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.auth.thread
+import zmq.utils.z85
+
+MIN_SECRET_CHARS = 32
+_DOMAIN = "sglang-sbs"
+
+
+class SecretError(ValueError):
+    """The secret cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True, repr=False)
+class CurveKeys:
+    """Keys in Z85, 40 characters each; not shown by ``repr``, for they are secrets."""
+
+    server_public: bytes = field(repr=False)
+    server_secret: bytes = field(repr=False)
+    client_public: bytes = field(repr=False)
+    client_secret: bytes = field(repr=False)
+
+    def serve(self, sock: zmq.Socket[bytes]) -> None:
+        """Before ``bind``. Only clients that a :class:`Gatekeeper` lets in get through."""
+        sock.curve_server = True
+        sock.curve_publickey = self.server_public
+        sock.curve_secretkey = self.server_secret
+        sock.zap_domain = _DOMAIN.encode()
+
+    def connect(self, sock: zmq.Socket[bytes]) -> None:
+        """Before ``connect``: only a server with the same secret is spoken to."""
+        sock.curve_serverkey = self.server_public
+        sock.curve_publickey = self.client_public
+        sock.curve_secretkey = self.client_secret
+
+
+def keys_of(secret: str) -> CurveKeys:
+    """Derive both key pairs. Raises: SecretError."""
+    secret = secret.strip()
+    if len(secret) < MIN_SECRET_CHARS:
+        raise SecretError(
+            f"needs at least {MIN_SECRET_CHARS} characters; make one with: openssl rand -hex 32"
+        )
+    if not zmq.has("curve"):
+        raise SecretError("this pyzmq was built without CURVE: install the wheel from PyPI")
+
+    def pair(role: str) -> tuple[bytes, bytes]:
+        raw = hmac.digest(secret.encode(), f"sglang-sbs {role}".encode(), hashlib.sha256)
+        private = zmq.utils.z85.encode(raw)
+        return zmq.curve_public(private), private
+
+    server_public, server_secret = pair("server")
+    client_public, client_secret = pair("client")
+    return CurveKeys(server_public, server_secret, client_public, client_secret)
+
+
+def keys_in(path: Path) -> CurveKeys:
+    """The keys of the secret in a file. Raises: SecretError."""
+    try:
+        return keys_of(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SecretError(f"cannot read {path}: {error}") from error
+    except SecretError as error:
+        raise SecretError(f"{path}: {error}") from error
+
+
+class Gatekeeper:
+    """The ZAP handler of a context: answers libzmq's question whether a client may come in."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
+        self._public = zmq.utils.z85.decode(keys.client_public)
+        self.refused = 0
+        """Clients with another key; those that do not know the server's do not get this far."""
+        self._thread = zmq.auth.thread.ThreadAuthenticator(context)
+        self._thread.start()
+        self._thread.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Called by the authenticator with a client's public key in Z85."""
+        known = hmac.compare_digest(zmq.utils.z85.decode(key), self._public)
+        self.refused += not known
+        return known
+
+    def close(self) -> None:
+        self._thread.stop()

@@ -1,0 +1,507 @@
+"""The session between front ends and scheduler, without sockets or processes: faults on command."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from router_harness import until
+
+from sglang_sbs.router import hub as hub_module
+from sglang_sbs.router import link as link_module
+from sglang_sbs.router.breaker import BreakerConfig
+from sglang_sbs.router.errors import Refused, RouterError, transport_failure
+from sglang_sbs.router.hub import Hub
+from sglang_sbs.router.link import SchedulerLink
+from sglang_sbs.router.mirror import MirroredRegistry
+from sglang_sbs.router.pump import SchedulerPump
+from sglang_sbs.router.registry import Registry, Worker
+from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.scheduling import Dispatch, Refuse, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.events import Event, InstanceRole, RequestAdopted, RequestEnded
+from sglang_sbs.wire.front_end import (
+    Adopted,
+    FromScheduler,
+    ToScheduler,
+    Unwelcome,
+    decode_from_scheduler,
+    decode_to_scheduler,
+    encode,
+)
+
+IMMEDIATE = SchedulerConfig(policy="round_robin")
+HOLDING = SchedulerConfig(policy="sbs", trigger="paper", t_default_s=3600.0)
+"""Sends one request per instance, then nothing for an hour."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(link_module, "LOST_AFTER_S", 0.1)
+    monkeypatch.setattr(link_module, "_CALL_S", 0.2)
+    monkeypatch.setattr(hub_module, "TICK_S", 0.01)
+    monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
+    monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
+
+
+class SchedulerSide:
+    """A scheduler process without its sockets: workers are up as soon as they are added."""
+
+    def __init__(self, net: Net, config: SchedulerConfig) -> None:
+        self.events: list[Event] = []
+        self.registry = Registry(self._submit, BreakerConfig())
+        self.scheduler = Scheduler(config)
+        self.hub = Hub(self, net.to_front_end)
+        self.hub.pump = SchedulerPump(
+            self.scheduler, decided=self.hub.decided, failed=self.hub.failed
+        )
+        for number in range(2):
+            self.add_worker(f"http://p{number}:1", "prefill", 9000)
+        self.add_worker("http://d0:1", "decode", None)
+
+    def _submit(self, event: Event) -> None:
+        self.events.append(event)
+        self.hub.pump.submit(event)
+        self.hub.workers_changed()
+
+    def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        worker = self.registry.add(url, role, bootstrap_port)
+        self.registry.described(
+            worker, WorkerInfo(dp_size=2, chunk_tokens=1000, kv_capacity_tokens=1_000_000)
+        )
+        self.registry.set_healthy(worker, True)
+        return worker
+
+    def remove_worker(self, worker: Worker) -> None:
+        self.registry.remove(worker)
+
+    @property
+    def books(self) -> tuple[int, int, int]:
+        """Waiting, in flight, and legs counted at workers."""
+        state = self.scheduler.snapshot(0.0)
+        legs = sum(worker.active for worker in self.registry)
+        return state.queue_requests, state.in_flight_requests, legs
+
+    def close(self) -> None:
+        self.hub.close()
+        self.hub.pump.close()
+
+
+class Net:
+    """Delivers messages in order, in a later turn of the event loop, as bytes."""
+
+    def __init__(self) -> None:
+        self.side: SchedulerSide | None = None
+        self.frozen = False
+        """The scheduler process is stopped: what is sent to it waits."""
+        self.cut = False
+        """Connections are broken: what is sent is lost, and nobody is told."""
+        self._lines: dict[bytes, FakeLine] = {}
+        self._held: list[tuple[bytes, list[bytes]]] = []
+        self._unsent: list[tuple[FakeLine, list[bytes]]] = []
+        self._numbers = itertools.count()
+        self._loop = asyncio.get_running_loop()
+
+    def connect(self, receive: Callable[[FromScheduler], None]) -> FakeLine:
+        line = FakeLine(self, receive, b"%d" % next(self._numbers))
+        self._lines[line.identity] = line
+        return line
+
+    def to_scheduler(self, line: FakeLine, message: ToScheduler) -> bool:
+        if self.side is None or line.identity not in self._lines:
+            return False
+        frames = encode(message)
+        if self.frozen:
+            self._held.append((line.identity, frames))
+        elif not self.cut:
+            self._loop.call_soon(self._arrive, self.side, line.identity, frames)
+        return True
+
+    def _arrive(self, side: SchedulerSide, identity: bytes, frames: list[bytes]) -> None:
+        if side is self.side:
+            side.hub.receive(identity, decode_to_scheduler(frames))
+
+    def to_front_end(self, identity: bytes, message: FromScheduler) -> bool:
+        line = self._lines.get(identity)
+        if line is None:
+            return False
+        frames = encode(message)
+        if self.frozen:
+            self._unsent.append((line, frames))
+        elif not self.cut:
+            self._loop.call_soon(self._reach, line, frames)
+        return True
+
+    @staticmethod
+    def _reach(line: FakeLine, frames: list[bytes]) -> None:
+        line.receive(decode_from_scheduler(frames))
+
+    def thaw(self) -> None:
+        self.frozen = False
+        unsent, self._unsent = self._unsent, []
+        for line, frames in unsent:
+            self._loop.call_soon(self._reach, line, frames)
+        held, self._held = self._held, []
+        for identity, frames in held:
+            if self.side is not None:
+                self._loop.call_soon(self._arrive, self.side, identity, frames)
+
+    def mend(self) -> None:
+        """Connections are there again; to the scheduler each is another peer, as with ZMQ."""
+        if self.cut:
+            self.cut = False
+            for line in list(self._lines.values()):
+                self.forget(line)
+                line.identity = b"%d" % next(self._numbers)
+                self._lines[line.identity] = line
+
+    def forget(self, line: FakeLine) -> None:
+        self._lines.pop(line.identity, None)
+
+
+class FakeLine:
+    malformed = 0
+
+    def __init__(self, net: Net, receive: Callable[[FromScheduler], None], identity: bytes) -> None:
+        self.identity = identity
+        self._net = net
+        self._receive = receive
+
+    def receive(self, message: FromScheduler) -> None:
+        self._receive(message)
+
+    def tell(self, message: ToScheduler) -> bool:
+        return self._net.to_scheduler(self, message)
+
+    def drain(self) -> None: ...
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._net.forget(self)
+
+
+class Counts:
+    """A DispatchObserver."""
+
+    def __init__(self) -> None:
+        self.dispatches = 0
+
+    def dispatched(self, command: Dispatch) -> None:
+        self.dispatches += 1
+
+    def refused(self, command: Refuse) -> None: ...
+
+
+class FrontEnd:
+    def __init__(self, net: Net, name: str = "front end") -> None:
+        self.alone = Counts()
+        self.aborted: list[str] = []
+        self.registry = MirroredRegistry(self._found_out, BreakerConfig())
+        self.link = SchedulerLink(
+            net.connect,
+            self.registry,
+            name=name,
+            fallback=lambda: Scheduler(SchedulerConfig(policy="least_tokens")),
+            observer=self.alone,
+            metrics_page=lambda: f"# {name}\n",
+            abort=self._abort,
+            give_up_s=30.0,
+        )
+
+    def _found_out(self, event: Event) -> None:
+        self.link.submit(event)
+
+    def _abort(self, rid: str) -> int:
+        self.aborted.append(rid)
+        return 2
+
+    def ask(self, rid: str, tokens: int = 10) -> asyncio.Task[Dispatch]:
+        return asyncio.create_task(self.link.assign(rid, prompt_tokens=tokens))
+
+
+class World:
+    def __init__(self) -> None:
+        self.net = Net()
+        self.front_ends: list[FrontEnd] = []
+
+    async def boot(self, config: SchedulerConfig = IMMEDIATE) -> SchedulerSide:
+        self.net.side = side = SchedulerSide(self.net, config)
+        return side
+
+    def crash(self) -> None:
+        side, self.net.side = self.net.side, None
+        if side is not None:
+            side.close()
+
+    async def front_end(self) -> FrontEnd:
+        front_end = FrontEnd(self.net, f"front end {len(self.front_ends)}")
+        self.front_ends.append(front_end)
+        assert await front_end.link.start(5.0)
+        return front_end
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    for front_end in made.front_ends:
+        front_end.link.close()
+    made.crash()
+
+
+async def test_a_request_from_arrival_to_end(world: World) -> None:
+    side = await world.boot()
+    front_end = await world.front_end()
+    assignment = await front_end.ask("a")
+    assert assignment.prefill.startswith("http://p")
+    assert side.books == (0, 1, 2)
+    assert side.hub.find_owner("a", "prefill") == assignment.prefill
+    front_end.link.prefill_done("a", 10, 0)
+    await until(lambda: side.books == (0, 1, 1))
+    front_end.link.ended("a", "completed", 5)
+    front_end.link.ended("a", "failed")
+    await until(lambda: side.books == (0, 0, 0))
+    assert side.hub.requests == front_end.link.open == 0
+    assert side.hub.foreign == 0
+    assert not front_end.alone.dispatches
+
+
+async def test_refusals_come_through_and_cancelling_withdraws(world: World) -> None:
+    side = await world.boot(HOLDING)
+    front_end = await world.front_end()
+    with pytest.raises(Refused):
+        await front_end.link.assign("long", prompt_tokens=1 << 30)
+    placed = [await front_end.ask(f"placed {number}") for number in range(1)]
+    waiting = front_end.ask("waiting")
+    await until(lambda: side.books[0] == 1)
+    waiting.cancel()
+    await until(lambda: side.books[0] == 0)
+    assert front_end.link.open == side.hub.requests == len(placed)
+
+
+async def test_what_waits_is_placed_at_once_when_the_scheduler_is_silent(world: World) -> None:
+    side = await world.boot(HOLDING)
+    front_end = await world.front_end()
+    running = await front_end.ask("running")
+    waiting = [front_end.ask(f"waiting {number}") for number in range(4)]
+    await until(lambda: side.books[0] == 4)
+    world.net.frozen = True
+    placed = await asyncio.gather(*waiting)
+    assert front_end.alone.dispatches == 4
+    # By its own books: the busy rank is the last choice.
+    assert all(
+        d.prefill_rank != running.prefill_rank or d.prefill != running.prefill for d in placed[:3]
+    )
+    late = await front_end.ask("late")
+    front_end.link.ended("waiting 0", "completed", 1)
+    world.net.thaw()
+    await until(lambda: front_end.link.connected)
+    # The scheduler forgot what it believed and knows what is.
+    await until(lambda: side.books == (0, 5, 10))
+    assert side.hub.find_owner("late", "prefill") == late.prefill
+    for rid in ("running", "waiting 1", "waiting 2", "waiting 3", "late"):
+        front_end.link.ended(rid, "completed", 1)
+    await until(lambda: side.books == (0, 0, 0))
+
+
+async def test_a_restarted_scheduler_learns_everything_from_its_front_ends(world: World) -> None:
+    await world.boot()
+    front_ends = [await world.front_end() for _ in range(2)]
+    for number, front_end in enumerate(front_ends):
+        for request in range(600):  # more than one message of them
+            await front_end.ask(f"{number}/{request}", 1)
+        front_end.link.prefill_done(f"{number}/0")
+    world.crash()
+    await until(lambda: not any(front_end.link.connected for front_end in front_ends))
+    during = await front_ends[0].ask("during")
+    side = await world.boot()
+    await until(lambda: side.hub.front_ends == 2 and side.hub.requests == 1201)
+    assert side.books == (0, 1201, 2 * 1201 - 2)
+    assert side.hub.find_owner("during", "decode") == during.decode
+    for number, front_end in enumerate(front_ends):
+        for request in range(600):
+            front_end.link.ended(f"{number}/{request}", "completed", 1)
+    front_ends[0].link.ended("during", "completed", 1)
+    await until(lambda: side.books == (0, 0, 0))
+
+
+async def test_a_silent_front_end_loses_its_requests_and_gets_them_back(world: World) -> None:
+    side = await world.boot()
+    front_ends = [await world.front_end() for _ in range(2)]
+    for front_end in front_ends:
+        await front_end.ask(f"of {id(front_end)}")
+    stopped = front_ends[0].link
+    line = stopped._line
+    assert isinstance(line, FakeLine)
+    line.tell = lambda message: True  # type: ignore[method-assign]
+    await until(lambda: side.hub.front_ends == 1)
+    assert side.books == (0, 1, 2)
+    ended = [event for event in side.events if isinstance(event, RequestEnded)]
+    del line.tell
+    # It did not notice; the next thing it says is answered that it is unknown.
+    await until(lambda: side.hub.front_ends == 2)
+    await until(lambda: side.books == (0, 2, 4))
+    assert not ended
+
+
+async def test_a_front_end_that_parts_leaves_nothing(world: World) -> None:
+    side = await world.boot()
+    front_end = await world.front_end()
+    await front_end.ask("a")
+    front_end.link.close()
+    await until(lambda: side.hub.front_ends == 0)
+    assert side.books == (0, 0, 0)
+
+
+async def test_workers_are_one_set_for_all(world: World) -> None:
+    side = await world.boot()
+    one, other = [await world.front_end() for _ in range(2)]
+    worker_id = await one.link.add_worker("http://p9:1", "prefill", 9000)
+    assert one.registry.by_id(worker_id) is not None
+    await until(lambda: other.registry.by_id(worker_id) is not None)
+    with pytest.raises(ValueError, match="already"):
+        await other.link.add_worker("http://p9:1", "prefill", 9000)
+    await other.link.remove_worker(worker_id)
+    await until(lambda: one.registry.by_id(worker_id) is None)
+    with pytest.raises(ValueError, match="no worker"):
+        await other.link.remove_worker(worker_id)
+    await one.link.remove_worker(side.registry.of_role("prefill")[0].id)
+    before = {worker.url: worker.id for worker in side.registry}
+    world.crash()
+    await until(lambda: not one.link.connected)
+    with pytest.raises(RouterError) as error:
+        await one.link.add_worker("http://p8:1", "prefill", 9000)
+    assert error.value.code == "scheduler_unavailable"
+    # Its flags name two prefill workers; the front ends know better.
+    after = await world.boot()
+    await until(lambda: after.hub.front_ends == 2)
+    assert {worker.url: worker.id for worker in after.registry} == before
+
+
+async def test_blame_goes_to_the_scheduler_and_its_verdict_to_everybody(world: World) -> None:
+    side = await world.boot()
+    one, other = [await world.front_end() for _ in range(2)]
+    url = side.registry.of_role("prefill")[0].url
+    failure = transport_failure("prefill", url, "refused", unreachable=True)
+    one.registry.leg_failed(failure)
+    mirrored = other.registry.get(url)
+    assert mirrored is not None
+    await until(lambda: not mirrored.healthy)
+    assert side.registry.get(url).failures == 1  # type: ignore[union-attr]
+    # Alone, a front end judges for itself.
+    world.crash()
+    await until(lambda: not one.link.connected)
+    second = side.registry.of_role("prefill")[1].url
+    one.registry.leg_failed(transport_failure("prefill", second, "refused", unreachable=True))
+    with pytest.raises(Refused, match="prefill"):
+        await one.ask("nowhere to go")
+
+
+async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
+    side = await world.boot()
+    one, other = [await world.front_end() for _ in range(2)]
+    silenced: list[str] = []
+    other.registry.silenced = lambda worker: silenced.append(worker.url)
+    worker = side.registry.of_role("decode")[0]
+    side.registry.silenced(worker)
+    await until(lambda: silenced == [worker.url])
+    assert await one.link.abort_elsewhere("x") == 2
+    assert (one.aborted, other.aborted) == ([], ["x"])
+    assert await side.hub.metrics_pages() == ["# front end 0\n", "# front end 1\n"]
+
+
+async def test_another_version_is_refused_and_the_front_end_serves_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await world.boot()
+    monkeypatch.setattr(link_module, "VERSION", 99)
+    front_end = FrontEnd(world.net)
+    world.front_ends.append(front_end)
+    assert not await front_end.link.start(0.2)
+    assert caplog.text.count("speaks version 99") == 1
+    with pytest.raises(Refused):
+        await front_end.ask("no workers known")
+
+
+async def test_messages_of_strangers_change_nothing(world: World) -> None:
+    side = await world.boot()
+    heard: list[Any] = []
+    line = world.net.connect(heard.append)
+    assert line.tell(RequestEnded(rid="a", outcome="completed"))
+    await until(lambda: heard == [Unwelcome()])
+    front_ends = [await world.front_end() for _ in range(2)]
+    await front_ends[0].ask("a")
+    thief = front_ends[1].link._line
+    assert thief is not None
+    thief.tell(RequestEnded(rid="a", outcome="completed"))
+    stolen = RequestAdopted(
+        rid="a",
+        prompt_tokens=1,
+        prefill="http://p0:1",
+        prefill_rank=0,
+        decode="http://d0:1",
+        decode_rank=0,
+    )
+    thief.tell(Adopted(requests=[stolen]))
+    await until(lambda: side.hub.foreign == 1)
+    assert side.books == (0, 1, 2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_every_request_is_answered_and_ends_once(
+    world: World, seed: int
+) -> None:
+    chance = random.Random(seed)
+    side = await world.boot(chance.choice([IMMEDIATE, HOLDING]))
+    front_ends = [await world.front_end() for _ in range(2)]
+    running: dict[str, FrontEnd] = {}
+    asked: list[asyncio.Task[Dispatch]] = []
+
+    async def ask(front_end: FrontEnd, rid: str) -> Dispatch:
+        assignment = await front_end.link.assign(rid, prompt_tokens=10)
+        running[rid] = front_end
+        return assignment
+
+    for step in range(120):
+        front_end = chance.choice(front_ends)
+        rid = f"{seed}/{step}"
+        match chance.randrange(12):
+            case 0:
+                world.net.frozen = True
+            case 1:
+                world.net.thaw()
+            case 2:
+                world.crash()
+            case 3 if world.net.side is None:
+                world.net.thaw()
+                side = await world.boot(IMMEDIATE)
+            case 4:
+                world.net.mend() if world.net.cut else setattr(world.net, "cut", True)
+            case 5 if running:
+                ended = chance.choice(list(running))
+                running.pop(ended).link.ended(ended, "completed", 3)
+            case 6 if running:
+                done = chance.choice(list(running))
+                running[done].link.prefill_done(done)
+            case _:
+                asked.append(asyncio.create_task(ask(front_end, rid)))
+        await asyncio.sleep(chance.choice([0, 0, 0.005, 0.03]))
+    world.net.mend()
+    world.net.thaw()
+    if world.net.side is None or side.scheduler.config is HOLDING:
+        world.crash()
+        side = await world.boot(IMMEDIATE)
+    await asyncio.wait(asked, timeout=20)
+    assert all(task.done() for task in asked)
+    refused = sum(task.exception() is not None for task in asked)
+    assert refused == 0
+    await until(lambda: all(f.link.connected for f in front_ends))
+    await until(lambda: side.books[1] == len(running))
+    for rid, owner in running.items():
+        owner.link.ended(rid, "completed", 3)
+    await until(lambda: side.books == (0, 0, 0))
+    assert side.hub.requests == 0
+    assert sum(f.link.open for f in front_ends) == 0
