@@ -36,11 +36,11 @@ from sglang_sbs.scheduling.request import Request, RequestQueue, prompt_tokens_o
 RATE_WINDOW_S = 3.0
 """Time constant of the arrival rate."""
 AGEING_BATCHES = 5.0
-MAX_AGEING_S = 0.5
-"""A chunk of length is worth that many batches of waiting in the order, at most this long."""
+AGEING_PASSES = 1.7
+"""A chunk of length is worth that many batches of waiting in the order, at most so many passes."""
 SPACING_SHARE = 0.8
 BACKLOG_FACTOR = 1.3
-COMMIT_AHEAD_FACTOR = 1.5
+COMMIT_AHEAD_FACTOR = 1.0
 FULL_PASSES = 2.0
 """With this many passes of tokens waiting for one instance its pass is simply filled."""
 ARRIVING_SHARE = 0.6
@@ -86,7 +86,7 @@ class AdaptiveTrigger(PrefillPolicy):
             left_behind_s,
             load=self._load,
             latency_s=self._interval.latency_s,
-            most_s=0.8 * self._interval.mean_forward_s,
+            pass_s=self._interval.mean_forward_s,
         )
 
     def key_of(self, request: Request) -> float:
@@ -95,8 +95,8 @@ class AdaptiveTrigger(PrefillPolicy):
 
     def _ageing_s(self) -> float:
         """With many instances a batch leaves often, and being passed over must count for more."""
-        between_s = self._interval.mean_forward_s / max(1, self._interval.active)
-        return min(MAX_AGEING_S, AGEING_BATCHES * between_s)
+        passes = min(AGEING_PASSES, AGEING_BATCHES / max(1, self._interval.active))
+        return passes * self._interval.mean_forward_s
 
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         if instances:
@@ -117,8 +117,7 @@ class AdaptiveTrigger(PrefillPolicy):
         overdue = now_s >= hold_until_s
         wakes = [] if overdue else [hold_until_s]
         starts = sorted(
-            (self._start_s(instance, now_s), self._free_at_s(instance, now_s), index)
-            for index, instance in enumerate(instances)
+            (*self._starts_s(instance, now_s), index) for index, instance in enumerate(instances)
         )
         lead_s = self.lead_s
         candidates: list[PrefillInstance] = []
@@ -266,14 +265,16 @@ class AdaptiveTrigger(PrefillPolicy):
             level_s = (queue.tokens + arriving + sum_tokens) / sum_per_s
         return (level_s - base_s) * per_s
 
-    def _start_s(self, instance: PrefillInstance, now_s: float) -> float:
-        """When the pass starts that a batch sent now would be in."""
+    def _starts_s(self, instance: PrefillInstance, now_s: float) -> tuple[float, float]:
+        """When the pass starts that a batch sent now would be in, and when the instance is free."""
         arrives_s = now_s + self._interval.latency_s
         free_s = self._free_at_s(instance, now_s)
-        if free_s < arrives_s and instance.backlog_tokens:
+        if free_s >= arrives_s:
+            return free_s, free_s
+        if instance.backlog_tokens:
             # It starts the next one before, with what it has.
-            return free_s + instance.next_pass_s()
-        return max(free_s, arrives_s)
+            return free_s + instance.next_pass_s(), free_s
+        return arrives_s, free_s
 
     def _free_at_s(self, instance: PrefillInstance, now_s: float) -> float:
         return max(now_s, instance.free_at_s(now_s, self._interval.latency_s))

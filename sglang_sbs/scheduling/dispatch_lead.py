@@ -20,8 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LEFT_BEHIND_SHARE = 0.01
-IDLE_STEP_S = 0.002
-LEFT_BEHIND_STEP_S = 0.004
+IDLE_STEP = 0.006
+LEFT_BEHIND_STEP = 0.012
+"""Steps of the estimates, in pass times."""
+MOST = 0.8
+"""The lead is at most this share of a pass."""
 MARGIN_S = 0.003
 """Never less than this above the latency, the resolution of everything that is measured here."""
 
@@ -44,7 +47,7 @@ class DispatchLead:
         *,
         load: float,
         latency_s: float,
-        most_s: float,
+        pass_s: float,
     ) -> None:
         """One rank launched.
 
@@ -57,7 +60,7 @@ class DispatchLead:
             left_behind_s: the same as ``landed_s`` for those that were left behind.
             load: share of the time that goes into tokens, 0 to 1.
             latency_s: L_net.
-            most_s: what the lead never exceeds.
+            pass_s: mean forward time.
         """
         lead_s = self.lead_s(latency_s)
         landed = sum(1 for s in landed_s if s <= 2 * lead_s)
@@ -67,9 +70,9 @@ class DispatchLead:
         if count == 0:
             return
         idle_share = (1 - load) / (2 - load)
-        self._idle_s += IDLE_STEP_S * (idled / count - idle_share)
-        self._left_behind_s += LEFT_BEHIND_STEP_S * (left_behind / count - LEFT_BEHIND_SHARE)
+        self._idle_s += IDLE_STEP * pass_s * (idled / count - idle_share)
+        self._left_behind_s += LEFT_BEHIND_STEP * pass_s * (left_behind / count - LEFT_BEHIND_SHARE)
         least_s = latency_s + MARGIN_S
-        most_s = max(least_s, most_s)
+        most_s = max(least_s, MOST * pass_s)
         self._idle_s = min(max(self._idle_s, least_s), most_s)
         self._left_behind_s = min(max(self._left_behind_s, least_s), most_s)

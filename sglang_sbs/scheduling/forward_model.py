@@ -1,14 +1,16 @@
 """Predicts the forward time of a prefill pass from its tokens per DP rank, learning online.
 
-Owns the fit T = a + b_max * max_d(tokens_d) + b_mean * mean_d(tokens_d) and its error. Must not
-know instances, time or which policy asks.
+Owns the fit T = a + b_max * max_d(tokens_d) + b_mean * mean_d(tokens_d) + e * max_d(pairs_d) and
+its error. ``pairs_d`` are the attention pairs of a rank, chunk * (context + chunk / 2) summed
+over its prompts: nothing for short prompts, half of the time for the last chunk of a long one. Must
+not know instances, time or which policy asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_FEATURES = 3
+_FEATURES = 4
 _FORGET = 0.98
 _WARM_UP = 10
 _OUTLIER = 4.0
@@ -29,8 +31,8 @@ class ForwardModel:
     def __init__(self, *, t_default_s: float, chunk_tokens: int) -> None:
         self._time_unit_s = t_default_s
         self._token_unit = float(max(1, chunk_tokens))
-        prior = (0.5, 0.25, 0.25)
-        weight = (0.5, 0.1, 0.1)
+        prior = (0.5, 0.25, 0.25, 0.0)
+        weight = (0.5, 0.1, 0.1, 0.1)
         self._moments = [
             [weight[i] if i == j else 0.0 for j in range(_FEATURES)] for i in range(_FEATURES)
         ]
@@ -50,21 +52,26 @@ class ForwardModel:
         slope = self._weights[1] * imbalance + self._weights[2]
         return max(1e-9, slope * self._time_unit_s / self._token_unit)
 
-    def predict_s(self, tokens_per_rank: Sequence[int]) -> float:
-        """Forward time of a pass with these extend tokens on each rank; at least 1 ms."""
-        features = self._features(tokens_per_rank)
+    def predict_s(self, tokens_per_rank: Sequence[int], pairs: float = 0.0) -> float:
+        """Forward time of a pass with these extend tokens on each rank; at least 1 ms.
+
+        ``pairs``: attention pairs of the rank that has most.
+        """
+        features = self._features(tokens_per_rank, pairs)
         value = sum(w * x for w, x in zip(self._weights, features, strict=True))
         return max(1e-3, value * self._time_unit_s)
 
-    def observe(self, tokens_per_rank: Sequence[int], forward_s: float) -> None:
+    def observe(
+        self, tokens_per_rank: Sequence[int], forward_s: float, pairs: float = 0.0
+    ) -> None:
         """Learn from one finished pass."""
-        predicted_s = self.predict_s(tokens_per_rank)
+        predicted_s = self.predict_s(tokens_per_rank, pairs)
         if self.passes >= _WARM_UP:
             limit_s = _OUTLIER * max(self.error_s, _RELATIVE_ERROR * predicted_s)
             forward_s = min(max(forward_s, predicted_s - limit_s), predicted_s + limit_s)
         self.passes += 1
         self.error_s += _ERROR_STEP * (abs(forward_s - predicted_s) - self.error_s)
-        x = self._features(tokens_per_rank)
+        x = self._features(tokens_per_rank, pairs)
         y = forward_s / self._time_unit_s
         for i in range(_FEATURES):
             for j in range(_FEATURES):
@@ -74,11 +81,14 @@ class ForwardModel:
             self._targets[i] = _FORGET * self._targets[i] + x[i] * y + 1e-4 * self._weights[i]
         self._weights = _non_negative_solution(self._moments, self._targets)
 
-    def _features(self, tokens_per_rank: Sequence[int]) -> tuple[float, float, float]:
+    def _features(
+        self, tokens_per_rank: Sequence[int], pairs: float
+    ) -> tuple[float, float, float, float]:
         return (
             1.0,
             max(tokens_per_rank) / self._token_unit,
             sum(tokens_per_rank) / len(tokens_per_rank) / self._token_unit,
+            2 * pairs / self._token_unit**2,
         )
 
 

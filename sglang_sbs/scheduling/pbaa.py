@@ -86,12 +86,18 @@ def place_fitting(
     for request in sorted(requests, key=lambda r: -r.prompt_tokens):
         need = [request.prompt_tokens - prefix_hit_tokens(request, d) for d in ranks]
         best = max(ranks, key=lambda d: capacity[d] - need[d])
-        if capacity[best] >= min(need[best], chunk_tokens):
+        if capacity[best] >= _first_part(need[best], chunk_tokens):
             placed.append((request, best))
             capacity[best] -= need[best]
         else:
             left.append(request)
     return Allocation(placed, left)
+
+
+def _first_part(tokens: int, chunk_tokens: int) -> int:
+    """What must fit into this pass so that the prompt takes no more passes than it has to: all of
+    it, or of one that takes several the part that does not fill a chunk."""
+    return tokens if tokens <= chunk_tokens else tokens % chunk_tokens or chunk_tokens
 
 
 def top_up(

@@ -1,15 +1,17 @@
 """What the scheduler believes about one prefill instance, and how reports correct it.
 
-Owns, per DP rank, U_flight and R_queued (so C_avail), the passes in flight with their predicted
-ends, readiness (quiescence, EndForward, watchdog) and the forward model. Must not know the queue,
-other instances or the policy.
+Owns the passes in flight with their predicted ends, C_avail, readiness (quiescence, EndForward,
+watchdog) and the forward model. The books of a rank are in ``prefill_rank``, the samples in
+``observation``. Must not know the queue, other instances or the policy.
 
 How the belief is kept true
 ---------------------------
 A dispatched request is *in flight* until the rank reports that it accepted it (``rids``), then it
 is part of the rank's reported queue (absolute numbers, never summed up here), and with a launch it
 leaves both and is part of a :class:`Pass`. EndForward ends the pass. So every report replaces
-belief by fact, and a lost one is healed by the next.
+belief by fact, and a lost one is healed by the next. Until that comes, what another rank says of
+the same pass is believed of this one too (``prefill_rank``). Latency and lead are learned from a
+rank's own messages only.
 
 Without reports (no plugin, or the instance fell silent) the same state is kept by assumption: a
 backlog is *presumed* launched after the usual latency, first come first served up to the chunk, and
@@ -23,12 +25,9 @@ from typing import Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.forward_model import ForwardModel
-from sglang_sbs.scheduling.report_cursor import ReportCursor
-from sglang_sbs.scheduling.token_ledger import TokenLedger
+from sglang_sbs.scheduling.observation import Observation, observe_launch
+from sglang_sbs.scheduling.prefill_rank import PrefillRank, Sent
 from sglang_sbs.wire import EndForward
-
-_ON_TIME_S = 0.002
-"""Slack in telling a launch right after a pass from one that had to wait for a request."""
 
 Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
 """Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
@@ -48,69 +47,8 @@ class Pass:
     """None: presumed, not reported."""
     rids: dict[str, int] = field(default_factory=dict)
     """Requests presumed to complete in it, with their rank."""
-
-
-@dataclass(slots=True)
-class Sent:
-    """How a request was dispatched, kept until its rank accepts it."""
-
-    at_s: float
-    to_idle: bool
-    """Nothing ran or waited there, so the time until its launch is L_net and nothing else."""
-
-
-@dataclass(slots=True)
-class PrefillRank:
-    """One DP rank. Tokens are uncached prompt tokens."""
-
-    flight: TokenLedger = field(default_factory=TokenLedger)
-    """U_flight by request: dispatched and not yet accepted by the rank."""
-    sent: dict[str, Sent] = field(default_factory=dict)
-    """One for each request in flight."""
-    queued_tokens: int = 0
-    """R_queued as last reported."""
-    outstanding: TokenLedger = field(default_factory=TokenLedger)
-    """Everything dispatched here and not yet prefilled, whatever its state."""
-    cursor: ReportCursor = field(default_factory=ReportCursor)
-    clean: bool = False
-    """Forgotten when the instance went down: whatever is here now was sent to the next boot."""
-    idle: bool = True
-    last_forward_id: int = -1
-
-    def forget(self) -> None:
-        """Drop everything believed to be at the rank; its report counters stay."""
-        self.flight.clear()
-        self.sent.clear()
-        self.outstanding.clear()
-        self.queued_tokens = 0
-        self.idle = True
-
-    def land(self, rid: str) -> Sent | None:
-        """The request is not in flight any more; how it was sent, if it was."""
-        self.flight.pop(rid)
-        return self.sent.pop(rid, None)
-
-    @property
-    def backlog_tokens(self) -> int:
-        """U_flight + R_queued: ahead of a new request in the passes to come."""
-        return self.flight.total + self.queued_tokens
-
-
-@dataclass(slots=True)
-class Observation:
-    """What one signal taught about the instance."""
-
-    forward_s: float | None = None
-    """T_fwd of a pass that ended, once per pass."""
-    latencies_s: list[float] = field(default_factory=list)
-    """L_net samples: dispatch to an idle instance until the launch."""
-    landed_s: list[float] = field(default_factory=list)
-    """How long before a launch those requests were sent that were in it (not the ones above)."""
-    idled_s: list[float] = field(default_factory=list)
-    """How long before the end of the last pass those were sent that came after it, when nothing ran
-    any more."""
-    left_behind_s: list[float] = field(default_factory=list)
-    """As ``landed_s`` for those that have to wait for the next pass although this one had room."""
+    queued: list[int] = field(default_factory=list)
+    """What it was presumed to take from the reported queue of each rank, tokens."""
 
 
 class PrefillInstance:
@@ -140,6 +78,8 @@ class PrefillInstance:
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
         self._least_backlog_tokens = 0
+        self._presumed_id = -1
+        """Newest pass that some rank has told of for all."""
         self.timeout_s = 5 * t_default_s
         """T_timeout of the watchdog; the owner keeps it at 5 x the mean forward time."""
 
@@ -153,6 +93,11 @@ class PrefillInstance:
     def capacity_tokens(self) -> int:
         """Tokens of a pass with a full chunk on every rank."""
         return self.chunk_tokens * self.dp_size
+
+    @property
+    def _full_tokens(self) -> int:
+        """With so many tokens of a rank in a pass no whole page fits any more."""
+        return self.chunk_tokens - self.page_size + 1
 
     @property
     def has_room(self) -> bool:
@@ -252,8 +197,7 @@ class PrefillInstance:
         """The request left the rank without telling us anything about a pass."""
         if rank >= self.dp_size:
             return  # it went to an instance of another size that had this name
-        self.ranks[rank].outstanding.pop(rid)
-        self.ranks[rank].land(rid)
+        self.ranks[rank].gone(rid)
         for running in self.passes:
             # No answer will end the pass for this request; without any it ends by time.
             running.rids.pop(rid, None)
@@ -279,16 +223,26 @@ class PrefillInstance:
             self._on_restart(rank)
         rank.clean = False
         self.tier = "endforward"
+        launched_id = report.forward_id
+        if report.kind != "launch":
+            launched_id += report.inflight_passes
+        rank.heard(launched_id)
         launch_s = self._launched_s(report, now_s)
         if report.kind == "launch":
             self._learn_gap(rank, report, launch_s, latency_s)
         learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
         rank.queued_tokens = report.queued_tokens
         rank.idle = report.idle
+        for running in self.passes:
+            if running.forward_id is None:
+                running.queued[report.dp_rank] = 0
         if report.kind == "launch":
             self._on_launch(report, now_s)
         elif report.kind == "forward":
             learned.forward_s = self._on_end(rank, report, now_s)
+        rank.presume_again(self._full_tokens)
+        if report.kind in ("launch", "forward") and report.forward_id > self._presumed_id:
+            self._presume_of_all(report)
         self._recount()
         self._watch(now_s + self.timeout_s)
         if report.kind in ("idle", "heartbeat") and all(r.idle for r in self.ranks):
@@ -343,8 +297,9 @@ class PrefillInstance:
         if not rank.clean:
             rank.forget()
         self.passes.clear()
+        self._presumed_id = -1
         for other in self.ranks:
-            other.last_forward_id = -1
+            other.new_boot()
 
     def _on_watchdog(self, now_s: float) -> None:
         """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
@@ -352,6 +307,13 @@ class PrefillInstance:
         self.reset()
         self.tier = "interval"
         self.free_since_s = now_s
+
+    def _presume_of_all(self, report: EndForward) -> None:
+        """The barrier: the first to tell of a pass tells of all ranks in it."""
+        if self._has_vector(report):
+            self._presumed_id = report.forward_id
+            for rank, tokens in zip(self.ranks, self._vector(report), strict=True):
+                rank.presume(report.forward_id, tokens, self._full_tokens)
 
     def _presumed_launch_s(self, latency_s: float) -> float | None:
         if not self.launching:
@@ -365,10 +327,12 @@ class PrefillInstance:
         """Believe that the backlog was launched: FCFS per rank, up to the chunk."""
         tokens = []
         rids: dict[str, int] = {}
+        queued = []
         for index, rank in enumerate(self.ranks):
             room = self.chunk_tokens
             take = min(room, rank.queued_tokens)
             rank.queued_tokens -= take
+            queued.append(take)
             room -= take
             for rid in rank.flight.oldest():
                 if room <= 0:
@@ -382,34 +346,23 @@ class PrefillInstance:
                     rank.flight.reduce(rid, part)
             tokens.append(self.chunk_tokens - room)
         end_s = start_s + self.model.predict_s(tokens)
-        self.passes.append(Pass(start_s, max(end_s, now_s), tokens, None, rids))
+        self.passes.append(Pass(start_s, max(end_s, now_s), tokens, None, rids, queued))
 
     def _acknowledge(
         self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
     ) -> Observation:
+        sent = [rank.land(rid) for rid in report.rids]
         learned = Observation()
-        landed_s = []
-        for rid in report.rids:
-            sent = rank.land(rid)
-            if sent is None or report.kind != "launch":
-                continue
-            ahead_s = max(0.0, launch_s - sent.at_s)
-            if sent.to_idle:
-                learned.latencies_s.append(ahead_s)
-            elif launch_s > self.free_since_s + 2 * self.gap_s + _ON_TIME_S:
-                # The instance fell idle and launched when this one came: too late for the gapless
-                # launch it was meant for.
-                learned.idled_s.append(self.free_since_s - sent.at_s)
-            else:
-                landed_s.append(ahead_s)
-        if report.kind == "launch" and report.extend_tokens < self.chunk_tokens:
-            # The last accepted are still in the handshake with decode: too late for this pass, like
-            # those that are not even at the rank.
-            late = min(report.bootstrapping_requests, len(landed_s))
-            learned.left_behind_s += [launch_s - sent.at_s for sent in rank.sent.values()]
-            learned.left_behind_s += landed_s[len(landed_s) - late :]
-            landed_s = landed_s[: len(landed_s) - late]
-        learned.landed_s = landed_s
+        if report.kind == "launch":
+            learned = observe_launch(
+                [one for one in sent if one is not None],
+                rank.sent.values(),
+                launch_s=launch_s,
+                free_since_s=self.free_since_s,
+                gap_s=self.gap_s,
+                has_room=report.extend_tokens < self.chunk_tokens,
+                bootstrapping_requests=report.bootstrapping_requests,
+            )
         presumed = [running.rids for running in self.passes if running.forward_id is None]
         for rids in presumed:
             for rid in report.rids:
@@ -418,11 +371,11 @@ class PrefillInstance:
             # By the counter, that many of the oldest were accepted as well.
             here = [
                 rid for rids in presumed for rid, index in rids.items() if index == report.dp_rank
-            ]
-            for rid in [*here, *rank.flight.oldest(lost_requests)][:lost_requests]:
-                rank.land(rid)
+            ][:lost_requests]
+            for rid in here:
                 for rids in presumed:
                     rids.pop(rid, None)
+            rank.acknowledge_lost(lost_requests - len(here))
         return learned
 
     def _launched_s(self, report: EndForward, now_s: float) -> float:
@@ -446,10 +399,12 @@ class PrefillInstance:
                 self.gap_s += 0.1 * (pause_s - self.gap_s)
 
     def _on_launch(self, report: EndForward, now_s: float) -> None:
+        self._drop_presumed()
+        if report.forward_id <= max(rank.last_forward_id for rank in self.ranks):
+            return  # a late message: the pass is over, as another rank has said
         for rank in self.ranks:
             # The barrier: no rank is idle while a pass runs. Its own next report says otherwise.
             rank.idle = False
-        self._drop_presumed()
         tokens = self._vector(report)
         known = next((p for p in self.passes if p.forward_id == report.forward_id), None)
         if known is not None:
@@ -512,6 +467,7 @@ class PrefillInstance:
         self.passes = [p for p in self.passes if p.forward_id is not None]
         for index, rank in enumerate(self.ranks):
             for running in presumed:
+                rank.queued_tokens += running.queued[index]
                 for rid, at in running.rids.items():
                     if at == index and rid in rank.outstanding:
                         rank.flight.add(rid, 0)
@@ -521,8 +477,12 @@ class PrefillInstance:
                 if rid in rank.flight:
                     rank.flight.add(rid, rank.outstanding[rid])
 
+    def _has_vector(self, report: EndForward) -> bool:
+        """Whether the rank knows what the others compute."""
+        return report.tokens_per_rank is not None and len(report.tokens_per_rank) == self.dp_size
+
     def _vector(self, report: EndForward) -> list[int]:
-        if report.tokens_per_rank is not None and len(report.tokens_per_rank) == self.dp_size:
+        if report.tokens_per_rank is not None and self._has_vector(report):
             return list(report.tokens_per_rank)
         tokens = [0] * self.dp_size
         tokens[report.dp_rank] = report.extend_tokens

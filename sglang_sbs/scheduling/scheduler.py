@@ -56,9 +56,10 @@ from sglang_sbs.scheduling.immediate import (
     StaleTokens,
 )
 from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.observation import Observation
 from sglang_sbs.scheduling.paper_trigger import PaperTrigger
 from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy
-from sglang_sbs.scheduling.prefill_instance import Observation, PrefillInstance
+from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 

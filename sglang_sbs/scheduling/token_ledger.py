@@ -29,6 +29,11 @@ class TokenLedger:
         self._tokens[rid] = tokens
         self.total += tokens
 
+    def add_oldest(self, tokens: dict[str, int]) -> None:
+        """Enter requests that are not there, before all others."""
+        self._tokens = {**tokens, **self._tokens}
+        self.total += sum(tokens.values())
+
     def reduce(self, rid: str, tokens: int) -> None:
         """Take some tokens off a request that stays."""
         self._tokens[rid] -= tokens

@@ -35,6 +35,7 @@ from sglang_sbs.simulator.cluster_arguments import (
 )
 from sglang_sbs.simulator.decode import STEP_COSTS
 from sglang_sbs.simulator.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
+from sglang_sbs.simulator.matrix import main as matrix_main
 from sglang_sbs.simulator.paper import main as paper_main
 from sglang_sbs.simulator.plan import main as plan_main
 from sglang_sbs.simulator.replay import replay
@@ -61,6 +62,7 @@ examples:
 
 more (each has --help):
   sglang-sbs simulate paper       the paper's claims beside ours, with its figures
+  sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
   sglang-sbs simulate plan        how many instances and what chunk a workload needs
 """
 
@@ -104,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return paper_main(words[1:])
     if words[:1] == ["plan"]:
         return plan_main(words[1:])
+    if words[:1] == ["matrix"]:
+        return matrix_main(words[1:])
     parser, cluster_actions = build_parser()
     args = parser.parse_args(words)
     console = open_console()

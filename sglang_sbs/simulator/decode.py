@@ -91,9 +91,12 @@ class DecodeOutcome:
     completed: int = 0
     """Requests that finished."""
     time_s: float = 0.0
+    balanced_s: float = 0.0
+    """What the same steps would have taken with B and K equal on all ranks."""
 
     def row(self) -> dict[str, float]:
-        """KV band (mean -/+ one standard deviation over ranks), peak, CV and throughput."""
+        """KV band (mean -/+ one standard deviation over ranks), peak, CV and throughput, also what
+        it would be with the same requests in perfect balance: no placement can do better."""
         mean = statistics.mean(self.kv_mean)
         sd = statistics.mean(self.kv_sd)
         return {
@@ -103,6 +106,7 @@ class DecodeOutcome:
             "kv_peak": max(self.kv_max),
             "batch_max": statistics.mean(self.running_max),
             "tokens_per_s": self.tokens / self.time_s,
+            "balanced_tokens_per_s": self.tokens / self.balanced_s,
         }
 
 
@@ -230,6 +234,7 @@ class DecodeSimulation:
                 outcome.tokens += sum(rank.running for rank in self._ranks)
                 outcome.completed = self._completed - completed_before
                 outcome.time_s += step_ms / 1e3
+                outcome.balanced_s += self._balanced_ms() / 1e3
                 if step % _SAMPLE_STEPS == 0:
                     self._sample(outcome, running_max, kv_max)
             for rank in self._ranks:
@@ -237,6 +242,13 @@ class DecodeSimulation:
             if step % spec.report_steps == 0:
                 self._report()
         return outcome
+
+    def _balanced_ms(self) -> float:
+        cost = self._spec.cost
+        running = sum(rank.running for rank in self._ranks)
+        kv = sum(rank.kv_tokens for rank in self._ranks)
+        ranks = len(self._ranks)
+        return cost.fixed_ms + (cost.request_ms * running + cost.token_ms * kv) / ranks
 
     def _sample(self, outcome: DecodeOutcome, running_max: int, kv_max: int) -> None:
         kv = [rank.kv_tokens for rank in self._ranks]

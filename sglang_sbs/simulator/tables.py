@@ -124,4 +124,12 @@ def decode_table(rows: Sequence[Row]) -> ResultTable:
                 *(f"{gain:+.1%}" for gain in gains),
             ]
         )
+    bound = mean_of(rows, "balanced_tokens_per_s")
+    against = [
+        bound / mean_of([r for r in rows if r["policy"] == name], "tokens_per_s") - 1
+        for name in references
+    ]
+    table.rows.append(
+        ["perfect balance", *[""] * 4, f"{bound:.0f}", *(f"{gain:+.1%}" for gain in against)]
+    )
     return table

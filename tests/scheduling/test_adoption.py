@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_scheduler import Driver
 
 from sglang_sbs.scheduling import (
@@ -124,3 +127,58 @@ def test_a_rank_that_the_instance_does_not_have_is_kept_out_of_its_books(rank):
     driver.tell(PrefillDone(rid="a"))
     driver.tell(RequestEnded(rid="a", outcome="completed"))
     assert driver.scheduler.in_flight_requests == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("anpeRt"), st.integers(0, 99)), max_size=60))
+def test_restarted_at_any_time_and_told_what_is_in_flight_it_ends_with_empty_books(steps):
+    driver = Driver(policy="sbs").up(prefill=2)
+    waiting: dict[str, int] = {}
+    placed: dict[str, RequestAdopted] = {}
+
+    def note(dispatches):
+        for d in dispatches:
+            placed[d.rid] = RequestAdopted(
+                rid=d.rid,
+                prompt_tokens=waiting.pop(d.rid),
+                prefill=d.prefill,
+                prefill_rank=d.prefill_rank,
+                decode=d.decode,
+                decode_rank=d.decode_rank,
+            )
+
+    for number, (kind, pick) in enumerate(steps):
+        rid = sorted(placed)[pick % len(placed)] if placed else None
+        match kind:
+            case "a" | "n":
+                waiting[f"r{number}"] = 100 + pick
+                note(driver.arrive(f"r{number}", 100 + pick))
+            case "p" if rid is not None:
+                placed[rid] = msgspec.structs.replace(placed[rid], prefilled=True)
+                note(driver.tell(PrefillDone(rid=rid)))
+            case "e" if rid is not None:
+                del placed[rid]
+                note(driver.tell(RequestEnded(rid=rid, outcome="completed")))
+            case "R":
+                now_s = driver.now_s
+                driver = Driver(policy="sbs").up(prefill=2)
+                driver.now_s = now_s
+                for adopted_request in placed.values():
+                    driver.tell(adopted_request)
+                for waiting_rid, tokens in list(waiting.items()):
+                    note(driver.arrive(waiting_rid, tokens))
+            case "t":
+                note(driver.wait(pick / 100))
+        state = driver.scheduler.snapshot(driver.now_s)
+        assert (state.queue_requests, state.in_flight_requests) == (len(waiting), len(placed))
+    while waiting or placed:
+        for rid in list(placed):
+            del placed[rid]
+            note(driver.tell(RequestEnded(rid=rid, outcome="completed")))
+        note(driver.wait(0.5))
+    state = driver.scheduler.snapshot(driver.now_s)
+    assert state.in_flight_requests == state.queue_requests == 0
+    for instance in state.prefill:
+        assert all(r.flight_tokens == r.outstanding_requests == 0 for r in instance.ranks)
+    for instance in state.decode:
+        assert all(rank.running == 0 for rank in instance.ranks)

@@ -49,3 +49,20 @@ def test_any_history_gives_a_positive_prediction_that_does_not_fall_with_load(hi
     assert (
         0 < model.predict_s([0, 0]) <= model.predict_s([1024, 512]) <= model.predict_s([4096] * 2)
     )
+
+
+def test_it_learns_what_the_context_of_long_prompts_costs():
+    rng = random.Random(5)
+    model = ForwardModel(t_default_s=0.5, chunk_tokens=16384)
+
+    def truth(tokens: list[int], pairs: float) -> float:
+        return 0.1 + 5e-5 * max(tokens) + 3e-5 * sum(tokens) / 8 + 1.5e-9 * pairs
+
+    for _ in range(200):
+        tokens = [rng.randrange(1, 16384) for _ in range(8)]
+        pairs = rng.choice([0.0, 1.0]) * rng.uniform(1e7, 1e9)
+        model.observe(tokens, truth(tokens, pairs), pairs)
+    for pairs in (0.0, 5e8):
+        assert model.predict_s([8000] * 8, pairs) == pytest.approx(
+            truth([8000] * 8, pairs), rel=0.05
+        )

@@ -129,7 +129,7 @@ def test_knobs_reach_the_cluster(tmp_path):
         "--latency-ms 30",
         "--burstiness 3",
         "--length-error 0.3",
-        "--endforward-loss 0.3",
+        "--endforward-loss 0.9",
         "--endforward-delay-ms 100",
         "--decode-kv-tokens 4000",
         "--decode-running 1",

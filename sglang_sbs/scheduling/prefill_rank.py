@@ -1,0 +1,174 @@
+"""What the scheduler believes is at one DP rank of a prefill instance.
+
+Owns U_flight, R_queued and everything else about the requests of one rank, and what is *presumed*
+of them because another rank spoke. Must not know the other ranks, forward times or the policy.
+
+Presumed
+--------
+The barrier: the message of one rank about a pass says that all ranks launched it, and its
+``tokens_per_rank`` how many tokens each of them computes. So until a rank's own message about that
+pass comes (or for good, if it was lost) this many tokens are presumed to have left its queue and,
+first come first served, its requests in flight. Its next message decides: :meth:`PrefillRank.heard`
+takes all presumptions back, what the message names or counts is acknowledged then, and passes that
+the message does not know of yet are presumed once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.report_cursor import ReportCursor
+from sglang_sbs.scheduling.token_ledger import TokenLedger
+
+_REMEMBERED_PASSES = 16
+"""Older ones are taken for facts: the rank may never be heard."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """How a request was dispatched, kept until its rank accepts it."""
+
+    at_s: float
+    to_idle: bool
+    """Nothing ran or waited there, so the time until its launch is L_net and nothing else."""
+
+
+class Presumed(NamedTuple):
+    """A request in flight that is presumed to be accepted."""
+
+    tokens: int
+    """As they were in flight."""
+    sent: Sent | None
+    forward_id: int
+    """The first pass presumed to contain some of it."""
+
+
+@dataclass(slots=True)
+class PrefillRank:
+    """One DP rank. Tokens are uncached prompt tokens."""
+
+    flight: TokenLedger = field(default_factory=TokenLedger)
+    """U_flight by request: dispatched, and neither accepted by the rank nor presumed to be."""
+    sent: dict[str, Sent] = field(default_factory=dict)
+    """One for each request in flight."""
+    queued_tokens: int = 0
+    """R_queued as last reported, less what passes since then are presumed to have taken."""
+    outstanding: TokenLedger = field(default_factory=TokenLedger)
+    """Everything dispatched here and not yet prefilled, whatever its state."""
+    cursor: ReportCursor = field(default_factory=ReportCursor)
+    clean: bool = False
+    """Forgotten when the instance went down: whatever is here now was sent to the next boot."""
+    idle: bool = True
+    last_forward_id: int = -1
+    """Newest pass whose end the rank reported."""
+    launched_id: int = -1
+    """Newest pass whose launch is contained in what the rank said last."""
+    presumed: dict[str, Presumed] = field(default_factory=dict)
+    """Oldest first, and all older than those in flight. One that ended meanwhile (it is not in
+    ``outstanding``) stays, as the rank's counter and passes contain it."""
+    presumed_passes: dict[int, int] = field(default_factory=dict)
+    """Tokens of this rank in passes after ``launched_id``, by forward id, ascending."""
+
+    def forget(self) -> None:
+        """Drop everything believed to be at the rank; its report counters stay."""
+        self.flight.clear()
+        self.sent.clear()
+        self.outstanding.clear()
+        self.presumed.clear()
+        self.presumed_passes.clear()
+        self.queued_tokens = 0
+        self.idle = True
+
+    def new_boot(self) -> None:
+        """Forward ids start anew."""
+        self.last_forward_id = self.launched_id = -1
+        self.presumed_passes.clear()
+
+    def land(self, rid: str) -> Sent | None:
+        """The request is not in flight any more; how it was sent, if it was."""
+        self.flight.pop(rid)
+        return self.sent.pop(rid, None)
+
+    def gone(self, rid: str) -> None:
+        """The request is prefilled or ended otherwise."""
+        self.outstanding.pop(rid)
+        self.land(rid)
+        if rid in self.presumed:
+            self.presumed[rid] = self.presumed[rid]._replace(sent=None)
+
+    def heard(self, launched_id: int) -> None:
+        """The rank speaks, of a state that contains passes up to this one: facts come now."""
+        if self.presumed:
+            self.flight.add_oldest({rid: one.tokens for rid, one in self.presumed.items()})
+            back = {rid: one.sent for rid, one in self.presumed.items() if one.sent is not None}
+            self.sent = {**back, **self.sent}
+            self.presumed.clear()
+        self.launched_id = max(self.launched_id, launched_id)
+
+    def acknowledge_lost(self, requests: int) -> None:
+        """By its counter the rank accepted that many whose ids nobody heard: the oldest."""
+        for rid in self.flight.oldest(requests):
+            self.land(rid)
+
+    def presume_again(self, full_tokens: int) -> None:
+        """After the facts of a message: the passes it does not know of yet."""
+        passes, self.presumed_passes = self.presumed_passes, {}
+        for forward_id, tokens in passes.items():
+            self.presume(forward_id, tokens, full_tokens)
+        for rid in self.flight.oldest():
+            if rid not in self.outstanding:
+                self.flight.pop(rid)
+
+    def presume(self, forward_id: int, tokens: int, full_tokens: int) -> None:
+        """Another rank says that this one computes ``tokens`` in a pass.
+
+        Args:
+            forward_id: of the pass; one that is contained in the rank's state already, or older
+                than one that was presumed before, changes nothing.
+            tokens: extend tokens of this rank in it.
+            full_tokens: from here on the chunk is full, so the last request in it may be cut, and
+                what was sent together with it waits behind it.
+        """
+        newest = next(reversed(self.presumed_passes), self.launched_id)
+        if self.clean or forward_id <= newest:
+            return
+        self.presumed_passes[forward_id] = tokens
+        if len(self.presumed_passes) > _REMEMBERED_PASSES:
+            self._settle(next(iter(self.presumed_passes)))
+        queued = min(tokens, self.queued_tokens)
+        self.queued_tokens -= queued
+        new = left = tokens - queued
+        full = tokens >= full_tokens
+        taken = 0
+        sent_s: float | None = None
+        for rid in self.flight.oldest():
+            size = self.flight[rid]
+            sent = self.sent.get(rid)
+            with_last = sent is not None and sent.at_s == sent_s
+            if left <= 0 and not with_last:
+                break
+            # Lengths may be told wrongly, and part of a prompt be cached: what comes nearest, and
+            # of those that were sent together all, unless too much is missing for that.
+            together = with_last and 2 * new >= taken + size
+            if taken and not full and 2 * left < size and not together:
+                break
+            self.land(rid)
+            self.presumed[rid] = Presumed(size, sent, forward_id)
+            if full:
+                self.queued_tokens += max(0, size - left)
+            left = max(0, left - size)
+            taken += size
+            sent_s = None if sent is None else sent.at_s
+
+    def _settle(self, forward_id: int) -> None:
+        """Nothing was heard of the rank for long: what is presumed of this pass stays so."""
+        del self.presumed_passes[forward_id]
+        for rid, one in list(self.presumed.items()):
+            if one.forward_id <= forward_id:
+                del self.presumed[rid]
+
+    @property
+    def backlog_tokens(self) -> int:
+        """U_flight + R_queued: ahead of a new request in the passes to come."""
+        return self.flight.total + self.queued_tokens
