@@ -61,9 +61,7 @@ class ForwardModel:
         value = sum(w * x for w, x in zip(self._weights, features, strict=True))
         return max(1e-3, value * self._time_unit_s)
 
-    def observe(
-        self, tokens_per_rank: Sequence[int], forward_s: float, pairs: float = 0.0
-    ) -> None:
+    def observe(self, tokens_per_rank: Sequence[int], forward_s: float, pairs: float = 0.0) -> None:
         """Learn from one finished pass."""
         predicted_s = self.predict_s(tokens_per_rank, pairs)
         if self.passes >= _WARM_UP:

@@ -49,6 +49,8 @@ class Pass:
     """Requests presumed to complete in it, with their rank."""
     queued: list[int] = field(default_factory=list)
     """What it was presumed to take from the reported queue of each rank, tokens."""
+    pairs: float = 0.0
+    """Attention pairs of the rank that has most."""
 
 
 class PrefillInstance:
@@ -78,6 +80,8 @@ class PrefillInstance:
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
         self._least_backlog_tokens = 0
+        self._next_pass_s: float | None = None
+        """Remembered until the ledgers change."""
         self._presumed_id = -1
         """Newest pass that some rank has told of for all."""
         self.timeout_s = 5 * t_default_s
@@ -120,7 +124,7 @@ class PrefillInstance:
             return self.passes[-1].end_s
         if self.launching:
             start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
-            return start_s + self.model.predict_s(self._next_pass_tokens())
+            return start_s + self.next_pass_s()
         return now_s
 
     @property
@@ -171,6 +175,7 @@ class PrefillInstance:
         target = self.ranks[rank]
         target.flight.add(rid, tokens)
         target.outstanding.add(rid, tokens)
+        target.prompts.add(rid, tokens)
         self._recount()
         self.last_dispatch_s = now_s
         self.ready = False
@@ -282,6 +287,7 @@ class PrefillInstance:
 
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""
+        self._next_pass_s = None
         backlogs = [rank.flight.total + rank.queued_tokens for rank in self.ranks]
         self.backlog_tokens = sum(backlogs)
         self._least_backlog_tokens = min(backlogs)
@@ -345,8 +351,9 @@ class PrefillInstance:
                 else:
                     rank.flight.reduce(rid, part)
             tokens.append(self.chunk_tokens - room)
-        end_s = start_s + self.model.predict_s(tokens)
-        self.passes.append(Pass(start_s, max(end_s, now_s), tokens, None, rids, queued))
+        pairs = self._pairs(tokens)
+        end_s = max(now_s, start_s + self.model.predict_s(tokens, pairs))
+        self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs))
 
     def _acknowledge(
         self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
@@ -408,14 +415,18 @@ class PrefillInstance:
         tokens = self._vector(report)
         known = next((p for p in self.passes if p.forward_id == report.forward_id), None)
         if known is not None:
+            if not known.tokens[report.dp_rank]:
+                mine = self.ranks[report.dp_rank].prompts.compute(tokens[report.dp_rank])
+                known.pairs = max(known.pairs, mine)
             known.tokens[report.dp_rank] = tokens[report.dp_rank]
-            known.end_s = known.start_s + self.model.predict_s(known.tokens)
+            known.end_s = known.start_s + self.model.predict_s(known.tokens, known.pairs)
             return
         start_s = now_s - report.age_s
         if self.passes:
             start_s = max(start_s, self.passes[-1].end_s)
-        end_s = start_s + self.model.predict_s(tokens)
-        self.passes.append(Pass(start_s, end_s, tokens, report.forward_id))
+        pairs = self._compute(tokens)
+        end_s = start_s + self.model.predict_s(tokens, pairs)
+        self.passes.append(Pass(start_s, end_s, tokens, report.forward_id, pairs=pairs))
 
     def _on_end(self, rank: PrefillRank, report: EndForward, now_s: float) -> float | None:
         newest = max(r.last_forward_id for r in self.ranks)
@@ -424,7 +435,11 @@ class PrefillInstance:
         if report.forward_id <= newest:
             return None
         ended = next((p for p in self.passes if p.forward_id == report.forward_id), None)
-        tokens = ended.tokens if ended is not None else self._vector(report)
+        if ended is None:
+            tokens = self._vector(report)
+            pairs = self._compute(tokens)
+        else:
+            tokens, pairs = ended.tokens, ended.pairs
         self.passes = [p for p in self.passes if (p.forward_id or 0) > report.forward_id]
         end_s = now_s - report.age_s
         self.ready = True
@@ -433,7 +448,7 @@ class PrefillInstance:
         if sum(tokens) == 0 or report.forward_s <= 0:
             return None
         self.passes_ended += 1
-        self.model.observe(tokens, report.forward_s)
+        self.model.observe(tokens, report.forward_s, pairs)
         return report.forward_s
 
     def _end_presumed(self, now_s: float) -> Observation:
@@ -443,14 +458,14 @@ class PrefillInstance:
         self.free_since_s = now_s
         self._rechain(now_s)
         self.passes_ended += 1
-        self.model.observe(ended.tokens, forward_s)
+        self.model.observe(ended.tokens, forward_s, self._compute(ended.tokens))
         return Observation(forward_s=forward_s)
 
     def _rechain(self, start_s: float) -> None:
         """Re-anchor what is behind a pass that just ended."""
         for running in self.passes:
             running.start_s = start_s
-            running.end_s = start_s = start_s + self.model.predict_s(running.tokens)
+            running.end_s = start_s = start_s + self.model.predict_s(running.tokens, running.pairs)
 
     def _on_quiescent(self, now_s: float) -> None:
         self.passes.clear()
@@ -490,7 +505,19 @@ class PrefillInstance:
 
     def next_pass_s(self) -> float:
         """Predicted forward time of a pass with what waits for it now."""
-        return self.model.predict_s(self._next_pass_tokens())
+        if self._next_pass_s is None:
+            tokens = [min(self.chunk_tokens, rank.backlog_tokens) for rank in self.ranks]
+            self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
+        return self._next_pass_s
 
-    def _next_pass_tokens(self) -> list[int]:
-        return [min(self.chunk_tokens, rank.backlog_tokens) for rank in self.ranks]
+    def _pairs(self, tokens: list[int]) -> float:
+        """Attention pairs of the rank that has most, for the next tokens of each."""
+        return max(
+            [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+        )
+
+    def _compute(self, tokens: list[int]) -> float:
+        """The same for tokens that a pass has taken now."""
+        return max(
+            [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+        )

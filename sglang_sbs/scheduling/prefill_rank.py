@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.prompt_progress import PromptProgress
 from sglang_sbs.scheduling.report_cursor import ReportCursor
 from sglang_sbs.scheduling.token_ledger import TokenLedger
 
@@ -56,6 +57,8 @@ class PrefillRank:
     """R_queued as last reported, less what passes since then are presumed to have taken."""
     outstanding: TokenLedger = field(default_factory=TokenLedger)
     """Everything dispatched here and not yet prefilled, whatever its state."""
+    prompts: PromptProgress = field(default_factory=PromptProgress)
+    """How far each of them is computed."""
     cursor: ReportCursor = field(default_factory=ReportCursor)
     clean: bool = False
     """Forgotten when the instance went down: whatever is here now was sent to the next boot."""
@@ -75,6 +78,7 @@ class PrefillRank:
         self.flight.clear()
         self.sent.clear()
         self.outstanding.clear()
+        self.prompts.clear()
         self.presumed.clear()
         self.presumed_passes.clear()
         self.queued_tokens = 0
@@ -93,6 +97,7 @@ class PrefillRank:
     def gone(self, rid: str) -> None:
         """The request is prefilled or ended otherwise."""
         self.outstanding.pop(rid)
+        self.prompts.drop(rid)
         self.land(rid)
         if rid in self.presumed:
             self.presumed[rid] = self.presumed[rid]._replace(sent=None)

@@ -1,0 +1,60 @@
+"""How far the prompts of one DP rank are computed, which decides what attention costs.
+
+Owns the context of the prompt that is being computed. Must not know passes, time or other ranks.
+
+A token attends to all before it, so the last chunk of a long prompt costs far more than its first.
+Ranks report tokens, not contexts; but they compute first come first served, so how many tokens each
+pass took tells where in which prompt it was. Drift (a prefix that was cached, another order) ends
+with the requests it is about.
+"""
+
+from __future__ import annotations
+
+
+class PromptProgress:
+    """The prompts that are not computed yet, oldest first."""
+
+    __slots__ = ("_prompts",)
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, list[int]] = {}
+        """Request id to prompt tokens and how many of them are computed."""
+
+    def add(self, rid: str, prompt_tokens: int) -> None:
+        """A request was dispatched to the rank."""
+        self._prompts[rid] = [prompt_tokens, 0]
+
+    def drop(self, rid: str) -> None:
+        """Its prompt is computed, or never will be."""
+        self._prompts.pop(rid, None)
+
+    def clear(self) -> None:
+        """The rank holds nothing."""
+        self._prompts.clear()
+
+    def pairs(self, tokens: int) -> float:
+        """Attention pairs of the next ``tokens`` tokens: chunk * (context + chunk / 2) summed."""
+        pairs = 0.0
+        for prompt_tokens, computed in self._prompts.values():
+            part = min(tokens, prompt_tokens - computed)
+            pairs += part * (computed + part / 2)
+            tokens -= part
+            if tokens <= 0:
+                break
+        return pairs
+
+    def compute(self, tokens: int) -> float:
+        """A pass takes so many tokens. Returns their pairs."""
+        pairs = self.pairs(tokens)
+        done = []
+        for rid, prompt in self._prompts.items():
+            part = min(tokens, prompt[0] - prompt[1])
+            prompt[1] += part
+            tokens -= part
+            if prompt[1] == prompt[0]:
+                done.append(rid)
+            if tokens <= 0:
+                break
+        for rid in done:
+            del self._prompts[rid]
+        return pairs
