@@ -112,16 +112,17 @@ async def run_load(
         tasks = []
         for arrival in arrivals:
             await asyncio.sleep(max(0.0, start_s + arrival.at_s - time.monotonic()))
-            tasks.append(asyncio.create_task(_send(session, url, arrival, on_done)))
+            tasks.append(asyncio.create_task(send_one(session, url, arrival, on_done)))
         return list(await asyncio.gather(*tasks))
 
 
-async def _send(
+async def send_one(
     session: aiohttp.ClientSession,
     url: str,
     arrival: Arrival,
-    on_done: Callable[[Sample], None],
+    on_done: Callable[[Sample], None] = lambda _sample: None,
 ) -> Sample:
+    """Send one request now, whatever its arrival time, and read its answer to the end."""
     sample = Sample(arrival.at_s, len(arrival.input_ids))
     body = orjson.dumps(
         {

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -92,6 +94,45 @@ class LocalCluster:
             if process.name == name:
                 return process.pid
         raise KeyError(name)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send `number` to every process of the server called `name`.
+
+        Raises:
+            KeyError: no such process is running.
+        """
+        self._supervisor.signal(name, number)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL every process of the server called `name`; returns when it is gone.
+
+        Raises:
+            KeyError: no such process is running.
+        """
+        await self._supervisor.kill(name)
+
+    async def start_instance(self, name: str, flags: Sequence[str] = ()) -> None:
+        """Start the planned instance `name` again, with more flags; returns when it is ready.
+
+        Raises:
+            KeyError: no such instance was planned.
+            ClusterStartError: it did not come up.
+        """
+        plans = {instance.name: instance for instance in self.plan.instances}
+        plan = dataclasses.replace(plans[name], argv=(*plans[name].argv, *flags))
+        self._started_s = time.monotonic()
+        process = await self._supervisor.start(plan, self._nursery or self._children)
+        self._report(name, "starting")
+        async with aiohttp.ClientSession() as session:
+            ready = asyncio.create_task(self._wait_for_engine(session, plan))
+            first: list[asyncio.Future[Any]] = [ready, process.exited]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                ready.cancel()
+                raise ClusterStartError(
+                    str(ProcessDiedError(name, process.exited.result(), plan.log_path))
+                )
+            await ready
 
     async def __aenter__(self) -> Self:
         self._started_s = time.monotonic()

@@ -83,6 +83,32 @@ class Supervisor:
         dead = next(process for process in watched if process.exited.done())
         return ProcessDiedError(dead.name, dead.exited.result(), dead.log_path)
 
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send `number` to the process called `name` and to its children.
+
+        Raises:
+            KeyError: no such process was started.
+        """
+        os.killpg(self._called(name).pid, number)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL the process called `name` with its children, wait for its end and forget it.
+
+        Raises:
+            KeyError: no such process was started.
+        """
+        process = self._called(name)
+        self._processes.remove(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.shield(process.exited)
+
+    def _called(self, name: str) -> SpawnedProcess:
+        for process in self._processes:
+            if process.name == name:
+                return process
+        raise KeyError(name)
+
     async def stop(self, grace_s: float) -> list[str]:
         """Stop what was started: SIGTERM to each, after `grace_s` SIGKILL to what is left of it.
 

@@ -108,6 +108,9 @@ class Downstream:
             ConnectionResetError: the client does not take it; its connection is closed.
         """
         assert self._response is not None
+        if self._transport is not None and self._transport.get_write_buffer_size() == 0:
+            await self._response.write_eof()  # nothing waits for the client: nor will this
+            return self._response
         try:
             async with asyncio.timeout(FINISH_S):
                 await self._response.write_eof()

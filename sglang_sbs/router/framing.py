@@ -102,6 +102,16 @@ class ChunkedDecoder:
         if self._tail:
             data = self._tail + data
             self._tail = b""
+        elif not self._left:
+            # Nearly always: one whole chunk, as the engine wrote it.
+            line_end = data.find(b"\r\n", 0, 18)
+            if (
+                line_end > 0
+                and _CHUNK_SIZE.fullmatch(data, 0, line_end) is not None
+                and len(data) == line_end + int(data[:line_end], 16) + 4 > line_end + 4
+                and data.endswith(b"\r\n")
+            ):
+                return data[line_end + 2 : -2]
         position, size = 0, len(data)
         parts: list[bytes] = []
         left = self._left

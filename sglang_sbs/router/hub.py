@@ -259,7 +259,7 @@ class Hub:
         if not session.open and self.settled:
             for earlier in list(self._sessions.values()):
                 if earlier is not session and earlier.front_end == session.front_end:
-                    self._end_session(earlier, "it began anew")
+                    self._end_session(earlier, "began anew")
             session.open = True
             self._tell(identity, Welcome(scheduler=self.boot_id, workers=self._states()))
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
@@ -465,18 +465,21 @@ class Hub:
     def _end_session(self, session: _Session, why: str) -> None:
         if self._sessions.pop(session.identity, None) is None:
             return
-        logger.log(
-            logging.WARNING if session.requests else logging.INFO,
-            "front end %s is gone (%s): %d requests end",
-            session.name,
-            why,
-            len(session.requests),
-        )
-        if all(other.front_end != session.front_end for other in self._sessions.values()):
+        if any(other.front_end == session.front_end for other in self._sessions.values()):
+            logger.info("front end %s %s: it announces its requests again", session.name, why)
+        else:
+            logger.log(
+                logging.WARNING if session.requests else logging.INFO,
+                "front end %s is gone (%s): %d requests end",
+                session.name,
+                why,
+                len(session.requests),
+            )
             self._retire_page(self._pages.pop(session.front_end, ""))
         requests, session.requests = session.requests, {}
         session.outbox.clear()
-        for rid, placed in requests.items():
+        for rid in requests:  # all of them first: the end of one may be the dispatch of the next
             del self._owners[rid]
+        for rid, placed in requests.items():
             self._count(placed, -1)
             self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))

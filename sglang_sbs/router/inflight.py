@@ -200,8 +200,9 @@ class InFlight:
             self._lengths.learn(request.length, reply.prompt_tokens)
 
     def decode_started(self, rid: str) -> None:
-        self._dispatcher.prefill_done(rid)
         request = self._requests.get(rid)
+        if request is None or request.prefill_open:  # else its reply has said so
+            self._dispatcher.prefill_done(rid)
         if request is not None:
             self._prefill_over(request)
             self._metrics.ttft_seconds.observe(time.monotonic() - request.announced_s)

@@ -32,6 +32,11 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
     """
     if (request.content_length or 0) > limit_bytes:
         raise web.HTTPRequestEntityTooLarge(limit_bytes)
+    if request.content.is_eof():  # it came with the head
+        whole = request.content.read_nowait()
+        if len(whole) > limit_bytes:
+            raise web.HTTPRequestEntityTooLarge(limit_bytes)
+        return whole
     body = bytearray()
     started_s = asyncio.get_running_loop().time()
     try:

@@ -144,6 +144,7 @@ class RouterMetrics:
             "sbs_refusals_total", "Refused by the scheduler, or at the front door", "cause"
         )
         self.attempts = counter("sbs_attempts_total", "Ended attempts", "outcome")
+        self._attempts: dict[Outcome, Counter] = {}
         self.aborts = counter("sbs_aborts_total", "POST /abort_request sent to engines")
         self.broken_streams = counter(
             "sbs_broken_streams_total", "Streams that ended in an error event", "code"
@@ -282,7 +283,10 @@ class RouterMetrics:
     # Others -----------------------------------------------------------------------------------
 
     def attempt_ended(self, outcome: Outcome) -> None:
-        self.attempts.labels(outcome).inc()
+        ended = self._attempts.get(outcome)
+        if ended is None:
+            ended = self._attempts[outcome] = self.attempts.labels(outcome)
+        ended.inc()
 
     def leg_failed(self, failure: LegFailure) -> None:
         self.leg_failures.labels(failure.leg, "http", failure.worker, failure.code).inc()

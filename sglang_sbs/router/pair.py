@@ -102,10 +102,12 @@ class Pair:
         self.body = b""
         self.prefill_reply: PrefillReply | None = None
         self.chunks = 0
+        """Events of the stream so far."""
         self._pool = pool
         self._observer = observer
         self._send_abort = abort
         self._sink = sink
+        self._waits_for_prefill = request.needs_prefill_reply
         self._held: list[bytes] = []
         self._tail = b""
         self._opened = False
@@ -218,6 +220,7 @@ class Pair:
         if self._closed:
             return
         self.prefill_reply = reply
+        self._waits_for_prefill = False
         self._observer.prefill_replied(self.rid, reply)
         if self.request.needs_prefill_reply and self._held:
             held, self._held = self._held, []
@@ -229,7 +232,7 @@ class Pair:
             self._complete()
 
     def decode_data(self, data: bytes) -> None:
-        if self.request.needs_prefill_reply and self.prefill_reply is None:
+        if self._waits_for_prefill:
             self._held.append(data)
             return
         self._forward(data)

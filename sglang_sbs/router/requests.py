@@ -376,8 +376,7 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
         lines.append(f"x-request-id: {request_id}\r\n")
     for name, value in headers:
         lower = name.lower()
-        if lower == "x-request-id" or not _HEADER_VALUE.fullmatch(value):
-            continue
-        if lower in _FORWARDED_HEADERS or lower.startswith("x-request-id-"):
+        passes = lower in _FORWARDED_HEADERS or lower.startswith("x-request-id-")
+        if passes and lower != "x-request-id" and _HEADER_VALUE.fullmatch(value):
             lines.append(f"{lower}: {value}\r\n")
     return "".join(lines).encode("utf-8", "surrogateescape")

@@ -203,6 +203,7 @@ class RemoteScheduler:
         yield from (alone, times, errors)
 
     async def close(self) -> None:
+        self._link.alone_changed = lambda alone: None
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
             await monitor.close()

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ _STABLE_S = 30.0
 _PING_EVERY_S = 2.0
 _HUNG_S = 30.0
 """A child that answers nothing for so long is killed, and restarted: clients wait for it."""
+_LONGEST_TMPDIR = 70
 _MARGIN_S = 15.0
 """Beyond --shutdown-grace-period-secs, for a child to end after SIGTERM."""
 
@@ -198,7 +200,9 @@ class Supervisor:
                 logger.warning("nobody to take port %d over from: starting anew", options.port)
         if predecessor is None:
             check_free(options.host, options.port)
-        with tempfile.TemporaryDirectory(prefix="sglang-sbs-") as folder:  # mode 0700
+        # Unix sockets have short names: not below a deep TMPDIR.
+        base = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_TMPDIR else None
+        with tempfile.TemporaryDirectory(prefix="sglang-sbs-", dir=base) as folder:  # mode 0700
             try:
                 return await self._serve(Path(folder), predecessor)
             finally:
@@ -210,7 +214,7 @@ class Supervisor:
         try:
             if options.role == "router":
                 endpoint = f"ipc://{folder}/scheduler"
-                self._scheduler = Child("scheduler", lambda: self._scheduler_command(endpoint), [])
+                self._scheduler = Child("scheduler", partial(self._scheduler_command, endpoint), [])
                 await self._start([self._scheduler])
             else:
                 assert options.scheduler_endpoint is not None, "checked with the command line"
@@ -255,9 +259,9 @@ class Supervisor:
             self._front_ends.append(
                 Child(
                     f"front end {number}",
-                    lambda number=number: self._front_end_command(endpoint, number),  # type: ignore[misc]
+                    partial(self._front_end_command, endpoint, number),
                     sockets,
-                    lambda: listen(options.host, self._port),
+                    partial(listen, options.host, self._port),
                 )
             )
 
@@ -313,13 +317,17 @@ class Supervisor:
 
     def _announce(self) -> None:
         options = self._options
-        facts = self._scheduler.facts if self._scheduler is not None else {}
+        if self._scheduler is not None:
+            facts = self._scheduler.facts
+            scheduler = (
+                f"metrics at :{facts['prometheus_port']}, "
+                f"EndForward at {facts['endforward'] or 'nothing'}; scheduler {self._scheduler.pid}"
+            )
+        else:
+            scheduler = f"scheduler at {options.scheduler_endpoint}"
         logger.info(
-            "sglang-sbs %s: policy %s at %s:%d, metrics at :%s, EndForward at %s; "
-            "scheduler pid %d, front ends %s",
-            *(__version__, options.scheduler.policy, options.host, self._port),
-            *(facts.get("prometheus_port", "the scheduler"), facts.get("endforward") or "nothing"),
-            self._scheduler.pid if self._scheduler is not None else 0,
+            "sglang-sbs %s: policy %s at %s:%d, %s, front ends %s",
+            *(__version__, options.scheduler.policy, options.host, self._port, scheduler),
             " ".join(str(child.pid) for child in self._front_ends),
         )
 

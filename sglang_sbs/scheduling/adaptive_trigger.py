@@ -240,7 +240,10 @@ class AdaptiveTrigger(PrefillPolicy):
         delay_i + fixed + slope * (h_i + w_i), so at the optimum every instance that takes part has
         the same marginal cost, the water level:
 
-            delay_i + fixed_i + 2 * slope_i * (h_i + w_i) = level
+            delay_i + pass_i(h_i) + slope_i * h_i + 2 * slope_i * w_i = level
+
+        where pass_i(h_i) is what its next pass takes anyway: the next chunk of a long prompt may
+        make that long though it holds few tokens.
 
         Instances join in the order of their delay while that keeps the level above their cost of an
         empty pass. By the time the last of them starts, more will have arrived.
@@ -300,7 +303,9 @@ def _may_take(instance: PrefillInstance, long_queue: bool) -> bool:
 def _marginal(instance: PrefillInstance, delay_s: float) -> tuple[float, float]:
     """Tokens per second of water level, and the level of an instance that takes nothing."""
     slope = instance.model.slope_s_per_token() / instance.dp_size
-    base_s = delay_s + instance.model.fixed_s + 2 * slope * instance.backlog_tokens
+    held = instance.backlog_tokens
+    pass_s = instance.next_pass_s() if held else instance.model.fixed_s
+    base_s = delay_s + pass_s + slope * held
     return 1 / (2 * slope), base_s
 
 

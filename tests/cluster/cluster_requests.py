@@ -45,8 +45,7 @@ def cluster_options(
         model_path=str(cached_tiny_model()),
         engine_flags=ENGINE_FLAGS,
         log_dir=tmp_path_factory.mktemp(f"{name}-cluster"),
-        environment=dict(os.environ),
-        **{"with_router": False, **options},
+        **{"with_router": False, "environment": dict(os.environ), **options},
     )
 
 

@@ -6,6 +6,7 @@ decode instance, one ordinary engine to compare with; `virtual_cluster` is 3P1D 
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -14,6 +15,8 @@ import pytest_asyncio
 from cluster_requests import cluster_options, start
 
 from sglang_sbs.cluster.local import LocalCluster
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE
+from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 
@@ -25,11 +28,23 @@ async def real_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def endforward_endpoint() -> str:
+    """Where the engines of `virtual_cluster` connect to; whoever wants to hear them binds it."""
+    return f"tcp://127.0.0.1:{next(free_port_blocks(PORTS_PER_INSTANCE))}"
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def virtual_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
-    """3P1D on the virtual GPU."""
+async def virtual_cluster(
+    tmp_path_factory: pytest.TempPathFactory, endforward_endpoint: str
+) -> AsyncIterator[LocalCluster]:
+    """3P1D on the virtual GPU, whose EndForward goes to `endforward_endpoint`."""
     options = cluster_options(
-        tmp_path_factory, "virtual", virtual_gpu=VirtualGpuCost(), prefill_instances=3
+        tmp_path_factory,
+        "virtual",
+        virtual_gpu=VirtualGpuCost(),
+        prefill_instances=3,
+        environment={**os.environ, "SGLANG_SBS_ROUTERS": endforward_endpoint},
     )
     async with start(options) as cluster:
         yield cluster

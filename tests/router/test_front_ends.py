@@ -84,6 +84,15 @@ async def test_a_killed_front_end_frees_its_capacity_and_the_others_streams_go_o
         assert complete(await engines.generate(group.url))
 
 
+async def test_whoever_connects_to_a_dead_front_end_waits_for_its_successor() -> None:
+    async with running() as (engines, group):
+        kill(group.pids["front end 0"])
+        kill(group.pids["front end 1"])
+        answers = await asyncio.gather(*(engines.generate(group.url) for _ in range(20)))
+        assert all(map(complete, answers))
+        await engines.shows(group, "sbs_front_ends", 2)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_without_the_scheduler_every_request_is_answered(number: signal.Signals) -> None:
     """Queued, running and new ones; then it is back and knows what is in flight."""

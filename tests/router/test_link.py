@@ -21,8 +21,14 @@ from sglang_sbs.router.mirror import MirroredRegistry
 from sglang_sbs.router.pump import SchedulerPump
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import WorkerInfo
-from sglang_sbs.scheduling import Dispatch, Refuse, Scheduler, SchedulerConfig
-from sglang_sbs.scheduling.events import Event, InstanceRole, RequestAdopted, RequestEnded
+from sglang_sbs.scheduling import Command, Dispatch, Refuse, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.events import (
+    Event,
+    InstanceRole,
+    RequestAdopted,
+    RequestArrived,
+    RequestEnded,
+)
 from sglang_sbs.wire.front_end import (
     Adopted,
     FromScheduler,
@@ -354,6 +360,56 @@ async def test_a_front_end_that_parts_leaves_nothing(world: World) -> None:
     front_end.link.close()
     await until(lambda: side.hub.front_ends == 0)
     assert side.books == (0, 0, 0)
+
+
+class OneAtATime:
+    """Dispatches the next request when one ends."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.ended: list[str] = []
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        if isinstance(event, RequestArrived):
+            self.waiting.append(event.rid)
+        if not isinstance(event, RequestEnded):
+            return []
+        self.ended.append(event.rid)
+        if event.rid in self.waiting:
+            self.waiting.remove(event.rid)
+        return [
+            Dispatch(
+                rid=rid,
+                prefill="http://p0:1",
+                prefill_rank=0,
+                decode="http://d0:1",
+                decode_rank=0,
+                batch=1,
+                held_s=0.0,
+                reason="",
+            )
+            for rid in self.waiting[:1]
+        ]
+
+    def snapshot(self, now_s: float) -> None:
+        return None
+
+
+async def test_the_end_of_a_session_ends_all_its_requests_whatever_the_scheduler_makes_of_it(
+    world: World,
+) -> None:
+    side = await world.boot()
+    scheduler = OneAtATime()
+    side.hub.pump = SchedulerPump(scheduler, decided=side.hub.decided, failed=side.hub.failed)
+    front_end = await world.front_end()
+    asked = [front_end.ask(rid) for rid in "abcd"]
+    await until(lambda: len(scheduler.waiting) == 4)
+    front_end.link.close()
+    await until(lambda: sorted(scheduler.ended) == ["a", "b", "c", "d"])
+    assert side.hub.requests == side.hub.front_ends == 0
+    assert sum(worker.active for worker in side.registry) == 0
+    for task in asked:
+        task.cancel()
 
 
 async def test_workers_are_one_set_for_all(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -89,6 +90,10 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+
+
 async def test_the_router_starts_once_every_engine_is_ready(tmp_path: Path) -> None:
     steps: list[Progress] = []
     plan = cluster_plan(
@@ -157,3 +162,31 @@ async def test_a_cancelled_start_leaves_nothing_running(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await entering
     assert not is_alive(pid)
+
+
+async def test_an_instance_is_killed_and_started_again_with_more_flags(tmp_path: Path) -> None:
+    steps: list[Progress] = []
+    plan = cluster_plan(tmp_path, instance(tmp_path, "a"), instance(tmp_path, "b", not_yet=2))
+    async with LocalCluster(plan, 60, steps.append) as cluster:
+        first, other = cluster.pid("b"), cluster.pid("a")
+        await cluster.kill("b")
+        assert not is_alive(first)
+        steps.clear()
+        await cluster.start_instance("b", ["--more", "1"])
+        second = cluster.pid("b")
+        assert second != first
+        assert cluster.pid("a") == other
+        assert [(step.name, step.state) for step in steps] == [("b", "starting"), ("b", "ready")]
+        assert command_line(second)[-2:] == ["--more", "1"]
+    assert not is_alive(second)
+
+
+async def test_an_instance_that_ends_while_it_starts_again_is_an_error(tmp_path: Path) -> None:
+    flag_fails = "import sys\nif '--bad' in sys.argv: sys.exit('no such flag')\n"
+    plan = instance(tmp_path, "a")
+    source = flag_fails + plan.argv[2]
+    plan = dataclasses.replace(plan, argv=(*plan.argv[:2], source))
+    async with LocalCluster(cluster_plan(tmp_path, plan), 60) as cluster:
+        await cluster.kill("a")
+        with pytest.raises(ClusterStartError, match=r"(?s)a ended by itself.*no such flag"):
+            await cluster.start_instance("a", ["--bad"])

@@ -177,3 +177,40 @@ def test_only_the_end_of_a_log_is_shown(tmp_path: Path) -> None:
     log.write_text("\n".join(f"line {number}" for number in range(10000)))
     assert last_log_lines(log, 2) == "  line 9998\n  line 9999"
     assert last_log_lines(tmp_path / "missing") == "  (empty)"
+
+
+async def test_a_killed_process_is_gone_with_its_children_and_may_be_started_again(
+    tmp_path: Path,
+) -> None:
+    supervisor = Supervisor()
+    parent = await start(supervisor, plan(tmp_path, "a", LEAVES_A_CHILD))
+    other = await start(supervisor, plan(tmp_path, "b", SLEEP))
+    child = int((tmp_path / "a.log").read_text().split()[1])
+    await supervisor.kill("a")
+    assert parent.exited.result() == -signal.SIGKILL
+    await until(lambda: not is_alive(child))
+    assert is_alive(other.pid)
+    with pytest.raises(KeyError):
+        await supervisor.kill("a")
+    (tmp_path / "a.log").unlink()
+    again = await start(supervisor, plan(tmp_path, "a", SLEEP))
+    assert supervisor.processes == (other, again)
+    await supervisor.stop(10)
+
+
+async def test_a_signal_reaches_the_children_too(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    parent = await start(supervisor, plan(tmp_path, "a", LEAVES_A_CHILD))
+    child = int((tmp_path / "a.log").read_text().split()[1])
+
+    def states() -> set[str]:
+        stats = (Path(f"/proc/{pid}/stat").read_text() for pid in (parent.pid, child))
+        return {text.rpartition(")")[2].split()[0] for text in stats}
+
+    supervisor.signal("a", signal.SIGSTOP)
+    await until(lambda: states() == {"T"})
+    supervisor.signal("a", signal.SIGCONT)
+    await until(lambda: "T" not in states())
+    with pytest.raises(KeyError):
+        supervisor.signal("b", signal.SIGCONT)
+    await supervisor.stop(10)
