@@ -76,8 +76,8 @@ def place_fitting(
 ) -> Allocation:
     """Longest first into the emptiest rank, but only where the whole request fits in the pass.
 
-    A request longer than a chunk goes only to an empty rank. This removes the overshoot of
-    Algorithm 2 (its leftovers cost the next batch a whole pass).
+    A prompt longer than a chunk is cut anyway: it goes where it takes no more passes than it has
+    chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
     """
     capacity = list(c_avail)
     ranks = range(len(capacity))

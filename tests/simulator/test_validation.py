@@ -112,7 +112,7 @@ def test_what_was_fitted_on_one_seed_predicts_another(record):
         late_s = SPEC.feedback_latency_s
         real_s = statistics.fmean(r.ttft_s for r in outcome.requests) + late_s
         assert cell.real_ttft_mean_s == pytest.approx(real_s)
-        assert cell.ratio == pytest.approx(1, abs=0.06)
+        assert cell.ratio == pytest.approx(1, abs=0.1)
         cells.append(cell)
     assert by_cell(cells) == {(0.6, c.policy): pytest.approx(c.ratio) for c in cells}
 
