@@ -7,18 +7,19 @@ Theory of operation
 -------------------
 An SGLang prefill instance takes in new requests only when a pass ends, and an idle one starts on
 the first request it sees. So a batch must arrive shortly *before* the predicted end of the running
-pass: later it misses the pass or is split over two, earlier it gives away the choice. The lead
-adapts until few requests miss (:meth:`AdaptiveTrigger.on_landing`). Then, per decision:
+pass: later it misses the pass or is split over two, earlier it gives away the choice. How much
+before is learned from what either costs (``dispatch_lead``). Then, per decision:
 
-1. candidates: idle instances, busy ones within the lead of their predicted end, and, when more
-   waits than a pass holds, any with room in its next pass (nothing is lost by committing early);
+1. candidates: idle instances, busy ones within the lead of their predicted end, and any with room
+   when more waits than it and all that start before it can hold (nothing is lost by committing
+   early), in the order in which a batch sent now would start;
 2. spacing: instances are kept apart in phase by a fraction of the pass time that the arrival rate
    calls for. Never while all are idle, the queue is long, or the candidate will run anyway;
 3. order: short first, with an ageing that bounds how long anything is overtaken;
 4. share: how much of the queue to send now and how much to leave for the instances that are ready
    next, so that the sum of predicted completion times is smallest;
 5. placement: longest first into the emptiest rank, whole requests only, and split requests to fill
-   the pass only under backlog.
+   the pass only when more is left than the other instances can take in theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ AGEING_PASSES = 1.7
 """A chunk of length is worth that many batches of waiting in the order, at most so many passes."""
 SPACING_SHARE = 0.8
 BACKLOG_FACTOR = 1.3
-COMMIT_AHEAD_FACTOR = 1.0
 FULL_PASSES = 2.0
 """With this many passes of tokens waiting for one instance its pass is simply filled."""
 ARRIVING_SHARE = 0.6
@@ -62,6 +62,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._token_rate = 0.0
         self._rate_s: float | None = None
         self._chunk_tokens = 1.0
+        self._capacity_tokens = 0
         self._lead = DispatchLead()
         self._load = 0.0
 
@@ -101,6 +102,7 @@ class AdaptiveTrigger(PrefillPolicy):
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         if instances:
             self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
+        self._capacity_tokens = sum(i.capacity_tokens for i in instances)
 
     def plan(
         self,
@@ -121,11 +123,11 @@ class AdaptiveTrigger(PrefillPolicy):
         )
         lead_s = self.lead_s
         candidates: list[PrefillInstance] = []
-        ahead_tokens = 0.0
+        ahead_tokens = 0
         for start_s, _, index in starts:
             instance = instances[index]
             ahead_tokens += instance.capacity_tokens
-            long_queue = queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
+            long_queue = queue.tokens >= ahead_tokens
             if not _may_take(instance, long_queue):
                 continue
             open_s = now_s
@@ -184,9 +186,8 @@ class AdaptiveTrigger(PrefillPolicy):
     ) -> Plan:
         c_avail = instance.c_avail()
         room = sum(c for c in c_avail if c > 0)
-        others = [i for i in instances if i is not instance]
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take.
-        keep_tokens = sum(other.capacity_tokens for other in others)
+        keep_tokens = self._capacity_tokens - instance.capacity_tokens
         spare = room if queue.tokens > keep_tokens else 0
         head: list[Request] = []
         rest: list[Request] = []
@@ -200,7 +201,8 @@ class AdaptiveTrigger(PrefillPolicy):
         long_queue = (
             queue.tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
         )
-        if others and not overdue and not long_queue:
+        if len(instances) > 1 and not overdue and not long_queue:
+            others = [i for i in instances if i is not instance]
             share = self._share(instance, others, queue, now_s)
             cut = _prefix(head, share)
             if all_idle or (instance.idle and share > 0):
