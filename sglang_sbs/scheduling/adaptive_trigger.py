@@ -41,6 +41,7 @@ AGEING_PASSES = 1.7
 """A chunk of length is worth that many batches of waiting in the order, at most so many passes."""
 SPACING_SHARE = 0.8
 BACKLOG_FACTOR = 1.3
+COMMIT_AHEAD_FACTOR = 1.25
 FULL_PASSES = 2.0
 """With this many passes of tokens waiting for one instance its pass is simply filled."""
 ARRIVING_SHARE = 0.6
@@ -127,7 +128,7 @@ class AdaptiveTrigger(PrefillPolicy):
         for start_s, _, index in starts:
             instance = instances[index]
             ahead_tokens += instance.capacity_tokens
-            long_queue = queue.tokens >= ahead_tokens
+            long_queue = queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
             if not _may_take(instance, long_queue):
                 continue
             open_s = now_s
