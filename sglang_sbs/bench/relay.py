@@ -55,7 +55,7 @@ A ratio below 1 means that ours is cheaper. The ratios at the top of the JSON ar
 numbers of streams; "by_streams" has them all, "ratios_sbs" the same for --policy sbs.
 
 examples:
-  scripts/bench-relay                                  # everything, about 6 minutes
+  scripts/bench-relay                                  # everything, 5 to 6 minutes
   scripts/bench-relay --streams 200 --rounds 5 --contenders ours,rust --json relay.json
   scripts/bench-relay --many 10000 --workers 2         # only: so many streams at once, any error?
 """
