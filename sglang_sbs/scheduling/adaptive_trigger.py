@@ -64,6 +64,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._rate_s: float | None = None
         self._chunk_tokens = 1.0
         self._capacity_tokens = 0
+        self._largest_chunk_tokens = 0
         self._lead = DispatchLead()
         self._load = 0.0
 
@@ -104,6 +105,7 @@ class AdaptiveTrigger(PrefillPolicy):
         if instances:
             self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
         self._capacity_tokens = sum(i.capacity_tokens for i in instances)
+        self._largest_chunk_tokens = max((i.chunk_tokens for i in instances), default=0)
 
     def plan(
         self,
@@ -196,7 +198,11 @@ class AdaptiveTrigger(PrefillPolicy):
         for request in queue.in_order():
             if taken >= room + spare:
                 break
-            if admissible(request) and permitted(request, instance, instances):
+            if (
+                (overdue or self._suits(request, instance))
+                and admissible(request)
+                and permitted(request, instance, instances)
+            ):
                 (head if taken < room else rest).append(request)
                 taken += request.prompt_tokens
         long_queue = (
@@ -228,6 +234,10 @@ class AdaptiveTrigger(PrefillPolicy):
             ),
             passed_over=allocation.left,
         )
+
+    def _suits(self, request: Request, instance: PrefillInstance) -> bool:
+        """Not where it takes several passes, if it would take one elsewhere."""
+        return not instance.chunk_tokens < request.prompt_tokens <= self._largest_chunk_tokens
 
     def _share(
         self,

@@ -1,0 +1,42 @@
+"""Prefill instances with different chunks: a prompt goes where one pass is enough."""
+
+from __future__ import annotations
+
+import pytest
+from test_scheduler import Driver
+
+from sglang_sbs.scheduling import InstanceDown, InstanceUp
+
+
+def driver() -> Driver:
+    it = Driver(policy="sbs", trigger="adaptive", max_hold_s=1.0)
+    for name, chunk_tokens in (("small", 1000), ("large", 4000)):
+        it.tell(InstanceUp(instance=name, role="prefill", dp_size=2, chunk_tokens=chunk_tokens))
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
+    return it
+
+
+@pytest.mark.parametrize("tokens", [1001, 4000])
+def test_what_fits_only_the_large_chunk_goes_there(tokens: int):
+    it = driver()
+    assert [one.prefill for one in it.arrive("r", tokens)] == ["large"]
+
+
+def test_what_fits_none_may_go_to_any():
+    it = driver()
+    assert [one.prefill for one in it.arrive("r", 9000)] == ["small"]
+
+
+def test_with_the_large_one_gone_it_takes_several_passes():
+    it = driver()
+    it.tell(InstanceDown(instance="large"))
+    assert [one.prefill for one in it.arrive("r", 3000)] == ["small"]
+
+
+def test_it_does_not_wait_for_the_large_one_beyond_the_hold():
+    it = driver()
+    it.arrive("first", 4000)
+    it.arrive("second", 4000)
+    it.arrive("third", 3900)
+    it.wait(1.5)
+    assert {one.rid for one in it.dispatched} == {"first", "second", "third"}
