@@ -65,6 +65,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._chunk_tokens = 1.0
         self._capacity_tokens = 0
         self._largest_chunk_tokens = 0
+        self._uneven_chunks = False
         self._lead = DispatchLead()
         self._load = 0.0
 
@@ -105,7 +106,9 @@ class AdaptiveTrigger(PrefillPolicy):
         if instances:
             self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
         self._capacity_tokens = sum(i.capacity_tokens for i in instances)
-        self._largest_chunk_tokens = max((i.chunk_tokens for i in instances), default=0)
+        chunks = {i.chunk_tokens for i in instances}
+        self._largest_chunk_tokens = max(chunks, default=0)
+        self._uneven_chunks = len(chunks) > 1
 
     def plan(
         self,
@@ -143,7 +146,8 @@ class AdaptiveTrigger(PrefillPolicy):
         all_idle = all(instance.idle for instance in instances)
         if not overdue and not all_idle:
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
-        for instance in candidates[:MAX_TRIED]:
+        # With unequal chunks the first may all be too small for what waits.
+        for instance in candidates if self._uneven_chunks else candidates[:MAX_TRIED]:
             plan = self._batch_for(instance, instances, queue, admissible, overdue, all_idle, now_s)
             if plan.placements:
                 self._last_s = now_s

@@ -8,9 +8,10 @@ from test_scheduler import Driver
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
 
 
-def driver() -> Driver:
+def driver(small: int = 1) -> Driver:
     it = Driver(policy="sbs", trigger="adaptive", max_hold_s=1.0)
-    for name, chunk_tokens in (("small", 1000), ("large", 4000)):
+    chunks = {"small": 1000, **{f"small{i}": 1000 for i in range(1, small)}, "large": 4000}
+    for name, chunk_tokens in chunks.items():
         it.tell(InstanceUp(instance=name, role="prefill", dp_size=2, chunk_tokens=chunk_tokens))
     it.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
     return it
@@ -20,6 +21,11 @@ def driver() -> Driver:
 def test_what_fits_only_the_large_chunk_goes_there(tokens: int):
     it = driver()
     assert [one.prefill for one in it.arrive("r", tokens)] == ["large"]
+
+
+def test_many_small_ones_that_are_idle_do_not_hide_the_large_one():
+    it = driver(small=5)
+    assert [one.prefill for one in it.arrive("r", 3000)] == ["large"]
 
 
 def test_what_fits_none_may_go_to_any():
