@@ -27,12 +27,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from sglang_sbs.scheduling.cache_affinity import CacheAffinity
 from sglang_sbs.scheduling.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.request import Request, RequestQueue, prompt_tokens_of
+from sglang_sbs.scheduling.request import Request, RequestQueue, uncached_tokens_of
 
 RATE_WINDOW_S = 3.0
 """Time constant of the arrival rate."""
@@ -95,7 +96,7 @@ class AdaptiveTrigger(PrefillPolicy):
 
     def key_of(self, request: Request) -> float:
         """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting."""
-        return request.arrived_s + self._ageing_s() * request.prompt_tokens / self._chunk_tokens
+        return request.arrived_s + self._ageing_s() * request.uncached_tokens / self._chunk_tokens
 
     def _ageing_s(self) -> float:
         """With many instances a batch leaves often, and being passed over must count for more."""
@@ -146,8 +147,10 @@ class AdaptiveTrigger(PrefillPolicy):
         all_idle = all(instance.idle for instance in instances)
         if not overdue and not all_idle:
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
-        # With unequal chunks the first may all be too small for what waits.
-        for instance in candidates if self._uneven_chunks else candidates[:MAX_TRIED]:
+        # With unequal chunks the first may all be too small for what waits; with cached prefixes
+        # what waits may be better off elsewhere.
+        all_of_them = self._uneven_chunks or oldest.blocks
+        for instance in candidates if all_of_them else candidates[:MAX_TRIED]:
             plan = self._batch_for(instance, instances, queue, admissible, overdue, all_idle, now_s)
             if plan.placements:
                 self._last_s = now_s
@@ -196,6 +199,11 @@ class AdaptiveTrigger(PrefillPolicy):
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take.
         keep_tokens = self._capacity_tokens - instance.capacity_tokens
         spare = room if queue.tokens > keep_tokens else 0
+        affinity = CacheAffinity(
+            instance,
+            [(i, self._starts_s(i, now_s)[0]) for i in instances],
+            load=self._load,
+        )
         head: list[Request] = []
         rest: list[Request] = []
         taken = 0
@@ -206,9 +214,10 @@ class AdaptiveTrigger(PrefillPolicy):
                 (overdue or self._suits(request, instance))
                 and admissible(request)
                 and permitted(request, instance, instances)
+                and (overdue or affinity.belongs_here(request))
             ):
                 (head if taken < room else rest).append(request)
-                taken += request.prompt_tokens
+                taken += request.uncached_tokens_on(instance.id)
         long_queue = (
             queue.tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
         )
@@ -220,13 +229,20 @@ class AdaptiveTrigger(PrefillPolicy):
                 # A prompt longer than the share is not divisible: later it would be no better off.
                 cut = max(cut, 1)
             head, rest = head[:cut], head[cut:] + rest
-        allocation = place_fitting(head, c_avail, instance.chunk_tokens)
-        beyond = queue.tokens - prompt_tokens_of(head) - prompt_tokens_of(rest)
+        allocation = place_fitting(
+            head,
+            c_avail,
+            instance.chunk_tokens,
+            affinity.hit_tokens,
+            spend_tokens=affinity.spend_tokens,
+        )
+        beyond = queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
         allocation = top_up(
             allocation._replace(left=allocation.left + rest),
             c_avail,
             instance.chunk_tokens,
             keep_tokens=keep_tokens - beyond,
+            prefix_hit_tokens=affinity.hit_tokens,
         )
         ahead_ms = 1e3 * (self._free_at_s(instance, now_s) - now_s)
         return Plan(
@@ -241,7 +257,8 @@ class AdaptiveTrigger(PrefillPolicy):
 
     def _suits(self, request: Request, instance: PrefillInstance) -> bool:
         """Not where it takes several passes, if it would take one elsewhere."""
-        return not instance.chunk_tokens < request.prompt_tokens <= self._largest_chunk_tokens
+        tokens = request.uncached_tokens_on(instance.id)
+        return not instance.chunk_tokens < tokens <= self._largest_chunk_tokens
 
     def _share(
         self,
@@ -330,7 +347,7 @@ def _prefix(requests: Sequence[Request], tokens: float) -> int:
     """How many of the first requests come closest to this many tokens."""
     taken = 0.0
     for count, request in enumerate(requests):
-        if taken + 0.5 * request.prompt_tokens > tokens:
+        if taken + 0.5 * request.uncached_tokens > tokens:
             return count
-        taken += request.prompt_tokens
+        taken += request.uncached_tokens
     return len(requests)

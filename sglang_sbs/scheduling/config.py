@@ -62,6 +62,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adaptive trigger: no request is held longer than this while an instance could take it."""
     stale_s: float = 1.0
     """Age of the loads ``stale_tokens`` sees: the poll interval of the gateway it stands for."""
+    prefix_index_blocks: int = 2_000_000
+    """Cache-aware mode: KV blocks the prefix index remembers at most, some 200 bytes each."""
     seed: int = 0
     """For the policies that draw at random."""
 
@@ -83,6 +85,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "default_timeout_s",
             "max_hold_s",
             "stale_s",
+            "prefix_index_blocks",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)}")

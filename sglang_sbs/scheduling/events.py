@@ -19,6 +19,10 @@ InstanceId = str
 """How the driver names an engine instance (the router: its worker URL)."""
 InstanceRole = Literal["prefill", "decode"]
 Outcome = Literal["completed", "failed", "aborted"]
+CacheTier = Literal["device", "host"]
+"""Where KV is kept: ``host`` (host memory or disk) must be loaded first, which costs something."""
+PrefixSource = Literal["events", "approximate", "off"]
+"""How it is known what an instance has cached: its KV events, or only what was sent there."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -39,6 +43,14 @@ class RequestArrived(_Message, frozen=True):
     """Absolute time after which it is refused instead of dispatched."""
     exclude: tuple[InstanceId, ...] = ()
     """Instances a retry should avoid while there are others."""
+    blocks: list[int] = []
+    """Names of its full KV pages from the first on, as KV events publish them: equal names mean
+    equal tokens, and equal everything before them, in the same namespace (salt, LoRA). Empty: no
+    prefix of it will be found."""
+    block_tokens: int = 0
+    """Tokens per block; instances with another page size are taken to hold none of it."""
+    session: str = ""
+    """What the client calls its conversation, for policies that pin one to an instance."""
 
 
 class PrefillDone(_Message, frozen=True):
@@ -95,6 +107,7 @@ class InstanceUp(_Message, frozen=True):
     max_running_requests: int = 0
     """Per DP rank; 0: unknown, not enforced."""
     page_size: int = 1
+    prefix_source: PrefixSource = "off"
 
 
 class InstanceDown(_Message, frozen=True):
@@ -120,6 +133,31 @@ class LoadPolled(_Message, frozen=True):
     kv_tokens: list[int]
 
 
+class BlocksStored(_Message, frozen=True):
+    """A DP rank published that it holds these blocks now."""
+
+    instance: InstanceId
+    dp_rank: int
+    blocks: list[int]
+    tier: CacheTier = "device"
+
+
+class BlocksRemoved(_Message, frozen=True):
+    """A DP rank published that it evicted these blocks."""
+
+    instance: InstanceId
+    dp_rank: int
+    blocks: list[int]
+    tier: CacheTier = "device"
+
+
+class BlocksCleared(_Message, frozen=True):
+    """A DP rank holds nothing any more, or nothing is known of it: events were lost for good."""
+
+    instance: InstanceId
+    dp_rank: int
+
+
 class TimerFired(_Message, frozen=True):
     """The time of an earlier :class:`WakeAt` has come (early or spurious ones do no harm)."""
 
@@ -133,6 +171,9 @@ Event = (
     | InstanceDown
     | ForwardEnded
     | LoadPolled
+    | BlocksStored
+    | BlocksRemoved
+    | BlocksCleared
     | TimerFired
 )
 
@@ -153,6 +194,8 @@ class Dispatch(_Message, frozen=True):
     held_s: float
     reason: str
     """Why now and why there, for people."""
+    cached_tokens: int = 0
+    """L_hit it was placed with: prompt tokens the rank is expected to find in its cache."""
 
 
 RefuseCause = Literal[

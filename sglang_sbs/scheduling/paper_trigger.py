@@ -47,7 +47,12 @@ class PaperTrigger(PrefillPolicy):
         for request in queue:
             if admissible(request) and permitted(request, target, instances):
                 (pending if request.waited_cycles else new).append(request)
-        allocation = pbaa(pending, new, target.c_avail())
+        allocation = pbaa(
+            pending,
+            new,
+            target.c_avail(),
+            lambda request, rank: request.hit_tokens(target.id, rank),
+        )
         self._last_s = now_s
         self._target = self._after(target, instances)
         if not target.idle:

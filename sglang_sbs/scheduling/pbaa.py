@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.request import Request
+from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 PrefixHit = Callable[[Request, int], int]
 """L_hit(r, d): tokens of the prompt the rank's cache already holds."""
@@ -73,24 +73,42 @@ def place_fitting(
     c_avail: Sequence[int],
     chunk_tokens: int,
     prefix_hit_tokens: PrefixHit = no_hit,
+    spend_tokens: float = 0.0,
 ) -> Allocation:
     """Longest first into the emptiest rank, but only where the whole request fits in the pass.
 
     A prompt longer than a chunk is cut anyway: it goes where it takes no more passes than it has
     chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
+
+    Args:
+        requests: longest first is by their uncached tokens.
+        c_avail: C_avail per DP rank; not modified.
+        chunk_tokens: C_chunk.
+        prefix_hit_tokens: L_hit.
+        spend_tokens: where the rank with the cached prefix is full, so many tokens may be computed
+            again on another one instead of waiting for the next pass.
     """
     capacity = list(c_avail)
     ranks = range(len(capacity))
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
-    for request in sorted(requests, key=lambda r: -r.prompt_tokens):
+    for request in sorted(requests, key=lambda r: -r.uncached_tokens):
         need = [request.prompt_tokens - prefix_hit_tokens(request, d) for d in ranks]
-        best = max(ranks, key=lambda d: capacity[d] - need[d])
-        if capacity[best] >= _first_part(need[best], chunk_tokens):
-            placed.append((request, best))
-            capacity[best] -= need[best]
-        else:
-            left.append(request)
+        after = [capacity[d] - need[d] for d in ranks]
+        best = max(ranks, key=after.__getitem__)
+        if capacity[best] < _first_part(need[best], chunk_tokens):
+            allowed = min(need) + spend_tokens
+            fitting = [
+                d
+                for d in ranks
+                if need[d] <= allowed and capacity[d] >= _first_part(need[d], chunk_tokens)
+            ]
+            if not fitting:
+                left.append(request)
+                continue
+            best = max(fitting, key=after.__getitem__)
+        placed.append((request, best))
+        capacity[best] = after[best]
     return Allocation(placed, left)
 
 
@@ -105,25 +123,31 @@ def top_up(
     c_avail: Sequence[int],
     chunk_tokens: int,
     keep_tokens: float,
+    prefix_hit_tokens: PrefixHit = no_hit,
     hole_share: float = 0.02,
 ) -> Allocation:
     """Fill what :func:`place_fitting` left free by splitting the oldest leftovers over two passes.
 
-    Only while more than ``keep_tokens`` prompt tokens are left over, and only holes of at least
+    Only while more than ``keep_tokens`` uncached tokens are left over, and only holes of at least
     ``hole_share`` of a chunk: splitting costs the next pass, so it pays only under backlog.
     """
     capacity = list(c_avail)
     for request, rank in allocation.placed:
-        capacity[rank] -= request.prompt_tokens
+        capacity[rank] -= request.prompt_tokens - prefix_hit_tokens(request, rank)
+    ranks = range(len(capacity))
     placed = list(allocation.placed)
     left: list[Request] = []
-    remaining = sum(r.prompt_tokens for r in allocation.left)
+    remaining = uncached_tokens_of(allocation.left)
     for request in sorted(allocation.left, key=lambda r: r.order):
-        best = max(range(len(capacity)), key=capacity.__getitem__)
-        if remaining > keep_tokens and capacity[best] > hole_share * chunk_tokens:
+        if remaining <= keep_tokens:
+            left.append(request)
+            continue
+        after = [capacity[d] + prefix_hit_tokens(request, d) - request.prompt_tokens for d in ranks]
+        best = max(ranks, key=after.__getitem__)
+        if capacity[best] > hole_share * chunk_tokens:
             placed.append((request, best))
-            capacity[best] -= request.prompt_tokens
-            remaining -= request.prompt_tokens
+            capacity[best] = after[best]
+            remaining -= request.uncached_tokens
         else:
             left.append(request)
     return Allocation(placed, left)

@@ -162,20 +162,26 @@ class PrefillInstance:
 
     # Own actions --------------------------------------------------------------------------
 
-    def dispatched(self, rid: str, rank: int, tokens: int, now_s: float) -> None:
+    def dispatched(
+        self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
+    ) -> None:
         """A request leaves for a rank; arms the watchdog if none did before it."""
         target = self.ranks[rank]
         target.sent[rid] = Sent(now_s, not self.passes and target.backlog_tokens == 0)
-        self.adopted(rid, rank, tokens, now_s)
+        self.adopted(rid, rank, prompt_tokens, now_s, cached_tokens)
 
-    def adopted(self, rid: str, rank: int, tokens: int, now_s: float) -> None:
+    def adopted(
+        self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
+    ) -> None:
         """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
         if not self.has_outstanding:
             self.watchdog_s = now_s + self.timeout_s
         target = self.ranks[rank]
+        tokens = max(1, prompt_tokens - cached_tokens)
         target.flight.add(rid, tokens)
         target.outstanding.add(rid, tokens)
-        target.prompts.add(rid, tokens)
+        target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
+        target.has_cached = target.has_cached or cached_tokens > 0
         self._recount()
         self.last_dispatch_s = now_s
         self.ready = False
@@ -236,7 +242,7 @@ class PrefillInstance:
         if report.kind == "launch":
             self._learn_gap(rank, report, launch_s, latency_s)
         learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
-        rank.queued_tokens = report.queued_tokens
+        rank.queued_tokens = rank.uncached_queue(report)
         rank.idle = report.idle
         for running in self.passes:
             if running.forward_id is None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from sglang_sbs.scheduling.prompt_progress import PromptProgress
 from sglang_sbs.scheduling.report_cursor import ReportCursor
 from sglang_sbs.scheduling.token_ledger import TokenLedger
+from sglang_sbs.wire import EndForward
 
 _REMEMBERED_PASSES = 16
 """Older ones are taken for facts: the rank may never be heard."""
@@ -62,6 +63,8 @@ class PrefillRank:
     cursor: ReportCursor = field(default_factory=ReportCursor)
     clean: bool = False
     """Forgotten when the instance went down: whatever is here now was sent to the next boot."""
+    has_cached: bool = False
+    """Whether any request was sent here because of what the rank has cached."""
     idle: bool = True
     last_forward_id: int = -1
     """Newest pass whose end the rank reported."""
@@ -110,6 +113,19 @@ class PrefillRank:
             self.sent = {**back, **self.sent}
             self.presumed.clear()
         self.launched_id = max(self.launched_id, launched_id)
+
+    def uncached_queue(self, report: EndForward) -> int:
+        """R_queued of a report. SGLang looks a prefix up when it schedules a request, so until then
+        it counts the whole prompt; we count what is left of it by our books."""
+        queued = report.queued_tokens
+        requests = report.waiting_requests + report.bootstrapping_requests
+        if not self.has_cached or not requests:
+            return queued
+        here = [rid for rid in self.outstanding.oldest() if rid not in self.flight][-requests:]
+        if len(here) < requests:
+            return queued
+        uncached = sum(self.outstanding[rid] for rid in here)
+        return min(queued, uncached + report.chunk_remainder_tokens)
 
     def acknowledge_lost(self, requests: int) -> None:
         """By its counter the rank accepted that many whose ids nobody heard: the oldest."""

@@ -20,9 +20,9 @@ class PromptProgress:
         self._prompts: dict[str, list[int]] = {}
         """Request id to prompt tokens and how many of them are computed."""
 
-    def add(self, rid: str, prompt_tokens: int) -> None:
-        """A request was dispatched to the rank."""
-        self._prompts[rid] = [prompt_tokens, 0]
+    def add(self, rid: str, prompt_tokens: int, cached_tokens: int = 0) -> None:
+        """A request was dispatched to the rank, which has the beginning of its prompt."""
+        self._prompts[rid] = [prompt_tokens, cached_tokens]
 
     def drop(self, rid: str) -> None:
         """Its prompt is computed, or never will be."""

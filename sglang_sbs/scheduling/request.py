@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.prefix_index import NO_HITS, Hits, PrefixIndex
 
 _SPARE_DEADLINES = 64
 
@@ -28,6 +29,15 @@ class Request:
     arrived_s: float
     deadline_s: float
     exclude: tuple[InstanceId, ...] = ()
+    blocks: Sequence[int] = ()
+    """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""
+    block_tokens: int = 0
+    session: str = ""
+    hits: Hits = NO_HITS
+    """L_hit per rank, as of when it was last looked up."""
+    hits_version: int = -1
+    cached_tokens: int = 0
+    """L_hit of the rank it was sent to."""
     total_tokens: int = 0
     """Prompt plus expected output: what it will occupy in decode."""
     key: float = 0.0
@@ -39,15 +49,35 @@ class Request:
     dispatched_s: float = 0.0
     prefilled: bool = False
 
+    @property
+    def uncached_tokens(self) -> int:
+        """L(r) - L_hit(r, d) on the rank that has most of it."""
+        return self.prompt_tokens - self.hits.best_tokens
+
+    def hit_tokens(self, instance: InstanceId, rank: int) -> int:
+        """L_hit(r, d)."""
+        hits = self.hits.by_instance.get(instance)
+        return hits[rank] if hits is not None else 0
+
+    def uncached_tokens_on(self, instance: InstanceId) -> int:
+        """L(r) - L_hit(r, d) on the best rank of one instance."""
+        hits = self.hits.by_instance.get(instance)
+        return self.prompt_tokens - max(hits) if hits is not None else self.prompt_tokens
+
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Requests that wait for an assignment; iterates in arrival order."""
+    """Requests that wait for an assignment; iterates in arrival order.
+
+    What ranks have of their prompts is looked up again as they are passed, so whoever iterates sees
+    present hits, and ``tokens`` follows.
+    """
 
     key_of: Callable[[Request], float] = lambda request: request.arrived_s
     """The policy's order; must not change while a request waits."""
+    prefix: PrefixIndex | None = None
     tokens: int = 0
-    """Prompt tokens waiting."""
+    """Uncached prompt tokens waiting."""
     _requests: dict[str, Request] = field(default_factory=dict)
     _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
@@ -60,14 +90,15 @@ class RequestQueue:
         return rid in self._requests
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return map(self._looked_up, self._requests.values())
 
     def add(self, request: Request) -> None:
         """Append; arrival order is the order of calls."""
+        self.look_up(request)
         self._requests[request.rid] = request
         request.key = self.key_of(request)
         insort(self._ordered, (request.key, request.order, request))
-        self.tokens += request.prompt_tokens
+        self.tokens += request.uncached_tokens
         if len(self._deadlines) > 2 * len(self._requests) + _SPARE_DEADLINES:
             # Most of them left before their deadline; with long ones the heap would only grow.
             self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
@@ -78,7 +109,7 @@ class RequestQueue:
         """Take out a request, wherever it stands; None if it does not wait here."""
         request = self._requests.pop(rid, None)
         if request is not None:
-            self.tokens -= request.prompt_tokens
+            self.tokens -= request.uncached_tokens
             self._over_limit.discard(rid)
             del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
         return request
@@ -86,11 +117,27 @@ class RequestQueue:
     @property
     def oldest(self) -> Request | None:
         """The request that has waited longest."""
-        return next(iter(self._requests.values()), None)
+        return next(iter(self), None)
 
     def in_order(self) -> Iterator[Request]:
         """All waiting requests in the policy's order. Not to be changed meanwhile."""
-        return (request for _, _, request in self._ordered)
+        return (self._looked_up(request) for _, _, request in self._ordered)
+
+    def look_up(self, request: Request) -> None:
+        """What ranks have of its prompt now."""
+        if self.prefix is not None and request.hits_version != self.prefix.version:
+            request.hits_version = self.prefix.version
+            if request.blocks:
+                request.hits = self.prefix.find(
+                    request.blocks, request.block_tokens, request.prompt_tokens
+                )
+
+    def _looked_up(self, request: Request) -> Request:
+        if request.blocks:
+            before = request.uncached_tokens
+            self.look_up(request)
+            self.tokens += request.uncached_tokens - before
+        return request
 
     def next_deadline_s(self) -> float | None:
         """The earliest deadline of a waiting request."""
@@ -120,6 +167,6 @@ class RequestQueue:
         return bool(self._over_limit)
 
 
-def prompt_tokens_of(requests: Iterable[Request]) -> int:
-    """Sum of L(r)."""
-    return sum(r.prompt_tokens for r in requests)
+def uncached_tokens_of(requests: Iterable[Request]) -> int:
+    """Sum of L(r) - L_hit(r)."""
+    return sum(r.uncached_tokens for r in requests)

@@ -60,6 +60,7 @@ from sglang_sbs.scheduling.observation import Observation
 from sglang_sbs.scheduling.paper_trigger import PaperTrigger
 from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.prefix_index import PrefixIndex
 from sglang_sbs.scheduling.request import Request, RequestQueue
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 
@@ -79,10 +80,11 @@ class Scheduler:
             window=self.config.window,
             latency_s=self.config.initial_latency_s,
         )
+        self.prefix = PrefixIndex(max_blocks=self.config.prefix_index_blocks)
         self.policy = _make_policy(self.config, self.interval)
         self.prefill: dict[ev.InstanceId, PrefillInstance] = {}
         self.decode: dict[ev.InstanceId, DecodeInstance] = {}
-        self.queue = RequestQueue(self.policy.key_of)
+        self.queue = RequestQueue(self.policy.key_of, self.prefix)
         self._down: dict[ev.InstanceId, float] = {}
         """Since when."""
         self._requests: dict[str, Request] = {}
@@ -103,6 +105,7 @@ class Scheduler:
         one replaces it.
         """
         out: list[ev.Command] = []
+        self.prefix.advance(now_s)
         match event:
             case ev.RequestArrived():
                 self._on_arrived(event, now_s, out)
@@ -120,6 +123,12 @@ class Scheduler:
                 self._on_up(event, now_s)
             case ev.InstanceDown():
                 self._on_down(event, now_s)
+            case ev.BlocksStored():
+                self.prefix.stored(event.instance, event.dp_rank, event.blocks, event.tier)
+            case ev.BlocksRemoved():
+                self.prefix.removed(event.instance, event.dp_rank, event.blocks, event.tier)
+            case ev.BlocksCleared():
+                self.prefix.clear(event.instance, event.dp_rank)
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
                 self._wake_s = None
@@ -163,11 +172,14 @@ class Scheduler:
             arrived_s=now_s,
             deadline_s=timeout_s if event.deadline_s is None else event.deadline_s,
             exclude=event.exclude,
+            blocks=event.blocks,
+            block_tokens=event.block_tokens,
+            session=event.session,
         )
         self._arrivals += 1
         self._requests[event.rid] = request
         self.queue.add(request)
-        self.policy.on_arrival(request.prompt_tokens, now_s)
+        self.policy.on_arrival(request.uncached_tokens, now_s)
 
     def _refusal(self, event: ev.RequestArrived) -> tuple[ev.RefuseCause, str] | None:
         config = self.config
@@ -201,6 +213,12 @@ class Scheduler:
         if request is None or request.prefill is None or request.prefilled:
             return
         request.prefilled = True
+        self.prefix.prefilled(
+            request.rid,
+            now_s,
+            expected_tokens=request.cached_tokens,
+            cached_tokens=event.cached_tokens,
+        )
         instance = self.prefill.get(request.prefill[0])
         if instance is not None:
             self._learn(instance.prefilled(request.rid, request.prefill[1], now_s))
@@ -210,6 +228,7 @@ class Scheduler:
         if request is None:
             return
         self.queue.remove(event.rid)
+        self.prefix.dropped(event.rid)
         if request.prefill is not None:
             instance = self.prefill.get(request.prefill[0])
             if instance is not None:
@@ -281,7 +300,15 @@ class Scheduler:
                 )
             elif event.chunk_tokens:
                 known.chunk_tokens = event.chunk_tokens
+            self.prefix.up(
+                event.instance,
+                dp_size=event.dp_size,
+                block_tokens=max(1, event.page_size),
+                source=event.prefix_source,
+                capacity_tokens=event.kv_capacity_tokens,
+            )
         else:
+            self.prefix.gone(event.instance)
             self.prefill.pop(event.instance, None)
             known_decode = self.decode.get(event.instance)
             if known_decode is None or known_decode.dp_size != event.dp_size:
@@ -298,6 +325,7 @@ class Scheduler:
             return
         if event.instance in self.prefill:
             self.prefill[event.instance].down()
+            self.prefix.down(event.instance)
         elif event.instance in self.decode:
             self.decode[event.instance].down()
         else:
@@ -313,6 +341,7 @@ class Scheduler:
                 del self._down[gone]
                 self.decode.pop(gone, None)
                 self.prefill.pop(gone, None)
+                self.prefix.gone(gone)
         instances = self._up_prefill()
         self.interval.on_topology_change(len(instances))
         self.policy.on_topology_change(instances)
@@ -442,10 +471,24 @@ class Scheduler:
     ) -> None:
         request, instance, rank = placement
         self.queue.remove(request.rid)
+        self.queue.look_up(request)
+        request.cached_tokens = request.hit_tokens(instance.id, rank)
         request.prefill = (instance.id, rank)
         request.decode = (decode[0].id, decode[1])
         request.dispatched_s = now_s
-        instance.dispatched(request.rid, rank, request.prompt_tokens, now_s)
+        instance.dispatched(request.rid, rank, request.prompt_tokens, now_s, request.cached_tokens)
+        if request.blocks:
+            computed_s = instance.free_at_s(now_s, self.interval.latency_s)
+            if instance.passes:
+                computed_s += instance.next_pass_s()
+            self.prefix.sent(
+                request.rid,
+                instance.id,
+                rank,
+                request.blocks,
+                request.block_tokens,
+                visible_s=computed_s,
+            )
         decode[0].dispatched(
             request.rid, decode[1], request.prompt_tokens, request.total_tokens, now_s
         )
@@ -459,6 +502,7 @@ class Scheduler:
                 batch=self.batches,
                 held_s=now_s - request.arrived_s,
                 reason=reason,
+                cached_tokens=request.cached_tokens,
             )
         )
 

@@ -1,0 +1,448 @@
+"""Which prefill DP rank holds which KV blocks: L_hit(r, d) for the cache-aware mode.
+
+Owns the table of blocks and holders, the blocks of requests that were just sent, and the
+approximate books of instances without KV events. Must not know how blocks are named or heard of,
+nor what a hit is worth.
+
+How it works
+------------
+A block is named after its tokens and all before them (SGLang's KV events do that), so a prompt is a
+list of names, and what a rank has of it are the leading ones it holds. The table maps a name to a
+bit mask of ranks. A cache drops leaves before their parents, so the ranks that hold the k-th block
+hold all before it, and where each of them ends is found by halving: a prompt of a thousand blocks
+takes some ten steps for each different depth.
+
+What a rank holds comes from
+
+- its KV events, which are the truth a moment later (``prefix_source`` "events");
+- requests that were sent there: their blocks are claimed from the predicted end of their pass on,
+  as later ones will find them. With events the claim lapses soon after prefill, when the events
+  must have said it; without ("approximate") it is all there is: it lapses after a time, the oldest
+  go when the rank's KV capacity is used up, and an answer that reports fewer cached tokens than
+  were claimed corrects that capacity, or clears the rank if nothing of it was there.
+
+A rank that lost everything (restart, flush) gets another bit, and the old one is swept out of the
+table some entries at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
+
+CONFIRMED_S = 2.0
+"""With KV events: so long after prefill a claim stands without having been published."""
+APPROXIMATE_TTL_S = 600.0
+DEFAULT_CAPACITY_TOKENS = 262_144
+"""KV capacity of a rank that does not tell."""
+_SWEEP = 2_000
+"""Entries looked at per call."""
+_DROPPED_SHARE = 64
+"""A full table drops one part in so many."""
+
+
+class Hits(NamedTuple):
+    """What the ranks have of one prompt, in tokens."""
+
+    by_instance: dict[InstanceId, list[int]]
+    """Per DP rank; instances that have nothing of it are not in it."""
+    best_tokens: int
+
+
+NO_HITS = Hits({}, 0)
+
+
+@dataclass(slots=True)
+class _Rank:
+    bit: int
+    claims: OrderedDict[int, float] = field(default_factory=OrderedDict)
+    """Blocks that nobody published, with the time when they lapse; oldest claim first."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """One instance."""
+
+    id: InstanceId
+    source: PrefixSource
+    block_tokens: int
+    capacity_blocks: int
+    ranks: list[_Rank]
+
+
+@dataclass(slots=True)
+class _Sent:
+    place: _Place
+    rank: int
+    blocks: Sequence[int]
+    visible: bool = False
+
+
+class PrefixIndex:
+    """Block names are any integers; times are the driver's seconds and must not decrease."""
+
+    def __init__(self, *, max_blocks: int = 2_000_000) -> None:
+        """``max_blocks``: bound of the table, some 200 bytes each with hundreds of ranks."""
+        self.version = 0
+        """Counts changes: what was found before may differ now."""
+        self._max_blocks = max_blocks
+        self._device: dict[int, int] = {}
+        self._host: dict[int, int] = {}
+        self._places: dict[InstanceId, _Place] = {}
+        self._rank_of: dict[int, tuple[_Place, int]] = {}
+        """By bit."""
+        self._live: dict[int, int] = {}
+        """Bits of the ranks in use, by block size."""
+        self._free_bits: list[int] = []
+        self._next_bit = 1
+        self._retired = 0
+        self._sweeping = 0
+        self._to_sweep: list[int] = []
+        self._sent: dict[str, _Sent] = {}
+        self._upcoming: list[tuple[float, str]] = []
+        """When requests that were sent become visible; a heap."""
+        self._lapsing: deque[tuple[float, _Place, _Rank, Sequence[int]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._device) + len(self._host)
+
+    @property
+    def pending_requests(self) -> int:
+        """Requests sent and not yet prefilled."""
+        return len(self._sent)
+
+    # Instances ----------------------------------------------------------------------------
+
+    def up(
+        self,
+        instance: InstanceId,
+        *,
+        dp_size: int,
+        block_tokens: int,
+        source: PrefixSource,
+        capacity_tokens: int = 0,
+    ) -> None:
+        """An instance may be used, or changed. One of another shape starts with nothing."""
+        known = self._places.get(instance)
+        capacity_blocks = max(1, (capacity_tokens or DEFAULT_CAPACITY_TOKENS) // block_tokens)
+        if known is not None:
+            shape = (known.source, known.block_tokens, len(known.ranks))
+            if shape == (source, block_tokens, dp_size):
+                known.capacity_blocks = capacity_blocks
+                self._enable(known)
+                return
+            self.gone(instance)
+        if source == "off":
+            return
+        place = _Place(instance, source, block_tokens, capacity_blocks, [])
+        self._places[instance] = place
+        place.ranks = [_Rank(self._take_bit(place, rank)) for rank in range(dp_size)]
+
+    def down(self, instance: InstanceId) -> None:
+        """Not to be used for now; what it has is not forgotten."""
+        place = self._places.get(instance)
+        if place is not None:
+            self.version += 1
+            for rank in place.ranks:
+                self._live[place.block_tokens] &= ~rank.bit
+
+    def gone(self, instance: InstanceId) -> None:
+        """The instance is not part of the cluster any more."""
+        place = self._places.pop(instance, None)
+        if place is not None:
+            for rank in place.ranks:
+                self._retire(place, rank)
+
+    def clear(self, instance: InstanceId, rank: int) -> None:
+        """The rank holds nothing (any more), as far as we know."""
+        place = self._places.get(instance)
+        if place is None or not 0 <= rank < len(place.ranks):
+            return
+        self._retire(place, place.ranks[rank])
+        place.ranks[rank] = _Rank(self._take_bit(place, rank))
+
+    # KV events ----------------------------------------------------------------------------
+
+    def stored(
+        self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
+    ) -> None:
+        """The rank holds these blocks."""
+        held = self._publisher(instance, rank)
+        if held is None:
+            return
+        self.version += 1
+        self._set(self._device if tier == "device" else self._host, blocks, held.bit)
+        if tier == "device" and held.claims:
+            for block in blocks:
+                held.claims.pop(block, None)
+
+    def removed(
+        self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
+    ) -> None:
+        """The rank evicted these blocks from that tier."""
+        held = self._publisher(instance, rank)
+        if held is None:
+            return
+        self.version += 1
+        _unset(self._device if tier == "device" else self._host, blocks, held.bit)
+        if tier == "device" and held.claims:
+            for block in blocks:
+                held.claims.pop(block, None)
+
+    # Requests -----------------------------------------------------------------------------
+
+    def sent(
+        self,
+        rid: str,
+        instance: InstanceId,
+        rank: int,
+        blocks: Sequence[int],
+        block_tokens: int,
+        visible_s: float,
+    ) -> None:
+        """A request was dispatched; its blocks can be found by others from ``visible_s`` on."""
+        place = self._places.get(instance)
+        if place is None or not blocks or place.block_tokens != block_tokens:
+            return
+        self._sent[rid] = _Sent(place, rank, blocks)
+        heappush(self._upcoming, (visible_s, rid))
+
+    def prefilled(
+        self,
+        rid: str,
+        now_s: float,
+        *,
+        expected_tokens: int = 0,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """Its prefill is done.
+
+        Args:
+            rid: of a request that was :meth:`sent`; others change nothing.
+            now_s: the time.
+            expected_tokens: L_hit it was placed with.
+            cached_tokens: what the engine says it found, if it does.
+        """
+        sent = self._sent.get(rid)
+        if sent is None:
+            return
+        place = sent.place
+        held = self._held(sent)
+        found_tokens = expected_tokens if cached_tokens is None else cached_tokens
+        if held is not None and place.source == "approximate" and found_tokens < expected_tokens:
+            self._correct(place, sent.rank, found_tokens)
+        self._show(sent, now_s)
+        del self._sent[rid]
+        if held is not None and place.source == "events":
+            self._lapsing.append((now_s + CONFIRMED_S, place, held, sent.blocks))
+
+    def dropped(self, rid: str) -> None:
+        """It ended otherwise; after :meth:`prefilled` this changes nothing."""
+        sent = self._sent.pop(rid, None)
+        if sent is None or not sent.visible:
+            return
+        held = self._held(sent)
+        if held is not None:
+            self._unclaim(held, sent.blocks)
+
+    def find(self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int) -> Hits:
+        """What each rank has of a prompt. A rank computes at least its last token."""
+        count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
+        live = self._live.get(block_tokens, 0)
+        if count <= 0 or not live:
+            return NO_HITS
+        by_instance: dict[InstanceId, list[int]] = {}
+        best = 0
+        for depth, ranks in self._depths(blocks, count, live):
+            best = max(best, depth)
+            for bit in _bits(ranks):
+                place, rank = self._rank_of[bit]
+                hits = by_instance.get(place.id)
+                if hits is None:
+                    hits = by_instance[place.id] = [0] * len(place.ranks)
+                hits[rank] = depth * block_tokens
+        return Hits(by_instance, best * block_tokens) if best else NO_HITS
+
+    def advance(self, now_s: float) -> None:
+        """Let claims begin and lapse, and sweep a little. Cheap when there is nothing to do."""
+        upcoming = self._upcoming
+        while upcoming and upcoming[0][0] <= now_s:
+            sent = self._sent.get(heappop(upcoming)[1])
+            if sent is not None:
+                self._show(sent, now_s)
+        lapsing = self._lapsing
+        while lapsing and lapsing[0][0] <= now_s:
+            _, place, held, blocks = lapsing.popleft()
+            if self._rank_of.get(held.bit, (None, 0))[0] is place:
+                self._unclaim(held, blocks)
+        if self._retired or self._sweeping:
+            self._sweep()
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _depths(self, blocks: Sequence[int], count: int, live: int) -> list[tuple[int, int]]:
+        """Leading blocks and the ranks (bits) that hold exactly so many of them."""
+        device = self._device.get
+        host = self._host.get if self._host else None
+        first = device(blocks[0], 0)
+        if host is not None:
+            first |= host(blocks[0], 0)
+        first &= live
+        if not first:
+            return []
+        depths = []
+        # Ranks that hold the block at ``low``, and those of them that hold the one at ``high``.
+        parts = [(0, first, count, 0)]
+        while parts:
+            low, at_low, high, at_high = parts.pop()
+            ends = at_low & ~at_high
+            if not ends:
+                continue
+            if high == low + 1:
+                depths.append((high, ends))
+                continue
+            middle = (low + high) // 2
+            mask = device(blocks[middle], 0)
+            if host is not None:
+                mask |= host(blocks[middle], 0)
+            mask &= at_low
+            parts.append((low, at_low, middle, mask))
+            parts.append((middle, mask, high, at_high & mask))
+        return depths
+
+    def _publisher(self, instance: InstanceId, rank: int) -> _Rank | None:
+        place = self._places.get(instance)
+        if place is None or place.source != "events" or not 0 <= rank < len(place.ranks):
+            return None
+        return place.ranks[rank]
+
+    def _held(self, sent: _Sent) -> _Rank | None:
+        """The rank a request went to, if it is still the same."""
+        place = sent.place
+        if self._places.get(place.id) is not place or not 0 <= sent.rank < len(place.ranks):
+            return None
+        return place.ranks[sent.rank]
+
+    def _show(self, sent: _Sent, now_s: float) -> None:
+        """Claim the blocks of a request for its rank."""
+        held = self._held(sent)
+        if held is None:
+            return
+        sent.visible = True
+        self.version += 1
+        claims = held.claims
+        if sent.place.source == "events":
+            bit = held.bit
+            new = [block for block in sent.blocks if not self._device.get(block, 0) & bit]
+            self._set(self._device, new, bit)
+            claims.update(dict.fromkeys(new, now_s))
+            return
+        self._set(self._device, sent.blocks, held.bit)
+        for block in sent.blocks:
+            claims.pop(block, None)
+        # The root last: of one prompt, what is claimed first lapses first, and leaves must do so.
+        claims.update(dict.fromkeys(reversed(sent.blocks), now_s + APPROXIMATE_TTL_S))
+        lapsed: list[int] = []
+        while claims:
+            block = next(iter(claims))
+            if claims[block] > now_s and len(claims) <= sent.place.capacity_blocks:
+                break
+            del claims[block]
+            lapsed.append(block)
+        _unset(self._device, lapsed, held.bit)
+
+    def _correct(self, place: _Place, rank: int, cached_tokens: int) -> None:
+        """An approximate rank had less than was claimed."""
+        if cached_tokens < place.block_tokens:
+            self.clear(place.id, rank)  # a restart or a flush
+        else:
+            # It evicts earlier than its capacity says: other things take space as well.
+            place.capacity_blocks = max(1, len(place.ranks[rank].claims) * 9 // 10)
+
+    def _unclaim(self, held: _Rank, blocks: Sequence[int]) -> None:
+        """Take back what was claimed of these blocks and never published."""
+        claims = held.claims
+        mine = [block for block in blocks if block in claims]
+        if mine:
+            self.version += 1
+            for block in mine:
+                del claims[block]
+            _unset(self._device, mine, held.bit)
+
+    def _set(self, table: dict[int, int], blocks: Sequence[int], bit: int) -> None:
+        for block in blocks:
+            mask = table.get(block, 0)
+            if not mask:
+                if len(table) >= self._max_blocks:
+                    # Many at once: a dict finds its oldest entry in linear time.
+                    _drop_oldest(table, 1 + self._max_blocks // _DROPPED_SHARE)
+                table[block] = bit
+            elif not mask & bit:
+                table[block] = mask | bit
+
+    def _take_bit(self, place: _Place, rank: int) -> int:
+        if self._free_bits:
+            bit = self._free_bits.pop()
+        else:
+            bit = self._next_bit
+            self._next_bit <<= 1
+        self._rank_of[bit] = place, rank
+        self._live[place.block_tokens] = self._live.get(place.block_tokens, 0) | bit
+        return bit
+
+    def _enable(self, place: _Place) -> None:
+        self.version += 1
+        for rank in place.ranks:
+            self._live[place.block_tokens] |= rank.bit
+
+    def _retire(self, place: _Place, rank: _Rank) -> None:
+        self.version += 1
+        self._rank_of.pop(rank.bit)
+        self._live[place.block_tokens] &= ~rank.bit
+        self._retired |= rank.bit
+
+    def _sweep(self) -> None:
+        if not self._sweeping:
+            self._sweeping, self._retired = self._retired, 0
+            self._to_sweep = [*self._device, *self._host]
+        some, self._to_sweep = self._to_sweep[-_SWEEP:], self._to_sweep[:-_SWEEP]
+        for table in (self._device, self._host):
+            _unset(table, some, self._sweeping)
+        if not self._to_sweep:
+            self._free_bits += _bits(self._sweeping)
+            self._sweeping = 0
+
+
+def _unset(table: dict[int, int], blocks: Sequence[int], bits: int) -> None:
+    for block in blocks:
+        mask = table.get(block, 0)
+        if mask & bits:
+            left = mask & ~bits
+            if left:
+                table[block] = left
+            else:
+                del table[block]
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = mask & -mask
+        mask ^= bit
+        yield bit
+
+
+def _drop_oldest(table: dict[int, int], blocks: int) -> None:
+    """Make room: the oldest of all, but of those that several ranks hold only half."""
+    spare = True
+    for block in list(islice(table, blocks)):
+        mask = table[block]
+        spare = not spare
+        if spare and mask & (mask - 1):
+            continue
+        del table[block]
