@@ -201,7 +201,8 @@ class AdaptiveTrigger(PrefillPolicy):
         spare = room if queue.tokens > keep_tokens else 0
         affinity = CacheAffinity(
             instance,
-            [(i, self._starts_s(i, now_s)[0]) for i in instances],
+            instances,
+            lambda other: self._starts_s(other, now_s)[0],
             load=self._load,
         )
         head: list[Request] = []
@@ -233,7 +234,7 @@ class AdaptiveTrigger(PrefillPolicy):
             head,
             c_avail,
             instance.chunk_tokens,
-            affinity.hit_tokens,
+            affinity.hits_of,
             spend_tokens=affinity.spend_tokens,
         )
         beyond = queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
@@ -242,7 +243,7 @@ class AdaptiveTrigger(PrefillPolicy):
             c_avail,
             instance.chunk_tokens,
             keep_tokens=keep_tokens - beyond,
-            prefix_hit_tokens=affinity.hit_tokens,
+            hits_of=affinity.hits_of,
         )
         ahead_ms = 1e3 * (self._free_at_s(instance, now_s) - now_s)
         return Plan(

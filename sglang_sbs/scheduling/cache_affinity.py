@@ -11,7 +11,7 @@ completion times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
@@ -23,19 +23,21 @@ class CacheAffinity:
     def __init__(
         self,
         instance: PrefillInstance,
-        starts_s: Sequence[tuple[PrefillInstance, float]],
+        instances: Sequence[PrefillInstance],
+        start_of: Callable[[PrefillInstance], float],
         *,
         load: float,
     ) -> None:
         """
         Args:
             instance: the one a batch is formed for.
-            starts_s: all instances, with the predicted start of the pass a batch sent there now
-                would be in.
+            instances: all there are.
+            start_of: predicted start of the pass a batch sent there now would be in.
             load: share of the cluster's time that is in use, below 1.
         """
         self._instance = instance
-        self._starts_s = starts_s
+        self._instances = instances
+        self._start_of = start_of
         self._load = load
         self._promised: dict[tuple[str, int], int] = {}
         """Tokens of requests that were told to wait for a rank, in this decision."""
@@ -45,9 +47,9 @@ class CacheAffinity:
         """So many tokens may be computed again rather than waiting for the instance's next pass."""
         return self._instance.next_pass_s() / self._cost_s(self._instance)
 
-    def hit_tokens(self, request: Request, rank: int) -> int:
-        """L_hit(r, d) on the instance."""
-        return request.hit_tokens(self._instance.id, rank)
+    def hits_of(self, request: Request) -> Sequence[int] | None:
+        """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
+        return request.hits.by_instance.get(self._instance.id)
 
     def belongs_here(self, request: Request) -> bool:
         """Whether it should be in this batch, rather than wait for where more of it is cached."""
@@ -58,9 +60,8 @@ class CacheAffinity:
         uncached = request.uncached_tokens_on(here.id)
         if uncached == request.uncached_tokens:
             return True
-        start_s = next(start for one, start in self._starts_s if one is here)
-        done_s = start_s + _passes(uncached, here) * here.next_pass_s()
-        for other, other_start_s in self._starts_s:
+        done_s = self._start_of(here) + _passes(uncached, here) * here.next_pass_s()
+        for other in self._instances:
             of_other = hits.get(other.id)
             if other is here or of_other is None:
                 continue
@@ -73,7 +74,9 @@ class CacheAffinity:
                 for d, tokens in enumerate(of_other)
                 if tokens == cached
             )
-            other_done_s = other_start_s + _passes(ahead + left, other) * other.next_pass_s()
+            other_done_s = (
+                self._start_of(other) + _passes(ahead + left, other) * other.next_pass_s()
+            )
             if other_done_s - done_s < (uncached - left) * self._cost_s(here):
                 self._promised[other.id, rank] = self._promised.get((other.id, rank), 0) + left
                 return False

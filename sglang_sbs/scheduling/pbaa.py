@@ -23,6 +23,15 @@ class Allocation(NamedTuple):
     left: list[Request]
 
 
+PrefixHits = Callable[[Request], Sequence[int] | None]
+"""L_hit(r, d) for all ranks d of the instance; None if none of them has anything."""
+
+
+def no_hits(_request: Request) -> None:
+    """Basic mode."""
+    return
+
+
 def no_hit(_request: Request, _rank: int) -> int:
     """Basic mode."""
     return 0
@@ -72,7 +81,7 @@ def place_fitting(
     requests: Iterable[Request],
     c_avail: Sequence[int],
     chunk_tokens: int,
-    prefix_hit_tokens: PrefixHit = no_hit,
+    hits_of: PrefixHits = no_hits,
     spend_tokens: float = 0.0,
 ) -> Allocation:
     """Longest first into the emptiest rank, but only where the whole request fits in the pass.
@@ -84,32 +93,53 @@ def place_fitting(
         requests: longest first is by their uncached tokens.
         c_avail: C_avail per DP rank; not modified.
         chunk_tokens: C_chunk.
-        prefix_hit_tokens: L_hit.
+        hits_of: L_hit on these ranks.
         spend_tokens: where the rank with the cached prefix is full, so many tokens may be computed
             again on another one instead of waiting for the next pass.
     """
     capacity = list(c_avail)
-    ranks = range(len(capacity))
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
     for request in sorted(requests, key=lambda r: -r.uncached_tokens):
-        need = [request.prompt_tokens - prefix_hit_tokens(request, d) for d in ranks]
-        after = [capacity[d] - need[d] for d in ranks]
-        best = max(ranks, key=after.__getitem__)
-        if capacity[best] < _first_part(need[best], chunk_tokens):
-            allowed = min(need) + spend_tokens
-            fitting = [
-                d
-                for d in ranks
-                if need[d] <= allowed and capacity[d] >= _first_part(need[d], chunk_tokens)
-            ]
-            if not fitting:
+        hits = hits_of(request)
+        if hits is None:
+            need = request.prompt_tokens
+            room = max(capacity)
+            best = capacity.index(room)
+            if room < _first_part(need, chunk_tokens):
                 left.append(request)
                 continue
-            best = max(fitting, key=after.__getitem__)
+        else:
+            rank = _best_rank(request.prompt_tokens, hits, capacity, chunk_tokens, spend_tokens)
+            if rank is None:
+                left.append(request)
+                continue
+            best = rank
+            need = request.prompt_tokens - hits[best]
         placed.append((request, best))
-        capacity[best] = after[best]
+        capacity[best] -= need
     return Allocation(placed, left)
+
+
+def _best_rank(
+    prompt_tokens: int,
+    hits: Sequence[int],
+    capacity: Sequence[int],
+    chunk_tokens: int,
+    spend_tokens: float,
+) -> int | None:
+    """The rank with the most capacity left after the request, of those where it fits."""
+    after = [free + hit for free, hit in zip(capacity, hits, strict=True)]
+    best = after.index(max(after))
+    if capacity[best] >= _first_part(prompt_tokens - hits[best], chunk_tokens):
+        return best
+    needed = max(hits) - spend_tokens
+    fitting = [
+        d
+        for d, hit in enumerate(hits)
+        if hit >= needed and capacity[d] >= _first_part(prompt_tokens - hit, chunk_tokens)
+    ]
+    return max(fitting, key=after.__getitem__, default=None)
 
 
 def _first_part(tokens: int, chunk_tokens: int) -> int:
@@ -123,7 +153,7 @@ def top_up(
     c_avail: Sequence[int],
     chunk_tokens: int,
     keep_tokens: float,
-    prefix_hit_tokens: PrefixHit = no_hit,
+    hits_of: PrefixHits = no_hits,
     hole_share: float = 0.02,
 ) -> Allocation:
     """Fill what :func:`place_fitting` left free by splitting the oldest leftovers over two passes.
@@ -133,8 +163,8 @@ def top_up(
     """
     capacity = list(c_avail)
     for request, rank in allocation.placed:
-        capacity[rank] -= request.prompt_tokens - prefix_hit_tokens(request, rank)
-    ranks = range(len(capacity))
+        hits = hits_of(request)
+        capacity[rank] -= request.prompt_tokens - (0 if hits is None else hits[rank])
     placed = list(allocation.placed)
     left: list[Request] = []
     remaining = uncached_tokens_of(allocation.left)
@@ -142,11 +172,12 @@ def top_up(
         if remaining <= keep_tokens:
             left.append(request)
             continue
-        after = [capacity[d] + prefix_hit_tokens(request, d) - request.prompt_tokens for d in ranks]
-        best = max(ranks, key=after.__getitem__)
+        hits = hits_of(request) or [0] * len(capacity)
+        after = [free + hit for free, hit in zip(capacity, hits, strict=True)]
+        best = after.index(max(after))
         if capacity[best] > hole_share * chunk_tokens:
             placed.append((request, best))
-            capacity[best] = after[best]
+            capacity[best] -= request.prompt_tokens - hits[best]
             remaining -= request.uncached_tokens
         else:
             left.append(request)

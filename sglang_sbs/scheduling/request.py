@@ -48,11 +48,11 @@ class Request:
     decode: tuple[InstanceId, int] | None = None
     dispatched_s: float = 0.0
     prefilled: bool = False
+    uncached_tokens: int = field(init=False)
+    """L(r) - L_hit(r, d) on the rank that has most of it."""
 
-    @property
-    def uncached_tokens(self) -> int:
-        """L(r) - L_hit(r, d) on the rank that has most of it."""
-        return self.prompt_tokens - self.hits.best_tokens
+    def __post_init__(self) -> None:
+        self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
 
     def hit_tokens(self, instance: InstanceId, rank: int) -> int:
         """L_hit(r, d)."""
@@ -131,6 +131,7 @@ class RequestQueue:
                 request.hits = self.prefix.find(
                     request.blocks, request.block_tokens, request.prompt_tokens
                 )
+                request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
 
     def _looked_up(self, request: Request) -> Request:
         if request.blocks:
