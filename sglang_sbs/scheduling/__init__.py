@@ -2,6 +2,10 @@
 
 from sglang_sbs.scheduling.config import DECODE_RULES, POLICIES, TRIGGERS, SchedulerConfig
 from sglang_sbs.scheduling.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheTier,
     Command,
     Dispatch,
     Event,
@@ -10,6 +14,7 @@ from sglang_sbs.scheduling.events import (
     InstanceUp,
     LoadPolled,
     PrefillDone,
+    PrefixSource,
     Refuse,
     RequestAdopted,
     RequestArrived,
@@ -24,6 +29,10 @@ __all__ = [
     "DECODE_RULES",
     "POLICIES",
     "TRIGGERS",
+    "BlocksCleared",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheTier",
     "Command",
     "Dispatch",
     "Event",
@@ -32,6 +41,7 @@ __all__ = [
     "InstanceUp",
     "LoadPolled",
     "PrefillDone",
+    "PrefixSource",
     "Refuse",
     "RequestAdopted",
     "RequestArrived",

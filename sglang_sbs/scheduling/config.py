@@ -19,6 +19,8 @@ Policy = Literal[
     "least_tokens",
     "stale_tokens",
     "eta",
+    "cache_aware",
+    "session",
 ]
 Trigger = Literal["adaptive", "paper"]
 DecodeRule = Literal["iqr", "potential"]

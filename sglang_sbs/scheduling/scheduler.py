@@ -33,6 +33,7 @@ import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.adaptive_trigger import AdaptiveTrigger
+from sglang_sbs.scheduling.cache_policies import CacheAware, SessionAffinity
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode import (
     UNLIMITED,
@@ -546,11 +547,15 @@ def _make_policy(config: SchedulerConfig, interval: IntervalController) -> Prefi
             return StaleTokens(config.seed, config.stale_s)
         case "eta":
             return Eta(interval)
+        case "cache_aware":
+            return CacheAware(config.seed)
+        case "session":
+            return SessionAffinity()
 
 
 def _make_decode_rule(config: SchedulerConfig) -> DecodeRuleFunction:
     if config.policy == "sbs":
         return iqr_lexicographic(config.iqr_k) if config.decode_rule == "iqr" else potential
-    if config.policy in ("least_requests", "least_tokens", "eta"):
+    if config.policy in ("least_requests", "least_tokens", "eta", "cache_aware"):
         return fewest_requests
     return RoundRobinDecode()

@@ -1,0 +1,95 @@
+"""Cache affinity as gateways have it today, for comparison: an approximate tree, or pinned sessions.
+
+Owns :class:`CacheAware` and :class:`SessionAffinity`. Both place a request the moment it arrives
+and know instances only; KV events, DP ranks' caches and tokens that wait are none of their business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.immediate import ImmediatePolicy, Random
+from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.request import Request
+
+CACHE_THRESHOLD = 0.3
+BALANCE_ABS_THRESHOLD = 64
+BALANCE_REL_THRESHOLD = 1.5
+MAX_TREE_TOKENS = 2**26 // 4
+"""Defaults of sglang-router 0.3.2; its tree has 2**26 characters, here taken as four per token."""
+
+
+class CacheAware(Random):
+    """``cache_aware`` of the SGLang gateway over SGLang's DP rank, room mod dp.
+
+    The gateway remembers what it sent to which instance. While the numbers of unfinished requests
+    differ by no more than 64, or by no more than half as much again, a request goes to the instance
+    with the longest prefix of it, if that is more than 0.3 of the prompt, and else to the one with
+    the fewest requests, of equal ones the one with the smallest tree. Otherwise it goes to the one
+    with the fewest requests whatever is cached. The DP rank is random: the gateway knows no ranks.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._trees: dict[InstanceId, OrderedDict[int, None]] = {}
+        """Blocks sent there, least recently used first; a name stands for all before it."""
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        instance = self._instance_of(request, instances)
+        self._remember(instance.id, request)
+        return instance, self._random.randrange(instance.dp_size)
+
+    def _instance_of(
+        self, request: Request, instances: Sequence[PrefillInstance]
+    ) -> PrefillInstance:
+        loads = {i.id: sum(len(rank.outstanding) for rank in i.ranks) for i in instances}
+        fewest, most = min(loads.values()), max(loads.values())
+        if most - fewest > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * fewest:
+            return min(instances, key=lambda i: loads[i.id])
+        matched = {i.id: self._matched_tokens(i.id, request) for i in instances}
+        best = max(instances, key=lambda i: (matched[i.id], -loads[i.id]))
+        if matched[best.id] > CACHE_THRESHOLD * request.prompt_tokens:
+            return best
+        return min(instances, key=lambda i: (loads[i.id], len(self._trees.get(i.id, ()))))
+
+    def _matched_tokens(self, instance: InstanceId, request: Request) -> int:
+        tree = self._trees.get(instance, ())
+        for index, block in enumerate(request.blocks):
+            if block not in tree:
+                return index * request.block_tokens
+        return len(request.blocks) * request.block_tokens
+
+    def _remember(self, instance: InstanceId, request: Request) -> None:
+        if not request.blocks:
+            return
+        tree = self._trees.setdefault(instance, OrderedDict())
+        for block in reversed(request.blocks):
+            tree[block] = None
+            tree.move_to_end(block)
+        while len(tree) * request.block_tokens > MAX_TREE_TOKENS:
+            tree.popitem(last=False)
+
+
+class SessionAffinity(ImmediatePolicy):
+    """Consistent hashing of the conversation to an instance, and of it to one of its DP ranks.
+
+    Rendezvous hashing: each instance gets a number from the session and its own name, the largest
+    wins, so an instance that comes or goes moves only the sessions it gets or had. A request without
+    a session is one of its own.
+    """
+
+    def choose(
+        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
+    ) -> tuple[PrefillInstance, int]:
+        key = request.session or request.rid
+        instance = max(instances, key=lambda i: _hash(f"{key} {i.id}"))
+        return instance, _hash(key) % instance.dp_size
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")

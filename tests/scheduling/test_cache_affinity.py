@@ -1,0 +1,169 @@
+"""Cache-aware placement: where the prefix is, unless that makes somebody wait too long."""
+
+from __future__ import annotations
+
+import pytest
+from test_scheduler import Driver
+
+from sglang_sbs.scheduling import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    InstanceDown,
+    InstanceUp,
+    PrefillDone,
+    RequestEnded,
+)
+
+PAGE = 10
+PREFIX = list(range(1, 81))
+"""800 tokens."""
+
+
+def cluster(source: str = "events", *, trigger: str = "adaptive", prefill: int = 2) -> Driver:
+    it = Driver(policy="sbs", trigger=trigger, t_default_s=0.2)
+    for i in range(prefill):
+        it.tell(
+            InstanceUp(
+                instance=f"p{i}",
+                role="prefill",
+                dp_size=2,
+                chunk_tokens=1000,
+                page_size=PAGE,
+                prefix_source=source,  # type: ignore[arg-type]
+            )
+        )
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=4))
+    return it
+
+
+def stored(it: Driver, instance: str, rank: int, blocks: list[int]) -> None:
+    it.tell(BlocksStored(instance=instance, dp_rank=rank, blocks=blocks))
+
+
+def arrive(it: Driver, rid: str, tokens: int, blocks: list[int]):
+    return it.arrive(rid, tokens, blocks=blocks, block_tokens=PAGE)
+
+
+@pytest.mark.parametrize("trigger", ["adaptive", "paper"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_goes_where_its_prefix_is_and_counts_with_the_rest(trigger: str, rank: int):
+    it = cluster(trigger=trigger, prefill=1)
+    stored(it, "p0", rank, PREFIX)
+    (dispatch,) = arrive(it, "r", 900, [*PREFIX, *range(500, 510)])
+    assert (dispatch.prefill, dispatch.prefill_rank) == ("p0", rank)
+    assert dispatch.cached_tokens == 800
+    state = it.prefill_state("p0")
+    assert state.ranks[rank].c_avail == 1000 - 100
+
+
+def test_of_idle_instances_the_one_that_has_it():
+    it = cluster()
+    stored(it, "p1", 1, PREFIX)
+    (dispatch,) = arrive(it, "r", 900, PREFIX)
+    assert (dispatch.prefill, dispatch.prefill_rank) == ("p1", 1)
+
+
+def test_evicted_and_cleared_blocks_are_not_looked_for():
+    it = cluster()
+    stored(it, "p1", 1, PREFIX)
+    it.tell(BlocksRemoved(instance="p1", dp_rank=1, blocks=PREFIX[40:]))
+    (dispatch,) = arrive(it, "a", 900, PREFIX)
+    assert dispatch.cached_tokens == 400
+    it = cluster()
+    stored(it, "p1", 1, PREFIX)
+    it.tell(BlocksCleared(instance="p1", dp_rank=1))
+    (dispatch,) = arrive(it, "b", 900, PREFIX)
+    assert dispatch.cached_tokens == 0
+
+
+def test_an_instance_that_is_down_has_nothing():
+    it = cluster()
+    stored(it, "p1", 1, PREFIX)
+    it.tell(InstanceDown(instance="p1"))
+    (dispatch,) = arrive(it, "r", 900, PREFIX)
+    assert (dispatch.prefill, dispatch.cached_tokens) == ("p0", 0)
+    assert it.scheduler.queue.tokens == 0
+
+
+def test_waiting_requests_count_with_what_is_cached_now():
+    it = cluster(prefill=1)
+    arrive(it, "a", 990, [])
+    arrive(it, "r", 900, PREFIX)
+    assert it.scheduler.queue.tokens == 900
+    stored(it, "p0", 1, PREFIX[:50])
+    assert it.scheduler.queue.tokens == 400
+    it.tell(RequestEnded(rid="r", outcome="aborted"))
+    assert it.scheduler.queue.tokens == 0
+
+
+def test_a_hot_prefix_is_computed_again_where_there_is_room():
+    """Twenty requests of which only one rank has the prefix do not wait five passes for it."""
+    it = cluster(prefill=1)
+    stored(it, "p0", 0, PREFIX[:20])
+    it.report("p0", 0, kind="launch", forward_id=1, extend_tokens=9, tokens_per_rank=[9, 9])
+    for i in range(20):
+        arrive(it, f"r{i}", 400, [*PREFIX[:20], *range(1000 * i, 1000 * i + 20)])
+    it.wait(0.3)
+    assert {one.prefill_rank for one in it.dispatched} == {0, 1}
+
+
+def test_what_a_launched_pass_computes_is_found_by_later_requests():
+    it = cluster()
+    arrive(it, "first", 900, PREFIX)
+    (first,) = it.dispatched
+    it.wait(1.0)
+    it.tell(PrefillDone(rid="first", cached_tokens=0))
+    (second,) = arrive(it, "second", 950, [*PREFIX, *range(200, 215)])
+    assert (second.prefill, second.prefill_rank) == (first.prefill, first.prefill_rank)
+    assert second.cached_tokens == 800
+
+
+def test_approximate_follows_its_own_placements_until_an_answer_contradicts():
+    it = cluster("approximate")
+    arrive(it, "first", 900, PREFIX)
+    it.wait(1.0)
+    it.tell(PrefillDone(rid="first", cached_tokens=0))
+    it.tell(RequestEnded(rid="first", outcome="completed", completion_tokens=5))
+    it.wait(60.0)
+    (second,) = arrive(it, "second", 900, PREFIX)
+    assert second.cached_tokens == 800
+    it.wait(1.0)
+    it.tell(PrefillDone(rid="second", cached_tokens=0))
+    rank = it.scheduler.prefix.find(PREFIX, PAGE, 900).by_instance[second.prefill]
+    assert max(rank) == 800
+
+
+def test_a_report_of_whole_prompts_is_read_by_what_is_cached():
+    """SGLang finds a prefix when it schedules a request; what waits counts whole until then."""
+    it = cluster(prefill=1)
+    stored(it, "p0", 1, PREFIX)
+    arrive(it, "r", 900, PREFIX)
+    it.report("p0", 1, kind="heartbeat", rids=["r"], waiting_requests=1, waiting_tokens=900)
+    state = it.prefill_state("p0")
+    assert state.ranks[1].c_avail == 900
+
+
+def test_not_sent_away_from_its_prefix_when_that_is_free_soon():
+    it = cluster()
+    stored(it, "p0", 0, PREFIX)
+    for rank in range(2):
+        it.report(
+            "p0", rank, kind="launch", forward_id=1, extend_tokens=500, tokens_per_rank=[500, 500]
+        )
+    it.wait(0.1)
+    arrive(it, "r", 890, PREFIX)
+    it.wait(0.5)
+    (dispatch,) = it.dispatched
+    assert (dispatch.prefill, dispatch.prefill_rank) == ("p0", 0)
+
+
+def test_computed_again_when_waiting_takes_longer():
+    it = cluster()
+    stored(it, "p0", 0, PREFIX[:2])
+    for rank in range(2):
+        it.report(
+            "p0", rank, kind="launch", forward_id=1, extend_tokens=500, tokens_per_rank=[500, 500]
+        )
+    (dispatch,) = arrive(it, "r", 890, PREFIX)
+    assert (dispatch.prefill, dispatch.cached_tokens) == ("p1", 0)
