@@ -1,7 +1,7 @@
-"""Cache affinity as gateways have it today, for comparison: an approximate tree, or pinned sessions.
+"""Cache affinity as gateways have it today, for comparison: approximate trees, pinned sessions.
 
-Owns :class:`CacheAware` and :class:`SessionAffinity`. Both place a request the moment it arrives
-and know instances only; KV events, DP ranks' caches and tokens that wait are none of their business.
+Owns :class:`CacheAware` and :class:`SessionAffinity`, which place a request the moment it arrives.
+Must not know KV events, what DP ranks have cached, or how many tokens wait.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class SessionAffinity(ImmediatePolicy):
     """Consistent hashing of the conversation to an instance, and of it to one of its DP ranks.
 
     Rendezvous hashing: each instance gets a number from the session and its own name, the largest
-    wins, so an instance that comes or goes moves only the sessions it gets or had. A request without
-    a session is one of its own.
+    wins, so an instance that comes or goes moves only the sessions it gets or had. A request
+    without a session is one of its own.
     """
 
     def choose(

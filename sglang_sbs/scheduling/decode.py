@@ -65,11 +65,12 @@ class DecodeLoad:
             self.max_running,
         )
 
-    def add(self, request: Request) -> None:
-        """Account for one more request: its prompt now, its total length in the end."""
+    def add(self, request: Request, cached_tokens: int = 0) -> None:
+        """Account for one more request: its prompt now, its total length in the end, both less what
+        of it the rank's prefix cache holds (it is shared)."""
         self.running += 1
-        self.kv_tokens += request.prompt_tokens
-        self.committed_tokens += request.total_tokens
+        self.kv_tokens += request.prompt_tokens - cached_tokens
+        self.committed_tokens += request.total_tokens - cached_tokens
 
 
 class DecodeBoard:
@@ -107,9 +108,10 @@ class DecodeBoard:
             del self._by_running[load.running]
             del self._sizes[bisect_left(self._sizes, load.running)]
         del self.kv_sorted[bisect_left(self.kv_sorted, load.kv_tokens)]
-        load.add(request)
+        before = load.kv_tokens
+        load.add(request, request.decode_hits.get(index, 0))
         self.running_total += 1
-        self.kv_total += request.prompt_tokens
+        self.kv_total += load.kv_tokens - before
         insort(self.kv_sorted, load.kv_tokens)
         if load.running not in self._by_running:
             self._by_running[load.running] = []
@@ -161,22 +163,35 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
     pays for it, in either dimension. Unlike the IQR mask it keeps every rank in play, and unlike
     the order by B and then K it gives a rank whose K is far below the others more than its share of
     requests.
+
+    Where a part of the prompt is in the rank's prefix cache, K grows by the rest only.
     """
     n = len(board.loads)
     mean_b, mean_k = board.running_total / n, board.kv_total / n
     per_token = 1 / (TOKENS_PER_REQUEST * _TEMPERATURE)
     b_step = _log_expm1(1 / _TEMPERATURE)
-    k_step = _log_expm1(max(1, request.prompt_tokens) * per_token) + math.log(_KV_EMPHASIS)
 
-    chosen, least = None, math.inf
-    # It grows faster the larger K is, so for each batch size only the smallest K can win.
-    for index in board.frontier(fits):
+    def k_step_of(tokens: int) -> float:
+        return _log_expm1(max(1, tokens) * per_token) + math.log(_KV_EMPHASIS)
+
+    def log_growth_of(index: int, k_step: float) -> float:
         load = board.loads[index]
         by_b = (load.running - mean_b) / _TEMPERATURE + b_step
-        if by_b >= least:
-            break  # larger batches only grow faster
         by_k = (load.kv_tokens - mean_k) * per_token + k_step
-        log_growth = max(by_b, by_k) + math.log1p(math.exp(-abs(by_b - by_k)))
+        return max(by_b, by_k) + math.log1p(math.exp(-abs(by_b - by_k)))
+
+    chosen, least = None, math.inf
+    for index, cached_tokens in request.decode_hits.items():
+        if fits(index):
+            log_growth = log_growth_of(index, k_step_of(request.prompt_tokens - cached_tokens))
+            if log_growth < least:
+                chosen, least = index, log_growth
+    k_step = k_step_of(request.prompt_tokens)
+    # It grows faster the larger K is, so for each batch size only the smallest K can win.
+    for index in board.frontier(fits):
+        if (board.loads[index].running - mean_b) / _TEMPERATURE + b_step >= least:
+            break  # larger batches only grow faster
+        log_growth = log_growth_of(index, k_step)
         if log_growth < least:
             chosen, least = index, log_growth
     return chosen

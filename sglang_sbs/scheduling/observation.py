@@ -30,6 +30,8 @@ class Observation:
     any more."""
     left_behind_s: list[float] = field(default_factory=list)
     """As ``landed_s`` for those that have to wait for the next pass although this one had room."""
+    restarted: bool = False
+    """The rank spoke with another boot id than before."""
 
 
 def observe_launch(

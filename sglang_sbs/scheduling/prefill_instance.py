@@ -242,6 +242,7 @@ class PrefillInstance:
         if report.kind == "launch":
             self._learn_gap(rank, report, launch_s, latency_s)
         learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
+        learned.restarted = taken.restarted
         rank.queued_tokens = rank.uncached_queue(report)
         rank.idle = report.idle
         for running in self.passes:

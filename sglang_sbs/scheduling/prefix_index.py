@@ -117,6 +117,11 @@ class PrefixIndex:
         """Requests sent and not yet prefilled."""
         return len(self._sent)
 
+    def source_of(self, instance: InstanceId) -> PrefixSource:
+        """How it is known what the instance has."""
+        place = self._places.get(instance)
+        return "off" if place is None else place.source
+
     # Instances ----------------------------------------------------------------------------
 
     def up(

@@ -38,6 +38,8 @@ class Request:
     hits_version: int = -1
     cached_tokens: int = 0
     """L_hit of the rank it was sent to."""
+    decode_hits: dict[int, int] = field(default_factory=dict)
+    """While decode ranks are chosen: tokens of the prompt in their caches, by position."""
     total_tokens: int = 0
     """Prompt plus expected output: what it will occupy in decode."""
     key: float = 0.0

@@ -32,37 +32,16 @@ from collections import deque
 import msgspec
 
 from sglang_sbs.scheduling import events as ev
-from sglang_sbs.scheduling.adaptive_trigger import AdaptiveTrigger
-from sglang_sbs.scheduling.cache_policies import CacheAware, SessionAffinity
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode import (
-    UNLIMITED,
-    DecodeLoad,
-    DecodeRuleFunction,
-    RoundRobinDecode,
-    fewest_requests,
-    iqr_lexicographic,
-    potential,
-    schedule_decode,
-)
+from sglang_sbs.scheduling.decode import UNLIMITED, DecodeLoad, schedule_decode
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
-from sglang_sbs.scheduling.immediate import (
-    Eta,
-    LeastRequests,
-    LeastTokens,
-    PowerOfTwo,
-    Random,
-    RandomRank,
-    RoundRobin,
-    StaleTokens,
-)
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.observation import Observation
-from sglang_sbs.scheduling.paper_trigger import PaperTrigger
-from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy
+from sglang_sbs.scheduling.policy import Admissible, Placement, Plan
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.prefix_index import PrefixIndex
+from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.request import Request, RequestQueue
+from sglang_sbs.scheduling.selection import make_decode_rule, make_policy
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 
 _OUTPUT_STEP = 0.05
@@ -81,17 +60,17 @@ class Scheduler:
             window=self.config.window,
             latency_s=self.config.initial_latency_s,
         )
-        self.prefix = PrefixIndex(max_blocks=self.config.prefix_index_blocks)
-        self.policy = _make_policy(self.config, self.interval)
+        self.prefix = PrefixCaches(max_blocks=self.config.prefix_index_blocks)
+        self.policy = make_policy(self.config, self.interval)
         self.prefill: dict[ev.InstanceId, PrefillInstance] = {}
         self.decode: dict[ev.InstanceId, DecodeInstance] = {}
-        self.queue = RequestQueue(self.policy.key_of, self.prefix)
+        self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill)
         self._down: dict[ev.InstanceId, float] = {}
         """Since when."""
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
-        self._choose_decode = _make_decode_rule(self.config)
+        self._choose_decode = make_decode_rule(self.config)
         self._expected_output = float(self.config.default_output_tokens)
         self._latencies_s: deque[float] = deque(maxlen=_LATENCY_SAMPLES)
         self._arrivals = 0
@@ -124,12 +103,8 @@ class Scheduler:
                 self._on_up(event, now_s)
             case ev.InstanceDown():
                 self._on_down(event, now_s)
-            case ev.BlocksStored():
-                self.prefix.stored(event.instance, event.dp_rank, event.blocks, event.tier)
-            case ev.BlocksRemoved():
-                self.prefix.removed(event.instance, event.dp_rank, event.blocks, event.tier)
-            case ev.BlocksCleared():
-                self.prefix.clear(event.instance, event.dp_rank)
+            case ev.BlocksStored() | ev.BlocksRemoved() | ev.BlocksCleared():
+                self.prefix.on_blocks(event)
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
                 self._wake_s = None
@@ -214,12 +189,7 @@ class Scheduler:
         if request is None or request.prefill is None or request.prefilled:
             return
         request.prefilled = True
-        self.prefix.prefilled(
-            request.rid,
-            now_s,
-            expected_tokens=request.cached_tokens,
-            cached_tokens=event.cached_tokens,
-        )
+        self.prefix.prefilled(request, now_s, event.cached_tokens)
         instance = self.prefill.get(request.prefill[0])
         if instance is not None:
             self._learn(instance.prefilled(request.rid, request.prefill[1], now_s))
@@ -301,21 +271,14 @@ class Scheduler:
                 )
             elif event.chunk_tokens:
                 known.chunk_tokens = event.chunk_tokens
-            self.prefix.up(
-                event.instance,
-                dp_size=event.dp_size,
-                block_tokens=max(1, event.page_size),
-                source=event.prefix_source,
-                capacity_tokens=event.kv_capacity_tokens,
-            )
         else:
-            self.prefix.gone(event.instance)
             self.prefill.pop(event.instance, None)
             known_decode = self.decode.get(event.instance)
             if known_decode is None or known_decode.dp_size != event.dp_size:
                 self.decode[event.instance] = DecodeInstance(event)
             else:
                 known_decode.set_limits(event)
+        self.prefix.on_up(event)
         if is_new:
             for request in self._requests.values():  # adopted before their instance was up
                 self._count_in(request, now_s, only=event.instance)
@@ -326,11 +289,11 @@ class Scheduler:
             return
         if event.instance in self.prefill:
             self.prefill[event.instance].down()
-            self.prefix.down(event.instance)
         elif event.instance in self.decode:
             self.decode[event.instance].down()
         else:
             return
+        self.prefix.on_down(event.instance)
         self._down[event.instance] = now_s
         self._on_topology_change(now_s)
 
@@ -342,7 +305,7 @@ class Scheduler:
                 del self._down[gone]
                 self.decode.pop(gone, None)
                 self.prefill.pop(gone, None)
-                self.prefix.gone(gone)
+                self.prefix.forget(gone)
         instances = self._up_prefill()
         self.interval.on_topology_change(len(instances))
         self.policy.on_topology_change(instances)
@@ -354,7 +317,10 @@ class Scheduler:
             report = msgspec.structs.replace(report, rids=[*report.rids, *adopted])
         prefill = self.prefill.get(event.instance)
         if prefill is not None:
-            self._learn(prefill.on_report(report, now_s, self.interval.latency_s))
+            observation = prefill.on_report(report, now_s, self.interval.latency_s)
+            if observation.restarted:
+                self.prefix.on_restart(event.instance, report.dp_rank)
+            self._learn(observation)
             return
         decode = self.decode.get(event.instance)
         if decode is not None:
@@ -442,7 +408,9 @@ class Scheduler:
                 targets.append((decode, rank))
                 loads.append(load)
         for placement in plan.placements:
-            placement.request.total_tokens = self._total_tokens(placement.request)
+            request = placement.request
+            request.total_tokens = self._total_tokens(request)
+            request.decode_hits = self.prefix.decode_hits(request, targets)
         ids = {decode.id for decode, _ in targets}
         assigned = schedule_decode(
             [placement.request for placement in plan.placements],
@@ -482,14 +450,7 @@ class Scheduler:
             computed_s = instance.free_at_s(now_s, self.interval.latency_s)
             if instance.passes:
                 computed_s += instance.next_pass_s()
-            self.prefix.sent(
-                request.rid,
-                instance.id,
-                rank,
-                request.blocks,
-                request.block_tokens,
-                visible_s=computed_s,
-            )
+            self.prefix.sent(request, visible_s=computed_s)
         decode[0].dispatched(
             request.rid, decode[1], request.prompt_tokens, request.total_tokens, now_s
         )
@@ -523,39 +484,3 @@ class Scheduler:
             for i in self._up_prefill()
         )
         return max(1.0, self.queue.tokens / rate) if rate else 5.0
-
-
-def _make_policy(config: SchedulerConfig, interval: IntervalController) -> PrefillPolicy:
-    match config.policy:
-        case "sbs":
-            if config.trigger == "paper":
-                return PaperTrigger(interval)
-            return AdaptiveTrigger(interval, max_hold_s=config.max_hold_s)
-        case "round_robin":
-            return RoundRobin()
-        case "random":
-            return Random(config.seed)
-        case "random_rank":
-            return RandomRank(config.seed)
-        case "power_of_two":
-            return PowerOfTwo(config.seed)
-        case "least_requests":
-            return LeastRequests()
-        case "least_tokens":
-            return LeastTokens()
-        case "stale_tokens":
-            return StaleTokens(config.seed, config.stale_s)
-        case "eta":
-            return Eta(interval)
-        case "cache_aware":
-            return CacheAware(config.seed)
-        case "session":
-            return SessionAffinity()
-
-
-def _make_decode_rule(config: SchedulerConfig) -> DecodeRuleFunction:
-    if config.policy == "sbs":
-        return iqr_lexicographic(config.iqr_k) if config.decode_rule == "iqr" else potential
-    if config.policy in ("least_requests", "least_tokens", "eta", "cache_aware"):
-        return fewest_requests
-    return RoundRobinDecode()

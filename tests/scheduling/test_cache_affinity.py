@@ -130,7 +130,7 @@ def test_approximate_follows_its_own_placements_until_an_answer_contradicts():
     assert second.cached_tokens == 800
     it.wait(1.0)
     it.tell(PrefillDone(rid="second", cached_tokens=0))
-    rank = it.scheduler.prefix.find(PREFIX, PAGE, 900).by_instance[second.prefill]
+    rank = it.scheduler.prefix.prefill.find(PREFIX, PAGE, 900).by_instance[second.prefill]
     assert max(rank) == 800
 
 
@@ -167,3 +167,58 @@ def test_computed_again_when_waiting_takes_longer():
         )
     (dispatch,) = arrive(it, "r", 890, PREFIX)
     assert (dispatch.prefill, dispatch.cached_tokens) == ("p1", 0)
+
+
+def decode_up(it: Driver, source: str = "events") -> None:
+    it.tell(
+        InstanceUp(
+            instance="d0",
+            role="decode",
+            dp_size=4,
+            page_size=PAGE,
+            prefix_source=source,  # type: ignore[arg-type]
+        )
+    )
+
+
+def test_a_decode_rank_with_a_radix_cache_gets_what_it_holds():
+    """Its KV is shared there: nothing is transferred for it and K does not grow by it."""
+    it = cluster()
+    decode_up(it)
+    stored(it, "d0", 2, PREFIX)
+    (dispatch,) = arrive(it, "r", 900, PREFIX)
+    assert dispatch.decode_rank == 2
+    assert dispatch.cached_tokens == 0
+
+
+def test_but_not_when_it_holds_far_too_much_already():
+    it = cluster()
+    decode_up(it)
+    stored(it, "d0", 2, PREFIX)
+    it.report("d0", 2, dp=4, kind="heartbeat", running_requests=20, kv_tokens=200_000)
+    (dispatch,) = arrive(it, "r", 900, PREFIX)
+    assert dispatch.decode_rank != 2
+
+
+def test_another_boot_has_nothing_of_what_was_sent():
+    it = cluster("approximate", prefill=1)
+    it.report("p0", 0, kind="heartbeat", boot_id="one")
+    it.report("p0", 1, kind="heartbeat", boot_id="one")
+    arrive(it, "first", 900, PREFIX)
+    (first,) = it.dispatched
+    it.wait(0.5)
+    it.tell(PrefillDone(rid="first"))
+    rank = first.prefill_rank
+    it.report("p0", rank, kind="heartbeat", boot_id="two", seq=0)
+    assert not it.scheduler.prefix.prefill.find(PREFIX, PAGE, 900).by_instance
+
+
+def test_a_changed_role_starts_with_nothing():
+    it = cluster()
+    stored(it, "p1", 0, PREFIX)
+    it.tell(
+        InstanceUp(instance="p1", role="decode", dp_size=2, page_size=PAGE, prefix_source="events")
+    )
+    (dispatch,) = arrive(it, "r", 900, PREFIX)
+    assert (dispatch.prefill, dispatch.cached_tokens) == ("p0", 0)
+    assert dispatch.decode == "d0"
