@@ -47,6 +47,7 @@ FULL_PASSES = 2.0
 """With this many passes of tokens waiting for one instance its pass is simply filled."""
 ARRIVING_SHARE = 0.6
 """How much of what is expected to arrive until a later pass starts counts as its load now."""
+HOLD_PASSES = 5.0
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
 _EPSILON_S = 1e-9
@@ -98,6 +99,9 @@ class AdaptiveTrigger(PrefillPolicy):
         """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting."""
         return request.arrived_s + self._ageing_s() * request.uncached_tokens / self._chunk_tokens
 
+    def _hold_s(self) -> float:
+        return max(self._max_hold_s, HOLD_PASSES * self._interval.mean_forward_s)
+
     def _ageing_s(self) -> float:
         """With many instances a batch leaves often, and being passed over must count for more."""
         passes = min(AGEING_PASSES, AGEING_BATCHES / max(1, self._interval.active))
@@ -122,7 +126,7 @@ class AdaptiveTrigger(PrefillPolicy):
         if oldest is None:
             return Plan()
         self._decay(now_s)
-        hold_until_s = oldest.arrived_s + self._max_hold_s
+        hold_until_s = oldest.arrived_s + self._hold_s()
         overdue = now_s >= hold_until_s
         wakes = [] if overdue else [hold_until_s]
         starts = sorted(
@@ -204,6 +208,7 @@ class AdaptiveTrigger(PrefillPolicy):
             instances,
             lambda other: self._starts_s(other, now_s)[0],
             load=self._load,
+            waiting=len(queue),
         )
         head: list[Request] = []
         rest: list[Request] = []
@@ -215,7 +220,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 (overdue or self._suits(request, instance))
                 and admissible(request)
                 and permitted(request, instance, instances)
-                and (overdue or affinity.belongs_here(request))
+                and affinity.belongs_here(request)
             ):
                 (head if taken < room else rest).append(request)
                 taken += request.uncached_tokens_on(instance.id)
@@ -235,7 +240,7 @@ class AdaptiveTrigger(PrefillPolicy):
             c_avail,
             instance.chunk_tokens,
             affinity.hits_of,
-            spend_tokens=affinity.spend_tokens,
+            affinity.rank_of,
         )
         beyond = queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
         allocation = top_up(

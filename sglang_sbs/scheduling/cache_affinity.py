@@ -1,18 +1,20 @@
 """What a cached prefix is worth when a batch is formed for one instance.
 
-Owns the choice between computing a prefix again here and waiting for where it is cached. Must not
-know the queue, the trigger or how hits are found.
+Owns the choice between computing a prefix again and waiting for where it is cached, among instances
+and among the DP ranks of one. Must not know the queue, the trigger or how hits are found.
 
-Computing a prefix again costs the whole cluster time, waiting costs one request time. ``x`` tokens
-on one DP rank take ``x * slope / dp`` of its instance, and at load ``rho`` every second of work
-delays others by ``1 / (1 - rho)`` in all; against that stands the difference of the two predicted
-completion times.
+Each rank is judged by when the request would be done there, plus what its computation costs others:
+``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
+which delays everybody who waits for that instance and, at load ``rho``, ``1 / (1 - rho)`` requests
+that are still to come. So prefixes are computed again on an idle cluster, and rather waited for
+when a queue would pay for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sglang_sbs.scheduling.pbaa import first_part
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
@@ -27,6 +29,7 @@ class CacheAffinity:
         start_of: Callable[[PrefillInstance], float],
         *,
         load: float,
+        waiting: int,
     ) -> None:
         """
         Args:
@@ -34,18 +37,14 @@ class CacheAffinity:
             instances: all there are.
             start_of: predicted start of the pass a batch sent there now would be in.
             load: share of the cluster's time that is in use, below 1.
+            waiting: requests that wait for a batch.
         """
         self._instance = instance
         self._instances = instances
         self._start_of = start_of
-        self._load = load
+        self._delayed = 1 / (1 - load) + waiting / len(instances)
         self._promised: dict[tuple[str, int], int] = {}
         """Tokens of requests that were told to wait for a rank, in this decision."""
-
-    @property
-    def spend_tokens(self) -> float:
-        """So many tokens may be computed again rather than waiting for the instance's next pass."""
-        return self._instance.next_pass_s() / self._cost_s(self._instance)
 
     def hits_of(self, request: Request) -> Sequence[int] | None:
         """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
@@ -54,38 +53,70 @@ class CacheAffinity:
     def belongs_here(self, request: Request) -> bool:
         """Whether it should be in this batch, rather than wait for where more of it is cached."""
         hits = request.hits.by_instance
-        if not hits:
-            return True
         here = self._instance
-        uncached = request.uncached_tokens_on(here.id)
-        if uncached == request.uncached_tokens:
+        if not hits or request.uncached_tokens_on(here.id) == request.uncached_tokens:
             return True
-        done_s = self._start_of(here) + _passes(uncached, here) * here.next_pass_s()
+        least_s, _ = self._best(request, here, hits.get(here.id))
         for other in self._instances:
             of_other = hits.get(other.id)
             if other is here or of_other is None:
                 continue
-            cached = max(of_other)
-            left = request.prompt_tokens - cached
-            if left >= uncached:
-                continue
-            ahead, rank = min(
-                (other.ranks[d].backlog_tokens + self._promised.get((other.id, d), 0), d)
-                for d, tokens in enumerate(of_other)
-                if tokens == cached
-            )
-            other_done_s = (
-                self._start_of(other) + _passes(ahead + left, other) * other.next_pass_s()
-            )
-            if other_done_s - done_s < (uncached - left) * self._cost_s(here):
-                self._promised[other.id, rank] = self._promised.get((other.id, rank), 0) + left
+            other_s, rank = self._best(request, other, of_other)
+            if other_s < least_s:
+                key = (other.id, rank)
+                left = request.prompt_tokens - of_other[rank]
+                self._promised[key] = self._promised.get(key, 0) + left
                 return False
         return True
 
-    def _cost_s(self, instance: PrefillInstance) -> float:
-        """What one more token on one rank costs everybody."""
-        return instance.model.slope_s_per_token() / instance.dp_size / (1 - self._load)
+    def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
+        """The rank of the instance for a request of which it has something; None: none now.
 
+        ``capacity``: C_avail of the ranks, after what the batch holds already.
+        """
+        here = self._instance
+        hits = request.hits.by_instance[here.id]
+        backlog = [here.chunk_tokens - free for free in capacity]
+        ranks = range(here.dp_size)
+        best = min(ranks, key=lambda d: self._done_s(request, here, hits[d], backlog[d]))
+        need = request.prompt_tokens - hits[best]
+        return best if capacity[best] >= first_part(need, here.chunk_tokens) else None
 
-def _passes(tokens: int, instance: PrefillInstance) -> int:
-    return -(-tokens // instance.chunk_tokens)
+    def _best(
+        self, request: Request, instance: PrefillInstance, hits: Sequence[int] | None
+    ) -> tuple[float, int]:
+        start_s = self._start_of(instance)
+        return min(
+            (
+                start_s
+                + self._done_s(
+                    request,
+                    instance,
+                    0 if hits is None else hits[d],
+                    rank.backlog_tokens + self._promised.get((instance.id, d), 0),
+                ),
+                d,
+            )
+            for d, rank in enumerate(instance.ranks)
+        )
+
+    def _done_s(
+        self, request: Request, instance: PrefillInstance, cached: int, backlog: int
+    ) -> float:
+        """From the start of the next pass until it is done, plus what that costs others."""
+        model = instance.model
+        chunk = instance.chunk_tokens
+        uncached = request.prompt_tokens - cached
+        attention_s = model.attention_s(uncached * (cached + uncached / 2))
+        own_passes = -(-uncached // chunk)
+        passes = -(-(backlog + uncached) // chunk)
+        fill = min(chunk, backlog + uncached)
+        slope_s = model.slope_s_per_token() / instance.dp_size
+        pass_s = max(
+            instance.next_pass_s(),
+            model.fixed_s
+            + (model.rank_s_per_token + slope_s) * fill
+            + attention_s / max(1, own_passes),
+        )
+        others_s = self._delayed * (slope_s * uncached + attention_s / instance.dp_size)
+        return passes * pass_s + others_s

@@ -52,6 +52,15 @@ class ForwardModel:
         slope = self._weights[1] * imbalance + self._weights[2]
         return max(1e-9, slope * self._time_unit_s / self._token_unit)
 
+    @property
+    def rank_s_per_token(self) -> float:
+        """Time per token of the heaviest rank that the mean does not show."""
+        return self._weights[1] * self._time_unit_s / self._token_unit
+
+    def attention_s(self, pairs: float) -> float:
+        """Time of the attention pairs of the rank that has most."""
+        return self._weights[3] * 2 * pairs * self._time_unit_s / self._token_unit**2
+
     def predict_s(self, tokens_per_rank: Sequence[int], pairs: float = 0.0) -> float:
         """Forward time of a pass with these extend tokens on each rank; at least 1 ms.
 

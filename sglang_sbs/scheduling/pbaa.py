@@ -27,6 +27,9 @@ PrefixHits = Callable[[Request], Sequence[int] | None]
 """L_hit(r, d) for all ranks d of the instance; None if none of them has anything."""
 
 
+RankOf = Callable[[Request, Sequence[int]], int | None]
+
+
 def no_hits(_request: Request) -> None:
     """Basic mode."""
     return
@@ -82,7 +85,7 @@ def place_fitting(
     c_avail: Sequence[int],
     chunk_tokens: int,
     hits_of: PrefixHits = no_hits,
-    spend_tokens: float = 0.0,
+    rank_of: RankOf | None = None,
 ) -> Allocation:
     """Longest first into the emptiest rank, but only where the whole request fits in the pass.
 
@@ -94,55 +97,31 @@ def place_fitting(
         c_avail: C_avail per DP rank; not modified.
         chunk_tokens: C_chunk.
         hits_of: L_hit on these ranks.
-        spend_tokens: where the rank with the cached prefix is full, so many tokens may be computed
-            again on another one instead of waiting for the next pass.
+        rank_of: chooses for requests that have hits, given the capacities left; None where it
+            should rather wait.
     """
     capacity = list(c_avail)
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
     for request in sorted(requests, key=lambda r: -r.uncached_tokens):
         hits = hits_of(request)
-        if hits is None:
+        if hits is None or rank_of is None:
             need = request.prompt_tokens
-            room = max(capacity)
-            best = capacity.index(room)
-            if room < _first_part(need, chunk_tokens):
-                left.append(request)
-                continue
+            rank: int | None = capacity.index(max(capacity))
+            if rank is not None and capacity[rank] < first_part(need, chunk_tokens):
+                rank = None
         else:
-            rank = _best_rank(request.prompt_tokens, hits, capacity, chunk_tokens, spend_tokens)
-            if rank is None:
-                left.append(request)
-                continue
-            best = rank
-            need = request.prompt_tokens - hits[best]
-        placed.append((request, best))
-        capacity[best] -= need
+            rank = rank_of(request, capacity)
+            need = request.prompt_tokens - (0 if rank is None else hits[rank])
+        if rank is None:
+            left.append(request)
+        else:
+            placed.append((request, rank))
+            capacity[rank] -= need
     return Allocation(placed, left)
 
 
-def _best_rank(
-    prompt_tokens: int,
-    hits: Sequence[int],
-    capacity: Sequence[int],
-    chunk_tokens: int,
-    spend_tokens: float,
-) -> int | None:
-    """The rank with the most capacity left after the request, of those where it fits."""
-    after = [free + hit for free, hit in zip(capacity, hits, strict=True)]
-    best = after.index(max(after))
-    if capacity[best] >= _first_part(prompt_tokens - hits[best], chunk_tokens):
-        return best
-    needed = max(hits) - spend_tokens
-    fitting = [
-        d
-        for d, hit in enumerate(hits)
-        if hit >= needed and capacity[d] >= _first_part(prompt_tokens - hit, chunk_tokens)
-    ]
-    return max(fitting, key=after.__getitem__, default=None)
-
-
-def _first_part(tokens: int, chunk_tokens: int) -> int:
+def first_part(tokens: int, chunk_tokens: int) -> int:
     """What must fit into this pass so that the prompt takes no more passes than it has to: all of
     it, or of one that takes several the part that does not fill a chunk."""
     return tokens if tokens <= chunk_tokens else tokens % chunk_tokens or chunk_tokens

@@ -108,6 +108,8 @@ class PrefixIndex:
         self._upcoming: list[tuple[float, str]] = []
         """When requests that were sent become visible; a heap."""
         self._lapsing: deque[tuple[float, _Place, _Rank, Sequence[int]]] = deque()
+        self._watched: dict[int, list[str]] = {}
+        self._appeared: list[str] = []
 
     def __len__(self) -> int:
         return len(self._device) + len(self._host)
@@ -274,6 +276,23 @@ class PrefixIndex:
                 hits[rank] = depth * block_tokens
         return Hits(by_instance, best * block_tokens) if best else NO_HITS
 
+    def watch(self, block: int, rid: str) -> None:
+        """Tell by :meth:`take_appeared` when some rank holds this block, which none does now."""
+        self._watched.setdefault(block, []).append(rid)
+
+    def unwatch(self, block: int, rid: str) -> None:
+        """Not of interest any more."""
+        rids = self._watched.get(block)
+        if rids is not None and rid in rids:
+            rids.remove(rid)
+            if not rids:
+                del self._watched[block]
+
+    def take_appeared(self) -> list[str]:
+        """Who waited for blocks that came since the last call."""
+        appeared, self._appeared = self._appeared, []
+        return appeared
+
     def advance(self, now_s: float) -> None:
         """Let claims begin and lapse, and sweep a little. Cheap when there is nothing to do."""
         upcoming = self._upcoming
@@ -388,6 +407,8 @@ class PrefixIndex:
                     # Many at once: a dict finds its oldest entry in linear time.
                     _drop_oldest(table, 1 + self._max_blocks // _DROPPED_SHARE)
                 table[block] = bit
+                if block in self._watched:
+                    self._appeared += self._watched.pop(block)
             elif not mask & bit:
                 table[block] = mask | bit
 

@@ -72,11 +72,12 @@ class RequestQueue:
     """Requests that wait for an assignment; iterates in arrival order.
 
     What ranks have of their prompts is looked up again as they are passed, so whoever iterates sees
-    present hits, and ``tokens`` follows.
+    present hits, and ``tokens`` follows. A request's place in the policy's order follows when a
+    longer part of its prompt is cached somewhere (:meth:`reorder`).
     """
 
     key_of: Callable[[Request], float] = lambda request: request.arrived_s
-    """The policy's order; must not change while a request waits."""
+    """The policy's order; must not change while a request waits and its hits stay the same."""
     prefix: PrefixIndex | None = None
     tokens: int = 0
     """Uncached prompt tokens waiting."""
@@ -84,6 +85,8 @@ class RequestQueue:
     _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
     _over_limit: set[str] = field(default_factory=set)
+    _watches: dict[str, int] = field(default_factory=dict)
+    """The first block of a prompt that nobody has."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -101,6 +104,8 @@ class RequestQueue:
         request.key = self.key_of(request)
         insort(self._ordered, (request.key, request.order, request))
         self.tokens += request.uncached_tokens
+        if request.blocks:
+            self._watch(request)
         if len(self._deadlines) > 2 * len(self._requests) + _SPARE_DEADLINES:
             # Most of them left before their deadline; with long ones the heap would only grow.
             self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
@@ -113,6 +118,8 @@ class RequestQueue:
         if request is not None:
             self.tokens -= request.uncached_tokens
             self._over_limit.discard(rid)
+            if self.prefix is not None and rid in self._watches:
+                self.prefix.unwatch(self._watches.pop(rid), rid)
             del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
         return request
 
@@ -134,6 +141,30 @@ class RequestQueue:
                     request.blocks, request.block_tokens, request.prompt_tokens
                 )
                 request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
+
+    def reorder(self) -> None:
+        """Give requests their new place of which more is cached than when they got the old one."""
+        if self.prefix is None:
+            return
+        for rid in self.prefix.take_appeared():
+            request = self._requests.get(rid)
+            if request is None:
+                continue
+            self._watches.pop(rid, None)
+            del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
+            self._looked_up(request)
+            request.key = self.key_of(request)
+            insort(self._ordered, (request.key, request.order, request))
+            self._watch(request)
+
+    def _watch(self, request: Request) -> None:
+        if self.prefix is None or not request.block_tokens:
+            return
+        held = request.hits.best_tokens // request.block_tokens
+        if held < len(request.blocks):
+            block = request.blocks[held]
+            self._watches[request.rid] = block
+            self.prefix.watch(block, request.rid)
 
     def _looked_up(self, request: Request) -> Request:
         if request.blocks:

@@ -101,8 +101,10 @@ class Scheduler:
                 self._on_load_polled(event, now_s)
             case ev.InstanceUp():
                 self._on_up(event, now_s)
+                self._refuse_hopeless(out)
             case ev.InstanceDown():
                 self._on_down(event, now_s)
+                self._refuse_hopeless(out)
             case ev.BlocksStored() | ev.BlocksRemoved() | ev.BlocksCleared():
                 self.prefix.on_blocks(event)
             case ev.TimerFired():
@@ -159,11 +161,10 @@ class Scheduler:
 
     def _refusal(self, event: ev.RequestArrived) -> tuple[ev.RefuseCause, str] | None:
         config = self.config
-        if not self._up_prefill():
-            return "no_prefill", "no prefill instance is up"
+        missing = self._missing()
+        if missing is not None:
+            return missing
         up_decode = self._up_decode()
-        if not up_decode:
-            return "no_decode", "no decode instance is up"
         if event.prompt_tokens > max(d.kv_capacity_tokens for d in up_decode):
             return "too_long", (
                 f"the prompt has {event.prompt_tokens} tokens, more than a decode DP rank can hold "
@@ -183,6 +184,27 @@ class Scheduler:
                 f"overload: a request has waited more than {config.n_limit} scheduling cycles"
             )
         return None
+
+    def _missing(self) -> tuple[ev.RefuseCause, str] | None:
+        """Why no request at all can be placed."""
+        if not self._up_prefill():
+            return "no_prefill", "no prefill instance is up"
+        if not self._up_decode():
+            return "no_decode", "no decode instance is up"
+        return None
+
+    def _refuse_hopeless(self, out: list[ev.Command]) -> None:
+        """What waits when the last instance of a role goes is told so at once, as who comes then.
+
+        It would only find out at its deadline, and its client could have asked elsewhere.
+        """
+        missing = self._missing()
+        if missing is None:
+            return
+        for request in list(self.queue):
+            self.queue.remove(request.rid)
+            del self._requests[request.rid]
+            out.append(self._refuse(request.rid, *missing))
 
     def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> None:
         request = self._requests.get(event.rid)
@@ -373,6 +395,7 @@ class Scheduler:
             wakes.append(due_s)
             if due_s is not None and due_s <= now_s:
                 again.add(instance)
+        self.queue.reorder()
         while instances and len(self.queue):
             plan = self.policy.plan(self.queue, instances, self._admission(), now_s)
             dispatched = self._commit(plan, now_s, out)
