@@ -48,6 +48,7 @@ FULL_PASSES = 2.0
 ARRIVING_SHARE = 0.6
 """How much of what is expected to arrive until a later pass starts counts as its load now."""
 HOLD_PASSES = 5.0
+"""A hold may take at least so many mean forward times: passes of large chunks take seconds."""
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
 _EPSILON_S = 1e-9

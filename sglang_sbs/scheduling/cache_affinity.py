@@ -18,6 +18,11 @@ from sglang_sbs.scheduling.pbaa import first_part
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
+RECOMPUTE_WEIGHT = 3.0
+"""A second of computing again counts as so many: it is one rank's, and the barrier makes the others
+wait for it. From replays of the Mooncake conversation trace (docs/cache.md): 1 to 30 differ by some
+percent of the mean TTFT, less computes more tokens twice."""
+
 
 class CacheAffinity:
     """For one decision about one instance."""
@@ -80,7 +85,10 @@ class CacheAffinity:
         ranks = range(here.dp_size)
         best = min(ranks, key=lambda d: self._done_s(request, here, hits[d], backlog[d]))
         need = request.prompt_tokens - hits[best]
-        return best if capacity[best] >= first_part(need, here.chunk_tokens) else None
+        # With most of it cached there, waiting for another pass would only lose its place.
+        if capacity[best] >= first_part(need, here.chunk_tokens) or hits[best] > need:
+            return best
+        return None
 
     def _best(
         self, request: Request, instance: PrefillInstance, hits: Sequence[int] | None
@@ -118,5 +126,7 @@ class CacheAffinity:
             + (model.rank_s_per_token + slope_s) * fill
             + attention_s / max(1, own_passes),
         )
-        others_s = self._delayed * (slope_s * uncached + attention_s / instance.dp_size)
+        others_s = (
+            RECOMPUTE_WEIGHT * self._delayed * (slope_s * uncached + attention_s / instance.dp_size)
+        )
         return passes * pass_s + others_s

@@ -76,6 +76,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     batches: int
     prefill: list[PrefillState]
     decode: list[DecodeState]
+    prefix_blocks: int = 0
+    """Entries of the prefix index."""
 
 
 def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
@@ -136,6 +138,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
             )
             for d in scheduler.decode.values()
         ],
+        prefix_blocks=len(scheduler.prefix.prefill) + len(scheduler.prefix.decode),
     )
 
 
