@@ -20,6 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model_engine import DecodeEngine, PrefillEngine
 
 from sglang_sbs.scheduling import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
     Dispatch,
     Event,
     ForwardEnded,
@@ -27,6 +30,7 @@ from sglang_sbs.scheduling import (
     InstanceUp,
     LoadPolled,
     PrefillDone,
+    PrefixSource,
     Refuse,
     RequestArrived,
     RequestEnded,
@@ -45,6 +49,7 @@ MAX_QUEUE = 12
 N_LIMIT = 6
 OUTPUT_TOKENS = 50
 TIMEOUT_S = 20.0
+PAGE = 50
 
 
 @dataclass
@@ -62,6 +67,11 @@ class Known:
     """Its decode instance restarted before it got there: nobody can tell that it still comes."""
     state: str = "queued"  # queued, dispatched, refused, ended
 
+    @property
+    def uncached_tokens(self) -> int:
+        """What its prefill rank computes; the cache has what the scheduler was told."""
+        return self.tokens - (0 if self.dispatch is None else self.dispatch.cached_tokens)
+
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Subclasses choose the configuration, and what the engines say at all."""
@@ -69,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     config = SchedulerConfig()
     heard: ClassVar[tuple[str, ...]] = ("launch", "forward", "idle", "heartbeat")
     """Kinds of messages that ever arrive; none: engines without the plugin."""
+    prefix_source: ClassVar[PrefixSource] = "off"
+    """With anything else prompts share prefixes, and ranks say what they have cached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +172,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.up.add(name)
         dp_size, limit = self.shape[name]
         if name in PREFILLS:
-            up = InstanceUp(instance=name, role="prefill", dp_size=dp_size, chunk_tokens=limit)
+            up = InstanceUp(
+                instance=name,
+                role="prefill",
+                dp_size=dp_size,
+                chunk_tokens=limit,
+                page_size=PAGE,
+                prefix_source=self.prefix_source,
+            )
         else:
             up = InstanceUp(instance=name, role="decode", dp_size=dp_size, kv_capacity_tokens=limit)
         self.tell(up)
@@ -246,7 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 ):
                     self.ended(known, "failed")
                     continue
-                engine.accept(known.rid, dispatch.prefill_rank, known.tokens)
+                engine.accept(known.rid, dispatch.prefill_rank, known.uncached_tokens)
                 decode.accept(known.rid, dispatch.decode_rank, known.tokens)
                 known.delivered = True
                 self.say([decode.message(dispatch.decode_rank)], fate)
@@ -283,8 +302,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         count=st.integers(1, 5),
         deadline=st.sampled_from([None, None, 0.2, 3.0]),
         exclude=st.sampled_from([(), (), (), ("p0",), ("p1", "d0"), tuple(PREFILLS)]),
+        chain=st.lists(st.sampled_from("ab"), min_size=1, max_size=30),
     )
-    def arrive(self, tokens, count, deadline, exclude) -> None:
+    def arrive(self, tokens, count, deadline, exclude, chain) -> None:
         for _ in range(count):
             rid = f"r{len(self.requests)}"
             deadline_s = None if deadline is None else self.now_s + deadline
@@ -297,6 +317,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     max_new_tokens=OUTPUT_TOKENS,
                     deadline_s=deadline_s,
                     exclude=exclude,
+                    blocks=self.names(chain[: tokens // PAGE]),
+                    block_tokens=PAGE,
                 )
             )
 
@@ -399,6 +421,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             LoadPolled(instance=name, queued_tokens=tokens, running_requests=zeros, kv_tokens=zeros)
         )
 
+    @staticmethod
+    def names(chain) -> list[int]:
+        """Names of blocks, each after all before it."""
+        return [int("1" + "".join(chain[: i + 1]), 16) for i in range(len(chain))]
+
+    @rule(
+        name=st.sampled_from(list(PREFILLS)),
+        rank=st.integers(0, 3),
+        chain=st.lists(st.sampled_from("ab"), min_size=1, max_size=30),
+        what=st.sampled_from(["stored", "stored", "removed", "cleared"]),
+    )
+    def cache(self, name, rank, chain, what) -> None:
+        """A rank says what became of its cache."""
+        match what:
+            case "stored":
+                event = BlocksStored(instance=name, dp_rank=rank, blocks=self.names(chain))
+            case "removed":
+                event = BlocksRemoved(instance=name, dp_rank=rank, blocks=self.names(chain)[-1:])
+            case _:
+                event = BlocksCleared(instance=name, dp_rank=rank)
+        self.tell(event)
+
     @rule()
     def quiet_period(self) -> None:
         """Faults stop: all engines are up and heard, so the queue drains and the books are true."""
@@ -419,6 +463,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert instance.idle
             assert instance.ready
             assert instance.c_avail() == [engine.chunk_tokens] * engine.dp_size
+        assert self.scheduler.prefix.prefill.pending_requests == 0
+        assert not self.scheduler.prefix.prefill._watched
         for decode in self.scheduler.decode.values():
             for load in decode.loads():
                 assert (load.running, load.kv_tokens, load.committed_tokens) == (0, 0, 0)
@@ -431,7 +477,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         dispatched = {k.rid for k in self.requests.values() if k.state == "dispatched"}
         queue = self.scheduler.queue
         assert {r.rid for r in queue} == queued
-        assert queue.tokens == sum(self.requests[rid].tokens for rid in queued)
+        uncached = sum(r.uncached_tokens for r in queue)
+        assert queue.tokens == uncached
+        assert uncached <= sum(self.requests[rid].tokens for rid in queued)
         assert sorted(r.rid for r in queue.in_order()) == sorted(queued)
         assert self.scheduler.in_flight_requests == len(dispatched)
         assert len(queued) <= MAX_QUEUE
@@ -474,20 +522,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             for index, rank in enumerate(engine.ranks):
                 on_the_way = sum(
-                    k.tokens
+                    k.uncached_tokens
                     for k in self.inbox
                     if (k.dispatch.prefill, k.dispatch.prefill_rank) == (name, index)
                 )
                 assert instance.ranks[index].backlog_tokens == on_the_way + rank.queued_tokens
 
 
-def configured(heard=SchedulerMachine.heard, **config):
+def configured(heard=SchedulerMachine.heard, prefix_source="off", **config):
     """A test case of the machine with this configuration."""
 
     class Machine(SchedulerMachine):
         pass
 
     Machine.heard = heard
+    Machine.prefix_source = prefix_source
     Machine.config = SchedulerConfig(
         n_limit=N_LIMIT,
         max_queue_requests=MAX_QUEUE,
@@ -512,5 +561,9 @@ TestAdaptiveWithoutPlugin = configured(heard=())
 TestPaperWithoutPlugin = configured(heard=(), trigger="paper")
 TestAdaptiveHeartbeatsOnly = configured(heard=("heartbeat",))
 TestPaperHeartbeatsOnly = configured(heard=("heartbeat",), trigger="paper")
+TestCacheAware = configured(prefix_source="events")
+TestCacheAwarePaper = configured(prefix_source="events", trigger="paper")
+TestCacheAwareApproximate = configured(prefix_source="approximate")
+TestCacheAwareWithoutPlugin = configured(heard=(), prefix_source="events")
 TestEta = configured(policy="eta")
 TestLeastTokens = configured(policy="least_tokens")
