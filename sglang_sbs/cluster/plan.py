@@ -6,6 +6,7 @@ socket, reads no environment (`ports` and `environment` are passed in).
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,13 @@ from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 HTTP_OFFSET, BOOTSTRAP_OFFSET, NCCL_OFFSET, DIST_INIT_OFFSET = range(4)
 DERIVED_FROM_DIST_INIT = (1, 2, 3, 4, 5, 6, 13)
 PORTS_PER_INSTANCE = 32
+# KV events of up to `_KV_EVENTS_RANKS` DP ranks, and then as many ports for their replays; behind
+# the derived ones. More ranks take two further blocks.
+KV_EVENTS_OFFSET = 18
+_KV_EVENTS_RANKS = 7
+MIN_KV_EVENTS_PAGE_SIZE = 8
+"""Of smaller pages an engine would spend more on naming and publishing them than is saved."""
+_KV_EVENTS_BUFFER_STEPS = 2000
 
 CPU_MAX_TOTAL_TOKENS = 131072
 CPU_MAX_RUNNING_REQUESTS_PER_RANK = 128
@@ -164,10 +172,14 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
         + [Role.DECODE] * options.decode_instances
         + [Role.UNIFIED] * options.unified_instances
     )
+    publish_kv = _wants_kv_events(options) and data_parallel <= PORTS_PER_INSTANCE
     instances = []
     for index, role in enumerate(roles):
         number = index - roles.index(role)
         first = next(port_blocks)
+        kv_flags: list[str] = []
+        if publish_kv and role is Role.PREFILL:
+            kv_flags = _kv_events_flags(options.host, first, data_parallel, port_blocks)
         url = f"http://{options.host}:{first + HTTP_OFFSET}"
         instance_environment = dict(environment)
         if endforward_endpoint is not None:
@@ -181,7 +193,8 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
                 role=role,
                 argv=_engine_argv(
                     options, role, first, index * gpus_per_instance, data_parallel, on_cpu
-                ),
+                )
+                + tuple(kv_flags),
                 environment=instance_environment,
                 log_path=options.log_dir / f"{role}-{number}.log",
                 url=url,
@@ -252,6 +265,37 @@ def _engine_argv(
         given = _without_flag(given, "--base-gpu-id")
         planned += ["--base-gpu-id", str(base + first_gpu * step)]
     return (sys.executable, "-m", "sglang.launch_server", *planned, *given)
+
+
+def _wants_kv_events(options: ClusterOptions) -> bool:
+    """Whether a router of this cluster would use KV events, and prefill can well publish them."""
+    given = [*options.engine_flags, *options.prefill_flags]
+    names = {word.partition("=")[0] for word in given}
+    return (
+        options.with_router
+        and _text_flag(options.router_flags, "--sbs-prefix-source") in ("", "auto", "events")
+        and not names & {"--disable-radix-cache", "--kv-events-config"}
+        and _int_flag(given, "--page-size") >= MIN_KV_EVENTS_PAGE_SIZE
+    )
+
+
+def _kv_events_flags(
+    host: str, first_port: int, ranks: int, port_blocks: Iterator[int]
+) -> list[str]:
+    """Rank d publishes at the first port + d and answers replays at the second + d."""
+    events = first_port + KV_EVENTS_OFFSET
+    replay = events + _KV_EVENTS_RANKS
+    if ranks > _KV_EVENTS_RANKS:
+        events, replay = next(port_blocks), next(port_blocks)
+    config = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://{host}:{events}",
+        # SGLang takes an address that is no wildcard for one to connect to.
+        "bind": True,
+        "replay_endpoint": f"tcp://{host}:{replay}",
+        "buffer_steps": _KV_EVENTS_BUFFER_STEPS,
+    }
+    return ["--kv-events-config", json.dumps(config)]
 
 
 def _plan_router(

@@ -124,7 +124,7 @@ class Access:
 
 
 def _bearer(headers: Mapping[str, str]) -> bytes | None:
-    scheme, _, value = headers.get("Authorization", "").partition(" ")
+    scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         return None
     # Header bytes that are no UTF-8 arrive as surrogates.

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from prometheus_client import Histogram
 
 from sglang_sbs.router.access import Access, ControlKey
+from sglang_sbs.router.clients import Answer, Client, WebClient
 from sglang_sbs.router.control import Control
+from sglang_sbs.router.direct import RequestHead
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.http_ids import request_id
 from sglang_sbs.router.logs import current_request_id, log_answer
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+KINDS: dict[str, RouteKind] = {path: kind for kind, path in PATHS.items()}
+"""Of inference, by path."""
+
 _NOT_IMPLEMENTED = {
     "/v1/embeddings": "Embeddings",
     "/v1/classify": "Classify",
@@ -43,23 +49,6 @@ _NOT_IMPLEMENTED = {
 }
 
 
-def build_app(server: RouterServer) -> web.Application:
-    """The aiohttp application of the serving port."""
-    surface = _Surface(server)
-    app = web.Application(
-        client_max_size=server.options.max_payload_bytes, middlewares=[surface.middleware]
-    )
-    app.on_response_prepare.append(surface.on_prepare)
-    for kind, path in PATHS.items():
-        app.router.add_post(path, surface.inference(kind))
-    control = Control(server)
-    for method, path, handler in control.routes():
-        app.router.add_route(method, path, handler)
-    for path, name in _NOT_IMPLEMENTED.items():
-        app.router.add_route("*", path, _not_implemented(name))
-    return app
-
-
 def _not_implemented(name: str) -> Handler:
     async def handler(_request: web.Request) -> web.StreamResponse:
         return web.Response(status=501, text=f"{name} not implemented")
@@ -67,7 +56,9 @@ def _not_implemented(name: str) -> Handler:
     return handler
 
 
-class _Surface:
+class Surface:
+    """Also the :class:`~.direct.Service` of the serving port."""
+
     def __init__(self, server: RouterServer) -> None:
         self._server = server
         self._options = server.options
@@ -78,46 +69,116 @@ class _Surface:
         if options.admin_api_key is not None:
             keys = (ControlKey("admin-api-key", "", "admin", options.admin_api_key), *keys)
         self._access = Access(options.api_key, keys, audit=options.control_plane_audit)
+        self._id_names = tuple(name.lower() for name in options.request_id_headers)
 
-    def inference(self, kind: RouteKind) -> Handler:
+    def application(self) -> web.Application:
+        """The aiohttp application of the serving port."""
         server = self._server
+        app = web.Application(
+            client_max_size=server.options.max_payload_bytes, middlewares=[self.middleware]
+        )
+        app.on_response_prepare.append(self.on_prepare)
+        for path in KINDS:
+            app.router.add_post(path, self._inference)
+        for method, path, handler in Control(server).routes():
+            app.router.add_route(method, path, handler)
+        for path, name in _NOT_IMPLEMENTED.items():
+            app.router.add_route("*", path, _not_implemented(name))
+        return app
 
-        metrics = server.metrics
-        path = PATHS[kind]
+    # Inference --------------------------------------------------------------------------------
 
-        async def handler(request: web.Request) -> web.StreamResponse:
-            identifier = current_request_id.get()
-            model = model_name(server.registry)
-            started_s = time.monotonic()
-            streaming = False
-            try:
-                response = await relayed(request, identifier)
-                streaming = not isinstance(response, web.Response)
-                return response
-            except RouterError as error:
-                metrics.request_failed(path, model, error.code)
-                raise
-            finally:
-                metrics.served(path, model, streaming, time.monotonic() - started_s)
+    async def _inference(self, request: web.Request) -> web.StreamResponse:
+        """What comes through aiohttp of it."""
+        client = WebClient(request)
+        received = list(request.headers.items())
+        identifier = current_request_id.get()
+        answer = await self._relayed(request.path, received, identifier, client)
+        if answer is not None:
+            return answer.response()
+        assert client.response is not None
+        return client.response
 
-        async def relayed(request: web.Request, identifier: str) -> web.StreamResponse:
-            received = list(request.headers.items())
+    async def _relayed(
+        self, path: str, received: Sequence[tuple[str, str]], identifier: str, client: Client
+    ) -> Answer | None:
+        """Raises: RouterError."""
+        server, kind = self._server, KINDS[path]
+        metrics = self._metrics
+        model = model_name(server.registry)
+        started_s = time.monotonic()
+        streaming = False
+        try:
             if server.traces is None:
                 headers = forwarded_headers(received, identifier)
-                return await server.relay.handle(request, kind, headers, identifier)
-            with server.traces.request(path, received, identifier) as (span, passed):
-                headers = forwarded_headers(passed, identifier)
-                response = await server.relay.handle(request, kind, headers, identifier)
-                span.set_attribute("http.response.status_code", response.status)
-                return response
+                answer = await server.relay.handle(client, kind, headers, identifier)
+            else:
+                with server.traces.request(path, received, identifier) as (span, passed):
+                    headers = forwarded_headers(passed, identifier)
+                    answer = await server.relay.handle(client, kind, headers, identifier)
+                    status = 200 if answer is None else answer.status
+                    span.set_attribute("http.response.status_code", status)
+            streaming = answer is None
+            return answer
+        except RouterError as error:
+            metrics.request_failed(path, model, error.code)
+            raise
+        finally:
+            metrics.served(path, model, streaming, time.monotonic() - started_s)
 
-        return handler
+    # Service of the direct port ---------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """See :class:`~.direct.Service`."""
+        return self._server.draining
+
+    def takes(self, head: RequestHead) -> bool:
+        """See :class:`~.direct.Service`."""
+        return (
+            head.content_length <= self._options.max_payload_bytes
+            and self._access.refusal("POST", head.path, head.fields, "") is None
+        )
+
+    def identify(self, head: RequestHead) -> str:
+        """See :class:`~.direct.Service`."""
+        return request_id(head.path, head.fields, self._id_names)
+
+    async def serve(self, head: RequestHead, identifier: str, client: Client) -> Answer | None:
+        """See :class:`~.direct.Service`."""
+        current_request_id.set(identifier)
+        path = head.path
+        started_s = time.monotonic()
+        duration = self._metrics.http_started("POST", path)
+        status, error_code = 499, ""
+        try:
+            try:
+                answer = await self._relayed(path, tuple(head.fields.items()), identifier, client)
+            except RouterError as error:
+                answer, error_code = error.answer(), error.code
+            except ConnectionResetError:
+                raise
+            except Exception:
+                defect = _defect("POST", path)
+                answer, error_code = defect.answer(), defect.code
+            status = 200 if answer is None else answer.status
+            return answer
+        finally:
+            self._answered("POST", path, status, error_code, started_s, duration)
+
+    def head_lines(self, head: RequestHead, identifier: str) -> bytes:
+        """See :class:`~.direct.Service`."""
+        lines = {"x-request-id": identifier} | self._cross_origin("POST", head.fields.get("origin"))
+        text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        return text.encode("latin-1", "replace")
+
+    # Every request that comes through aiohttp -------------------------------------------------
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         path = request.path
-        self._server.doorman.heard(request.protocol)
-        identifier = request_id(path, request.headers, self._options.request_id_headers)
+        self._server.doorman.heard(request.transport)
+        identifier = request_id(path, request.headers, self._id_names)
         current_request_id.set(identifier)
         known = request.match_info.http_exception is None
         resource = request.match_info.route.resource
@@ -131,11 +192,22 @@ class _Surface:
             status = response.status
             error_code = response.headers.get("X-SMG-Error-Code", "")
         finally:
-            self._metrics.http_ended(status, error_code)
-            seconds = time.monotonic() - started_s
-            duration.observe(seconds)
-            log_answer(request.method, path, status, error_code, seconds)
+            self._answered(request.method, path, status, error_code, started_s, duration)
         return response
+
+    def _answered(
+        self,
+        method: str,
+        path: str,
+        status: int,
+        error_code: str,
+        started_s: float,
+        duration: Histogram,
+    ) -> None:
+        self._metrics.http_ended(status, error_code)
+        seconds = time.monotonic() - started_s
+        duration.observe(seconds)
+        log_answer(method, path, status, error_code, seconds)
 
     async def _respond(
         self, request: web.Request, handler: Handler, path: str, known: bool
@@ -167,10 +239,7 @@ class _Surface:
         except ConnectionResetError:
             raise
         except Exception:
-            logger.exception("%s %s failed", request.method, path)
-            return RouterError(
-                500, "internal_error", "internal error; see the router's log"
-            ).response()
+            return _defect(request.method, path).response()
 
     def _preflight(self) -> web.Response:
         headers = (
@@ -191,16 +260,27 @@ class _Surface:
         if self._server.draining:
             response.force_close()
             response.headers["Connection"] = "close"
+        response.headers.update(self._cross_origin(request.method, request.headers.get("Origin")))
+
+    def _cross_origin(self, method: str, origin: str | None) -> dict[str, str]:
+        """Headers that tell browsers who may read the answer."""
         if not self._origins:
             # As sglang_router does without the flag: browsers may read every answer.
-            response.headers["Access-Control-Allow-Origin"] = "*"
-            if request.method != "OPTIONS":
-                response.headers["Access-Control-Expose-Headers"] = "*"
-            return
-        origin = request.headers.get("Origin")
-        if origin and ("*" in self._origins or origin in self._origins):
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, OPTIONS"
-            response.headers["Access-Control-Allow-Headers"] = "content-type, authorization"
-            response.headers["Access-Control-Expose-Headers"] = "x-request-id, x-smg-error-code"
-            response.headers["Vary"] = "Origin"
+            if method == "OPTIONS":
+                return {"Access-Control-Allow-Origin": "*"}
+            return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": "*"}
+        if not origin or not ("*" in self._origins or origin in self._origins):
+            return {}
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+            "Access-Control-Allow-Headers": "content-type, authorization",
+            "Access-Control-Expose-Headers": "x-request-id, x-smg-error-code",
+            "Vary": "Origin",
+        }
+
+
+def _defect(method: str, path: str) -> RouterError:
+    """Called where an exception is handled that should not have come."""
+    logger.exception("%s %s failed", method, path)
+    return RouterError(500, "internal_error", "internal error; see the router's log")

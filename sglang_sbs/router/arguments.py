@@ -26,6 +26,8 @@ NEAREST_POLICY: dict[str, Policy] = {
 }
 
 ROLES = ("router", "scheduler", "front-end")
+PREFIX_SOURCES = ("auto", "events", "approximate", "off")
+FORWARD_TOKEN_IDS = ("auto", "on", "off")
 
 _DEFAULTS = SchedulerConfig()
 
@@ -112,7 +114,8 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         "sbs: staggered batches. Immediate ones: round_robin, random, power_of_two, "
         "least_requests, least_tokens; random_rank (what SGLang does by itself), stale_tokens "
         "(least tokens by loads a second old, as gateways that poll), eta (earliest predicted "
-        f"finish). Stock names without a twin ({', '.join(NEAREST_POLICY)}) are mapped to the "
+        "finish), session (a conversation stays on one DP rank, whatever is there). "
+        f"Stock names without a twin ({', '.join(NEAREST_POLICY)}) are mapped to the "
         "nearest, with a warning",
         default=_DEFAULTS.policy,
     )
@@ -174,6 +177,14 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         default=_DEFAULTS.max_hold_s * 1000,
     )
     add(
+        "sbs-prefix-source",
+        "how it is known what each rank has cached. events: the KV events engines publish "
+        "(--kv-events-config). approximate: from what was sent where. auto: events of instances "
+        "that publish them, else approximate. off: prefixes are not looked for",
+        choices=PREFIX_SOURCES,
+        default="auto",
+    )
+    add(
         "sbs-event-log",
         "record scheduler events and commands for replay",
         type=Path,
@@ -181,11 +192,20 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     )
     add(
         "tokenizer-path",
-        "model directory; makes prompt lengths exact for text and chat",
+        "model directory as the engines have it: exact prompt lengths for text and chat, and "
+        "prefixes found by their tokens",
         type=Path,
         metavar="DIR",
     )
     add("chat-template", "template file instead of the tokenizer's own", type=Path, metavar="FILE")
+    add(
+        "sbs-forward-token-ids",
+        "send engines token ids instead of text, and with chats, so that they do not tokenize "
+        "again. auto: to engines found to come to the same ids as --tokenizer-path. on: without "
+        "looking",
+        choices=FORWARD_TOKEN_IDS,
+        default="auto",
+    )
 
     add = group("serving")
     add("host", "address to listen at", default="0.0.0.0")
@@ -215,7 +235,7 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         "rate-limit-tokens-per-second",
         "token bucket: --max-concurrent-requests is its size, a request takes a token and gives it "
         "back at its end, and so many more are added per second",
-        type=_positive_int,
+        type=_seconds,
     )
     add("request-id-headers", "headers that may bring a request id", nargs="*", metavar="NAME")
     add(

@@ -1,34 +1,67 @@
-"""Counts tokens with a model's own tokenizer and chat template, without transformers.
+"""A model's own tokenizer and chat template, without transformers.
 
-Owns reading ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` and rendering
-messages the way transformers and SGLang do. Must not know requests or threads: counting blocks.
+Owns reading ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` the way
+transformers and SGLang do, and token ids of texts and chats. Must not know requests or threads:
+tokenizing blocks.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from sglang_sbs.router.chat_template import ChatTemplate, TemplateError
+from sglang_sbs.router.text_pieces import TextPieces
+
+_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_BOS_BY_CONFIG = frozenset(
+    {
+        "LlamaTokenizer",
+        "LlamaTokenizerFast",
+        "CodeLlamaTokenizer",
+        "CodeLlamaTokenizerFast",
+        "GemmaTokenizer",
+        "GemmaTokenizerFast",
+        "CohereTokenizerFast",
+    }
+)
+"""Tokenizer classes whose ``add_bos_token`` (default: yes) SGLang honours, whatever
+``tokenizer.json`` says (``_fix_v5_add_bos_eos_token``)."""
 
 
-class TemplateError(ValueError):
-    """The chat cannot be rendered: no template, or the template refuses these messages."""
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    ids: array[int]
+    """uint32."""
+    exact: bool = True
+    """These are all tokens of the prompt: nothing but text is in it."""
+    certain: bool = True
+    """The engine is known to come to the same ids, given the same files."""
 
 
 class ChatTokenizer:
     def __init__(
-        self, tokenizer: Tokenizer, template: str | None, special_tokens: Mapping[str, str]
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        special_tokens: Mapping[str, str],
     ) -> None:
-        self._tokenizer = tokenizer
-        self._special_tokens = dict(special_tokens)
-        self._template = _environment().from_string(template) if template else None
+        """Raises: jinja2.TemplateError, ``template`` is none."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(template, special_tokens) if template else None
+        self.pieces = TextPieces(tokenizer)
+        bos = special_tokens.get("bos_token")
+        self._bos_id = tokenizer.token_to_id(bos) if bos else None
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> ChatTokenizer:
@@ -49,13 +82,18 @@ class ChatTokenizer:
             raise ValueError(f"--tokenizer-path: {path}: {error}") from error
         config = _read_json(path.with_name("tokenizer_config.json"))
         special = {
-            name: token
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if (token := _token_text(config.get(name))) is not None
+            f"{name}_token": token
+            for name in _NAMED_TOKENS
+            if (token := _token_text(config.get(f"{name}_token"))) is not None
         }
+        _add_configured_tokens(tokenizer, config)
+        _add_bos(tokenizer, config, special.get("bos_token"))
         if chat_template is not None:
             try:
-                template: str | None = chat_template.read_text("utf-8")
+                # As SGLang reads the file named by its own flag.
+                template: str | None = (
+                    chat_template.read_text("utf-8").strip("\n").replace("\\n", "\n")
+                )
             except OSError as error:
                 raise ValueError(f"--chat-template: {error}") from error
         else:
@@ -63,113 +101,29 @@ class ChatTokenizer:
             template = (
                 own_file.read_text("utf-8")
                 if own_file.is_file()
-                else _default_template(config.get("chat_template"))
+                else _first_template(config.get("chat_template"))
             )
         try:
             return cls(tokenizer, template, special)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template of {path.parent}: {error}") from error
 
-    def count_text(self, text: str) -> int:
-        return len(self._tokenizer.encode(text).ids)
+    def text_ids(self, text: str) -> array[int]:
+        """Of a prompt that is text, as for ``/generate``: with the beginning-of-sequence token."""
+        return self.pieces.encode(text, add_special_tokens=True)
 
-    def count_chat(self, body: Mapping[str, Any]) -> int:
-        """Tokens of a ``/v1/chat/completions`` body. Raises: TemplateError."""
-        return len(self._tokenizer.encode(self.render(body), add_special_tokens=False).ids)
-
-    def render(self, body: Mapping[str, Any]) -> str:
-        """The prompt text, generation prompt included. Raises: TemplateError."""
-        if self._template is None:
+    def chat_ids(self, body: Mapping[str, Any]) -> PromptIds:
+        """Of a ``/v1/chat/completions`` body. Raises: TemplateError."""
+        if self.template is None:
             raise TemplateError("the tokenizer has none; give one with --chat-template")
-        extra = body.get("chat_template_kwargs")
-        last = body["messages"][-1] if body.get("messages") else {}
-        continues = bool(body.get("continue_final_message")) and last.get("role") == "assistant"
-        try:
-            return self._template.render(
-                messages=[_message(message) for message in body["messages"]],
-                tools=_tools(body.get("tools")),
-                documents=None,
-                add_generation_prompt=not continues,
-                **self._special_tokens,
-                **(extra if isinstance(extra, dict) else {}),
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
-            raise TemplateError(str(error) or type(error).__name__) from error
-
-
-def content_text(content: Any) -> tuple[str, bool]:
-    """The text of a message's content, and whether it is text only."""
-    if isinstance(content, str):
-        return content, True
-    if not isinstance(content, list):
-        return "", content is None
-    texts = [
-        str(part.get("text") or "")
-        for part in content
-        if isinstance(part, dict) and part.get("type") == "text"
-    ]
-    return " ".join(texts), len(texts) == len(content)
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """As SGLang hands it to a template: text content joined, tool arguments as objects."""
-    if not isinstance(message, dict):
-        raise TemplateError("a message is not an object")
-    out = dict(message)
-    if isinstance(out.get("content"), list):
-        out["content"] = content_text(out["content"])[0]
-    if out.get("content") is None:
-        out["content"] = ""
-    if isinstance(out.get("tool_calls"), list):
-        out["tool_calls"] = [_tool_call(call) for call in out["tool_calls"]]
-    return out
-
-
-def _tool_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except json.JSONDecodeError:
-        return call
-    return call | {"function": function | {"arguments": arguments}}
-
-
-def _tools(tools: Any) -> list[Any] | None:
-    if not isinstance(tools, list) or not tools:
-        return None
-    return [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment transformers renders chat templates in."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
-    return environment
+        chat = self.template.render(body)
+        ids = self.pieces.encode(chat.text)
+        if chat.continuation:
+            more = self.pieces.encode(chat.continuation, add_special_tokens=True)
+            if more and more[0] == self._bos_id:
+                more = more[1:]
+            ids += more
+        return PromptIds(ids, exact=chat.only_text, certain=chat.certain)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -188,12 +142,47 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _default_template(value: Any) -> str | None:
-    """``chat_template`` of the config: a string, or a list of named templates."""
+def _add_configured_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Those of ``added_tokens_decoder`` that ``tokenizer.json`` does not have."""
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    by_id = sorted((int(key), value) for key, value in listed.items() if str(key).isdigit())
+    for _, value in by_id:
+        content = _token_text(value)
+        if content is None or content in known:
+            continue
+        special = bool(value.get("special"))
+        token = AddedToken(
+            content,
+            single_word=bool(value.get("single_word")),
+            lstrip=bool(value.get("lstrip")),
+            rstrip=bool(value.get("rstrip")),
+            normalized=bool(value.get("normalized", not special)),
+            special=special,
+        )
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
+
+
+def _add_bos(tokenizer: Tokenizer, config: Mapping[str, Any], bos: str | None) -> None:
+    if config.get("tokenizer_class") not in _BOS_BY_CONFIG or bos is None:
+        return
+    bos_id = tokenizer.token_to_id(bos)
+    wanted = config.get("add_bos_token")
+    if wanted is False or bos_id is None or bos_id in tokenizer.encode("").ids:
+        return
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, bos_id)]
+    )
+
+
+def _first_template(value: Any) -> str | None:
+    """``chat_template`` of the config: a string, or named ones, of which SGLang takes the first."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        template = named.get("default")
-        return template if isinstance(template, str) else None
+        for item in value:
+            if isinstance(item, dict) and isinstance(item.get("template"), str):
+                return str(item["template"])
     return None

@@ -19,8 +19,9 @@ from aiohttp import web
 
 from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.registry import Worker, describe_worker
+from sglang_sbs.router.registry import Worker
 from sglang_sbs.router.requests import bad_request
+from sglang_sbs.router.worker_view import describe_worker
 
 if TYPE_CHECKING:
     from sglang_sbs.router.server import RouterServer
@@ -250,6 +251,9 @@ class Control:
     async def flush_cache(self, _request: web.Request) -> web.StreamResponse:
         workers = list(self._registry)
         answers = await self._ask_all(workers, "POST", "/flush_cache")
+        for worker, status, _ in answers:
+            if status == 200:
+                self._server.dispatcher.cache_flushed(worker.url, worker.dp_size)
         flushed = [worker.url for worker, status, _ in answers if status == 200]
         failed = [
             {"url": worker.url, "error": body[:200].decode("utf-8", "replace") or str(status)}

@@ -16,8 +16,10 @@ from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.router.pump import SchedulerLike, SchedulerPump
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
+    BlocksCleared,
     Dispatch,
     Event,
+    InstanceId,
     Outcome,
     PrefillDone,
     Refuse,
@@ -48,6 +50,9 @@ class Assigner(Protocol):
         prompt_tokens: int,
         max_new_tokens: int | None = None,
         exclude: tuple[str, ...] = (),
+        blocks: list[int] | None = None,
+        block_tokens: int = 0,
+        session: str = "",
     ) -> Assignment:
         """Wait for instances and ranks. Cancelling it ends the request as aborted.
 
@@ -61,6 +66,9 @@ class Assigner(Protocol):
 
     def ended(self, rid: str, outcome: Outcome, completion_tokens: int | None = None) -> None:
         """Report the end of a request; only the first report of each is passed on."""
+
+    def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
+        """An instance answered ``/flush_cache``: its ranks have no prefixes any more."""
 
     def submit(self, event: Event) -> None:
         """What the registry says about instances."""
@@ -113,6 +121,9 @@ class Dispatcher:
         prompt_tokens: int,
         max_new_tokens: int | None = None,
         exclude: tuple[str, ...] = (),
+        blocks: list[int] | None = None,
+        block_tokens: int = 0,
+        session: str = "",
     ) -> Assignment:
         """See :class:`Assigner`."""
         future: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
@@ -124,8 +135,13 @@ class Dispatcher:
                 prompt_tokens=prompt_tokens,
                 max_new_tokens=max_new_tokens,
                 exclude=exclude,
+                blocks=blocks or [],
+                block_tokens=block_tokens,
+                session=session,
             )
         )
+        if future.done():  # most policies decide at once
+            return future.result()
         watchdog = (
             asyncio.get_running_loop().call_later(self._give_up_s, self._give_up, rid)
             if self._give_up_s is not None
@@ -156,6 +172,11 @@ class Dispatcher:
         if rid in self._open:
             self._open.discard(rid)
             self.submit(RequestEnded(rid=rid, outcome=outcome, completion_tokens=completion_tokens))
+
+    def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
+        """See :class:`Assigner`."""
+        for rank in range(dp_size):
+            self.submit(BlocksCleared(instance=instance, dp_rank=rank))
 
     # Decisions --------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """The client's side of a stream: head, pieces, back pressure, end.
 
 Owns one streaming response. Must not know legs or their meaning. Pieces are written to the
-transport in the callback that brings them, past aiohttp's coroutine ``write``: per piece that saves
-a task switch, which is most of what relaying it would cost.
+transport in the callback that brings them: per piece that saves a task switch, which is most of
+what relaying it would cost. The same goes for the head where the client's connection can do so: it
+leaves with the first piece, in one write.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
-from aiohttp import HttpVersion11, web
+from sglang_sbs.router.clients import Client
 
 HIGH_WATER_BYTES = 1 << 20
 LOW_WATER_BYTES = 1 << 18
@@ -28,24 +29,22 @@ class Source(Protocol):
 
 
 class Downstream:
-    def __init__(self, request: web.Request, sources: Mapping[int, Source]) -> None:
+    def __init__(self, client: Client, sources: Mapping[int, Source]) -> None:
         """``sources`` are paused while the client reads too slowly; more may be added later."""
-        self._request = request
-        self._response: web.StreamResponse | None = None
+        self._client = client
         self._transport: asyncio.WriteTransport | None = None
+        self._head = b""
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        self._chunked = request.version >= HttpVersion11
+        self._chunked = client.chunked
         self._paused = False
+        self._ended = False
         self._sources = sources
-
-    @property
-    def opened(self) -> bool:
-        """The status line left: errors can only be events of the stream from now on."""
-        return self._response is not None
+        self.opened = False
+        """The head left, or leaves with the next piece: errors can only be events from now on."""
 
     def push(self, data: bytes) -> None:
-        """Send a piece; kept until :meth:`open` has sent the head."""
+        """Send a piece; kept until the head has been sent."""
         transport = self._transport
         if transport is None:
             self._pending.append(data)
@@ -53,9 +52,12 @@ class Downstream:
             if self._pending_bytes > HIGH_WATER_BYTES:
                 self._pause()
             return
-        if transport.is_closing():
+        if self._ended or transport.is_closing():
             return
-        if self._chunked:
+        if self._head:
+            head, self._head = self._head, b""
+            transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
+        elif self._chunked:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             transport.write(data)
@@ -74,48 +76,65 @@ class Downstream:
         if transport is not None and transport.is_closing():
             return
         if transport is None or transport.get_write_buffer_size() > LOW_WATER_BYTES:
-            if self._request.transport is not None:
+            if self._client.transport is not None:
                 asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
             return
         self._paused = False
         for source in self._sources.values():
             source.resume()
 
-    async def open(self, content_type: str) -> None:
-        """Send the head and what was pushed so far, in one write. A second call does nothing."""
-        if self._response is not None:
+    def open_at_once(self, content_type: str) -> None:
+        """Send the head with the next piece if the connection can; else :meth:`open` will."""
+        if self.opened:
             return
-        response = web.StreamResponse(status=200, headers={"Content-Type": content_type})
-        if self._chunked:
-            response.enable_chunked_encoding()
-        self._response = response
-        await response.prepare(self._request)
-        pending, self._pending = self._pending, []
-        await response.write(b"".join(pending))
-        transport = self._request.transport
-        if transport is None:
-            raise ConnectionResetError("client connection is gone")
+        head = self._client.head(content_type)
+        if head is None or self._client.transport is None:
+            return
+        self.opened = True
+        self._head = head
+        self._flow(self._client.transport)
+
+    async def open(self, content_type: str) -> None:
+        """Send the head and what was pushed so far, in one go. A second call does nothing.
+
+        Raises:
+            ConnectionResetError: the client is gone.
+        """
+        self.open_at_once(content_type)
+        if not self.opened:
+            self.opened = True
+            pending, self._pending = self._pending, []
+            await self._client.begin(content_type, b"".join(pending))
+            transport = self._client.transport
+            if transport is None:
+                raise ConnectionResetError("client connection is gone")
+            self._flow(transport)
+        elif self._head and self._transport is not None:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+    def _flow(self, transport: asyncio.WriteTransport) -> None:
+        """Pieces go straight to the transport from now on."""
         self._transport = transport
-        # Pieces that came while the head was on its way.
         pending, self._pending = self._pending, []
         for data in pending:
             self.push(data)
 
-    async def finish(self) -> web.StreamResponse:
-        """End the body; returns the response for aiohttp.
+    async def finish(self) -> None:
+        """End the body.
 
         Raises:
             ConnectionResetError: the client does not take it; its connection is closed.
         """
-        assert self._response is not None
-        if self._transport is not None and self._transport.get_write_buffer_size() == 0:
-            await self._response.write_eof()  # nothing waits for the client: nor will this
-            return self._response
+        self._ended = True
+        transport = self._transport
+        if transport is not None and transport.get_write_buffer_size() == 0:
+            await self._client.end()  # nothing waits for the client: nor will this
+            return
         try:
             async with asyncio.timeout(FINISH_S):
-                await self._response.write_eof()
+                await self._client.end()
         except TimeoutError:
-            if self._transport is not None:
-                self._transport.abort()
+            if transport is not None:
+                transport.abort()
             raise ConnectionResetError("the client stopped reading") from None
-        return self._response

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import orjson
 from aiohttp import web
 
+from sglang_sbs.router.clients import Answer
 from sglang_sbs.scheduling.events import RefuseCause
 
 ERROR_CODE_HEADER = "X-SMG-Error-Code"
@@ -76,13 +77,13 @@ class RouterError(Exception):
             }
         }
 
-    def response(self) -> web.Response:
-        return web.Response(
-            status=self.status,
-            body=orjson.dumps(self.body()),
-            content_type="application/json",
-            headers=self.headers(),
+    def answer(self) -> Answer:
+        return Answer(
+            self.status, orjson.dumps(self.body()), "application/json", headers=self.headers()
         )
+
+    def response(self) -> web.Response:
+        return self.answer().response()
 
     def sse_event(self) -> bytes:
         """The same error inside a stream whose status line has long left."""

@@ -30,9 +30,13 @@ from sglang_sbs.scheduling.config import (
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
 
 Role = Literal["router", "scheduler", "front-end"]
+PrefixSourceFlag = Literal["auto", "events", "approximate", "off"]
+ForwardTokenIds = Literal["auto", "on", "off"]
 
 FEEDBACK_POLICIES = ("sbs", "eta")
 """Policies that look at engines' reports, not only at the router's own books."""
+PREFIX_POLICIES = ("sbs",)
+"""Policies that look at what ranks have cached."""
 _DEFAULT_HEALTH_ENDPOINT = "/health"
 _REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 
@@ -57,6 +61,9 @@ class RouterOptions:
     event_log: Path | None = None
     tokenizer_path: Path | None = None
     chat_template: Path | None = None
+    prefix_source: PrefixSourceFlag = "auto"
+    """How it is found out what ranks have cached; ``auto``: events where there are any."""
+    forward_token_ids: ForwardTokenIds = "auto"
     api_key: str | None = None
     admin_api_key: str | None = None
     control_plane_keys: tuple[ControlKey, ...] = ()
@@ -64,7 +71,7 @@ class RouterOptions:
     max_concurrent_requests: int = -1
     queue_size: int = 100
     queue_timeout_s: float = 60.0
-    rate_limit_per_s: int = 0
+    rate_limit_per_s: float = 0.0
     """Tokens added per second; 0: none, a plain limit of requests at once."""
     max_payload_bytes: int = 512 * 1024 * 1024
     shutdown_grace_s: float = 180.0
@@ -93,6 +100,11 @@ class RouterOptions:
     """Sockets that listen already, inherited from the supervisor."""
     warnings: tuple[str, ...] = ()
     """To be logged once logging is set up."""
+
+    @property
+    def names_blocks(self) -> bool:
+        """Whether anybody looks for prefixes."""
+        return self.prefix_source != "off" and self.scheduler.policy in PREFIX_POLICIES
 
     @property
     def worker_key(self) -> str | None:
@@ -163,6 +175,11 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         )
     if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
         raise FlagError("--retry-max-backoff-ms must not be below --retry-initial-backoff-ms")
+    if 1 <= args.max_concurrent_requests < args.workers:
+        raise FlagError(
+            f"--max-concurrent-requests {args.max_concurrent_requests} cannot be shared out among "
+            f"--workers {args.workers}: write at least {args.workers}, or fewer workers"
+        )
     if args.rate_limit_tokens_per_second and args.max_concurrent_requests < 1:
         warnings.append(
             "--rate-limit-tokens-per-second has no effect without --max-concurrent-requests, which "
@@ -230,6 +247,8 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         event_log=args.sbs_event_log,
         tokenizer_path=args.tokenizer_path,
         chat_template=args.chat_template,
+        prefix_source=cast(PrefixSourceFlag, args.sbs_prefix_source),
+        forward_token_ids=cast(ForwardTokenIds, args.sbs_forward_token_ids),
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
         control_plane_keys=_control_keys(args.control_plane_api_keys),
@@ -237,7 +256,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         max_concurrent_requests=args.max_concurrent_requests,
         queue_size=args.queue_size,
         queue_timeout_s=args.queue_timeout_secs,
-        rate_limit_per_s=args.rate_limit_tokens_per_second or 0,
+        rate_limit_per_s=args.rate_limit_tokens_per_second or 0.0,
         max_payload_bytes=args.max_payload_size,
         shutdown_grace_s=args.shutdown_grace_period_secs,
         request_id_headers=tuple(h.lower() for h in args.request_id_headers or ())
@@ -322,12 +341,12 @@ def _is_local(endpoint: str) -> bool:
 
 def _policy(name: str, warnings: list[str]) -> Policy:
     normal = name.lower().replace("-", "_")
-    if normal in POLICIES:
-        return cast(Policy, normal)
     if normal in NEAREST_POLICY:
         nearest = NEAREST_POLICY[normal]
         warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}")
         return nearest
+    if normal in POLICIES:
+        return cast(Policy, normal)
     near = difflib.get_close_matches(normal, [*POLICIES, *NEAREST_POLICY], n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise FlagError(f"--policy {name!r} is not one of {', '.join(POLICIES)}{hint}")

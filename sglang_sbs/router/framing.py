@@ -7,7 +7,9 @@ know sockets, connections or who asked. Every defect is a :class:`MalformedRespo
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 MAX_HEAD_BYTES = 64 * 1024
 _STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?")
@@ -15,6 +17,7 @@ _HEADER_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*)")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _CONTENT_LENGTH = re.compile(r"[0-9]{1,15}")
 _MAX_SIZE_LINE = 1024
+_MAX_KEPT_BYTES = 1024
 
 
 class MalformedResponse(ValueError):
@@ -24,7 +27,7 @@ class MalformedResponse(ValueError):
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
     status: int
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     """Names in lower case; of a repeated header the values joined by commas."""
     keep_alive: bool
     chunked: bool
@@ -38,7 +41,14 @@ class ResponseHead:
 
 
 def parse_head(data: bytes) -> ResponseHead:
-    """A response head without its final empty line. Raises: MalformedResponse."""
+    """A response head without its final empty line. Raises: MalformedResponse.
+
+    An engine's heads are all alike, but for the second they are sent in: what was parsed is kept.
+    """
+    return _parse_known(data) if len(data) <= _MAX_KEPT_BYTES else _parse_head(data)
+
+
+def _parse_head(data: bytes) -> ResponseHead:
     lines = data.decode("latin-1").split("\r\n")
     match = _STATUS_LINE.fullmatch(lines[0])
     if match is None:
@@ -79,6 +89,9 @@ def parse_head(data: bytes) -> ResponseHead:
         chunked=chunked,
         content_length=length,
     )
+
+
+_parse_known = lru_cache(maxsize=256)(_parse_head)
 
 
 class ChunkedDecoder:

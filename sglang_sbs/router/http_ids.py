@@ -6,10 +6,8 @@ Owns their form. Must not know what they are used for (``rid`` of the engines is
 from __future__ import annotations
 
 import random
-import string
 from collections.abc import Mapping, Sequence
 
-_ALPHABET = string.ascii_letters + string.digits
 _PREFIXES = {
     "/v1/chat/completions": "chatcmpl-",
     "/v1/completions": "cmpl-",
@@ -18,9 +16,13 @@ _PREFIXES = {
 
 
 def request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> str:
-    """The first of the headers ``names`` the client sent, else a prefix and 24 alphanumerics."""
+    """The first of the headers ``names`` the client sent, else a prefix and 24 alphanumerics.
+
+    Args:
+        headers: any case will do for names in lower case.
+    """
     for name in names:
         value = headers.get(name)
         if value:
             return value
-    return _PREFIXES.get(path, "req-") + "".join(random.choices(_ALPHABET, k=24))
+    return f"{_PREFIXES.get(path, 'req-')}{random.getrandbits(96):024x}"

@@ -29,6 +29,7 @@ from sglang_sbs.router.mirror import state_of
 from sglang_sbs.router.pump import SchedulerPump
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.scheduling.events import (
+    BlocksCleared,
     Dispatch,
     Event,
     InstanceRole,
@@ -241,6 +242,8 @@ class Hub:
                 asked = self._asked.get(message.call)
                 if asked is not None and not asked.done():
                     asked.set_result(message)
+            case BlocksCleared():
+                self.pump.submit(message)
             case Bye():
                 self._end_session(session, "it said goodbye")
 

@@ -1,7 +1,7 @@
 """The books on what is in flight: which rid went where, and whose client may abort it.
 
-Owns the table from rid to workers (EndForward is bound through it), the counters per worker, and
-sending aborts. Must not know how a request is answered.
+Owns the table from rid to workers (EndForward is bound through it) and the counters per worker.
+Must not know how a request is answered.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import orjson
-
+from sglang_sbs.router.aborts import Aborts
 from sglang_sbs.router.dispatcher import Assigner, Assignment
 from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
 from sglang_sbs.router.lengths import PromptLength, PromptLengths
@@ -21,14 +20,11 @@ from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.pair import Pair, PrefillReply
 from sglang_sbs.router.registry import Worker
 from sglang_sbs.router.tracing import AttemptTrace, Traces
-from sglang_sbs.router.upstream import Pool, UpstreamError, request_head
+from sglang_sbs.router.upstream import Pool
 from sglang_sbs.scheduling.events import Outcome
 
 _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
-
-ABORT_ANSWER_S = 10.0
-"""How long an engine may take to answer an abort before its connection is closed."""
 
 
 @dataclass(slots=True)
@@ -39,6 +35,7 @@ class _Request:
     prefill: Worker | None = None
     decode: Worker | None = None
     prefill_open: bool = False
+    expected_cached_tokens: int = 0
     trace: AttemptTrace | None = None
 
 
@@ -60,16 +57,13 @@ class InFlight:
         self._pool = pool
         self._lengths = lengths
         self._metrics = metrics
-        self._abort_headers = (
-            f"authorization: Bearer {worker_key}\r\n".encode() if worker_key else b""
-        )
+        self.aborts = Aborts(pool, worker_key, metrics.aborts.inc)
         self._requests: dict[str, _Request] = {}
         self._clients: dict[str, set[asyncio.Task[object]]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._aborted: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.aborts_sent = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -144,7 +138,9 @@ class InFlight:
 
     def assigned(self, assignment: Assignment) -> None:
         """The scheduler let it go."""
-        trace = self._requests[assignment.rid].trace
+        request = self._requests[assignment.rid]
+        request.expected_cached_tokens = assignment.cached_tokens
+        trace = request.trace
         if trace is not None:
             trace.assignment = assignment
             trace.dispatched_ns = time.time_ns()
@@ -186,7 +182,17 @@ class InFlight:
 
     # PairObserver -----------------------------------------------------------------------------
 
+    # Booked when what came in together has been passed on: a first byte does not wait for it.
+
     def prefill_replied(self, rid: str, reply: PrefillReply) -> None:
+        """See :class:`~.pair.PairObserver`."""
+        self._pool.loop.call_soon(self._book_reply, rid, reply, time.monotonic())
+
+    def decode_started(self, rid: str) -> None:
+        """See :class:`~.pair.PairObserver`."""
+        self._pool.loop.call_soon(self._book_start, rid, time.monotonic())
+
+    def _book_reply(self, rid: str, reply: PrefillReply, now_s: float) -> None:
         request = self._requests.get(rid)
         self._dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
         if request is None:
@@ -194,18 +200,22 @@ class InFlight:
         if request.trace is not None:
             request.trace.prefill_ns = time.time_ns()
         if request.prefill_open:
-            self._metrics.prefill_seconds.observe(time.monotonic() - request.announced_s)
+            self._metrics.prefill_seconds.observe(now_s - request.announced_s)
         self._prefill_over(request)
         if reply.prompt_tokens is not None:
             self._lengths.learn(request.length, reply.prompt_tokens)
+            if reply.cached_tokens is not None:
+                self._metrics.prefix_found(
+                    reply.prompt_tokens, request.expected_cached_tokens, reply.cached_tokens
+                )
 
-    def decode_started(self, rid: str) -> None:
+    def _book_start(self, rid: str, now_s: float) -> None:
         request = self._requests.get(rid)
         if request is None or request.prefill_open:  # else its reply has said so
             self._dispatcher.prefill_done(rid)
         if request is not None:
             self._prefill_over(request)
-            self._metrics.ttft_seconds.observe(time.monotonic() - request.announced_s)
+            self._metrics.ttft_seconds.observe(now_s - request.announced_s)
             if request.trace is not None:
                 request.trace.first_byte_ns = time.time_ns()
 
@@ -233,37 +243,7 @@ class InFlight:
         if request is not None and request.pair is not None and request.pair.chunks == chunks:
             request.pair.leg_failed(_lost("decode", worker))
 
-    # Aborts -----------------------------------------------------------------------------------
-
-    def send_abort(self, worker_url: str, rid: str) -> None:
-        """``POST /abort_request`` without waiting. SGLang matches rids by prefix: ours are of one
-        length, so an abort hits exactly one request."""
-        body = orjson.dumps({"rid": rid})
-        head = request_head("POST", worker_url, "/abort_request", self._abort_headers, len(body))
-        self.aborts_sent += 1
-        self._metrics.aborts.inc()
-        ignore = _Ignore()
-        call = self._pool.call(worker_url, (head, body), ignore)
-        # A stopped engine takes connections and never answers: do not collect them.
-        ignore.timer = self._pool.loop.call_later(ABORT_ANSWER_S, call.cancel)
-
 
 def _lost(leg: Leg, worker: Worker) -> LegFailure:
     detail = "it answers nothing any more, not even health checks"
     return transport_failure(leg, worker.url, detail, unreachable=False)
-
-
-class _Ignore:
-    """A receiver for answers nobody waits for."""
-
-    timer: asyncio.TimerHandle | None = None
-
-    def head_received(self, status: int, headers: dict[str, str]) -> None: ...
-    def body_received(self, data: bytes) -> None: ...
-
-    def message_complete(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-
-    def failed(self, error: UpstreamError) -> None:
-        self.message_complete()

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from sglang_sbs.router.clients import Client
 from sglang_sbs.router.errors import RouterError
 
 GRACE_S = 30.0
@@ -23,7 +24,7 @@ GRACE_S = 30.0
 MIN_BYTES_PER_S = 16 * 1024
 
 
-async def read_body(request: web.Request, limit_bytes: int) -> bytes:
+async def read_body(request: Client, limit_bytes: int) -> bytes:
     """The whole body.
 
     Raises:
@@ -77,35 +78,31 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
 
 
 class Doorman:
-    """Wraps the protocol factory of a listening socket: closes connections that send no head."""
+    """Closes connections that send no request head."""
 
-    def __init__(self, factory: Callable[[], Any], patience_s: float = GRACE_S) -> None:
-        self._factory = factory
+    def __init__(self, patience_s: float = GRACE_S) -> None:
         self._patience_s = patience_s
         self._silent: dict[Any, float] = {}  # by age: the value is when patience ends
         self._sweep: asyncio.TimerHandle | None = None
 
-    def __call__(self) -> Any:
-        """A protocol for a new connection."""
-        protocol = self._factory()
+    def watch(self, transport: asyncio.BaseTransport) -> None:
+        """A new connection."""
         loop = asyncio.get_running_loop()
-        self._silent[protocol] = loop.time() + self._patience_s
+        self._silent[transport] = loop.time() + self._patience_s
         if self._sweep is None:
             self._sweep = loop.call_later(self._patience_s, self._close_silent)
-        return protocol
 
-    def heard(self, protocol: Any) -> None:
-        """A whole request head came over that connection."""
-        self._silent.pop(protocol, None)
+    def heard(self, transport: asyncio.BaseTransport | None) -> None:
+        """A whole request head came over that connection, or it is gone."""
+        self._silent.pop(transport, None)
 
     def _close_silent(self) -> None:
         loop = asyncio.get_running_loop()
         self._sweep = None
         while self._silent:
-            protocol, end_s = next(iter(self._silent.items()))
+            transport, end_s = next(iter(self._silent.items()))
             if end_s > loop.time():
                 self._sweep = loop.call_at(end_s, self._close_silent)
                 return
-            del self._silent[protocol]
-            if protocol.transport is not None:
-                protocol.transport.abort()
+            del self._silent[transport]
+            transport.abort()

@@ -29,14 +29,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from sglang_sbs.router.dispatcher import Assignment, DispatchObserver, lost_track
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.router.mirror import MirroredRegistry
 from sglang_sbs.router.pump import SchedulerLike, SchedulerPump
 from sglang_sbs.router.registry import Worker
 from sglang_sbs.scheduling.events import (
+    BlocksCleared,
     Dispatch,
     Event,
+    InstanceId,
     Outcome,
     PrefillDone,
     Refuse,
@@ -171,10 +175,19 @@ class SchedulerLink:
         prompt_tokens: int,
         max_new_tokens: int | None = None,
         exclude: tuple[str, ...] = (),
+        blocks: list[int] | None = None,
+        block_tokens: int = 0,
+        session: str = "",
     ) -> Assignment:
         """See :class:`~sglang_sbs.router.dispatcher.Assigner`."""
         arrival = RequestArrived(
-            rid=rid, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, exclude=exclude
+            rid=rid,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            exclude=exclude,
+            blocks=blocks or [],
+            block_tokens=block_tokens,
+            session=session,
         )
         request = _Request(arrival, self._loop.create_future())
         self._requests[rid] = request
@@ -204,12 +217,17 @@ class SchedulerLink:
         if self._requests.pop(rid, None) is not None:
             self._say(RequestEnded(rid=rid, outcome=outcome, completion_tokens=completion_tokens))
 
+    def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
+        """See :class:`~.dispatcher.Assigner`."""
+        for rank in range(dp_size):
+            self._say(BlocksCleared(instance=instance, dp_rank=rank))
+
     def submit(self, event: Event) -> None:
         """What this front end's own registry finds out counts only while it is alone."""
         if self._pump is not None:
             self._pump.submit(event)
 
-    def _say(self, event: RequestArrived | PrefillDone | RequestEnded) -> None:
+    def _say(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
         if self._pump is not None:
             self._pump.submit(event)
         elif not self._tell(event):
@@ -234,6 +252,8 @@ class SchedulerLink:
             return  # it ended meanwhile, and the scheduler was told
         if isinstance(command, Dispatch):
             request.placed = command
+            if request.arrival.blocks:  # nobody asks for them again, and there may be thousands
+                request.arrival = msgspec.structs.replace(request.arrival, blocks=[])
             request.decision.set_result(command)
         else:
             del self._requests[command.rid]

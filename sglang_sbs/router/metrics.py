@@ -40,6 +40,10 @@ _HOLD_BUCKETS = (
     60.0,
 )
 _GANG_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_HIT_ERROR_BUCKETS = (
+    *(-16384.0, -4096.0, -1024.0, -256.0, -64.0, -1.0),
+    *(0.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0),
+)
 _SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 
 
@@ -171,6 +175,21 @@ class RouterMetrics:
             "Size of the relative error of estimated prompt lengths",
             (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
         )
+        self.prompt_tokens = counter(
+            "sbs_prefix_prompt_tokens_total", "Prompt tokens of requests that prefill answered"
+        )
+        self.predicted_tokens = counter(
+            "sbs_prefix_predicted_tokens_total",
+            "Of those, expected to be cached: L_hit at dispatch",
+        )
+        self.reported_tokens = counter(
+            "sbs_prefix_reported_tokens_total", "Of those, found in the cache as the engine says"
+        )
+        self.hit_error = histogram(
+            "sbs_prefix_hit_error_tokens",
+            "Cached tokens as reported minus as predicted, per request; below 0 is a stale hit",
+            _HIT_ERROR_BUCKETS,
+        )
         self._gang = (-1, 0)
         # Looking a label set up costs more than counting: keep those of the hot paths.
         self._legs: dict[tuple[str, int], Counter] = {}
@@ -297,6 +316,13 @@ class RouterMetrics:
     def length_missed(self, relative: float) -> None:
         self.length_error.observe(abs(relative))
 
+    def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
+        """Prefill said how much of a prompt it had cached."""
+        self.prompt_tokens.inc(max(0, prompt_tokens))
+        self.predicted_tokens.inc(max(0, predicted_tokens))
+        self.reported_tokens.inc(max(0, reported_tokens))
+        self.hit_error.observe(reported_tokens - predicted_tokens)
+
     def forward_ended(self, worker_url: str, chunk_tokens: int, report: EndForward) -> None:
         """One pass of one prefill rank."""
         if report.kind != "forward" or report.role != "prefill":
@@ -337,6 +363,7 @@ def snapshot_families(snapshot: Any) -> Iterator[Metric]:
         ("sbs_mean_forward_seconds", "Mean T_fwd in the window", snapshot.mean_forward_s),
         ("sbs_latency_seconds", "L_net, dispatch to runnable", snapshot.latency_s),
         ("sbs_throttled", "1 while flow control refuses", float(snapshot.throttled)),
+        ("sbs_prefix_index_blocks", "KV blocks in the prefix index", snapshot.prefix_blocks),
     ):
         yield _one(name, text, value)
     if snapshot.lead_s is not None:

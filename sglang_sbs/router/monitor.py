@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -20,13 +21,14 @@ import orjson
 
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
-from sglang_sbs.router.upstream import is_our_own
+from sglang_sbs.router.upstream import Pool, UpstreamError, fetch, is_our_own
 from sglang_sbs.scheduling.events import Event, LoadPolled
 
 logger = logging.getLogger(__name__)
 
 _PROBE_PATHS = ("/ready", "/ping")
 """Flag checks that run no forward pass. SGLang's /health runs one, on DP rank 0."""
+_LOADS = "/v1/loads?include=core,disagg,queues"
 _DOUBT_TIMEOUT_S = 2.0
 """For a probe of a worker in doubt, whose answer takes it milliseconds."""
 _FAST_S = 1.0
@@ -66,7 +68,14 @@ class Monitor:
         config: MonitorConfig,
         submit: Callable[[Event], None],
         described: Callable[[Worker, WorkerInfo], None] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """``tls``: how engines' certificates are checked; ``None``: as the system does."""
+        # For load polls: with aiohttp's client each of them costs several times as much.
+        self._pool = Pool(asyncio.get_running_loop(), ssl_context=tls)
+        self._poll_headers = (
+            f"authorization: Bearer {config.api_key}\r\n".encode() if config.api_key else b""
+        )
         self._registry = registry
         self._session = session
         self._config = config
@@ -103,6 +112,7 @@ class Monitor:
         tasks = [task for group in self._tasks.values() for task in group] + [self._ticker]
         for task in tasks:
             task.cancel()
+        self._pool.close()
         self._tasks.clear()
         self._doubts.clear()
         return tasks
@@ -281,8 +291,11 @@ class Monitor:
                 backoff_s = interval_s
                 continue
             try:
-                status, data = await self._get(worker, "/v1/loads?include=core,disagg,queues")
-            except (aiohttp.ClientError, OSError, TimeoutError):
+                status, data = await fetch(
+                    *(self._pool, worker.url, _LOADS, self._poll_headers),
+                    self._config.health_timeout_s,
+                )
+            except (UpstreamError, TimeoutError):
                 backoff_s = min(2 * backoff_s, 5.0)
                 continue
             event = parse_loads(worker, data) if status == 200 else None

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,7 +94,9 @@ class Pair:
         observer: PairObserver,
         abort: Aborter,
         sink: Callable[[bytes], None] | None,
+        begun: Callable[[str], None] | None = None,
     ) -> None:
+        """``begun`` gets the content type right before ``sink`` gets its first piece."""
         self.request = request
         self.rid = request.rid
         self.status = 0
@@ -107,6 +109,7 @@ class Pair:
         self._observer = observer
         self._send_abort = abort
         self._sink = sink
+        self._begun = begun
         self._waits_for_prefill = request.needs_prefill_reply
         self._held: list[bytes] = []
         self._tail = b""
@@ -258,6 +261,8 @@ class Pair:
     def _open(self) -> None:
         self._opened = True
         self._observer.decode_started(self.rid)
+        if self._begun is not None:
+            self._begun(self.content_type)
         self._wake()
 
     def _first_event_failure(self, data: bytes) -> LegFailure | None:
@@ -322,7 +327,7 @@ class _Leg:
     def worker(self) -> str:
         raise NotImplementedError
 
-    def head_received(self, status: int, headers: dict[str, str]) -> None:
+    def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
 
     def body_received(self, data: bytes) -> None:
@@ -391,7 +396,7 @@ class _DecodeLeg(_Leg):
     def worker(self) -> str:
         return self.pair.request.decode
 
-    def head_received(self, status: int, headers: dict[str, str]) -> None:
+    def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = self.pair.status = status
         self.pair.content_type = headers.get("content-type", "application/json")
 

@@ -12,13 +12,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
 from sglang_sbs.router.urls import alias_key, bracketed, normalise_worker_url, split_worker_url
-from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
+from sglang_sbs.scheduling.events import (
+    Event,
+    InstanceDown,
+    InstanceRole,
+    InstanceUp,
+    PrefixSource,
+)
 from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
@@ -34,6 +40,8 @@ RECHECK_EVERY_S = 5.0
 _MAX_REMEMBERED = 256
 MUTE_AFTER_DISPATCHES = 3
 """Dispatches without any EndForward after which the missing signal is reported."""
+PrefixWish = Literal["auto", "events", "approximate", "off"]
+"""``auto``: events where they can be had, else approximate."""
 
 
 @dataclass(eq=False)
@@ -69,6 +77,8 @@ class Worker:
     """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
     recheck: bool = False
     """``/server_info`` must be read again before the worker is trusted."""
+    kv_events_missing: bool = False
+    """It publishes KV events, but not so that they arrive."""
     rechecked_s: float = -math.inf
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
     heard_s: float = 0.0
@@ -124,12 +134,15 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
         *,
         expects_endforward: bool = True,
+        prefix_source: PrefixWish = "off",
     ) -> None:
-        """``expects_endforward``: its absence is a problem worth telling."""
+        """``expects_endforward``: its absence is a problem worth telling. ``prefix_source``: how
+        the scheduler learns what prefill instances have cached."""
         self._emit = emit
         self._breaker = breaker or BreakerConfig()
         self._clock = clock
         self._expects_endforward = expects_endforward
+        self._prefix_source = prefix_source
         self._workers: dict[str, Worker] = {}
         self._aliases: dict[tuple[str, int], str] = {}
         self.doubted: Callable[[Worker], None] = lambda worker: None
@@ -208,6 +221,7 @@ class Registry:
         worker.info = info
         worker.problems.pop("unusable", None)
         worker.problems.pop("unreachable", None)
+        self._check_prefix_source(worker)
         for number, text in enumerate(info.warnings):
             self.report_problem(worker, f"launch{number}", text)
         if worker.announced and changed:
@@ -296,6 +310,51 @@ class Registry:
         worker.problems.pop("role", None)
         return True
 
+    # What is cached where ---------------------------------------------------------------------
+
+    def listens_to_events(self, worker: Worker) -> bool:
+        """Whether its KV events are wanted and, as far as it says, to be had."""
+        info = worker.info
+        return (
+            info is not None
+            and info.radix_cache
+            and info.kv_events is not None
+            and self._prefix_source in ("auto", "events")
+        )
+
+    def prefix_source_of(self, worker: Worker) -> PrefixSource:
+        """How the scheduler learns what the worker has cached."""
+        info = worker.info
+        if info is None or not info.radix_cache:
+            return "off"
+        if self.listens_to_events(worker) and not worker.kv_events_missing:
+            return "events"
+        return "approximate" if self._prefix_source in ("auto", "approximate") else "off"
+
+    def set_kv_events_missing(self, worker: Worker, why: str) -> None:
+        """Its KV events do not arrive, or (empty) they do again."""
+        if why:
+            self.report_problem(worker, "kv_events", why)
+        elif worker.problems.pop("kv_events", None):
+            logger.info("worker %s: its KV events arrive", worker.url)
+        if worker.kv_events_missing != bool(why):
+            worker.kv_events_missing = bool(why)
+            if worker.announced:
+                self._emit(self._instance_up(worker))
+
+    def _check_prefix_source(self, worker: Worker) -> None:
+        info = worker.info
+        if info is None or not info.radix_cache or self._prefix_source != "events":
+            return
+        if info.kv_events is None:
+            self.report_problem(
+                worker,
+                "kv_events",
+                "publishes no KV events, so that nothing is known of its cache: start it with "
+                '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
+                '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto',
+            )
+
     def report_problem(self, worker: Worker, kind: str, text: str) -> None:
         """Show it in ``GET /workers``; log it once, and again if it is back after a while."""
         if worker.problems.get(kind) == text:
@@ -379,6 +438,7 @@ class Registry:
             kv_capacity_tokens=info.kv_capacity_tokens,
             max_running_requests=info.max_running_requests,
             page_size=info.page_size,
+            prefix_source=self.prefix_source_of(worker),
         )
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
@@ -441,45 +501,3 @@ def _why_mute(info: WorkerInfo) -> str:
         "reached, and that SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here are the "
         "same secret, or both unset"
     )
-
-
-def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
-    """One entry of ``GET /workers``: sglang_router's fields, then ours."""
-    info = worker.info
-    age_s = worker.report_age_s(now_s)
-    return {
-        "id": worker.id,
-        "url": worker.url,
-        "model_id": info.model_id if info else "unknown",
-        "priority": worker.priority,
-        "cost": worker.cost,
-        "worker_type": worker.role,
-        "is_healthy": worker.healthy,
-        "load": worker.load,
-        "connection_mode": "HTTP",
-        "runtime_type": "sglang",
-        "bootstrap_port": worker.bootstrap_port,
-        "metadata": {
-            "disaggregation_mode": worker.role,
-            "served_model_name": info.model_id if info else "unknown",
-            "load_balance_method": info.load_balance_method if info else "",
-            "dp_size": str(worker.dp_size),
-        }
-        | worker.labels,
-        "disable_health_check": False,
-        "usable": worker.usable,
-        "circuit_breaker": worker.breaker.state,
-        "dp_size": info.dp_size if info else None,
-        "chunk_tokens": info.chunk_tokens if info else None,
-        "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
-        "max_running_requests": info.max_running_requests if info else None,
-        "page_size": info.page_size if info else None,
-        "version": info.version if info else None,
-        "plugin": info is not None and info.sbs is not None,
-        "signal": "endforward" if worker.reporting(now_s) else "polls",
-        "endforward_age_s": round(age_s, 3) if age_s is not None else None,
-        "endforward_messages": sum(worker.reports.values()),
-        "dispatches": worker.dispatches,
-        "failures": worker.failures,
-        "problems": dict(worker.problems),
-    }

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from aiohttp import web
 
 from sglang_sbs.router.admission import Admission
+from sglang_sbs.router.clients import Answer, Client
 from sglang_sbs.router.dispatcher import Assigner, Assignment
 from sglang_sbs.router.downstream import Downstream
+from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
 from sglang_sbs.router.inflight import InFlight
 from sglang_sbs.router.intake import read_body
-from sglang_sbs.router.lengths import PromptLength, PromptLengths
 from sglang_sbs.router.merge import (
     StreamMerger,
     event_sink,
@@ -36,6 +36,7 @@ from sglang_sbs.router.merge import (
 )
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.pair import Pair, PairRequest
+from sglang_sbs.router.prompts import PromptReader, ReadPrompt
 from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.requests import (
     LegFields,
@@ -45,6 +46,7 @@ from sglang_sbs.router.requests import (
     leg_bodies,
     pick_bootstrap_room,
     plan_request,
+    session_header,
 )
 from sglang_sbs.router.upstream import Pool
 from sglang_sbs.scheduling.events import Outcome
@@ -78,8 +80,9 @@ class _Exchange:
     headers: bytes
     request_id: str
     downstream: Downstream
-    lengths: list[PromptLength]
+    prompts: list[ReadPrompt]
     """By prompt index."""
+    session: str
     pairs: dict[int, Pair]
     """By unit index: the attempt under way."""
 
@@ -92,7 +95,8 @@ class Relay:
         registry: Registry,
         dispatcher: Assigner,
         pool: Pool,
-        lengths: PromptLengths,
+        prompts: PromptReader,
+        tokenizers: EngineTokenizers,
         metrics: RouterMetrics,
         admission: Admission,
         in_flight: InFlight,
@@ -101,15 +105,18 @@ class Relay:
         self._registry = registry
         self._dispatcher = dispatcher
         self._pool = pool
-        self._lengths = lengths
+        self._prompts = prompts
+        self._tokenizers = tokenizers
+        self.sent_as_ids = 0
+        """Attempts whose engines got token ids in place of text."""
         self._metrics = metrics
         self._admission = admission
         self._in_flight = in_flight
 
     async def handle(
-        self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str
-    ) -> web.StreamResponse:
-        """Answer one client request.
+        self, client: Client, kind: RouteKind, headers: bytes, request_id: str
+    ) -> Answer | None:
+        """Answer one client request; ``None``: the answer was streamed to the client.
 
         Raises:
             RouterError: as long as nothing was sent to the client.
@@ -120,7 +127,7 @@ class Relay:
         # From the first byte on: a request whose body is still coming is waited for at the end.
         with self._in_flight.client_request(task):
             try:
-                return await self._serve(request, kind, headers, request_id, task)
+                return await self._serve(client, kind, headers, request_id, task)
             except asyncio.CancelledError:
                 if not self._in_flight.was_aborted(task):
                     raise
@@ -129,13 +136,13 @@ class Relay:
 
     async def _serve(
         self,
-        request: web.Request,
+        client: Client,
         kind: RouteKind,
         headers: bytes,
         request_id: str,
         task: asyncio.Task[Any],
-    ) -> web.StreamResponse:
-        plan = plan_request(kind, await read_body(request, self._config.max_payload_bytes))
+    ) -> Answer | None:
+        plan = plan_request(kind, await read_body(client, self._config.max_payload_bytes))
         pairs: dict[int, Pair] = {}
         with self._in_flight.named(plan.client_rids, task):
             exchange = _Exchange(
@@ -143,9 +150,10 @@ class Relay:
                 path=PATHS[kind],
                 headers=headers,
                 request_id=request_id,
-                downstream=Downstream(request, pairs),
+                downstream=Downstream(client, pairs),
                 pairs=pairs,
-                lengths=await self._lengths.count(kind, plan.prompts),
+                prompts=await self._prompts.read(plan),
+                session=session_header(headers) or plan.session,
             )
             async with self._admission.slot():
                 try:
@@ -176,13 +184,15 @@ class Relay:
                     raise error
                 exchange.downstream.push(error.sse_event())
                 self._metrics.stream_broken(error)
-                return await exchange.downstream.finish()
+                await exchange.downstream.finish()
+                return None
 
-    async def _answer(self, exchange: _Exchange) -> web.StreamResponse:
+    async def _answer(self, exchange: _Exchange) -> Answer | None:
         plan = exchange.plan
         if plan.stream:
             await self._stream(exchange)
-            return await exchange.downstream.finish()
+            await exchange.downstream.finish()
+            return None
         if plan.single:
             pair = await self._run_unit(exchange, plan.units[0], None)
             body = (
@@ -190,20 +200,13 @@ class Relay:
                 if self._needs_edit(plan)
                 else pair.body
             )
-            return web.Response(
-                status=pair.status,
-                body=body,
-                headers={"Content-Type": pair.content_type},
-            )
+            return Answer(pair.status, body, pair.content_type)
         pairs = await self._run_all(exchange, lambda unit: None)
         answers = [
             self._edited(plan, pair, _answer_of(pair), position)
             for position, pair in enumerate(pairs)
         ]
-        return web.Response(
-            body=merge_answers(plan, answers),
-            content_type="application/json",
-        )
+        return Answer(200, merge_answers(plan, answers), "application/json")
 
     # Edits of complete answers and stream events ----------------------------------------------
 
@@ -313,16 +316,19 @@ class Relay:
         make_sink: Callable[[], Callable[[bytes], None]] | None,
     ) -> Pair:
         rid = uuid.uuid4().hex
-        length = exchange.lengths[unit.prompt_index]
-        self._in_flight.announce(rid, length)
+        prompt = exchange.prompts[unit.prompt_index]
+        self._in_flight.announce(rid, prompt.length)
         outcome: Outcome = "failed"
         pair: Pair | None = None
         try:
             assignment = await self._dispatcher.assign(
                 rid,
-                prompt_tokens=length.tokens,
+                prompt_tokens=prompt.length.tokens,
                 max_new_tokens=unit.max_new_tokens,
                 exclude=exclude,
+                blocks=prompt.blocks.tolist(),
+                block_tokens=prompt.block_tokens,
+                session=exchange.session,
             )
             self._in_flight.assigned(assignment)
             pair = self._start(exchange, unit, assignment, make_sink)
@@ -379,7 +385,14 @@ class Relay:
             prefill_rank=assignment.prefill_rank,
             decode_rank=assignment.decode_rank,
         )
-        prefill_body, decode_body = leg_bodies(unit, exchange.plan, fields)
+        plan = exchange.plan
+        ids_json = exchange.prompts[unit.prompt_index].ids_json
+        if ids_json and not self._tokenizers.may_get_ids(plan.kind, prefill, decode):
+            ids_json = None
+        self.sent_as_ids += ids_json is not None
+        prefill_body, decode_body = leg_bodies(unit, plan, fields, ids_json)
+        # What is edited may turn out to be unreadable: its first event decides on the status.
+        plain = plan.stream and plan.single and not self._needs_edit(plan)
         pair = Pair(
             self._pool,
             PairRequest(
@@ -390,12 +403,13 @@ class Relay:
                 headers=exchange.headers,
                 prefill_body=prefill_body,
                 decode_body=decode_body,
-                stream=exchange.plan.stream,
-                needs_prefill_reply=exchange.plan.merge_logprobs,
+                stream=plan.stream,
+                needs_prefill_reply=plan.merge_logprobs,
             ),
             self._in_flight,
-            self._in_flight.send_abort,
+            self._in_flight.aborts.send,
             make_sink() if make_sink is not None else None,
+            exchange.downstream.open_at_once if plain else None,
         )
         exchange.pairs[unit.index] = pair
         self._in_flight.started(assignment, pair, prefill, decode)

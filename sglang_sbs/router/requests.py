@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 import orjson
 
+from sglang_sbs.router.block_names import PLAIN, Namespace
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.wire.front_end import MAX_SESSION_CHARS
 
 RouteKind = Literal["generate", "completions", "chat"]
 MAX_UNITS = 16_384
@@ -69,7 +71,36 @@ _PER_PROMPT_FIELDS = (
 _LOGPROB_FIELDS = ("token_ids_logprob",)
 """Lists of their own right: per prompt only when they are lists of lists."""
 
+_PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
+_BESIDES_PROMPT = frozenset(
+    {"image_data", "video_data", "audio_data", "embed_overrides", "session_params"}
+)
+"""With one of these the engine's prompt is more than the prompt of the body."""
+_IDS_FIELD: dict[RouteKind, str] = {
+    "generate": "input_ids",
+    "completions": "prompt",
+    "chat": "input_ids",
+}
+_NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
+_SESSION_FIELDS = ("session_id", "prompt_cache_key")
+
 _DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a client request."""
+
+    value: Any
+    """Text, token ids, embeddings or the body of a chat, for counting tokens."""
+    member: bytes
+    """It as a member of the JSON both legs get; empty for a chat, which is all over the body."""
+    namespace: Namespace | None
+    """Of the KV cache; ``None``: the body does not say it clearly."""
+    alone: bool = True
+    """There is nothing in the engine's prompt but what ``value`` has."""
+    takes_ids: bool = False
+    """Its token ids say the same: no answer depends on its being text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +111,7 @@ class Unit:
     """Position of its output, or of its first choice, in the merged answer."""
     prompt_index: int
     common: bytes
-    """The JSON both legs share, an object without its closing brace."""
+    """The JSON both legs share without the prompt, an object without its closing brace."""
     max_new_tokens: int | None
 
 
@@ -91,8 +122,7 @@ class Plan:
     kind: RouteKind
     stream: bool
     units: tuple[Unit, ...]
-    prompts: tuple[Any, ...]
-    """Text, token ids, embeddings or the chat body, for counting tokens."""
+    prompts: tuple[Prompt, ...]
     samples: int
     """``n``: units per prompt."""
     as_list: bool
@@ -102,6 +132,9 @@ class Plan:
     stream_options: Any
     client_rids: tuple[str, ...]
     """Ids by which the client may abort it later."""
+    model: str = ""
+    session: str = ""
+    """What the client calls its conversation in the body."""
 
     @property
     def single(self) -> bool:
@@ -160,14 +193,16 @@ def plan_request(kind: RouteKind, raw: bytes) -> Plan:
         merge_logprobs=merge,
         stream_options=options,
         client_rids=rids,
+        model=_text_of(body, "model") if kind != "generate" else "",
+        session=_session_of(body),
     )
 
 
 # Splitting ------------------------------------------------------------------------------------
 
 
-def _split_generate(body: dict[str, Any]) -> tuple[list[Unit], list[Any], int, bool]:
-    key = next((k for k in ("text", "input_ids", "input_embeds") if body.get(k) is not None), None)
+def _split_generate(body: dict[str, Any]) -> tuple[list[Unit], list[Prompt], int, bool]:
+    key = next((k for k in _PROMPT_FIELDS if body.get(k) is not None), None)
     if key is None:
         raise bad_request("one of text, input_ids or input_embeds is required")
     batch = _batch_size(key, body[key])
@@ -178,7 +213,14 @@ def _split_generate(body: dict[str, Any]) -> tuple[list[Unit], list[Any], int, b
     singles = [body] if batch is None else [_select(body, i, batch) for i in range(batch)]
     _check_units(len(singles), samples)
     units = []
+    prompts = []
     for prompt_index, single in enumerate(singles):
+        value = single.pop(key)
+        for name in _PROMPT_FIELDS:
+            if name in single and single[name] is None:
+                del single[name]
+        others = any(name in single for name in _PROMPT_FIELDS)
+        prompts.append(_prompt(key, value, single, takes_ids=key == "text" and not others))
         own = single.get("sampling_params")
         common = _open_object(
             single if samples == 1 else single | {"sampling_params": {**(own or {}), "n": 1}}
@@ -188,7 +230,6 @@ def _split_generate(body: dict[str, Any]) -> tuple[list[Unit], list[Any], int, b
         units += [
             Unit(prompt_index * samples + j, prompt_index, common, limit) for j in range(samples)
         ]
-    prompts = [single.get(key) for single in singles]
     return units, prompts, samples, batch is not None or samples > 1
 
 
@@ -239,36 +280,78 @@ def _samples_of(params: Any) -> int:
     return values.pop()
 
 
-def _split_openai(kind: RouteKind, body: dict[str, Any]) -> tuple[list[Unit], list[Any], int]:
+def _split_openai(kind: RouteKind, body: dict[str, Any]) -> tuple[list[Unit], list[Prompt], int]:
     samples = _positive("n", body.get("n"))
     if samples > 1:
         body["n"] = 1
-    prompts: list[Any]
-    prompt: Any
     if kind == "chat":
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise bad_request("messages must be a non-empty list")
-        prompts = [None]
+        prompts = [_chat_prompt(body)]
     else:
-        prompt = body.get("prompt")
+        prompt = body.pop("prompt", None)
         if not isinstance(prompt, str | list) or prompt == []:
             raise bad_request("prompt must be a string, a list of strings or token ids")
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-        prompts = list(prompt) if several else [prompt]
+        values = prompt if several else [prompt]
+        # What is echoed is the text that was sent, not what its tokens decode to.
+        plain = not body.get("echo")
+        prompts = [_prompt("prompt", value, body, takes_ids=plain) for value in values]
     _check_units(len(prompts), samples)
     limit = _limit(body.get("max_completion_tokens"))
     if limit is None:
         limit = _limit(body.get("max_tokens"))
     if limit is None:
         limit = _DEFAULT_MAX_TOKENS[kind]
-    units = []
-    for prompt_index, prompt in enumerate(prompts):
-        single = body if kind == "chat" else body | {"prompt": prompt}
-        common = _open_object(single)
-        units += [
-            Unit(prompt_index * samples + j, prompt_index, common, limit) for j in range(samples)
-        ]
-    return units, [body] if kind == "chat" else prompts, samples
+    common = _open_object(body)
+    units = [
+        Unit(prompt_index * samples + j, prompt_index, common, limit)
+        for prompt_index in range(len(prompts))
+        for j in range(samples)
+    ]
+    return units, prompts, samples
+
+
+def _prompt(key: str, value: Any, rest: dict[str, Any], *, takes_ids: bool) -> Prompt:
+    """``rest``: the single request without it."""
+    alone = _is_alone(rest)
+    takes_ids = takes_ids and alone and isinstance(value, str)
+    return Prompt(value, _members({key: value}), _namespace_of(rest), alone, takes_ids)
+
+
+def _chat_prompt(body: dict[str, Any]) -> Prompt:
+    ids = body.get("input_ids")  # instead of what the messages would become
+    if ids is None:
+        body.pop("input_ids", None)
+    alone = _is_alone(body)
+    value = body if ids is None else ids
+    return Prompt(value, b"", _namespace_of(body), alone, takes_ids=alone and ids is None)
+
+
+def _is_alone(rest: dict[str, Any]) -> bool:
+    return _BESIDES_PROMPT.isdisjoint(rest) or not any(map(rest.get, _BESIDES_PROMPT))
+
+
+def _namespace_of(single: dict[str, Any]) -> Namespace | None:
+    """Where the KV cache keeps it; ``None`` if that cannot be told (lists, odd types)."""
+    parts = [single.get(name) or None for name in _NAMESPACE_FIELDS]
+    if parts == [None, None, None]:
+        return PLAIN
+    if not all(part is None or isinstance(part, str) for part in parts):
+        return None
+    return Namespace(*parts)
+
+
+def _session_of(body: dict[str, Any]) -> str:
+    for name in _SESSION_FIELDS:
+        if name in body and (session := _text_of(body, name)):
+            return session
+    return ""
+
+
+def _text_of(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    return value[:MAX_SESSION_CHARS] if isinstance(value, str) else ""
 
 
 def _limit(value: Any) -> int | None:
@@ -299,6 +382,10 @@ def _open_object(body: dict[str, Any]) -> bytes:
         raise bad_request(f"the request body cannot be forwarded: {error}") from error
 
 
+def _members(body: dict[str, Any]) -> bytes:
+    return _open_object(body)[1:]
+
+
 # Legs -----------------------------------------------------------------------------------------
 
 
@@ -324,11 +411,14 @@ def pick_bootstrap_room(prefill_rank: int, prefill_dp_size: int) -> int:
     return random.randrange(slots) * prefill_dp_size + prefill_rank
 
 
-def leg_bodies(unit: Unit, plan: Plan, fields: LegFields) -> tuple[bytes, bytes]:
+def leg_bodies(
+    unit: Unit, plan: Plan, fields: LegFields, ids_json: bytes | None = None
+) -> tuple[bytes, bytes]:
     """The bodies for prefill and decode.
 
     Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
-    its counts come in one piece.
+    its counts come in one piece. ``ids_json``: token ids that both legs get instead of the text, or
+    for a chat instead of what they would make of its messages.
     """
     shared = {
         "rid": fields.rid,
@@ -341,11 +431,15 @@ def leg_bodies(unit: Unit, plan: Plan, fields: LegFields) -> tuple[bytes, bytes]
     decode = shared | {"routed_dp_rank": fields.decode_rank, "stream": plan.stream}
     if plan.stream and plan.stream_options is not None:
         decode["stream_options"] = plan.stream_options
-    return _append(unit.common, prefill), _append(unit.common, decode)
+    prompt = plan.prompts[unit.prompt_index].member
+    if ids_json is not None:
+        prompt = b'"%b":%b' % (_IDS_FIELD[plan.kind].encode(), ids_json)
+    both = b",".join(filter(None, (prompt, unit.common[1:])))
+    return _append(both, prefill), _append(both, decode)
 
 
-def _append(common: bytes, fields: dict[str, Any]) -> bytes:
-    return b"%b,%b" % (common, orjson.dumps(fields)[1:])
+def _append(members: bytes, fields: dict[str, Any]) -> bytes:
+    return b"{%b,%b" % (members, orjson.dumps(fields)[1:])
 
 
 # Headers --------------------------------------------------------------------------------------
@@ -363,6 +457,15 @@ _FORWARDED_HEADERS = frozenset(
         "x-smg-routing-key",
     }
 )
+
+
+def session_header(headers: bytes) -> str:
+    """``x-smg-routing-key`` of forwarded header lines: what a client calls its conversation."""
+    for line in headers.split(b"\r\n"):
+        name, _, value = line.partition(b": ")
+        if name == b"x-smg-routing-key":
+            return value.decode("utf-8", "replace")[:MAX_SESSION_CHARS]
+    return ""
 
 
 def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:

@@ -19,14 +19,18 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from sglang_sbs.router.admission import Admission
-from sglang_sbs.router.app import build_app
+from sglang_sbs.router.app import KINDS, Surface
+from sglang_sbs.router.block_names import BlockNamer
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.direct import DirectPort
 from sglang_sbs.router.dispatcher import Assigner
+from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.inflight import InFlight
 from sglang_sbs.router.intake import Doorman, ParserLog
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
+from sglang_sbs.router.prompts import PromptReader
 from sglang_sbs.router.pump import SchedulerLike
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.relay import Relay
@@ -34,7 +38,7 @@ from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedule
 from sglang_sbs.router.tracing import open_traces
 from sglang_sbs.router.upstream import Pool
 from sglang_sbs.router.watch import worker_session, worker_ssl
-from sglang_sbs.router.worker_metrics import gauge
+from sglang_sbs.router.worker_metrics import gauge, total
 from sglang_sbs.scheduling.events import InstanceRole
 
 logger = logging.getLogger(__name__)
@@ -73,6 +77,7 @@ class RouterServer:
         self._file_limit = 0
         self._runners: list[web.AppRunner] = []
         self._listening: list[asyncio.Server] = []
+        self._direct: DirectPort | None = None
         self._flusher: asyncio.Task[None] | None = None
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
 
@@ -88,9 +93,10 @@ class RouterServer:
         self._build()
         try:
             parser_log = ParserLog(self.metrics.malformed_request)
+            surface = Surface(self)
             self._runners = [
                 web.AppRunner(
-                    build_app(self),
+                    surface.application(),
                     handler_cancellation=True,
                     access_log=None,
                     logger=parser_log,
@@ -106,12 +112,13 @@ class RouterServer:
             ]
             # Before the port opens: a front end takes no requests it has no scheduler for.
             self.endforward_endpoint = await self._schedulers.start()
-            self.port = await self._listen(self._runners[0])
+            self.port = await self._listen(self._runners[0], surface)
             if options.role != "front-end":  # the scheduler process shows those of all
                 self.prometheus_port = await self._listen_for_metrics(self._runners[1])
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
+        self.tokenizers.start()
         self._flusher = asyncio.create_task(self._flush_log())
 
     def _build(self) -> None:
@@ -137,7 +144,23 @@ class RouterServer:
             )
         self.registry = self._schedulers.registry
         self.dispatcher = self._schedulers.dispatcher
-        self.lengths = PromptLengths(tokenizer, self.metrics.length_missed)
+        self.lengths = PromptLengths(self.metrics.length_missed)
+        names_blocks = options.names_blocks
+        self.tokenizers = EngineTokenizers(
+            self.registry,
+            self.session,
+            tokenizer,
+            forwarding=options.forward_token_ids,
+            names_blocks=names_blocks,
+            api_key=options.api_key,
+        )
+        self.prompts = PromptReader(
+            tokenizer,
+            self.lengths,
+            BlockNamer(as_published=options.prefix_source != "approximate"),
+            self.tokenizers,
+            names_text=names_blocks and options.prefix_source in ("auto", "approximate"),
+        )
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,
             pool=self.pool,
@@ -160,7 +183,8 @@ class RouterServer:
             registry=self.registry,
             dispatcher=self.dispatcher,
             pool=self.pool,
-            lengths=self.lengths,
+            prompts=self.prompts,
+            tokenizers=self.tokenizers,
             metrics=self.metrics,
             admission=self.admission,
             in_flight=self.in_flight,
@@ -186,13 +210,17 @@ class RouterServer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self.in_flight.wait_idle()
+                    await self.in_flight.aborts.wait_idle()
         if self._flusher is not None:
             self._flusher.cancel()
         await self._schedulers.close()
+        if self._direct is not None:
+            await self._direct.close(_LAST_WORDS_S)
         for runner in self._runners:
             await runner.cleanup()
         self._runners.clear()
-        self.lengths.close()
+        await self.tokenizers.close()
+        self.prompts.close()
         self.pool.close()
         await self.session.close()
         if self.traces is not None:
@@ -207,11 +235,15 @@ class RouterServer:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_IDLE_S):
-                while any(  # noqa: ASYNC110 - aiohttp announces no closed connection
-                    runner.server and runner.server.connections for runner in self._runners[:1]
-                ):
+                while self._connections():  # noqa: ASYNC110 - aiohttp announces no closed one
                     await asyncio.sleep(_LAST_CALL_S)
         await self.in_flight.wait_idle()
+
+    def _connections(self) -> int:
+        """Of clients, now."""
+        web_server = self._runners[0].server if self._runners else None
+        by_aiohttp = len(web_server.connections) if web_server is not None else 0
+        return by_aiohttp + (len(self._direct.connections) if self._direct is not None else 0)
 
     # Workers ----------------------------------------------------------------------------------
 
@@ -249,28 +281,31 @@ class RouterServer:
 
     # Listening --------------------------------------------------------------------------------
 
-    async def _listen(self, runner: web.AppRunner) -> int:
+    async def _listen(self, runner: web.AppRunner, surface: Surface) -> int:
         """Open the serving port; returns the real one (for port 0)."""
         options = self.options
         await runner.setup()
         assert runner.server is not None
-        self.doorman = Doorman(runner.server)
+        self.doorman = Doorman()
+        direct = DirectPort(surface, tuple(KINDS), self.doorman, runner.server)
+        self._direct = direct
         loop = asyncio.get_running_loop()
         tls = self._server_ssl()
         if options.listen_fds:
             for fd in options.listen_fds:
                 inherited = socket.socket(fileno=fd)
                 self._listening.append(
-                    await loop.create_server(
-                        self.doorman, sock=inherited, ssl=tls, backlog=_BACKLOG
-                    )
+                    await loop.create_server(direct, sock=inherited, ssl=tls, backlog=_BACKLOG)
                 )
         else:
             self._listening.append(
                 await loop.create_server(
-                    self.doorman, options.host, options.port, ssl=tls, backlog=_BACKLOG
+                    direct, options.host, options.port, ssl=tls, backlog=_BACKLOG
                 )
             )
+        for listening in self._listening:
+            for sock in listening.sockets:  # what is accepted inherits it
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return int(self._listening[0].sockets[0].getsockname()[1])
 
     async def _listen_for_metrics(self, runner: web.AppRunner) -> int:
@@ -305,6 +340,16 @@ class RouterServer:
         ratio = gauge("sbs_prompt_bytes_per_token", "Calibrated, for estimated prompt lengths")
         ratio.add_metric([], self.lengths.bytes_per_token)
         yield ratio
+        counted = total("sbs_prompts", "By where their length is from", "counted")
+        for how, prompts in self.prompts.counts.items():
+            counted.add_metric([how], prompts)
+        yield counted
+        wrong = total("sbs_prompts_contradicted", "Of exact length, but engines reported another")
+        wrong.add_metric([], self.lengths.contradicted)
+        yield wrong
+        as_ids = total("sbs_requests_sent_as_ids", "Their text was not sent, or not needed")
+        as_ids.add_metric([], self.relay.sent_as_ids)
+        yield as_ids
 
     async def _flush_log(self) -> None:
         while True:

@@ -20,6 +20,8 @@ PLUGIN_VERSION = (0, 5, 11)
 """First SGLang release that loads plugins."""
 MAX_DP_SIZE = 4096
 """More ranks than any engine has: a number above it is garbage, not a cluster."""
+_MAX_TEXT = 256
+_BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 
 
 class UnusableWorker(ValueError):
@@ -36,6 +38,18 @@ class SbsBlock(msgspec.Struct, frozen=True):
     """Endpoints the engine's publishers connect to."""
 
 
+class KvEventsBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """What SGLang (>= 0.5.14) says of its KV events: rank d publishes at ``port + d``."""
+
+    port: int
+    replay_port: int | None = None
+    """Rank d answers at ``replay_port + d``; ``None``: lost events cannot be had again."""
+    topic: str = ""
+    block_tokens: int = 1
+    host: str = ""
+    """As the engine names it, for people; the worker's own host is connected to."""
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Limits are per DP rank, 0 where the engine does not say."""
 
@@ -45,6 +59,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity_tokens: int = 0
     max_running_requests: int = 0
     page_size: int = 1
+    """Tokens per KV block; under decode context parallelism several pages make one."""
+    bigram: bool = False
+    """The KV cache is keyed by pairs of tokens (EAGLE)."""
+    completion_template: bool = False
+    """The prompt of ``/v1/completions`` becomes part of another one."""
     max_request_tokens: int = 0
     version: str = ""
     model_id: str = ""
@@ -52,6 +71,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_balance_method: str = ""
     sbs: SbsBlock | None = None
     """``None``: the plugin is not installed or not configured there."""
+    radix_cache: bool = True
+    """Prompts find what earlier ones left in the KV cache."""
+    kv_events: KvEventsBlock | None = None
+    """``None``: what the cache holds is not published, or not so that it can be subscribed to."""
     warnings: tuple[str, ...] = ()
 
 
@@ -97,6 +120,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     model = data.get("served_model_name") or data.get("model_path") or ""
     chunk = _int(data.get("chunked_prefill_size"))
     max_prefill = _int(data.get("max_prefill_tokens"))
+    kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     return WorkerInfo(
         dp_size=dp_size,
         # Without chunking a rank takes whole prompts up to --max-prefill-tokens per pass.
@@ -104,13 +128,20 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         max_prefill_tokens=max_prefill,
         kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
         max_running_requests=_max_running_requests(data, dp_size),
-        page_size=max(1, _int(data.get("page_size"))),
+        page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
+        bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
+        completion_template=bool(data.get("completion_template")),
         max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
         version=version,
         model_id=str(model),
         bootstrap_port=_int(data.get("disaggregation_bootstrap_port")) or None,
         load_balance_method=method,
         sbs=_sbs_block(data.get("sbs")),
+        radix_cache=(
+            data.get("disable_radix_cache") is not True
+            and (role == "prefill" or data.get("disaggregation_decode_enable_radix_cache") is True)
+        ),
+        kv_events=kv_events,
         warnings=tuple(warnings),
     )
 
@@ -134,6 +165,46 @@ def _sbs_block(value: object) -> SbsBlock | None:
         bind=str(value.get("bind") or ""),
         routers=tuple(map(str, routers)) if isinstance(routers, list) else (),
     )
+
+
+def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEventsBlock | None:
+    """SGLang's ``describe_kv_events_publisher``; what cannot be used becomes a warning."""
+    if not isinstance(value, dict) or value.get("publisher") != "zmq":
+        return None
+    port, replay_port = (
+        _int(value.get("endpoint_port_base")),
+        value.get("replay_endpoint_port_base"),
+    )
+    block_tokens = _int(value.get("block_size"))
+    ranks = _int(value.get("dp_size")) or dp_size
+    topic, host = value.get("topic"), value.get("endpoint_host")
+    if not _is_port_range(port, dp_size) or block_tokens < 1 or ranks != dp_size:
+        warnings.append(
+            f"its KV events cannot be subscribed to: port {port}, block_size {block_tokens}, "
+            f"dp_size {ranks} where the engine has {dp_size}"
+        )
+        return None
+    replay = _int(replay_port)
+    if replay_port is not None and (
+        not _is_port_range(replay, dp_size) or abs(replay - port) < dp_size
+    ):
+        warnings.append(
+            f"lost KV events cannot be had again: its replay ports from {replay_port} on are "
+            f"those of its KV events or none; let replay_endpoint in --kv-events-config begin at "
+            f"port {port + dp_size} or later"
+        )
+        replay = 0
+    return KvEventsBlock(
+        port=port,
+        replay_port=replay or None,
+        topic=topic[:_MAX_TEXT] if isinstance(topic, str) else "",
+        block_tokens=block_tokens,
+        host=host[:_MAX_TEXT] if isinstance(host, str) else "",
+    )
+
+
+def _is_port_range(first: int, ports: int) -> bool:
+    return first >= 1 and first + ports - 1 <= 65535
 
 
 def _int(value: object) -> int:

@@ -279,19 +279,22 @@ class Supervisor:
         ]
 
     def _front_end_command(self, endpoint: str, number: int) -> list[str]:
-        """Limits of the router as a whole are shared out."""
+        """Limits of the router as a whole are shared out evenly.
+
+        Each front end keeps to its share by itself: no decision at the door costs a message, and a
+        lost scheduler changes nothing. The shares add up to the whole.
+        """
         options = self._options
-        shares = {
-            "--max-concurrent-requests": options.max_concurrent_requests,
-            "--queue-size": options.queue_size,
-            "--rate-limit-tokens-per-second": options.rate_limit_per_s,
-        }
-        words = [
-            word
-            for flag, whole in shares.items()
-            if options.max_concurrent_requests > 0 and whole > 0
-            for word in (flag, str(_share(whole, number, options.workers)))
-        ]
+        words: list[str] = []
+        if options.max_concurrent_requests > 0:
+            for flag, whole in (
+                ("--max-concurrent-requests", options.max_concurrent_requests),
+                ("--queue-size", options.queue_size),
+            ):
+                words += [flag, str(_share(whole, number, options.workers))]
+            if options.rate_limit_per_s > 0:
+                share = options.rate_limit_per_s / options.workers
+                words += ["--rate-limit-tokens-per-second", repr(share)]
         return [
             *self._argv,
             *("--sbs-role", "front-end", "--sbs-scheduler", endpoint, "--workers", "1"),
@@ -369,7 +372,7 @@ async def _all_serve(children: Sequence[Child]) -> None:
 
 
 def _share(whole: int, number: int, parts: int) -> int:
-    return max(1, whole // parts + (number < whole % parts))
+    return whole // parts + (number < whole % parts)
 
 
 def _describe(code: int) -> str:

@@ -16,7 +16,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from sglang_sbs.router.framing import (
@@ -61,7 +61,7 @@ class UpstreamError(Exception):
 class Receiver(Protocol):
     """Where a response goes. After ``message_complete`` or ``failed`` nothing more comes."""
 
-    def head_received(self, status: int, headers: dict[str, str]) -> None: ...
+    def head_received(self, status: int, headers: Mapping[str, str]) -> None: ...
     def body_received(self, data: bytes) -> None: ...
     def message_complete(self) -> None: ...
     def failed(self, error: UpstreamError) -> None: ...
@@ -427,6 +427,49 @@ class _Connection(asyncio.Protocol):
             return
         detail = f"connection lost ({exc})" if exc else "connection closed before the end"
         call.lost(UpstreamError("reset", detail), silent=self._silent)
+
+
+async def fetch(
+    pool: Pool, origin: str, path: str, headers: bytes, limit_s: float
+) -> tuple[int, bytes]:
+    """``GET`` for whoever wants a small answer as a whole: its status and body.
+
+    Raises:
+        UpstreamError: there was none.
+        TimeoutError: not within ``limit_s``.
+    """
+    answer = _Whole(pool.loop.create_future())
+    call = pool.call(origin, (request_head("GET", origin, path, headers, 0),), answer)
+    try:
+        async with asyncio.timeout(limit_s):
+            return await answer.future
+    finally:
+        call.cancel()
+
+
+class _Whole:
+    """Collects an answer."""
+
+    __slots__ = ("_body", "_status", "future")
+
+    def __init__(self, future: asyncio.Future[tuple[int, bytes]]) -> None:
+        self.future = future
+        self._status = 0
+        self._body = bytearray()
+
+    def head_received(self, status: int, headers: Mapping[str, str]) -> None:
+        self._status = status
+
+    def body_received(self, data: bytes) -> None:
+        self._body += data
+
+    def message_complete(self) -> None:
+        if not self.future.done():
+            self.future.set_result((self._status, bytes(self._body)))
+
+    def failed(self, error: UpstreamError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 def request_head(method: str, origin: str, path: str, headers: bytes, content_length: int) -> bytes:

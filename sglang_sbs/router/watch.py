@@ -1,4 +1,4 @@
-"""Everything that hears from engines: the registry, EndForward, health checks and load polls.
+"""Everything that hears from engines: the registry, EndForward, KV events, health and load polls.
 
 Owns putting them together, in whichever process has the scheduler. Must not know requests: what it
 needs of them it is given (``find_owner``).
@@ -17,12 +17,13 @@ from prometheus_client.core import Metric
 
 from sglang_sbs.router.endforward import EndForwardListener, FindOwner
 from sglang_sbs.router.flags import FEEDBACK_POLICIES, RouterOptions
+from sglang_sbs.router.kv_events import KvEventSubscriber
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.monitor import Monitor
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import WorkerInfo
 from sglang_sbs.router.worker_metrics import Drift, total, worker_families
-from sglang_sbs.scheduling.events import Event, InstanceRole
+from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
 from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
@@ -44,16 +45,22 @@ class Watch:
         self._options = options
         self._metrics = metrics
         self._drift = Drift()
+        self._submit = submit
         self.registry = Registry(
-            submit,
+            self._emit,
             options.breaker,
             expects_endforward=(
                 options.scheduler.policy in FEEDBACK_POLICIES
                 and options.endforward_bind is not None
             ),
+            prefix_source=options.prefix_source,
         )
+        self._kv_events = KvEventSubscriber(self.registry, submit)
         self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
-        self._monitor = Monitor(self.registry, session, options.monitor, submit, self._described)
+        self._monitor = Monitor(
+            *(self.registry, session, options.monitor, submit, self._described),
+            tls=worker_ssl(options),
+        )
         self._waiting: asyncio.Task[None] | None = None
 
     def open(self) -> str | None:
@@ -103,6 +110,7 @@ class Watch:
     def remove_worker(self, worker: Worker) -> None:
         self.registry.remove(worker)
         self._monitor.stop(worker)
+        self._kv_events.removed(worker.url)
 
     def families(self) -> Iterator[Metric]:
         """What is known of workers and their messages, for a scrape."""
@@ -110,11 +118,23 @@ class Watch:
         for fate, count in self._listener.counts.items():
             fates.add_metric([fate], count)
         yield fates
+        yield from self._kv_events.families()
         yield from worker_families(self.registry, self._drift, self._monitor.checks)
 
     async def close(self) -> None:
         self.let_go()
         await self._monitor.close()
+        await self._kv_events.close()
+
+    def _emit(self, event: Event) -> None:
+        """What the registry says of instances; their KV events are followed while they are up."""
+        self._submit(event)
+        if isinstance(event, InstanceUp | InstanceDown):
+            worker = self.registry.get(event.instance)
+            if worker is not None and isinstance(event, InstanceUp):
+                self._kv_events.up(worker)
+            elif worker is not None:
+                self._kv_events.down(worker)
 
     def _described(self, worker: Worker, info: WorkerInfo) -> None:
         self._listener.described(worker, info)

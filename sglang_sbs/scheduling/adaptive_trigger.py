@@ -242,6 +242,7 @@ class AdaptiveTrigger(PrefillPolicy):
             instance.chunk_tokens,
             affinity.hits_of,
             affinity.rank_of,
+            [rank.received_tokens for rank in instance.ranks],
         )
         beyond = queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
         allocation = top_up(

@@ -86,6 +86,7 @@ def place_fitting(
     chunk_tokens: int,
     hits_of: PrefixHits = no_hits,
     rank_of: RankOf | None = None,
+    received_tokens: Sequence[int] | None = None,
 ) -> Allocation:
     """Longest first into the emptiest rank, but only where the whole request fits in the pass.
 
@@ -99,16 +100,19 @@ def place_fitting(
         hits_of: L_hit on these ranks.
         rank_of: chooses for requests that have hits, given the capacities left; None where it
             should rather wait.
+        received_tokens: what each rank was ever sent: of equally empty ranks the one that got least
+            is taken, so that all caches fill alike.
     """
     capacity = list(c_avail)
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
+    rank: int | None
     for request in sorted(requests, key=lambda r: -r.uncached_tokens):
         hits = hits_of(request)
         if hits is None or rank_of is None:
             need = request.prompt_tokens
-            rank: int | None = capacity.index(max(capacity))
-            if rank is not None and capacity[rank] < first_part(need, chunk_tokens):
+            rank = _emptiest(capacity, received_tokens)
+            if capacity[rank] < first_part(need, chunk_tokens):
                 rank = None
         else:
             rank = rank_of(request, capacity)
@@ -119,6 +123,14 @@ def place_fitting(
             placed.append((request, rank))
             capacity[rank] -= need
     return Allocation(placed, left)
+
+
+def _emptiest(capacity: Sequence[int], received_tokens: Sequence[int] | None) -> int:
+    room = max(capacity)
+    if received_tokens is None or capacity.count(room) == 1:
+        return capacity.index(room)
+    equal = [d for d, free in enumerate(capacity) if free == room]
+    return min(equal, key=received_tokens.__getitem__)
 
 
 def first_part(tokens: int, chunk_tokens: int) -> int:

@@ -182,6 +182,7 @@ class PrefillInstance:
         target.outstanding.add(rid, tokens)
         target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
         target.has_cached = target.has_cached or cached_tokens > 0
+        target.received_tokens += tokens
         self._recount()
         self.last_dispatch_s = now_s
         self.ready = False

@@ -63,6 +63,8 @@ class PrefillRank:
     cursor: ReportCursor = field(default_factory=ReportCursor)
     clean: bool = False
     """Forgotten when the instance went down: whatever is here now was sent to the next boot."""
+    received_tokens: int = 0
+    """Uncached prompt tokens ever sent here, which is what fills its prefix cache."""
     has_cached: bool = False
     """Whether any request was sent here because of what the rank has cached."""
     idle: bool = True

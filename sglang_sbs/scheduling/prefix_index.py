@@ -74,6 +74,7 @@ class _Place:
     block_tokens: int
     capacity_blocks: int
     ranks: list[_Rank]
+    is_up: bool = True
 
 
 @dataclass(slots=True)
@@ -156,6 +157,7 @@ class PrefixIndex:
         place = self._places.get(instance)
         if place is not None:
             self.version += 1
+            place.is_up = False
             for rank in place.ranks:
                 self._live[place.block_tokens] &= ~rank.bit
 
@@ -419,11 +421,13 @@ class PrefixIndex:
             bit = self._next_bit
             self._next_bit <<= 1
         self._rank_of[bit] = place, rank
-        self._live[place.block_tokens] = self._live.get(place.block_tokens, 0) | bit
+        live = self._live.get(place.block_tokens, 0)
+        self._live[place.block_tokens] = live | bit if place.is_up else live
         return bit
 
     def _enable(self, place: _Place) -> None:
         self.version += 1
+        place.is_up = True
         for rank in place.ranks:
             self._live[place.block_tokens] |= rank.bit
 

@@ -41,7 +41,13 @@ from sglang_sbs.simulator.plan import main as plan_main
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.scenario import SCENARIOS, ScenarioError, make_scenario
 from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, Row, Task, max_load, run_job
-from sglang_sbs.simulator.tables import ResultTable, capacity_tables, decode_table, load_tables
+from sglang_sbs.simulator.tables import (
+    ResultTable,
+    cache_tables,
+    capacity_tables,
+    decode_table,
+    load_tables,
+)
 from sglang_sbs.simulator.workload import TraceError
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
@@ -55,6 +61,8 @@ examples:
   sglang-sbs simulate paper-3k --loads 0.4,0.6,0.8,1.0 --seeds 3 --plot ttft.png
   sglang-sbs simulate paper-3k --max-qps --slo-ttft 0.4 --chunks 2048,3072,4096,6144
   sglang-sbs simulate trace:requests.jsonl --policies sbs,eta --loads 0.6,0.8 --plot page.html
+  sglang-sbs simulate trace:conversation_trace.jsonl --load-counts uncached --loads 0.5 \\
+      --policies sbs,sbs_basic,cache_aware,session,least_tokens --duration 420
   sglang-sbs simulate paper-3k --at 30:drain:p1,40:up:p1,50:down:p2,70:up:p2 --duration 100
   sglang-sbs simulate paper-3k --instance count=2,dp=8 --instance dp=4,speed=0.5 --jitter 0.15
   sglang-sbs simulate paper-decode --seeds 3
@@ -130,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if decode:
         tables = [decode_table(rows)]
     else:
-        tables = capacity_tables(rows) if args.max_qps else load_tables(rows)
+        tables = (
+            capacity_tables(rows) if args.max_qps else [*load_tables(rows), *cache_tables(rows)]
+        )
     for table in tables:
         table.print(console)
     if args.plot is not None:

@@ -10,10 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -32,9 +29,14 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.simulator.engine import SimulatedPrefill
+from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
+from sglang_sbs.simulator.decode_rank import DecodeRank
+from sglang_sbs.simulator.engine import Completed, SimulatedPrefill
 from sglang_sbs.simulator.feedback import FeedbackChannel
+from sglang_sbs.simulator.kv_cache import BlockCache, Blocks
+from sglang_sbs.simulator.outcome import Outcome, PassRecord, RequestRecord
 from sglang_sbs.simulator.spec import ClusterSpec, InstanceSpec, TopologyChange, joins_late
+from sglang_sbs.simulator.workload import Arrival
 from sglang_sbs.wire import EndForward
 
 DECODE = "decode"
@@ -45,121 +47,39 @@ _BACKOFF_GROWTH = 1.5
 """The router's defaults (``--retry-max-retries`` and its neighbours)."""
 
 
-@dataclass(slots=True)
-class RequestRecord:
-    """What became of one request; times in seconds, NaN: never."""
-
-    rid: str
-    prompt_tokens: int
-    arrived_s: float
-    told_tokens: int = 0
-    """Its length as the scheduler was told."""
-    dispatched_s: float = math.nan
-    """Of the last attempt, as the next three."""
-    prefilled_s: float = math.nan
-    prefill: tuple[str, int] | None = None
-    decode: tuple[str, int] | None = None
-    refused: str | None = None
-    attempts: int = 0
-    excluded: tuple[str, ...] = ()
-    """Instances it failed on."""
-    reserved: bool = False
-    """Decode holds KV for it."""
-    ends: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        """Arrival until the first token (the end of the prefill plus ``first_token_s``)."""
-        return self.prefilled_s - self.arrived_s
-
-
-class PassRecord(NamedTuple):
-    """One forward pass."""
-
-    instance: str
-    start_s: float
-    end_s: float
-    tokens: int
-    """Of all ranks."""
-    heaviest_tokens: int
-    """Of the rank with the most: the others wait for it."""
-
-
-@dataclass(slots=True)
-class _DecodeRank:
-    """KV and slots of one decode DP rank; admits first come first served."""
-
-    free_tokens: float
-    free_slots: float
-    output_tokens: int
-    """Reserved for each request beside its prompt."""
-    waiting: deque[tuple[str, RequestRecord]] = field(default_factory=deque)
-
-    def admit(self) -> list[str]:
-        """Reserve for those at the head of the queue that fit now."""
-        admitted = []
-        while (
-            self.waiting
-            and self.free_slots >= 1
-            and self.free_tokens >= self.waiting[0][1].prompt_tokens + self.output_tokens
-        ):
-            rid, record = self.waiting.popleft()
-            self.free_slots -= 1
-            self.free_tokens -= record.prompt_tokens + self.output_tokens
-            record.reserved = True
-            admitted.append(rid)
-        return admitted
-
-    def release(self, rid: str, record: RequestRecord) -> None:
-        """The attempt is over, whether it was admitted, waits, or is still on its way."""
-        if record.reserved:
-            record.reserved = False
-            self.free_slots += 1
-            self.free_tokens += record.prompt_tokens + self.output_tokens
-        else:
-            self.waiting = deque(entry for entry in self.waiting if entry[0] != rid)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """A finished simulation."""
-
-    requests: list[RequestRecord]
-    passes: list[PassRecord] = field(default_factory=list)
-    """In the order of their ends."""
-    queued_passes: int = 0
-    """Passes that were handed to the device while another ran (overlap)."""
-    bootstrap_waits: int = 0
-    """Dispatches that reached their ranks before decode had room for them."""
-    retries: int = 0
-    """Attempts after the first, of all requests."""
-    duration_s: float = 0.0
-
-
 def simulate(
-    arrivals: Sequence[tuple[float, int]],
+    arrivals: Sequence[Arrival | tuple[float, int]],
     config: SchedulerConfig,
     spec: ClusterSpec,
     *,
     observe: Callable[[Scheduler, float], None] | None = None,
     drain_s: float = 600.0,
 ) -> Outcome:
-    """Run arrivals ``(time_s, prompt_tokens)`` through the scheduler on the simulated cluster.
+    """Run arrivals through the scheduler on the simulated cluster.
 
     Args:
-        arrivals: in time order.
+        arrivals: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared.
         config: of the scheduler under test.
         spec: the cluster.
         observe: called after every event, for invariants.
         drain_s: simulated time after the last arrival before it gives up on what is unfinished.
+
+    Raises:
+        ValueError: a prompt that no rank has KV for.
     """
+    longest = max((arrival[1] for arrival in arrivals), default=0)
+    if spec.block_tokens and longest > spec.kv_capacity_tokens:
+        raise ValueError(
+            f"kv_capacity_tokens must be at least {longest}, the longest prompt, "
+            f"not {spec.kv_capacity_tokens}"
+        )
     return _Simulation(arrivals, config, spec, observe, drain_s).run()
 
 
 class _Simulation:
     def __init__(
         self,
-        arrivals: Sequence[tuple[float, int]],
+        arrivals: Sequence[Arrival | tuple[float, int]],
         config: SchedulerConfig,
         spec: ClusterSpec,
         observe: Callable[[Scheduler, float], None] | None,
@@ -177,7 +97,7 @@ class _Simulation:
         self._front_free_s = dict.fromkeys(self._instances, 0.0)
         self._feedback = FeedbackChannel(spec)
         self._decode = [
-            _DecodeRank(
+            DecodeRank(
                 spec.decode_kv_capacity_tokens or math.inf,
                 spec.decode_max_running_requests or math.inf,
                 spec.output_tokens,
@@ -187,6 +107,8 @@ class _Simulation:
         self._gang = (-1, 1.0)
         """Number of the batch and its latency factor."""
         self._outcome = Outcome([])
+        self._computed: set[int] = set()
+        """Blocks that some rank has computed."""
         self._attempts: dict[str, RequestRecord] = {}
         """Attempts under way, by the request id that the scheduler and the engines know."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -246,12 +168,18 @@ class _Simulation:
                 role="prefill",
                 dp_size=one.dp_size,
                 chunk_tokens=one.chunk_tokens,
-                page_size=spec.page_size,
+                page_size=spec.block_tokens or spec.page_size,
+                kv_capacity_tokens=spec.kv_capacity_tokens if spec.block_tokens else 0,
+                prefix_source=spec.prefix_source if spec.block_tokens else "off",
             )
         )
 
     def _boot(self, name: str, one: InstanceSpec) -> SimulatedPrefill:
         spec, boot = self._spec, self._boots[name]
+        if boot and spec.publishes_blocks:
+            # Its publisher counts anew, which the subscriber takes for an empty cache.
+            for rank in range(one.dp_size):
+                self._tell(BlocksCleared(instance=name, dp_rank=rank))
         self._boots[name] += 1
         index = list(self._instances).index(name)
         return SimulatedPrefill(
@@ -264,6 +192,10 @@ class _Simulation:
             page_size=spec.page_size,
             overlap=spec.overlap,
             boot_id=f"{name}-{boot}",
+            caches=[
+                BlockCache(spec.kv_capacity_tokens, spec.block_tokens, events=spec.publishes_blocks)
+                for _ in range(one.dp_size if spec.block_tokens else 0)
+            ],
         )
 
     def _die(self, name: str) -> None:
@@ -339,7 +271,7 @@ class _Simulation:
         if index + 1 < len(self._arrivals):
             self._at(self._arrivals[index + 1][0], lambda: self._arrive(index + 1))
         tokens = self._arrivals[index][1]
-        record = RequestRecord(f"r{index}", tokens, self._now_s, tokens)
+        record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if error := self._spec.length_error:
             record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
         self._outcome.requests.append(record)
@@ -349,20 +281,33 @@ class _Simulation:
         rid = f"{record.rid}.{record.attempts}" if record.attempts else record.rid
         record.attempts += 1
         self._attempts[rid] = record
+        blocks = self._blocks_of(record)
         self._tell(
             RequestArrived(
                 rid=rid,
                 prompt_tokens=record.told_tokens,
                 max_new_tokens=self._spec.max_new_tokens,
                 exclude=record.excluded,
+                blocks=list(blocks),
+                block_tokens=self._spec.block_tokens if blocks else 0,
+                session=self._session_of(record),
             )
         )
+
+    def _blocks_of(self, record: RequestRecord) -> Blocks:
+        arrival = self._arrivals[record.index]
+        return arrival.blocks if self._spec.block_tokens and isinstance(arrival, Arrival) else ()
+
+    def _session_of(self, record: RequestRecord) -> str:
+        arrival = self._arrivals[record.index]
+        return arrival.session if isinstance(arrival, Arrival) else ""
 
     def _send(self, command: Dispatch) -> None:
         record = self._attempts[command.rid]
         record.dispatched_s = self._now_s
         record.prefill = (command.prefill, command.prefill_rank)
         record.decode = (command.decode, command.decode_rank)
+        record.predicted_tokens = command.cached_tokens
         latency_s = self._spec.dispatch_latency_s
         if self._spec.gang_jitter:
             if command.batch != self._gang[0]:
@@ -393,7 +338,7 @@ class _Simulation:
         admitted = decode.admit()
         at_once = record.reserved and not self._spec.handshake_s
         self._outcome.bootstrap_waits += not record.reserved
-        engine.deliver(rid, rank, record.prompt_tokens, handshaken=at_once)
+        engine.deliver(rid, rank, record.prompt_tokens, self._blocks_of(record), handshaken=at_once)
         if not at_once:
             self._handshake(admitted)
         self._step_if_asleep(engine)
@@ -449,17 +394,44 @@ class _Simulation:
             )
         )
         self._report(engine.name, messages)
+        self._publish(engine)
         first_s = self._now_s + self._spec.first_token_s
-        for rid in ended.completed:
-            self._attempts[rid].prefilled_s = first_s
-            self._at(first_s + self._spec.feedback_latency_s, lambda r=rid: self._prefilled(r))  # type: ignore[misc]
+        for completed in ended.completed:
+            self._complete(engine, completed, first_s)
         pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
         self._at(self._now_s + pause_s, lambda: self._step(engine))
 
-    def _prefilled(self, rid: str) -> None:
+    def _complete(self, engine: SimulatedPrefill, completed: Completed, first_s: float) -> None:
+        """A prompt is computed; ``first_s``: when its KV is at decode."""
+        request = completed.request
+        record = self._attempts[request.rid]
+        record.prefilled_s = first_s
+        record.cached_tokens = request.cached_tokens
+        if request.hold is not None:
+            block_tokens = self._spec.block_tokens
+            new = request.blocks[request.cached_tokens // block_tokens :]
+            known = sum(block in self._computed for block in new)
+            record.recomputed_tokens = known * block_tokens
+            self._computed.update(new)
+            if self._spec.first_token_s:
+                self._at(first_s, lambda: self._sent(engine, completed))
+            else:
+                engine.sent(completed)
+        self._at(
+            first_s + self._spec.feedback_latency_s,
+            lambda: self._prefilled(
+                request.rid, None if request.hold is None else request.cached_tokens
+            ),
+        )
+
+    def _sent(self, engine: SimulatedPrefill, completed: Completed) -> None:
+        engine.sent(completed)
+        self._step_if_asleep(engine)
+
+    def _prefilled(self, rid: str, cached_tokens: int | None) -> None:
         if rid not in self._attempts:
             return  # its instance died before the KV was over
-        self._tell(PrefillDone(rid=rid))
+        self._tell(PrefillDone(rid=rid, cached_tokens=cached_tokens))
         self._at(self._now_s + self._spec.decode_s, lambda: self._end(rid))
 
     def _end(self, rid: str) -> None:
@@ -481,3 +453,19 @@ class _Simulation:
                 aged = msgspec.structs.replace(message, age_s=self._spec.feedback_latency_s)
                 event = ForwardEnded(instance=instance, report=aged)
                 self._at(at_s, lambda e=event: self._tell(e))  # type: ignore[misc]
+
+    def _publish(self, engine: SimulatedPrefill) -> None:
+        """KV events: once per pass, and none is lost, as they can be asked for again."""
+        for rank, events in engine.take_block_events():
+            removed = BlocksRemoved(instance=engine.name, dp_rank=rank, blocks=events.removed)
+            stored = BlocksStored(instance=engine.name, dp_rank=rank, blocks=events.stored)
+            for event in (removed, stored):
+                if event.blocks:
+                    self._at(
+                        self._now_s + self._spec.feedback_latency_s,
+                        lambda e=event: self._hear_of_blocks(engine, e),  # type: ignore[misc]
+                    )
+
+    def _hear_of_blocks(self, engine: SimulatedPrefill, event: Event) -> None:
+        if self._engines.get(engine.name) is engine:
+            self._tell(event)

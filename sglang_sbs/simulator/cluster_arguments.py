@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, cast, get_args
 
+from sglang_sbs.scheduling.events import PrefixSource
 from sglang_sbs.simulator.arguments import not_negative, positive, positive_number
-from sglang_sbs.simulator.spec import ACTIONS, Action, TopologyChange
+from sglang_sbs.simulator.scenario import LOAD_COUNTS
+from sglang_sbs.simulator.spec import ACTIONS, KV_CAPACITY_TOKENS, Action, TopologyChange
 
 _INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float]]] = {
     "dp": ("dp_size", positive),
@@ -59,6 +61,33 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             default=1.0,
             metavar="S",
             help="how long a request keeps its place in decode (1)",
+        ),
+    ]
+    add = parser.add_argument_group(
+        "prefix caches", "of scenarios whose prompts share prefixes: sessions, and Mooncake traces"
+    ).add_argument
+    actions += [
+        add(
+            "--kv-tokens",
+            type=_tokens,
+            default=KV_CAPACITY_TOKENS,
+            metavar="TOKENS",
+            help="KV capacity of each prefill DP rank; 0: no prefix caches, and unbounded KV "
+            f"({KV_CAPACITY_TOKENS})",
+        ),
+        add(
+            "--prefix-source",
+            choices=get_args(PrefixSource),
+            default="events",
+            help="how sbs and sbs_paper know what a rank has cached: its KV events, what they sent "
+            "there, or not at all (events)",
+        ),
+        add(
+            "--load-counts",
+            choices=LOAD_COUNTS,
+            default="prompt",
+            help="what load 1.0 is: full chunks of all prompt tokens, or the most that can be "
+            "served if nothing is computed twice and all ranks are equally busy (prompt)",
         ),
     ]
     add = parser.add_argument_group(
@@ -145,6 +174,9 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
         "decode_kv_capacity_tokens": args.decode_kv_tokens,
         "decode_max_running_requests": args.decode_running,
         "decode_s": args.decode_seconds,
+        **({"kv_capacity_tokens": args.kv_tokens} if args.kv_tokens else {"block_tokens": 0}),
+        "prefix_source": args.prefix_source,
+        "load_counts": args.load_counts,
         "burstiness": args.burstiness,
         "length_error": args.length_error,
         "endforward_loss": args.endforward_loss,

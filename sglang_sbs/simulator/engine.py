@@ -17,6 +17,13 @@ What it reproduces of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_p
   what arrives later has to wait for the one after. With nothing left over, the loop waits for the
   pass to end and launches what has come by then after a gap.
 - Without overlap (``event_loop_normal_disagg_prefill``) an iteration waits for its own pass.
+- With a radix cache (``kv_cache``) a request is matched when it is first put into a batch
+  (``init_next_round_input``), and only what it does not find is computed. Its blocks are there for
+  others from the forming of the next batch on while it is cut, and from the end of the pass that
+  completes it (``checkpoint_kv_cache``): requests of one pass with a new prefix in common compute
+  it each, as the default policy ``fcfs`` does not look (``lpm`` would hold all but one of them
+  back). One that finds no room for its whole prompt waits, and those behind it too. What waits is
+  reported as whole prompts, which is what ``fcfs`` knows of it.
 """
 
 from __future__ import annotations
@@ -24,9 +31,12 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_sbs.simulator.cost import PassCost
+from sglang_sbs.simulator.kv_cache import BlockCache, BlockEvents, Blocks, Hold
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
 
@@ -38,6 +48,23 @@ class Waiting:
     rid: str
     prompt_tokens: int
     remaining: int
+    blocks: Blocks = ()
+    cached_tokens: int = 0
+    """What it found in the cache when it was first scheduled."""
+    hold: Hold | None = None
+    """Of the rank's cache, from then on."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens it has KV of once the passes it is in are over."""
+        return self.prompt_tokens - self.remaining
+
+
+class Completed(NamedTuple):
+    """A request whose prompt ends in a pass."""
+
+    request: Waiting
+    dp_rank: int
 
 
 @dataclass(slots=True)
@@ -53,8 +80,9 @@ class DevicePass:
     """Extend tokens per rank."""
     requests: list[int]
     """Requests per rank."""
-    completed: list[str]
-    """Requests whose prompt ends in it."""
+    completed: list[Completed]
+    cached_tokens: list[int]
+    """Per rank: found in the cache by the requests that are first scheduled in it."""
 
 
 @dataclass(slots=True)
@@ -71,6 +99,7 @@ class Rank:
     accepted_requests: int = 0
     accepted_tokens: int = 0
     computed_tokens: int = 0
+    cache: BlockCache | None = None
 
 
 class SimulatedPrefill:
@@ -88,14 +117,16 @@ class SimulatedPrefill:
         page_size: int = 1,
         overlap: bool = False,
         boot_id: str = "",
+        caches: Sequence[BlockCache] = (),
     ) -> None:
+        """``caches``: one per rank; empty for an engine without a radix cache."""
         self.name = name
         self.boot_id = boot_id or name
         self.dp_size = dp_size
         self.chunk_tokens = chunk_tokens
         self.page_size = page_size
         self.overlap = overlap
-        self.ranks = [Rank() for _ in range(dp_size)]
+        self.ranks = [Rank(cache=caches[d] if caches else None) for d in range(dp_size)]
         self.device: deque[DevicePass] = deque()
         """At most two with overlap, one without; the first one runs."""
         self.asleep = True
@@ -110,9 +141,11 @@ class SimulatedPrefill:
         self._forward_id = 0
         self._free_s = -math.inf
 
-    def deliver(self, rid: str, rank: int, tokens: int, *, handshaken: bool = True) -> None:
+    def deliver(
+        self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
+    ) -> None:
         """A request reached the rank's socket; it is ingested by the next iteration."""
-        self._inbox.append((rank, Waiting(rid, tokens, tokens)))
+        self._inbox.append((rank, Waiting(rid, tokens, tokens, blocks)))
         if handshaken:
             self._early.add(rid)
 
@@ -143,7 +176,7 @@ class SimulatedPrefill:
             return launched, messages
         if self.device:
             return None, []
-        if any(rank.bootstrapping for rank in self.ranks):
+        if any(rank.bootstrapping or rank.waiting for rank in self.ranks):
             return None, [
                 self._message(d, "heartbeat", launch_s, None) for d in range(self.dp_size)
             ]
@@ -166,7 +199,27 @@ class SimulatedPrefill:
         ended = self.device.popleft()
         for rank, tokens in zip(self.ranks, ended.tokens, strict=True):
             rank.computed_tokens += tokens
+        for request, index in ended.completed:
+            if request.hold is not None:
+                cache = self.ranks[index].cache
+                assert cache is not None
+                cache.publish(request.hold, request.prompt_tokens)
         return ended, [self._message(d, "forward", now_s, ended) for d in range(self.dp_size)]
+
+    def sent(self, completed: Completed) -> None:
+        """The KV of a completed request has reached decode: its blocks may be evicted."""
+        cache = self.ranks[completed.dp_rank].cache
+        if cache is not None and completed.request.hold is not None:
+            cache.end(completed.request.hold)
+
+    def take_block_events(self) -> list[tuple[int, BlockEvents]]:
+        """What the ranks publish of their caches, once per pass: (DP rank, events)."""
+        taken = (
+            (index, rank.cache.take_events())
+            for index, rank in enumerate(self.ranks)
+            if rank.cache is not None
+        )
+        return [(index, events) for index, events in taken if events is not None]
 
     def _ingest(self) -> None:
         for index, request in self._inbox:
@@ -186,14 +239,18 @@ class SimulatedPrefill:
         rank.waiting.append(request)
         rank.waiting_tokens += request.remaining
 
-    def _launch(self, launch_s: float) -> DevicePass:
-        tokens, requests, pairs, completed = [], [], [], []
-        for rank in self.ranks:
-            used, count, rank_pairs, done = self._fill(rank)
+    def _launch(self, launch_s: float) -> DevicePass | None:
+        """None if no rank has room in its cache for anything that waits."""
+        tokens, requests, pairs, cached = [], [], [], []
+        completed: list[Completed] = []
+        for index, rank in enumerate(self.ranks):
+            used, count, rank_pairs, hit = self._fill(index, rank, completed)
             tokens.append(used)
             requests.append(count)
             pairs.append(rank_pairs)
-            completed += done
+            cached.append(hit)
+        if not any(requests):
+            return None
         forward_s = self._cost.pass_s(tokens, pairs)
         if self._jitter:
             forward_s *= math.exp(self._rng.gauss(0.0, self._jitter))
@@ -201,31 +258,44 @@ class SimulatedPrefill:
         start_s = max(launch_s, self._free_s)
         self._free_s = start_s + forward_s
         return DevicePass(
-            self._forward_id, launch_s, start_s, self._free_s, tokens, requests, completed
+            self._forward_id, launch_s, start_s, self._free_s, tokens, requests, completed, cached
         )
 
-    def _fill(self, rank: Rank) -> tuple[int, int, float, list[str]]:
-        """Tokens, requests, attention pairs and completed requests of the rank's batch."""
-        page = self.page_size
-        room, tokens, count, pairs = self.chunk_tokens, 0, 0, 0.0
-        completed: list[str] = []
+    def _fill(
+        self, index: int, rank: Rank, completed: list[Completed]
+    ) -> tuple[int, int, float, int]:
+        """Tokens, requests, attention pairs and cached tokens of the rank's batch."""
+        page, cache = self.page_size, rank.cache
+        room, tokens, count, pairs, cached = self.chunk_tokens, 0, 0, 0.0, 0
         while rank.waiting and room > 0:
             request = rank.waiting[0]
-            part = request.remaining if request.remaining <= room else room // page * page
+            hit = 0 if cache is None else _look_up(cache, request)
+            part = request.remaining - hit
+            if part > room:
+                part = room // page * page
             if part == 0:
                 break
-            context = request.prompt_tokens - request.remaining
-            pairs += part * (context + part / 2)
+            if cache is not None and request.hold is None:
+                request.hold = cache.start(
+                    request.blocks, hit // cache.block_tokens, request.prompt_tokens
+                )
+                if request.hold is None:
+                    break
+                request.cached_tokens = hit
+                request.remaining -= hit
+                rank.waiting_tokens -= hit
+                cached += hit
+            pairs += part * (request.computed_tokens + part / 2)
             request.remaining -= part
             tokens += part
             count += 1
             room -= -(-part // page) * page
             if request.remaining:
                 break
-            completed.append(request.rid)
+            completed.append(Completed(request, index))
             rank.waiting.popleft()
         rank.waiting_tokens -= tokens
-        return tokens, count, pairs, completed
+        return tokens, count, pairs, cached
 
     def _message(
         self, index: int, kind: Kind, now_s: float, about: DevicePass | None
@@ -249,6 +319,7 @@ class SimulatedPrefill:
             end_s=about.end_s if about is not None and ended else 0.0,
             forward_s=about.end_s - about.start_s if about is not None and ended else 0.0,
             extend_tokens=0 if about is None else about.tokens[index],
+            cached_tokens=0 if about is None else about.cached_tokens[index],
             batch_size=0 if about is None else about.requests[index],
             tokens_per_rank=None if about is None else list(about.tokens),
             inflight_passes=len(self.device),
@@ -268,3 +339,12 @@ class SimulatedPrefill:
         rank.seq += 1
         rank.unreported = []
         return message
+
+
+def _look_up(cache: BlockCache, request: Waiting) -> int:
+    """Tokens the cache has of a request that is about to be scheduled for the first time. What is
+    computed of one that is cut becomes part of the cache."""
+    if request.hold is not None:
+        cache.publish(request.hold, request.computed_tokens)
+        return 0
+    return cache.match(request.blocks, request.prompt_tokens) * cache.block_tokens

@@ -130,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="also this trace, compressed to several loads (repeatable)",
+        help="also this trace, compressed to several loads, without prefix caches (repeatable)",
     )
     add_common(parser)
     return parser
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ScenarioError, TraceError) as error:
             parser.error(f"--trace: {error}")
         cells += [
-            Cell(f"{path.stem}, load {load:g}", f"trace:{path}", load, 150.0)
+            Cell(f"{path.stem}, load {load:g}", f"trace:{path}", load, 150.0, {"block_tokens": 0})
             for load in _TRACE_LOADS
         ]
     if not cells:

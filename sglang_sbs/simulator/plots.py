@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from sglang_sbs.simulator.cluster import Outcome, PassRecord
 from sglang_sbs.simulator.decode import DecodeOutcome
+from sglang_sbs.simulator.outcome import Outcome, PassRecord
 from sglang_sbs.simulator.spec import InstanceSpec
 
 Rows = Sequence[Mapping[str, Any]]

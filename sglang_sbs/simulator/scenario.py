@@ -8,27 +8,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
+from sglang_sbs.simulator.conversations import LONGEST_TOKENS, PAGE_TOKENS, conversations
 from sglang_sbs.simulator.cost import COSTS, PassCost
+from sglang_sbs.simulator.optimum import optimal_cached_tokens
 from sglang_sbs.simulator.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.simulator.workload import (
+    MOONCAKE_BLOCK_TOKENS,
     Arrival,
     LengthOf,
     read_trace,
     replayed,
     synthetic,
-    tokens_per_s,
     truncated_pareto,
     uniform_like,
 )
 
-SCENARIOS = ("paper-3k", "paper-5k", "paper-long", "paper-decode", "trace:FILE")
+SCENARIOS = ("paper-3k", "paper-5k", "paper-long", "paper-decode", "sessions", "trace:FILE")
 _PAPER_INSTANCES = 3
+LoadCounts = Literal["prompt", "uncached"]
+LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
 _LONG = truncated_pareto(3072, 65536, 6700.0)
+_SAMPLE = 20.0, 500.0, 0
+"""Conversations that load 1.0 is calculated of: rate, seconds, seed."""
 
 
 class ScenarioError(ValueError):
@@ -63,6 +69,7 @@ def make_scenario(
     prefill_instances: int = 3,
     instances: Sequence[Mapping[str, Any]] = (),
     burstiness: float = 1.0,
+    load_counts: LoadCounts = "prompt",
     **spec: Any,
 ) -> Scenario:
     """Build a scenario by name; further keywords go to :class:`ClusterSpec`.
@@ -70,21 +77,25 @@ def make_scenario(
     Args:
         instances: instead of ``prefill_instances`` equal ones, the fields of an
             :class:`InstanceSpec` each; those left out are as for equal instances.
-        burstiness: coefficient of variation of the gaps between arrivals; a trace has its own.
+        burstiness: coefficient of variation of the gaps between arrivals; traces and conversations
+            have their own.
+        load_counts: what load 1.0 is of, where prompts share prefixes. ``prompt``: all their
+            tokens. ``uncached``: what a clairvoyant cache leaves of them, see
+            :func:`uncached_qps`.
 
     Load 1.0 is 57 QPS per prefill instance in ``paper-3k``, 70 in ``paper-5k`` (the baseline
     peaks of the paper, which are only physical as figures per instance), the rate of full chunks in
-    ``paper-long`` and in traces. Where instances differ, one counts as what its full chunks are
-    worth.
+    ``paper-long``, ``sessions`` and in traces. Where instances differ, one counts as what its full
+    chunks are worth.
 
     Raises:
-        ScenarioError: unknown name, or a trace with a burstiness.
+        ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
         TraceError: the trace cannot be read.
         ValueError: not a cluster.
     """
 
-    def cluster(chunk_tokens: int) -> ClusterSpec:
-        shape: dict[str, Any] = {"chunk_tokens": chunk_tokens, **spec}
+    def cluster(chunk_tokens: int, block_tokens: int = 0) -> ClusterSpec:
+        shape = {"chunk_tokens": chunk_tokens, "block_tokens": block_tokens, **spec}
         equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
         return ClusterSpec(
             cost=cost,
@@ -104,6 +115,19 @@ def make_scenario(
             qps, duration_s, length_of, seed, burstiness=burstiness
         )
 
+    def nominal_qps(shape: ClusterSpec, some: Sequence[Arrival]) -> float:
+        if load_counts == "uncached":
+            return uncached_qps(shape, some)
+        return full_chunk_tokens_per_s(shape) * len(some) / sum(a.prompt_tokens for a in some)
+
+    def check_room(shape: ClusterSpec, longest_tokens: int) -> None:
+        if shape.block_tokens and shape.kv_capacity_tokens < longest_tokens:
+            raise ScenarioError(
+                f"--kv-tokens {shape.kv_capacity_tokens}: the longest prompt has {longest_tokens}"
+            )
+
+    if load_counts != "prompt" and name.startswith("paper-"):
+        raise ScenarioError(f"{name}: nothing is cached there, load 1.0 is the paper's")
     match name.partition(":"):
         case ("paper-3k", "", ""):
             shape = cluster(3072)
@@ -118,18 +142,30 @@ def make_scenario(
             qps = full_chunk_tokens_per_s(shape) / 6700.0
             own_qps = qps * _PAPER_INSTANCES / worth(shape)
             return Scenario(name, shape, qps, bursty(_LONG), 4.0, own_qps)
+        case ("sessions", "", ""):
+            if burstiness != 1.0:
+                raise ScenarioError("sessions have their own bursts; leave the burstiness out")
+            shape = cluster(16384, PAGE_TOKENS)
+            some = conversations(*_SAMPLE)
+            check_room(shape, LONGEST_TOKENS)
+            qps = nominal_qps(shape, some)
+            own_qps = qps * _PAPER_INSTANCES / worth(shape)
+            return Scenario(name, shape, qps, conversations, 4.0, own_qps)
         case ("trace", ":", file) if file:
             if burstiness != 1.0:
                 raise ScenarioError("a trace has its own bursts; leave the burstiness out")
             trace = read_trace(Path(file))
-            shape = cluster(4096 if file.endswith(".csv") else 16384)
-            mean_tokens = sum(a.prompt_tokens for a in trace) / len(trace)
+            has_blocks = any(arrival.blocks for arrival in trace)
+            shape = cluster(
+                4096 if file.endswith(".csv") else 16384,
+                MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
+            )
+            check_room(shape, max(arrival.prompt_tokens for arrival in trace))
             rate = len(trace) / max(1e-9, trace[-1].at_s)
-            assert tokens_per_s(trace) > 0
             return Scenario(
                 name,
                 shape,
-                full_chunk_tokens_per_s(shape) / mean_tokens,
+                nominal_qps(shape, trace),
                 lambda q, d, s: replayed(trace, q / rate, d, s),
                 4.0,
                 rate,
@@ -143,3 +179,21 @@ def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
         one.capacity_tokens * one.speed / spec.cost.full_chunk_s(one.chunk_tokens)
         for _, one in spec.prefill
     )
+
+
+def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
+    """The rate that keeps the cluster busy if it computes only what it has to, perfectly balanced.
+
+    What has to be computed is what the clairvoyant cache of :mod:`.optimum` leaves. A token takes
+    its share of a full chunk, and the time of its attention to all before it, cached or not. No
+    policy serves more for long.
+    """
+    cached = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
+    tokens = sum(a.prompt_tokens - hit for a, hit in zip(arrivals, cached, strict=True))
+    pairs = sum((a.prompt_tokens**2 - hit**2) / 2 for a, hit in zip(arrivals, cached, strict=True))
+    rate = 0.0
+    for _, one in spec.prefill:
+        token_s = spec.cost.full_chunk_s(one.chunk_tokens) / one.chunk_tokens
+        rank_s = (tokens * token_s + pairs * spec.cost.pair_s) / len(arrivals)
+        rate += one.dp_size * one.speed / rank_s
+    return rate

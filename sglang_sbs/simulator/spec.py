@@ -10,8 +10,14 @@ from typing import Literal, get_args
 
 import msgspec
 
+from sglang_sbs.scheduling.events import PrefixSource
 from sglang_sbs.simulator.cost import PassCost
 
+KV_CAPACITY_TOKENS = 500_000
+"""Of a DeepSeek-V3 prefill rank on H800, calculated: 32 GPUs per instance, attention TP 4 x DP 8,
+EP 32 (the paper's). Of 80 GB, SGLang keeps 0.8 for weights and KV (``mem_fraction_static``). The
+weights take 28 GB of it (FP8: a 32nd of 288 experts per layer 23 GB, a quarter of the rest), a
+token of MLA's KV 61 layers x 576 x 2 bytes = 70272, on each of the four GPUs."""
 Action = Literal["up", "drain", "down"]
 """``up``: the instance joins, comes back from a drain, or starts anew after a death (InstanceUp).
 ``drain``: no new requests, those it has run to their end (InstanceDown, as for a worker that is
@@ -90,6 +96,13 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     the one before it ends."""
     page_size: int = 1
     """Tokens per KV page; a request is charged whole pages of the chunk."""
+    block_tokens: int = 0
+    """Tokens per block of the radix caches; the scheduler is told that this is the page size. 0:
+    the engines have no radix cache (``--disable-radix-cache``), and unbounded KV."""
+    kv_capacity_tokens: int = KV_CAPACITY_TOKENS
+    """Per prefill DP rank, cached or in use; only with a radix cache."""
+    prefix_source: PrefixSource = "events"
+    """How the scheduler knows what the ranks have cached."""
     handshake_s: float = 0.0
     """From a request's arrival at the rank, or from when decode has room, until it may run."""
     first_token_s: float = 0.0
@@ -126,7 +139,28 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
         if self.length_error == 1:
             raise ValueError("length_error must be less than 1: a prompt has at least one token")
+        if self.prefix_source not in get_args(PrefixSource):
+            raise ValueError(
+                f"prefix_source must be one of {', '.join(get_args(PrefixSource))}, "
+                f"not {self.prefix_source!r}"
+            )
+        if self.block_tokens < 0:
+            raise ValueError(f"block_tokens must be 0 or greater, not {self.block_tokens}")
+        if self.kv_capacity_tokens <= 0:
+            raise ValueError(
+                f"kv_capacity_tokens must be greater than 0, not {self.kv_capacity_tokens}"
+            )
         _check_changes(self.changes, [name for name, _ in self.prefill])
+
+    @property
+    def publishes_blocks(self) -> bool:
+        """Whether the ranks publish KV events and somebody listens."""
+        return self.block_tokens > 0 and self.prefix_source == "events"
+
+    @property
+    def cluster_kv_tokens(self) -> int:
+        """KV capacity of all prefill ranks."""
+        return self.kv_capacity_tokens * sum(one.dp_size for _, one in self.prefill)
 
     @property
     def prefill(self) -> tuple[tuple[str, InstanceSpec], ...]:

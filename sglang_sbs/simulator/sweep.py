@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,9 +15,13 @@ from typing import Any
 import msgspec
 
 from sglang_sbs.scheduling import SchedulerConfig
-from sglang_sbs.simulator.cluster import Outcome, simulate
+from sglang_sbs.simulator.cluster import simulate
 from sglang_sbs.simulator.cost import cost_name, find_cost
+from sglang_sbs.simulator.optimum import optimal_cached_tokens
+from sglang_sbs.simulator.outcome import Outcome
 from sglang_sbs.simulator.scenario import Scenario, make_scenario
+from sglang_sbs.simulator.spec import ClusterSpec
+from sglang_sbs.simulator.workload import Arrival
 
 Row = dict[str, Any]
 WARM_UP_S = 20.0
@@ -32,6 +36,7 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
+    "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
     **{
         name: {"policy": name}
@@ -44,10 +49,15 @@ POLICY_CONFIGS: dict[str, dict[str, Any]] = {
             "least_requests",
             "least_tokens",
             "stale_tokens",
+            "cache_aware",
+            "session",
         )
     },
 }
 """Policies by the name they have here."""
+READS_CACHES = ("sbs", "sbs_paper")
+"""Policies that are told what the ranks have cached. ``sbs_basic`` is ``sbs`` without that; the
+others know nothing of caches, or only what they sent where."""
 
 
 Task = tuple[Callable[..., Row], tuple[Any, ...]]
@@ -90,7 +100,8 @@ def scenario_of(job: Job) -> Scenario:
 
 def run(scenario: Scenario, job: Job) -> Row:
     """As :func:`run_job`, with the scenario at hand."""
-    outcome = run_outcome(scenario, job)
+    arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
+    outcome = run_arrivals(scenario, job, arrivals)
     return {
         "scenario": job.scenario,
         "policy": job.policy,
@@ -101,15 +112,24 @@ def run(scenario: Scenario, job: Job) -> Row:
         "chunk_tokens": scenario.spec.chunk_tokens,
         "prefill_instances": len(scenario.spec.prefill),
         **summary(outcome, scenario),
+        **cache_summary(outcome, arrivals, scenario.spec),
     }
 
 
 def run_outcome(scenario: Scenario, job: Job) -> Outcome:
     """The simulation itself."""
-    arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
-    spec = msgspec.structs.replace(scenario.spec, seed=job.seed)
+    return run_arrivals(scenario, job, scenario.at_load(job.load, job.duration_s, job.seed))
+
+
+def run_arrivals(scenario: Scenario, job: Job, arrivals: Sequence[Arrival]) -> Outcome:
+    """The same, with the arrivals at hand."""
+    spec = msgspec.structs.replace(
+        scenario.spec,
+        seed=job.seed,
+        prefix_source=scenario.spec.prefix_source if job.policy in READS_CACHES else "off",
+    )
     return simulate(
-        [(a.at_s, a.prompt_tokens) for a in arrivals],
+        arrivals,
         scheduler_config(job.policy, job.seed, **dict(job.config)),
         spec,
         drain_s=120.0,
@@ -138,6 +158,29 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
         "completed": len(ttft_s),
         "rejected": sum(r.refused is not None for r in counted),
         "unfinished": sum(r.ends == 0 for r in counted),
+    }
+
+
+def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], spec: ClusterSpec) -> Row:
+    """Prompt tokens of the requests that arrived after the warm-up and were prefilled.
+
+    ``computed_tokens``: what was not found in the cache of the rank. ``recomputed_tokens``: those
+    of them in full blocks that some rank of the cluster had computed before. ``hit_rate``: found,
+    as a share of all. ``optimal_tokens``: what one clairvoyant cache with the capacity of all ranks
+    would leave to compute (:mod:`.optimum`), warmed up by the same arrivals.
+    """
+    best = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
+    counted = [
+        r for r in outcome.requests if r.arrived_s >= WARM_UP_S and not math.isnan(r.prefilled_s)
+    ]
+    prompt_tokens = sum(r.prompt_tokens for r in counted)
+    cached_tokens = sum(r.cached_tokens for r in counted)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "computed_tokens": prompt_tokens - cached_tokens,
+        "recomputed_tokens": sum(r.recomputed_tokens for r in counted),
+        "optimal_tokens": prompt_tokens - sum(best[r.index] for r in counted),
+        "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else math.nan,
     }
 
 

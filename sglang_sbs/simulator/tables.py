@@ -71,6 +71,34 @@ def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
     return tables
 
 
+def cache_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """Hit rate and computed tokens by the clairvoyant optimum: a row per policy, a column per load;
+    a table per cost model and chunk size. None where no prompt found anything."""
+    if not any(row["hit_rate"] for row in rows if not math.isnan(row["hit_rate"])):
+        return []
+    tables = []
+    for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in rows):
+        shown = [r for r in rows if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
+        loads = list(dict.fromkeys(r["load"] for r in shown))
+        table = ResultTable(
+            f"hit rate, computed / optimum; {shown[0]['scenario']}, cost {cost}, chunk {chunk}",
+            ["policy", *(f"load {load:g}" for load in loads)],
+        )
+        for policy in dict.fromkeys(r["policy"] for r in shown):
+            cells = []
+            for load in loads:
+                mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
+                computed, optimal = (
+                    sum(r[key] for r in mine) for key in ("computed_tokens", "optimal_tokens")
+                )
+                cells.append(
+                    f"{mean_of(mine, 'hit_rate'):.0%} {computed / optimal:.2f}" if optimal else ""
+                )
+            table.rows.append([policy, *cells])
+        tables.append(table)
+    return tables
+
+
 def capacity_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Max QPS at the SLO: a row per policy, a column per chunk size; a table per cost model."""
     tables = []

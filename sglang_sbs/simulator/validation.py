@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sglang_sbs.simulator.calibration import Calibration
-from sglang_sbs.simulator.cluster import Outcome, simulate
+from sglang_sbs.simulator.cluster import simulate
 from sglang_sbs.simulator.cost import PassCost
+from sglang_sbs.simulator.outcome import Outcome
 from sglang_sbs.simulator.recording import Recording
 from sglang_sbs.simulator.spec import ClusterSpec
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost

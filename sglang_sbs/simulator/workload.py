@@ -1,6 +1,7 @@
 """Arrivals: synthetic workloads and traces.
 
 Owns length distributions, arrival processes and the trace formats. Must not know the cluster.
+Conversations are in :mod:`.conversations`.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import csv
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens per ``hash_id`` of a Mooncake trace."""
 LengthOf = Callable[[random.Random], int]
 """Draws a prompt length in tokens."""
 
@@ -24,6 +28,11 @@ class Arrival(NamedTuple):
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Names of the prompt's full blocks from the first on: equal names, equal tokens up to there.
+    Empty: it shares nothing."""
+    session: str = ""
+    """The conversation it is a turn of."""
 
 
 class TraceError(ValueError):
@@ -74,8 +83,12 @@ def synthetic(
 def read_trace(path: Path) -> list[Arrival]:
     """Read a trace, sorted by time and starting at 0.
 
-    Formats: Mooncake ``.jsonl`` (``timestamp`` in ms, ``input_length``, ``output_length``) and
-    Azure ``.csv`` (``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``).
+    Formats: Mooncake ``.jsonl`` (``timestamp`` in ms, ``input_length``, ``output_length``, maybe
+    ``hash_ids``) and Azure ``.csv`` (``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``).
+
+    A hash id of the last, partial block of a prompt is no block: engines cache full pages only. The
+    trace does not name conversations; requests are taken to be turns of one if they share the first
+    block that less than half of all requests have, that is, the one after the common system prompt.
 
     Raises:
         TraceError: unknown format, a bad line, or no requests.
@@ -90,6 +103,7 @@ def read_trace(path: Path) -> list[Arrival]:
     if not arrivals:
         raise TraceError(f"{path}: no requests in it")
     start_s = arrivals[0].at_s
+    arrivals = _with_sessions(arrivals)
     return [a._replace(at_s=a.at_s - start_s) for a in arrivals]
 
 
@@ -104,11 +118,27 @@ def _read_mooncake(path: Path) -> list[Arrival]:
                         entry["timestamp"] / 1e3,
                         max(1, int(entry["input_length"])),
                         int(entry["output_length"]),
+                        _full_blocks(entry),
                     )
                 )
             except (ValueError, KeyError, TypeError) as error:
                 raise TraceError(f"{path}:{number}: not a Mooncake request ({error})") from error
     return arrivals
+
+
+def _full_blocks(entry: dict[str, Any]) -> tuple[int, ...]:
+    full = entry["input_length"] // MOONCAKE_BLOCK_TOKENS
+    return tuple(int(name) for name in entry.get("hash_ids", ())[:full])
+
+
+def _with_sessions(arrivals: list[Arrival]) -> list[Arrival]:
+    users = Counter(block for arrival in arrivals for block in arrival.blocks)
+    common = {block for block, count in users.items() if 2 * count >= len(arrivals)}
+    firsts = (next((b for b in a.blocks if b not in common), None) for a in arrivals)
+    return [
+        arrival if first is None else arrival._replace(session=str(first))
+        for arrival, first in zip(arrivals, firsts, strict=True)
+    ]
 
 
 def _read_azure(path: Path) -> list[Arrival]:
@@ -126,19 +156,15 @@ def _read_azure(path: Path) -> list[Arrival]:
     return arrivals
 
 
-def tokens_per_s(arrivals: Sequence[Arrival]) -> float:
-    """Mean prompt token rate of a trace."""
-    duration_s = max(1e-9, arrivals[-1].at_s - arrivals[0].at_s)
-    return sum(a.prompt_tokens for a in arrivals) / duration_s
-
-
 def replayed(
     arrivals: Sequence[Arrival], speed: float, duration_s: float, seed: int
 ) -> list[Arrival]:
     """A window of a trace, its times divided by ``speed``; the seed chooses where it starts.
 
-    The window wraps around at the end of the trace, so any seed gives ``duration_s`` of it.
+    The window wraps around at the end of the trace, so any seed gives ``duration_s`` of it. The
+    second time around the conversations are others: their blocks have other names.
     """
+    names = 1 + max((max(a.blocks, default=0) for a in arrivals), default=0)
     span_s = (arrivals[-1].at_s + 1e-3) / speed
     offset_s = random.Random(seed).uniform(0, span_s)
     out: list[Arrival] = []
@@ -149,6 +175,15 @@ def replayed(
             if at_s >= duration_s:
                 break
             if at_s >= 0:
-                out.append(arrival._replace(at_s=at_s))
+                out.append(_of_lap(arrival._replace(at_s=at_s), lap, names))
         lap += 1
     return out
+
+
+def _of_lap(arrival: Arrival, lap: int, names: int) -> Arrival:
+    if not lap or not (arrival.blocks or arrival.session):
+        return arrival
+    return arrival._replace(
+        blocks=tuple(block + lap * names for block in arrival.blocks),
+        session=arrival.session and f"{arrival.session}.{lap}",
+    )

@@ -19,6 +19,7 @@ import ssl
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -72,6 +73,8 @@ class MockEngine:
         self.has_ready = True
         self.metrics_page = ""
         """Of ``GET /metrics``; 404 without, as an engine without ``--enable-metrics``."""
+        self.tokenize: Callable[[dict[str, Any]], list[Any] | None] | None = None
+        """What ``POST /tokenize`` makes of a body (``None``: 400); 404 without."""
         self.port = 0
         self._tls: ssl.SSLContext | None = None
         self._rooms = rooms
@@ -99,6 +102,7 @@ class MockEngine:
         app.router.add_get("/server_info", self._get_server_info)
         app.router.add_get("/model_info", self._get_model_info)
         app.router.add_get("/get_model_info", self._get_model_info)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/loads", self._get_loads)
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/metrics", self._get_metrics)
@@ -409,8 +413,16 @@ class MockEngine:
             info["sbs"] = {"boot_id": self.boot_id, "routers": [], "bind": None}
         return _json(info | self._server_info)
 
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        self.hits[request.path] = self.hits.get(request.path, 0) + 1
+        if self.tokenize is None:
+            return web.Response(status=404)
+        tokens = self.tokenize(orjson.loads(await request.read()))
+        return web.json_response({"tokens": tokens}, status=400 if tokens is None else 200)
+
     async def _get_model_info(self, _request: web.Request) -> web.StreamResponse:
-        return _json({"model_path": "mock", "is_generation": True})
+        senses = {"has_image_understanding": False, "has_audio_understanding": False}
+        return _json({"model_path": "mock", "is_generation": True} | senses)
 
     async def _get_ready(self, request: web.Request) -> web.StreamResponse:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from sglang_sbs.scheduling.events import (
+    BlocksCleared,
     Dispatch,
     InstanceRole,
     PrefillDone,
@@ -35,6 +36,8 @@ MAX_ADOPTED = 512
 """Requests in one :class:`Adopted`; more go into further ones."""
 MAX_RID_CHARS = 128
 MAX_EXCLUDED = 4096
+MAX_BLOCKS = 65_536
+MAX_SESSION_CHARS = 256
 _MAX_COUNT = 1 << 40
 
 
@@ -173,6 +176,7 @@ ToScheduler = (
     | RequestArrived
     | PrefillDone
     | RequestEnded
+    | BlocksCleared
 )
 
 
@@ -261,7 +265,10 @@ def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
             raise MalformedMessage("deadline_s is a time of the sender's clock")
         if len(message.exclude) > MAX_EXCLUDED:
             raise MalformedMessage(f"{len(message.exclude)} excluded instances")
-        _check(message.rid, message.prompt_tokens, message.max_new_tokens)
+        if len(message.session) > MAX_SESSION_CHARS:
+            raise MalformedMessage("the name of the session is too long")
+        _check_blocks(message.blocks)
+        _check(message.rid, message.prompt_tokens, message.max_new_tokens, message.block_tokens)
     elif isinstance(message, PrefillDone):
         _check(message.rid, message.prompt_tokens, message.cached_tokens)
     elif isinstance(message, RequestEnded):
@@ -290,6 +297,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> A
         return decoder.decode(frames[1])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMessage(str(error)) from error
+
+
+def _check_blocks(blocks: list[int]) -> None:
+    if len(blocks) > MAX_BLOCKS:
+        raise MalformedMessage(f"{len(blocks)} blocks")
+    if blocks and not -(1 << 63) <= min(blocks) <= max(blocks) < 1 << 63:
+        raise MalformedMessage("the name of a block is no signed 64-bit number")
 
 
 def _check(rid: str, *counts: int | None) -> None:

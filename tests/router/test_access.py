@@ -21,7 +21,8 @@ KEYS = ("--control-plane-api-keys", "ops:Operations:admin:adm:1", "ro:Read only:
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
+    """As the HTTP layers give them: any case, or lower case."""
+    return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
 # Control-plane keys -----------------------------------------------------------------------------

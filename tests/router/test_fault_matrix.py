@@ -23,6 +23,7 @@ import orjson
 import pytest
 from router_harness import Cluster, cluster, sse_events, until
 
+from sglang_sbs.router import relay
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event, RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
@@ -129,6 +130,26 @@ def check_ledgers(c: Cluster, books: Books) -> None:
     assert c.server.admission.running == c.server.admission.queued == 0
 
 
+class Patience:
+    """The relay's ``asyncio``: the time limit of its last request ends when a test says so.
+
+    How long it takes to write 16 MiB to two engines is the machine's business.
+    """
+
+    def __init__(self) -> None:
+        self._limits: list[asyncio.Timeout] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    def timeout(self, limit_s: float) -> asyncio.Timeout:
+        self._limits.append(asyncio.timeout(limit_s))
+        return self._limits[-1]
+
+    def end(self) -> None:
+        self._limits[-1].reschedule(asyncio.get_running_loop().time())
+
+
 @dataclass
 class Scene:
     c: Cluster
@@ -138,6 +159,7 @@ class Scene:
     twins: list[MockEngine]
     others: list[MockEngine]
     """The engines of the other leg."""
+    patience: Patience
 
     def worker_failures(self, engine: MockEngine) -> int:
         worker = self.c.server.registry.get(engine.url)
@@ -179,7 +201,10 @@ async def scene(
         for engine in others:
             engine.gate.close()
         try:
-            yield Scene(c, books, failing, twins, others)
+            with pytest.MonkeyPatch.context() as patch:
+                patient = Patience()
+                patch.setattr(relay, "asyncio", patient)
+                yield Scene(c, books, failing, twins, others, patient)
         finally:
             if blocker is not None:
                 blocker.close()
@@ -222,6 +247,7 @@ async def strike(s: Scene, fault: Fault) -> None:
     await until(lambda: sum(len(engine.requests) for engine in s.others) == 2)
     if fault.behaviour.fault == "unread":
         await until(lambda: s.failing.unread == 1)
+        s.patience.end()
     else:
         await s.failing.gate.arrived(1)
     s.failing.gate.open()
@@ -246,8 +272,8 @@ async def check_service_goes_on(s: Scene) -> None:
 
 
 def patience(fault: Fault) -> str:
-    """``--request-timeout-secs``: short only where it is what ends the request."""
-    return "1" if fault.code == TIMEOUT else "20"
+    """``--request-timeout-secs``: short only where it is what ends the request by itself."""
+    return "1" if fault.code == TIMEOUT and not fault.padding else "20"
 
 
 CELLS = [

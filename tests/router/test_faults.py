@@ -11,7 +11,7 @@ import orjson
 import pytest
 from router_harness import Cluster, cluster, sse_events, until
 
-from sglang_sbs.router import downstream, inflight
+from sglang_sbs.router import aborts, downstream, inflight
 from sglang_sbs.router.pair import Pair
 from sglang_sbs.scheduling.events import Refuse, RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
@@ -211,6 +211,48 @@ async def test_a_client_that_leaves_mid_stream_aborts_both_legs() -> None:
         await c.settled()
         assert c.scheduler.ended() == ["aborted"]
         c.check_books()
+
+
+async def test_when_many_clients_vanish_engines_are_told_over_few_connections() -> None:
+    clients = 150
+    async with cluster() as c:
+        c.decode[0].gate.close()
+        c.prefill[0].gate.close()
+        connections = [
+            await asyncio.open_connection("127.0.0.1", c.server.port) for _ in range(clients)
+        ]
+        body = b'{"text": "x"}'
+        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        for _, writer in connections:
+            writer.write(head + body)
+        await until(lambda: len(c.decode[0].requests) == len(c.prefill[0].requests) == clients)
+        rids = {request.body["rid"] for request in c.decode[0].requests}
+        c.decode[0].freeze()
+        c.prefill[0].freeze()
+        for _, writer in connections:
+            writer.transport.abort()
+        await until(lambda: c.server.in_flight.client_requests == 0)
+        assert c.server.in_flight.aborts.waiting >= 2 * (clients - aborts.AT_ONCE)
+        assert c.server.pool.open_connections <= 2 * aborts.AT_ONCE
+        c.decode[0].thaw()
+        c.prefill[0].thaw()
+        await until(lambda: set(c.decode[0].aborts) == set(c.prefill[0].aborts) == rids)
+        assert c.server.pool.open_connections <= 2 * aborts.AT_ONCE
+        await c.server.in_flight.aborts.wait_idle()
+        c.check_books()
+
+
+async def test_an_abort_that_waited_too_long_is_dropped(monkeypatch: Any) -> None:
+    monkeypatch.setattr(aborts, "AT_ONCE", 1)
+    monkeypatch.setattr(aborts, "STALE_S", 0.0)
+    async with cluster() as c:
+        c.decode[0].freeze()
+        for rid in ("first", "stale", "stale too"):
+            c.server.in_flight.aborts.send(c.decode[0].url, rid)
+        assert c.server.in_flight.aborts.waiting == 2
+        c.decode[0].thaw()
+        await c.server.in_flight.aborts.wait_idle()
+        assert c.decode[0].aborts == ["first"]
 
 
 async def test_a_client_that_leaves_while_queued_is_dropped_and_no_engine_hears_of_it() -> None:

@@ -64,6 +64,23 @@ async def test_both_front_ends_serve_and_one_scheduler_places_everything() -> No
         assert await engines.metric(group, 'sbs_attempts_total{outcome="completed"}') == 40
 
 
+async def test_all_front_ends_together_keep_to_the_limit() -> None:
+    flags = ("--max-concurrent-requests", "10", "--queue-size", "0")
+    async with running(*flags) as (engines, group):
+        engines.decode[0].token_gate.close()
+        requests = [asyncio.create_task(engines.generate(group.url)) for _ in range(60)]
+        # Of 60 connections each front end is given more than the 5 it may serve at once.
+        await engines.decode[0].token_gate.arrived(10)
+        await until(lambda: sum(request.done() for request in requests) == 50)
+        refused = Counter(request.result()[0] for request in requests if request.done())
+        assert refused == {429: 50}
+        engines.decode[0].token_gate.open()
+        answers = await asyncio.gather(*requests)
+        assert sum(map(complete, answers)) == len(engines.decode[0].requests) == 10
+        allowed = 'smg_http_rate_limit_total{result="allowed"}'
+        await engines.shows(group, allowed, 10)
+
+
 async def test_a_killed_front_end_frees_its_capacity_and_the_others_streams_go_on() -> None:
     async with running() as (engines, group):
         engines.decode[0].token_gate.close()
@@ -205,6 +222,7 @@ async def test_an_abort_and_a_worker_update_reach_every_front_end() -> None:
         rids = [f"mine-{number}" for number in range(12)]
         streams = [asyncio.create_task(engines.generate(group.url, rid=rid)) for rid in rids]
         await engines.decode[0].token_gate.arrived(12)
+        await engines.shows(group, "smg_pd_ttft_seconds_count", 12)  # first bytes have been relayed
         url = group.url + "/abort_request"
         async with engines.client.post(url, json={"rid": "mine-"}) as got:
             assert (await got.json())["aborted"] == 12

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from router_harness import cluster, options_for, sse_events, until
 from test_upstream import raw_server, read_request
 
-from sglang_sbs.router import downstream, inflight, intake
+from sglang_sbs.router import aborts, downstream, intake
 from sglang_sbs.router.downstream import Downstream
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.intake import Doorman
@@ -88,7 +88,7 @@ async def test_a_defect_after_the_first_byte_ends_the_stream_with_an_event(
 
 
 async def test_an_engine_that_never_answers_an_abort_keeps_no_connection(monkeypatch: Any) -> None:
-    monkeypatch.setattr(inflight, "ABORT_ANSWER_S", 0.05)
+    monkeypatch.setattr(aborts, "ANSWER_S", 0.05)
     asked = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -99,7 +99,7 @@ async def test_an_engine_that_never_answers_an_abort_keeps_no_connection(monkeyp
 
     async with cluster() as c, raw_server(serve) as (origin, _):
         before = c.server.pool.open_connections
-        c.server.in_flight.send_abort(origin, "r")
+        c.server.in_flight.aborts.send(origin, "r")
         await asked.wait()
         await until(lambda: c.server.pool.open_connections == before)
 
@@ -159,9 +159,9 @@ class FakeSource:
 
 
 class FakeClient:
-    """The request and transport of a client that reads when told to."""
+    """A client, and its transport, that reads when told to."""
 
-    version = (1, 1)
+    chunked = True
 
     def __init__(self) -> None:
         self.unread = 0
@@ -219,15 +219,13 @@ async def test_a_declared_length_over_the_limit_is_refused_without_reading() -> 
 
 async def test_connections_that_send_no_whole_head_are_closed() -> None:
     class Protocol(asyncio.Protocol):
-        transport: asyncio.BaseTransport | None = None
-
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            self.transport = transport
-            made.append(self)
+            doorman.watch(transport)
+            made.append(transport)
 
-    made: list[Protocol] = []
-    doorman = Doorman(Protocol, patience_s=0.05)
-    server = await asyncio.get_running_loop().create_server(doorman, "127.0.0.1", 0)
+    made: list[asyncio.BaseTransport] = []
+    doorman = Doorman(patience_s=0.05)
+    server = await asyncio.get_running_loop().create_server(Protocol, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     silent, silent_writer = await asyncio.open_connection("127.0.0.1", port)
     await until(lambda: len(made) == 1)
@@ -434,7 +432,7 @@ def test_any_json_is_a_plan_or_a_400(kind: Any, extra: dict[str, Any], keep: boo
         return
     lengths = PromptLengths()
     for prompt in plan.prompts:
-        assert lengths._estimate(kind, prompt).tokens >= 1
+        assert lengths.estimate(prompt.value).tokens >= 1
     for unit in plan.units:
         assert unit.max_new_tokens is None or unit.max_new_tokens >= 0
         for leg in leg_bodies(unit, plan, FIELDS):

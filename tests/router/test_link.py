@@ -275,6 +275,28 @@ async def test_a_request_from_arrival_to_end(world: World) -> None:
     assert not front_end.alone.dispatches
 
 
+async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_go_of_them(
+    world: World,
+) -> None:
+    side = await world.boot()
+    heard = []
+    handle = side.scheduler.handle
+
+    def listen(event: Event, now_s: float) -> list[Command]:
+        heard.append(event)
+        return handle(event, now_s)
+
+    side.scheduler.handle = listen  # type: ignore[method-assign]
+    front_end = await world.front_end()
+    blocks = [-(1 << 63), 5, (1 << 63) - 1]
+    await front_end.link.assign(
+        "a", prompt_tokens=200, blocks=blocks, block_tokens=64, session="talk"
+    )
+    (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
+    assert (arrival.blocks, arrival.block_tokens, arrival.session) == (blocks, 64, "talk")
+    assert front_end.link._requests["a"].arrival.blocks == []
+
+
 async def test_refusals_come_through_and_cancelling_withdraws(world: World) -> None:
     side = await world.boot(HOLDING)
     front_end = await world.front_end()

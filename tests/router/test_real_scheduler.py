@@ -114,3 +114,23 @@ async def test_the_process_serves_logs_and_stops(tmp_path: Path) -> None:
         assert record.event is not None
         assert replayed.handle(record.event, record.now_s) == record.commands
     assert sum(isinstance(c, Dispatch) for record in records for c in record.commands) == 1
+
+
+async def test_when_the_only_decode_instance_dies_whoever_waits_is_told_at_once() -> None:
+    # The paper's trigger sends one batch and waits an interval: what comes then is held for long.
+    scheduler = Scheduler(SchedulerConfig(trigger="paper", t_default_s=1000.0))
+    async with cluster(prefill=1, scheduler=scheduler) as c:
+        c.prefill[0].gate.close()
+        c.decode[0].gate.close()
+        asked = [asyncio.create_task(c.generate(input_ids=[1] * 50)) for _ in range(8)]
+        await until(lambda: len(c.decode[0].requests) + len(scheduler.queue) == 8)
+        assert len(scheduler.queue) >= 1
+        await c.decode[0].stop()
+        answers = await asyncio.gather(*asked)
+        assert {(status, body["error"]["code"]) for status, body in answers} == {
+            (503, "no_decode_servers")
+        }
+        await c.settled()
+        c.prefill[0].gate.open()
+        snapshot = scheduler.snapshot(0.0)
+        assert (snapshot.queue_requests, snapshot.in_flight_requests) == (0, 0)

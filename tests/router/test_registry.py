@@ -8,7 +8,7 @@ import pytest
 
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import leg_status_failure, transport_failure
-from sglang_sbs.router.registry import QUIET_S, Registry, Worker, describe_worker
+from sglang_sbs.router.registry import QUIET_S, Registry, Worker
 from sglang_sbs.router.server_info import (
     SbsBlock,
     UnusableWorker,
@@ -16,6 +16,7 @@ from sglang_sbs.router.server_info import (
     parse_server_info,
 )
 from sglang_sbs.router.urls import alias_key, normalise_worker_url
+from sglang_sbs.router.worker_view import describe_worker
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
 from sglang_sbs.wire import EndForward
 

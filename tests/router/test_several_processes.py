@@ -67,17 +67,25 @@ def test_a_loopback_scheduler_needs_no_secret_and_an_open_key_file_is_warned_abo
 
 
 def test_limits_of_the_router_are_shared_out_among_its_front_ends() -> None:
-    flags = ["--workers", "3", "--max-concurrent-requests", "10", "--queue-size", "3"]
+    flags = ["--workers", "3", "--max-concurrent-requests", "10", "--queue-size", "2"]
+    flags += ["--rate-limit-tokens-per-second", "7"]
     supervisor = Supervisor([*WORKERS, *flags], parse_flags([*WORKERS, *flags]))
     children = [
         parse_flags(supervisor._front_end_command("ipc:///x", number)) for number in range(3)
     ]
     assert [child.max_concurrent_requests for child in children] == [4, 3, 3]
-    assert [child.queue_size for child in children] == [1, 1, 1]
+    assert [child.queue_size for child in children] == [1, 1, 0]
+    assert sum(child.rate_limit_per_s for child in children) == pytest.approx(7)
+    assert len({child.rate_limit_per_s for child in children}) == 1
     assert {(child.role, child.workers) for child in children} == {("front-end", 1)}
     scheduler = parse_flags(supervisor._scheduler_command("ipc:///x"))
     assert (scheduler.role, scheduler.workers) == ("scheduler", 1)
     assert scheduler.prefill == parse_flags(WORKERS).prefill
+
+
+def test_a_limit_that_is_less_than_the_front_ends_is_refused() -> None:
+    with pytest.raises(FlagError, match="write at least 3"):
+        parse_flags([*WORKERS, "--workers", "3", "--max-concurrent-requests", "2"])
 
 
 def test_a_restarted_scheduler_keeps_the_event_log_of_the_one_before() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_sbs.router import upstream
 from sglang_sbs.router.framing import ChunkedDecoder
-from sglang_sbs.router.upstream import Pool, UpstreamError, request_head
+from sglang_sbs.router.upstream import Pool, UpstreamError, fetch, request_head
 
 
 class Collector:
@@ -53,6 +53,32 @@ async def raw_server(serve: Serve) -> Any:
     finally:
         pool.close()
         server.close()
+
+
+async def test_a_small_answer_as_a_whole_or_why_there_is_none() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", b"nonsense\r\n\r\n"):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"GET /loads?a=1 HTTP/1.1\r\n")
+            assert b"authorization: k\r\n" in head
+            writer.write(answer)
+        await reader.read()
+        writer.close()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    headers = b"authorization: k\r\n"
+    async with raw_server(serve) as (origin, pool):
+        assert await fetch(pool, origin, "/loads?a=1", headers, 20.0) == (200, b"{}")
+        with pytest.raises(UpstreamError):
+            await fetch(pool, origin, "/loads?a=1", headers, 20.0)
+        assert pool.open_connections == 0
+    async with raw_server(silent) as (origin, pool):
+        with pytest.raises(TimeoutError):
+            await fetch(pool, origin, "/loads", headers, 0.01)
+        assert pool.open_connections == 0
 
 
 async def read_request(reader: asyncio.StreamReader) -> bytes:

@@ -68,6 +68,15 @@ class TestMembership:
         prefix.up("p0", dp_size=2, block_tokens=PAGE, source="events")
         assert found(prefix, [1]) == {}
 
+    def test_what_is_cleared_while_down_stays_down(self) -> None:
+        prefix = index()
+        prefix.down("p0")
+        prefix.clear("p0", 0)
+        prefix.stored("p0", 0, [1])
+        assert found(prefix, [1]) == {}
+        prefix.up("p0", dp_size=2, block_tokens=PAGE, source="events")
+        assert found(prefix, [1]) == {"p0": [PAGE, 0]}
+
     def test_a_cleared_rank_is_swept_and_its_bit_used_again(self) -> None:
         prefix = index()
         prefix.stored("p0", 0, list(range(100)))

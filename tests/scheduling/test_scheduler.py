@@ -321,6 +321,26 @@ def test_nothing_goes_to_an_instance_that_is_down(policy):
     assert {d.prefill for d in driver.dispatched} == {"p1"}
 
 
+@TRIGGERS
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_waits_is_refused_when_the_last_instance_of_a_role_goes(trigger, role):
+    driver = Driver(trigger=trigger, t_default_s=1.0).up(prefill=2, dp=1)
+    for i in range(12):
+        driver.arrive(f"r{i}", 2000)
+    waiting = {r.rid for r in driver.scheduler.queue}
+    assert waiting
+    driver.tell(InstanceDown(instance="p0"))
+    assert driver.refused == []
+    if role == "decode":
+        waiting = {r.rid for r in driver.scheduler.queue}
+    driver.tell(InstanceDown(instance="p1" if role == "prefill" else "d0"))
+    assert {(r.rid, r.cause) for r in driver.refused} == {(rid, f"no_{role}") for rid in waiting}
+    assert driver.scheduler.snapshot(driver.now_s).queue_requests == 0
+    assert driver.scheduler.in_flight_requests == 12 - len(waiting)
+    driver.wait(60.0)  # nor is any of them refused again at its deadline
+    assert len(driver.refused) == len(waiting)
+
+
 @POLICIES
 def test_no_instance_is_a_clear_refusal(policy):
     driver = Driver(policy=policy)

@@ -21,6 +21,14 @@ ROW_FIELDS = {
     "rejected",
 }
 
+CACHE_FIELDS = {
+    "prompt_tokens",
+    "computed_tokens",
+    "recomputed_tokens",
+    "optimal_tokens",
+    "hit_rate",
+}
+
 
 def poisson(qps: float, duration_s: float, seed: int, longest: int = 3000):
     """Arrivals (time in s, prompt tokens) as :func:`simulate` takes them."""
@@ -56,4 +64,25 @@ def write_azure(path: Path, rows: list[tuple[float, int, int]]) -> Path:
         f"2023-11-16 18:{17 + int(t // 60):02d}:{t % 60:010.7f},{i},{o}\n" for t, i, o in rows
     )
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + body)
+    return path
+
+
+def write_turns(path: Path, conversations: int, turns: int, gap_s: float = 2.0) -> Path:
+    """A Mooncake trace of conversations: a common block of 512 tokens, then two more per turn."""
+    lines = []
+    for number in range(conversations):
+        for turn in range(turns):
+            full = 1 + 2 * (turn + 1)
+            own = [1 + 1000 * (number + 1) + depth for depth in range(full - 1)]
+            partial = 10**9 + 100 * number + turn
+            lines.append(
+                {
+                    "timestamp": round(1e3 * (turn * gap_s + number * gap_s / conversations)),
+                    "input_length": full * 512 + 100,
+                    "output_length": 10,
+                    "hash_ids": [0, *own, partial],
+                }
+            )
+    lines.sort(key=lambda line: line["timestamp"])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulator_fixtures import ROW_FIELDS, lengths, write_azure, write_mooncake
+from simulator_fixtures import (
+    CACHE_FIELDS,
+    ROW_FIELDS,
+    lengths,
+    write_azure,
+    write_mooncake,
+    write_turns,
+)
 
 from sglang_sbs.simulator.cli import main
 from sglang_sbs.simulator.cost import PassCost, save_cost
@@ -69,6 +76,41 @@ def test_rows_have_the_promised_fields_and_types(flags, more, tmp_path):
     prefill = {"ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "chunk_utilization", "bubble_share"}
     for name in prefill:
         assert (row[name] is None) if decode else isinstance(row[name], float)
+
+
+def test_a_trace_with_blocks_has_hit_rates(tmp_path, capsys):
+    trace = write_turns(tmp_path / "t.jsonl", conversations=20, turns=6, gap_s=10.0)
+    policies = "sbs,sbs_basic,cache_aware,session,least_tokens"
+    rows = tmp_path / "rows.json"
+    flags = f"--policies {policies} --load-counts uncached --loads 0.2 --kv-tokens 50000"
+    assert main([f"trace:{trace}", *SMALL, *flags.split(), "--json", str(rows)]) == 0
+    written = json.loads(rows.read_text())
+    assert [row["policy"] for row in written] == policies.split(",")
+    for row in written:
+        assert row.keys() >= ROW_FIELDS | CACHE_FIELDS
+        for name in CACHE_FIELDS - {"hit_rate"}:
+            assert isinstance(row[name], int), name
+        assert 0 < row["hit_rate"] < 1
+    assert "hit rate" in capsys.readouterr().out
+    flags = "--policies sbs --loads 0.2"
+    for without in (["paper-3k"], [f"trace:{trace}", "--kv-tokens", "0"]):
+        assert main([*without, *SMALL, *flags.split()]) == 0
+        assert "hit rate" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sessions --kv-tokens 1000", "--kv-tokens 1000: the longest prompt has 65536"),
+        ("paper-3k --load-counts uncached", "paper-3k: nothing is cached there"),
+        ("sessions --prefix-source guess", "argument --prefix-source: invalid choice: 'guess'"),
+    ],
+)
+def test_caches_that_cannot_be_are_named_with_their_flag(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_what_has_no_value_is_null(tmp_path):

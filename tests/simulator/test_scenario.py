@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from simulator_fixtures import lengths, write_azure, write_mooncake
+from simulator_fixtures import lengths, write_azure, write_mooncake, write_turns
 
-from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.cost import COSTS, PassCost
 from sglang_sbs.simulator.scenario import ScenarioError, full_chunk_tokens_per_s, make_scenario
 
 
@@ -71,3 +71,44 @@ def test_a_trace_has_its_own_bursts(tmp_path):
     trace = write_azure(tmp_path / "t.csv", lengths(50))
     with pytest.raises(ScenarioError, match="its own bursts"):
         make_scenario(f"trace:{trace}", burstiness=2.0)
+
+
+def test_a_trace_with_hash_ids_has_caches_of_its_blocks(
+    tmp_path,
+):
+    plain = make_scenario(f"trace:{write_mooncake(tmp_path / 'plain.jsonl', lengths(50))}")
+    turns = make_scenario(f"trace:{write_turns(tmp_path / 'turns.jsonl', 3, 4)}")
+    block_tokens = [
+        scenario.spec.block_tokens
+        for scenario in (plain, turns, make_scenario("sessions"), make_scenario("paper-3k"))
+    ]
+    assert block_tokens == [0, 512, 64, 0]
+
+
+def test_load_one_of_uncached_tokens_is_what_a_clairvoyant_cache_leaves(tmp_path):
+    """Attention is free here, so it is the rate of full chunks of uncached tokens."""
+    cost = PassCost(fixed_s=0.1, mean_s=1e-4)
+    name = f"trace:{write_turns(tmp_path / 't.jsonl', conversations=2, turns=3)}"
+    scenario = make_scenario(name, cost=cost, load_counts="uncached")
+    # A prompt has 3, 5 and 7 blocks and 100 tokens. The first one finds none, the other
+    # conversation's first the common block, and each later one all blocks of the turn before it.
+    uncached = 2 * (2 + 2 + 2) * 512 + 512 + 6 * 100
+    assert scenario.nominal_qps == pytest.approx(
+        full_chunk_tokens_per_s(scenario.spec) / (uncached / 6)
+    )
+    prompt = make_scenario(name, cost=cost)
+    assert prompt.nominal_qps < scenario.nominal_qps
+    attention = make_scenario(
+        name, cost=PassCost(fixed_s=0.1, mean_s=1e-4, pair_s=1e-7), load_counts="uncached"
+    )
+    assert attention.nominal_qps < scenario.nominal_qps
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    trace = f"trace:{write_turns(tmp_path / 't.jsonl', 2, 3)}"
+    with pytest.raises(ScenarioError, match="the longest prompt has 3684"):
+        make_scenario(trace, kv_capacity_tokens=3683)
+    with pytest.raises(ScenarioError, match="sessions have their own bursts"):
+        make_scenario("sessions", burstiness=2.0)
+    with pytest.raises(ScenarioError, match="nothing is cached there"):
+        make_scenario("paper-5k", load_counts="uncached")

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from simulator_fixtures import ROW_FIELDS
+from simulator_fixtures import CACHE_FIELDS, ROW_FIELDS, write_turns
 
-from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange
-from sglang_sbs.simulator.cluster import Outcome, PassRecord, RequestRecord
+from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, PassCost, TopologyChange
+from sglang_sbs.simulator.cost import save_cost
+from sglang_sbs.simulator.outcome import Outcome, PassRecord, RequestRecord
 from sglang_sbs.simulator.scenario import make_scenario
-from sglang_sbs.simulator.sweep import Job, max_load, run_all, run_job, summary
+from sglang_sbs.simulator.sweep import (
+    Job,
+    max_load,
+    run_all,
+    run_job,
+    run_outcome,
+    scenario_of,
+    summary,
+)
 
 SMALL = {"prefill_instances": 1, "dp_size": 2}
 JOB = Job("paper-3k", "eta", 0.2, 1, 26.0, "mixed", SMALL)
@@ -18,7 +27,9 @@ JOB = Job("paper-3k", "eta", 0.2, 1, 26.0, "mixed", SMALL)
 
 def test_a_row_has_the_contracts_fields_and_plausible_values():
     row = run_job(JOB)
-    assert row.keys() >= ROW_FIELDS
+    assert row.keys() >= ROW_FIELDS | CACHE_FIELDS
+    assert row["hit_rate"] == row["recomputed_tokens"] == 0
+    assert row["computed_tokens"] == row["optimal_tokens"] == row["prompt_tokens"]
     assert row["qps"] == pytest.approx(0.2 * 57)
     assert 0 < row["ttft_p50_s"] <= row["ttft_p99_s"]
     assert row["ttft_mean_s"] <= row["ttft_p99_s"]
@@ -78,3 +89,51 @@ def test_the_search_goes_beyond_its_bounds_if_all_of_them_meets_the_slo():
     narrow = max_load(quick, 0.4, 0.05, 0.1)
     assert narrow["load"] > 0.1
     assert narrow["load"] == pytest.approx(max_load(quick, 0.4)["load"], rel=0.1)
+
+
+CACHE_POLICIES = ("sbs", "sbs_basic", "cache_aware", "session", "least_tokens", "random_rank")
+
+
+def test_rows_of_a_trace_with_blocks_add_up(tmp_path):
+    """One rank: it finds what the optimum finds, whatever the policy; of four ranks not so."""
+    name = f"trace:{write_turns(tmp_path / 't.jsonl', conversations=20, turns=6, gap_s=10.0)}"
+    cost = save_free_cost(tmp_path)
+    for policy in CACHE_POLICIES:
+        one_rank = {"prefill_instances": 1, "dp_size": 1}
+        row = run_job(Job(name, policy, 0.02, 1, 60.0, cost, one_rank))
+        assert row["recomputed_tokens"] == 0 < row["hit_rate"]
+        assert row["computed_tokens"] == row["optimal_tokens"] < row["prompt_tokens"]
+    rows = {
+        policy: run_job(
+            Job(name, policy, 0.01, 1, 60.0, cost, {"prefill_instances": 2, "dp_size": 2})
+        )
+        for policy in CACHE_POLICIES
+    }
+    for row in rows.values():
+        assert row["computed_tokens"] >= row["optimal_tokens"]
+        assert row["hit_rate"] == pytest.approx(1 - row["computed_tokens"] / row["prompt_tokens"])
+    for policy in ("sbs", "session"):
+        for blind in ("cache_aware", "random_rank"):  # the DP rank is drawn
+            assert rows[policy]["hit_rate"] > rows[blind]["hit_rate"]
+            assert rows[policy]["recomputed_tokens"] < rows[blind]["recomputed_tokens"]
+
+
+def save_free_cost(path) -> str:
+    """A cost under which nothing ever waits."""
+    file = path / "free.json"
+    save_cost(PassCost(fixed_s=0.01, max_s=1e-6), file)
+    return str(file)
+
+
+def test_only_policies_that_read_caches_are_told_of_them():
+    quick = Job("sessions", "sbs", 0.02, 1, 25.0, spec={"prefill_instances": 1, "dp_size": 2})
+    predicted = {}
+    for policy in ("sbs", "sbs_paper", "sbs_basic", "eta", "cache_aware"):
+        job = replace(quick, policy=policy)
+        outcome = run_outcome(scenario_of(job), job)
+        predicted[policy] = sum(r.predicted_tokens for r in outcome.requests)
+    assert min(predicted["sbs"], predicted["sbs_paper"]) > 0
+    assert predicted["sbs_basic"] == predicted["eta"] == predicted["cache_aware"] == 0
+    off = replace(quick, spec={**quick.spec, "prefix_source": "off"})
+    basic = replace(quick, policy="sbs_basic")
+    assert {**run_job(off), "policy": ""} == {**run_job(basic), "policy": ""}

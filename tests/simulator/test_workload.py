@@ -7,7 +7,7 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from simulator_fixtures import lengths, write_azure, write_mooncake
+from simulator_fixtures import lengths, write_azure, write_mooncake, write_turns
 
 from sglang_sbs.simulator.workload import (
     TraceError,
@@ -83,3 +83,31 @@ def test_a_replayed_window_wraps_around_and_keeps_the_rate(tmp_path):
         assert all(0 <= a.at_s < 60 for a in window)
         assert window == sorted(window, key=lambda a: a.at_s)
         assert len(window) / 60 == pytest.approx(3 * rate, rel=0.15)
+
+
+def test_hash_ids_are_blocks_without_the_partial_one_and_tell_the_conversation(tmp_path):
+    trace = read_trace(write_turns(tmp_path / "t.jsonl", conversations=3, turns=4))
+    for arrival in trace:
+        assert len(arrival.blocks) == arrival.prompt_tokens // 512
+        assert arrival.blocks[0] == 0
+        assert max(arrival.blocks) < 10**9
+        assert arrival.session == str(arrival.blocks[1])
+    assert len({arrival.session for arrival in trace}) == 3
+    assert all(
+        a.blocks == () and a.session == ""
+        for a in read_trace(write_mooncake(tmp_path / "plain.jsonl", lengths(20)))
+    )
+
+
+def test_the_second_time_around_the_conversations_are_others(tmp_path):
+    trace = read_trace(write_turns(tmp_path / "t.jsonl", conversations=3, turns=4))
+    window = replayed(trace, 1.0, 30.0, seed=1)
+    laps: dict[tuple[int, ...], list[float]] = {}
+    for arrival in window:
+        laps.setdefault(arrival.blocks, []).append(arrival.at_s)
+    assert len(window) > 2 * len(trace)
+    assert all(len(times) == 1 for times in laps.values())
+    for one in window:
+        for other in window:
+            shared = sum(a == b for a, b in zip(one.blocks, other.blocks, strict=False))
+            assert (shared > 1) == (one.session == other.session)

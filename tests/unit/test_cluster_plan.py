@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -80,6 +81,57 @@ def test_no_two_processes_share_a_port() -> None:
     for instance in planned.instances:
         taken += ports(instance)
     assert len(taken) == len(set(taken))
+
+
+def kv_events(instance: InstancePlan) -> dict[str, Any]:
+    config = json.loads(value(instance.argv, "--kv-events-config"))
+    assert isinstance(config, dict)
+    return config
+
+
+@pytest.mark.parametrize("ranks", [2, 7, 8, 32])
+def test_prefill_publishes_its_kv_events_at_ports_of_its_own(ranks: int) -> None:
+    parallel = ("--tp", str(ranks), "--dp", str(ranks), "--enable-dp-attention")
+    planned = plan(prefill_instances=2, engine_flags=(*parallel, "--page-size", "64"))
+    taken: list[int] = []
+    for instance in planned.instances:
+        own = ports(instance) | {int(value(instance.argv, "--dist-init-addr")[10:]) + 13}
+        if instance.bootstrap_port is None:
+            assert "--kv-events-config" not in instance.argv
+        else:
+            config = kv_events(instance)
+            assert config["bind"] is True
+            for endpoint in (config["endpoint"], config["replay_endpoint"]):
+                host, _, port = endpoint.removeprefix("tcp://").partition(":")
+                assert host == instance.host
+                taken += range(int(port), int(port) + ranks)
+        taken += own
+    assert len(taken) == len(set(taken))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine_flags": ()},
+        {"engine_flags": ("--page-size", "1")},
+        {"engine_flags": ("--page-size", "64", "--disable-radix-cache")},
+        {"engine_flags": ("--page-size=64",), "with_router": False},
+        {"engine_flags": ("--page-size=64",), "router_flags": ("--sbs-prefix-source", "off")},
+        {
+            "engine_flags": ("--page-size=64",),
+            "router_flags": ("--router-sbs-prefix-source=approximate",),
+        },
+    ],
+)
+def test_no_kv_events_that_nobody_wants_or_that_cost_too_much(options: dict[str, Any]) -> None:
+    for instance in plan(**options).instances:
+        assert "--kv-events-config" not in instance.argv
+
+
+def test_a_users_own_kv_events_are_left_alone() -> None:
+    given = '{"publisher": "zmq"}'
+    planned = plan(engine_flags=("--page-size", "64"), prefill_flags=("--kv-events-config", given))
+    assert value(planned.instances[0].argv, "--kv-events-config") == given
 
 
 def test_each_instance_has_gpus_of_its_own() -> None:

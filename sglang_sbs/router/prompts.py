@@ -1,0 +1,191 @@
+"""What the router finds out about a prompt before it asks the scheduler: tokens and block names.
+
+Owns the order of attempts (ids given, tokenizer, estimate) and the threads they run in. Must not
+know requests in flight, instances or how anything is placed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import orjson
+
+from sglang_sbs.router.block_names import (
+    TEXT_BYTES_PER_TOKEN,
+    BlockFormat,
+    BlockNamer,
+    Namespace,
+)
+from sglang_sbs.router.chat_template import TemplateError
+from sglang_sbs.router.chat_tokenizer import ChatTokenizer, PromptIds
+from sglang_sbs.router.lengths import PromptLength, PromptLengths, chat_bytes
+from sglang_sbs.router.requests import Plan, Prompt
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 2
+_QUICK_CHARS = 512
+_QUICK_PAGES = 256
+"""Tokenizing so much text, or naming so many pages, takes no longer than handing it to a thread."""
+
+PromptKind = Literal["text", "chat"]
+Counted = Literal["given", "tokenized", "estimated"]
+"""Where a prompt's length is from: its token ids were given, made here, or nobody knows them."""
+
+
+class Engines(Protocol):
+    """What the engines make of prompts, as far as it is known."""
+
+    def block_format(self) -> BlockFormat | None:
+        """How prefill instances cut prompts into blocks; ``None``: names are of no use."""
+
+    def agrees(self, kind: PromptKind) -> bool:
+        """False: some engine is known to come to other token ids than the tokenizer here."""
+
+    def takes_ids(self, kind: PromptKind) -> bool:
+        """Whether token ids may be sent in place of such prompts, to some engine at least."""
+
+    def serves(self, model: str) -> bool:
+        """Whether this is a model's whole name, though it looks like ``model:adapter``."""
+
+
+@dataclass(slots=True)
+class ReadPrompt:
+    length: PromptLength
+    blocks: array[int] = field(default_factory=lambda: array("q"))
+    """Names of its full pages; none: its prefix cannot be looked for."""
+    block_tokens: int = 0
+    ids_json: bytes | None = None
+    """Its token ids as JSON, where engines may get them instead of the text."""
+    counted: Counted = "estimated"
+
+
+class PromptReader:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer | None,
+        lengths: PromptLengths,
+        namer: BlockNamer,
+        engines: Engines,
+        *,
+        names_text: bool,
+    ) -> None:
+        """``names_text``: text nobody can tokenize gets block names too, good for the approximate
+        index only."""
+        self._tokenizer = tokenizer
+        self._lengths = lengths
+        self._namer = namer
+        self._engines = engines
+        self._names_text = names_text
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+        self._template_warned = False
+        self.counts: Counter[Counted] = Counter()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, plan: Plan) -> list[ReadPrompt]:
+        """One per prompt of the plan. What takes time is done off the loop."""
+        format_ = self._engines.block_format()
+        if self._is_quick(plan, format_):
+            prompts = self._read_all(plan, format_)
+        else:
+            loop = asyncio.get_running_loop()
+            prompts = await loop.run_in_executor(self._threads, self._read_all, plan, format_)
+        for prompt in prompts:
+            self.counts[prompt.counted] += 1
+        return prompts
+
+    def _is_quick(self, plan: Plan, format_: BlockFormat | None) -> bool:
+        """Whether a thread would only cost time."""
+        chars = tokens = 0
+        for prompt in plan.prompts:
+            if isinstance(prompt.value, list):
+                tokens += len(prompt.value)
+            else:
+                chars += len(prompt.member) or len(plan.units[0].common)
+        if self._tokenizer is not None and chars > _QUICK_CHARS:
+            return False
+        if self._names_text:
+            tokens += chars // TEXT_BYTES_PER_TOKEN
+        return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
+
+    def _read_all(self, plan: Plan, format_: BlockFormat | None) -> list[ReadPrompt]:
+        return [self._read(plan, prompt, format_) for prompt in plan.prompts]
+
+    def _read(self, plan: Plan, prompt: Prompt, format_: BlockFormat | None) -> ReadPrompt:
+        value = prompt.value
+        ids: list[int] | array[int] | None = None
+        ids_json: bytes | None = None
+        counted: Counted = "estimated"
+        if isinstance(value, list):
+            counted = "given"
+            length = self._lengths.estimate(value)
+            ids = value
+        elif (read := self._tokenize(value)) is not None:
+            kind: PromptKind = "chat" if isinstance(value, dict) else "text"
+            exact = read.exact and self._engines.agrees(kind)
+            length = PromptLength(max(1, len(read.ids)), exact)
+            if exact:
+                counted = "tokenized"
+                ids = read.ids
+            if exact and read.certain and prompt.takes_ids and self._engines.takes_ids(kind):
+                ids_json = orjson.dumps(read.ids.tolist())
+        else:
+            length = self._lengths.estimate(value)
+        if not prompt.alone:
+            counted = "estimated"
+            length = replace(length, exact=False, size_bytes=0)
+        if format_ is None or not prompt.alone or prompt.namespace is None:
+            return ReadPrompt(length, ids_json=ids_json, counted=counted)
+        namespace = self._with_adapter(prompt.namespace, plan.model)
+        blocks = self._name(value, ids, format_, namespace)
+        page_tokens = format_.page_tokens if blocks else 0
+        return ReadPrompt(length, blocks, page_tokens, ids_json, counted)
+
+    def _tokenize(self, value: Any) -> PromptIds | None:
+        if self._tokenizer is None:
+            return None
+        if isinstance(value, str):
+            return PromptIds(self._tokenizer.text_ids(value))
+        try:
+            return self._tokenizer.chat_ids(value)
+        except TemplateError as error:
+            if not self._template_warned:
+                self._template_warned = True
+                logger.warning("chat template: %s; such prompts are estimated", error)
+            return None
+
+    def _name(
+        self,
+        value: Any,
+        ids: list[int] | array[int] | None,
+        format_: BlockFormat,
+        namespace: Namespace,
+    ) -> array[int]:
+        if ids is not None:
+            try:
+                return self._namer.names(ids, format_, namespace)
+            except ValueError:  # embeddings, or nonsense the engine will refuse
+                return array("q")
+        if not self._names_text:
+            return array("q")
+        text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else None
+        if isinstance(value, dict):
+            text = chat_bytes(value)
+        if text is None:
+            return array("q")
+        return self._namer.text_names(text, format_.page_tokens, namespace)
+
+    def _with_adapter(self, namespace: Namespace, model: str) -> Namespace:
+        """``base-model:adapter-name`` comes before ``lora_path``."""
+        _, colon, adapter = model.partition(":")
+        if not colon or not adapter or self._engines.serves(model):
+            return namespace
+        return replace(namespace, lora=adapter.strip())

@@ -1,0 +1,162 @@
+"""Tokenizing text that was partly tokenized before.
+
+Owns the cut of a text at its special tokens, and the memory of what the pieces between them became.
+Must not know chats or requests. Blocks: to be called in threads.
+
+Why a piece's ids do not depend on its neighbours: a Hugging Face tokenizer first takes the added
+tokens out of the raw text (leftmost, longest) and then normalises, splits and encodes each rest on
+its own. A chat template puts such tokens around every message, so what a conversation has in common
+with its last turn, or with others (system prompt, tools), is looked up. Tokenizers for which that
+does not hold (added tokens that swallow spaces or want word boundaries, a pre-tokenizer that treats
+the first piece of a text differently, post-processors of unknown kind) tokenize whole texts, and
+only whole texts are remembered. SGLang's ``parallel_prompt_encode.py`` rests on the same property.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+MAX_CHARS = 32_000_000
+"""Text whose ids are kept; with them some 100 MB."""
+_MAX_SHARE = 8
+"""One piece may take so much of it: 1 / 8."""
+_ENTRY_CHARS = 64
+"""What a piece takes besides its text, in characters of text."""
+
+_INDEPENDENT_SPLITTERS = frozenset(
+    {
+        "ByteLevel",
+        "Split",
+        "Digits",
+        "Punctuation",
+        "Whitespace",
+        "WhitespaceSplit",
+        "BertPreTokenizer",
+        "CharDelimiterSplit",
+        "UnicodeScripts",
+    }
+)
+_KNOWN_POST_PROCESSORS = frozenset(
+    {"ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing"}
+)
+_PROBE = "One\ttwo  three\n\n don't 12345 über 漢字 \U0001f600 e\u0301 "
+
+
+class TextPieces:
+    """A tokenizer with a memory; may be used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, max_chars: int = MAX_CHARS) -> None:
+        """``tokenizer`` must neither truncate nor pad."""
+        self._tokenizer = tokenizer
+        self._max_chars = max_chars
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._chars = 0
+        self._lock = threading.Lock()
+        self._specials: dict[str, int] = {}
+        self._cut: re.Pattern[str] | None = None
+        first, last = _surroundings(tokenizer)
+        self._first, self._last = array("I", first), array("I", last)
+        specials = _cutting_tokens(json.loads(tokenizer.to_str()))
+        if specials:
+            longest_first = sorted(specials, key=len, reverse=True)
+            self._specials = specials
+            self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+            probe = _PROBE + _PROBE.join(longest_first[:3]) + _PROBE
+            if list(self.encode(probe)) != _encode(tokenizer, [probe])[0]:
+                self._cut = None
+                self._known.clear()
+                self._chars = 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether pieces are remembered, not only whole texts."""
+        return self._cut is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
+        """Token ids as the tokenizer gives them for the whole text."""
+        pieces = [text] if self._cut is None else self._cut.split(text)
+        found = self._look_up(pieces)
+        missing = list(dict.fromkeys(p for p in pieces if p and p not in found))
+        if missing:
+            for piece, ids in zip(missing, _encode(self._tokenizer, missing), strict=True):
+                found[piece] = array("I", ids)
+            self._keep(missing, found)
+        out = array("I", self._first if add_special_tokens else ())
+        for piece in pieces:
+            if piece:
+                out += found[piece]
+        if add_special_tokens:
+            out += self._last
+        return out
+
+    def _look_up(self, pieces: Sequence[str]) -> dict[str, array[int]]:
+        found: dict[str, array[int]] = {}
+        with self._lock:
+            for piece in pieces:
+                if piece in self._specials:
+                    found[piece] = array("I", (self._specials[piece],))
+                elif (ids := self._known.get(piece)) is not None:
+                    self._known.move_to_end(piece)
+                    found[piece] = ids
+        return found
+
+    def _keep(self, pieces: Sequence[str], found: dict[str, array[int]]) -> None:
+        with self._lock:
+            for piece in pieces:
+                if piece not in self._known and len(piece) <= self._max_chars // _MAX_SHARE:
+                    self._known[piece] = found[piece]
+                    self._chars += len(piece) + _ENTRY_CHARS
+            while self._chars > self._max_chars:
+                self._chars -= len(self._known.popitem(last=False)[0]) + _ENTRY_CHARS
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    # Unlike ``encode`` this lets other threads run meanwhile, and skips offsets nobody wants.
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
+
+
+def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids put before and after a text (beginning and end of sequence)."""
+    encoding = tokenizer.encode("a")
+    ids, added = encoding.ids, encoding.special_tokens_mask
+    content = [index for index, special in enumerate(added) if not special]
+    if not content:
+        return ids, []
+    return ids[: content[0]], ids[content[-1] + 1 :]
+
+
+def _cutting_tokens(state: dict[str, Any]) -> dict[str, int]:
+    """Added tokens by which any text may be cut; empty: none may."""
+    if not _splits_independently(state.get("pre_tokenizer")):
+        return {}
+    if not _is_known_post_processor(state.get("post_processor")):
+        return {}
+    tokens = [token for token in state.get("added_tokens") or () if not token["normalized"]]
+    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in tokens):
+        return {}
+    return {token["content"]: token["id"] for token in tokens if token["content"]}
+
+
+def _splits_independently(config: dict[str, Any] | None) -> bool:
+    if config is None:
+        return True
+    if config.get("type") == "Sequence":
+        return all(map(_splits_independently, config["pretokenizers"]))
+    return config.get("type") in _INDEPENDENT_SPLITTERS
+
+
+def _is_known_post_processor(config: dict[str, Any] | None) -> bool:
+    if config is None:
+        return True
+    if config.get("type") == "Sequence":
+        return all(map(_is_known_post_processor, config["processors"]))
+    return config.get("type") in _KNOWN_POST_PROCESSORS

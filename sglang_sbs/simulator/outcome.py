@@ -1,0 +1,75 @@
+"""What a simulation leaves: its requests and its passes.
+
+Owns their records. Must not know how they came about, or what is made of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What became of one request; times in seconds, NaN: never."""
+
+    rid: str
+    prompt_tokens: int
+    arrived_s: float
+    index: int = -1
+    """Of its arrival."""
+    told_tokens: int = 0
+    """Its length as the scheduler was told."""
+    dispatched_s: float = math.nan
+    """Of the last attempt, as the next six."""
+    prefilled_s: float = math.nan
+    prefill: tuple[str, int] | None = None
+    decode: tuple[str, int] | None = None
+    predicted_tokens: int = 0
+    """The hit the scheduler expected."""
+    cached_tokens: int = 0
+    """Found in the cache of its rank."""
+    recomputed_tokens: int = 0
+    """Of full blocks that it had to compute although some rank of the cluster had done so before
+    it; the rest of what it computed is new."""
+    refused: str | None = None
+    attempts: int = 0
+    excluded: tuple[str, ...] = ()
+    """Instances it failed on."""
+    reserved: bool = False
+    """Decode holds KV for it."""
+    ends: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Arrival until the first token (the end of the prefill plus ``first_token_s``)."""
+        return self.prefilled_s - self.arrived_s
+
+
+class PassRecord(NamedTuple):
+    """One forward pass."""
+
+    instance: str
+    start_s: float
+    end_s: float
+    tokens: int
+    """Of all ranks."""
+    heaviest_tokens: int
+    """Of the rank with the most: the others wait for it."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A finished simulation."""
+
+    requests: list[RequestRecord]
+    passes: list[PassRecord] = field(default_factory=list)
+    """In the order of their ends."""
+    queued_passes: int = 0
+    """Passes that were handed to the device while another ran (overlap)."""
+    bootstrap_waits: int = 0
+    """Dispatches that reached their ranks before decode had room for them."""
+    retries: int = 0
+    """Attempts after the first, of all requests."""
+    duration_s: float = 0.0

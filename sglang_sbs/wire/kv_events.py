@@ -1,0 +1,217 @@
+"""SGLang's KV events as they arrive: which blocks a rank's cache gained and lost.
+
+Owns reading one published batch, in both shapes SGLang has used, and the frames of its replay
+protocol (``disaggregation/kv_events.py``). Must not know sockets, nor what blocks are good for.
+
+A batch is the frames ``topic``, sequence number (signed 64-bit big-endian) and the msgpack array
+``[ts, [event, ...], attn_dp_rank]``. Since SGLang 0.5.20 an event is a map with the key ``type``,
+up to 0.5.18 an array with the tag first; types and media that are not known here are skipped. Only
+the names of blocks are read: token ids, which are most of a message, are not decoded.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import msgspec
+
+from sglang_sbs.scheduling.events import CacheTier
+from sglang_sbs.wire.endforward import MalformedMessage
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of a batch: what one pass can store and evict, with its token ids, is far below."""
+END_OF_REPLAY = -1
+"""Sequence number of the message that ends a replay."""
+
+_SEQ = struct.Struct(">q")
+_TIERS: dict[str | None, CacheTier] = {
+    None: "device",
+    "GPU": "device",
+    "CPU": "host",
+    "CPU_PINNED": "host",
+    "CPU_TIER1": "host",
+    "CPU_TIER2": "host",
+    "DISK": "host",
+}
+"""``StorageMedium``, also of older releases. ``EXTERNAL`` is no rank's own and is skipped."""
+
+ChangeKind = Literal["stored", "removed", "cleared"]
+
+
+@dataclass(slots=True)
+class Change:
+    """``cleared`` has no blocks and means all tiers."""
+
+    kind: ChangeKind
+    tier: CacheTier = "device"
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, frozen=True)
+class KvBatch:
+    """What one rank published at once, in its order."""
+
+    ts_s: float
+    """The engine's wall clock."""
+    changes: list[Change]
+    dp_rank: int | None = None
+
+
+_Block = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Skipped = msgspec.Raw(b"\xc0")
+
+
+class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
+    block_hashes: list[_Block]
+    medium: str | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
+    block_hashes: list[_Block]
+    medium: str | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
+    block_hashes: list[_Block]
+    parent_block_hash: msgspec.Raw = _Skipped
+    token_ids: msgspec.Raw = _Skipped
+    block_size: msgspec.Raw = _Skipped
+    lora_id: msgspec.Raw = _Skipped
+    medium: str | None = None
+
+
+class _RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
+    block_hashes: list[_Block]
+    medium: str | None = None
+
+
+class _ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False):
+    pass
+
+
+_AnyEvent = _Stored | _Removed | _Cleared | _StoredArray | _RemovedArray | _ClearedArray
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_Stored | _Removed | _Cleared]
+    attn_dp_rank: int | None = None
+
+
+class _RawBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+    attn_dp_rank: int | None = None
+
+
+class _MapTag(msgspec.Struct):
+    type: str
+
+
+class _ArrayTag(msgspec.Struct, array_like=True):
+    type: str
+
+
+_batches = msgspec.msgpack.Decoder(_Batch)
+_raw_batches = msgspec.msgpack.Decoder(_RawBatch)
+_maps: msgspec.msgpack.Decoder[_AnyEvent] = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_arrays: msgspec.msgpack.Decoder[_AnyEvent] = msgspec.msgpack.Decoder(
+    _StoredArray | _RemovedArray | _ClearedArray
+)
+_map_tags = msgspec.msgpack.Decoder(_MapTag)
+_array_tags = msgspec.msgpack.Decoder(_ArrayTag)
+_KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+
+
+def decode_seq(frame: bytes) -> int:
+    """A sequence number. Raises: MalformedMessage."""
+    if len(frame) != _SEQ.size:
+        raise MalformedMessage(f"a sequence number has 8 bytes, not {len(frame)}")
+    seq: int = _SEQ.unpack(frame)[0]
+    return seq
+
+
+def live_frames(frames: Sequence[bytes], topic: bytes) -> tuple[int, bytes]:
+    """Sequence number and payload of a published message.
+
+    Raises:
+        MalformedMessage: wrong topic or frames; nothing is known of the batch, not even its number.
+    """
+    if len(frames) != 3 or frames[0] != topic:
+        raise MalformedMessage(f"expected 3 frames starting with {topic[:64]!r}")
+    seq = decode_seq(frames[1])
+    if seq < 0:
+        raise MalformedMessage(f"sequence number {seq}")
+    return seq, frames[2]
+
+
+def replay_request(start_seq: int) -> list[bytes]:
+    """Ask (DEALER) for every batch the publisher still has from ``start_seq`` on."""
+    return [b"", _SEQ.pack(start_seq)]
+
+
+def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
+    """Sequence number and payload of a message of a replay; ``END_OF_REPLAY`` and nothing at last.
+
+    Raises:
+        MalformedMessage: not of that form.
+    """
+    if len(frames) != 4 or frames[0] != b"":
+        raise MalformedMessage("expected 4 frames starting with an empty one")
+    seq = decode_seq(frames[2])
+    if seq < END_OF_REPLAY:
+        raise MalformedMessage(f"sequence number {seq}")
+    return seq, frames[3]
+
+
+def decode_kv_batch(payload: bytes) -> KvBatch:
+    """Read one batch; neighbouring changes of one kind and tier become one.
+
+    Raises:
+        MalformedMessage: not a batch, or an event of a known type that is none.
+    """
+    events: Sequence[_AnyEvent]
+    batch: _Batch | _RawBatch
+    try:
+        try:
+            batch = _batches.decode(payload)
+            events = batch.events
+        except msgspec.ValidationError:
+            batch = _raw_batches.decode(payload)
+            events = [event for raw in batch.events if (event := _decode_event(raw)) is not None]
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise MalformedMessage(str(error)) from error
+    changes: list[Change] = []
+    for event in events:
+        if isinstance(event, _Cleared | _ClearedArray):
+            changes.append(Change("cleared"))
+            continue
+        tier = _TIERS.get(event.medium)
+        if tier is None:
+            continue
+        kind: ChangeKind = "stored" if isinstance(event, _Stored | _StoredArray) else "removed"
+        if changes and changes[-1].kind == kind and changes[-1].tier == tier:
+            changes[-1].blocks += event.block_hashes
+        else:
+            changes.append(Change(kind, tier, list(event.block_hashes)))
+    return KvBatch(batch.ts, changes, batch.attn_dp_rank)
+
+
+def _decode_event(raw: msgspec.Raw) -> _AnyEvent | None:
+    """An event of either shape; ``None``: of a type that is not known here."""
+    data = bytes(raw)
+    is_map = 0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF)
+    try:
+        return _maps.decode(data) if is_map else _arrays.decode(data)
+    except msgspec.ValidationError:
+        tag = (_map_tags if is_map else _array_tags).decode(data).type
+        if tag in _KNOWN:
+            raise
+        return None

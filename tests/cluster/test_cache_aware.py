@@ -1,0 +1,310 @@
+"""L_hit as the router predicts it and as real engines report it: two DP ranks, KV events.
+
+One cluster on the virtual GPU, whose KV pools, radix caches and evictions are SGLang's own, behind
+a router whose event log is the record: what a request was placed with (``Dispatch.cached_tokens``)
+and what prefill found (``PrefillDone.cached_tokens``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from cluster_requests import CHUNKED_PREFILL_SIZE, ENGINE_FLAGS, generate, start
+
+from sglang_sbs.bench.runs import RouterPorts, running_router
+from sglang_sbs.cluster.local import LocalCluster
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions
+from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.scheduling import Scheduler
+from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
+from sglang_sbs.scheduling.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Dispatch,
+    ForwardEnded,
+    InstanceUp,
+    PrefillDone,
+)
+from sglang_sbs.testing.tiny_model import VOCAB_SIZE, cached_tiny_model
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+
+PAGE_TOKENS = 16
+POOL_TOKENS = 8192
+"""KV cache of a rank: sixteen of the storm's prompts."""
+RANKS = 2
+NEW_TOKENS = 12
+SYSTEM_PROMPT_TOKENS = 70
+WAIT_S = 30.0
+
+
+@dataclass
+class Outcome:
+    """One request: L_hit as predicted and as reported, and the rank it went to."""
+
+    predicted: int
+    reported: int
+    rank: int
+
+    @property
+    def exact(self) -> bool:
+        return self.predicted == self.reported
+
+
+@dataclass
+class Site:
+    """A cluster, and one router's URL and record."""
+
+    cluster: LocalCluster
+    url: str
+    log: Path
+
+    def records(self, since_s: float = 0.0) -> list[LogRecord]:
+        return [r for r in read_event_log(self.log) if r.now_s >= since_s]
+
+    async def until(self, done: Callable[[list[LogRecord]], bool], since_s: float) -> None:
+        """Until the record since then, which is written with a delay, satisfies ``done``."""
+        async with asyncio.timeout(WAIT_S):
+            while not done(self.records(since_s)):  # noqa: ASYNC110 (another process writes it)
+                await asyncio.sleep(0.2)
+
+    async def outcomes(self, requests: int, since_s: float) -> list[Outcome]:
+        """Of the requests since then, which are so many, in the order of their ends."""
+        found: list[Outcome] = []
+
+        def all_there(records: list[LogRecord]) -> bool:
+            found.clear()
+            placed: dict[str, Dispatch] = {}
+            for record in records:
+                placed |= {c.rid: c for c in record.commands if isinstance(c, Dispatch)}
+                event = record.event
+                if isinstance(event, PrefillDone) and event.cached_tokens is not None:
+                    command = placed[event.rid]
+                    found.append(
+                        Outcome(command.cached_tokens, event.cached_tokens, command.prefill_rank)
+                    )
+            return len(found) >= requests
+
+        await self.until(all_there, since_s)
+        assert len(found) == requests
+        return found
+
+
+class Conversation:
+    """Grows by what the user and the model say."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self.tokens = list(range(5, 5 + SYSTEM_PROMPT_TOKENS))
+
+    async def turn(self, http: aiohttp.ClientSession, url: str) -> None:
+        new = self._draw.randrange(20, 90)
+        self.tokens += [self._draw.randrange(3, VOCAB_SIZE) for _ in range(new)]
+        reply = await generate(http, url, self.tokens, NEW_TOKENS)
+        self.tokens += reply["output_ids"]
+
+    async def turns(self, http: aiohttp.ClientSession, url: str, count: int) -> None:
+        for _ in range(count):
+            await self.turn(http, url)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    folder = tmp_path_factory.mktemp("cache-aware")
+    log = folder / "router.events"
+    prometheus_port = next(free_port_blocks(PORTS_PER_INSTANCE))
+    options = ClusterOptions(
+        model_path=str(cached_tiny_model()),
+        engine_flags=[
+            *ENGINE_FLAGS,
+            *("--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(POOL_TOKENS)),
+        ],
+        virtual_gpu=VirtualGpuCost(prefill_base_s=0.03, prefill_per_max_token_s=2e-5),
+        log_dir=folder,
+        environment=environment(),
+        router_flags=[
+            *("--policy", "sbs", "--sbs-event-log", str(log)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)),
+        ],
+    )
+    async with start(options) as cluster:
+        assert cluster.router is not None
+        yield Site(cluster, cluster.router.url, log)
+
+
+def environment() -> dict[str, str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_SBS")}
+    return own | {
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
+    }
+
+
+async def test_predicted_hits_of_conversations_are_those_the_engine_reports(
+    site: Site, http: aiohttp.ClientSession
+) -> None:
+    # Until both ranks have the system prompt. Of requests that bring a new prefix together SGLang
+    # runs one first and lets the others find it, which is more than what was there.
+    since_s = time.monotonic()
+    await asyncio.gather(*(Conversation(seed).turn(http, site.url) for seed in range(16)))
+    first = await site.outcomes(16, since_s)
+    assert {outcome.rank for outcome in first} == set(range(RANKS))
+    assert all(outcome.predicted <= outcome.reported for outcome in first), first
+
+    since_s = time.monotonic()
+    conversations = [Conversation(seed) for seed in range(20, 32)]
+    await asyncio.gather(*(one.turns(http, site.url, 8) for one in conversations))
+    outcomes = await site.outcomes(12 * 8, since_s)
+    up = [r.event for r in site.records() if isinstance(r.event, InstanceUp)]
+    assert {(e.role, e.prefix_source, e.page_size) for e in up} == {
+        ("prefill", "events", PAGE_TOKENS),
+        ("decode", "off", PAGE_TOKENS),
+    }
+    stored = [r.event for r in site.records(since_s) if isinstance(r.event, BlocksStored)]
+    assert {event.dp_rank for event in stored} == set(range(RANKS))
+    assert {outcome.rank for outcome in outcomes} == set(range(RANKS))
+    assert sum(outcome.exact for outcome in outcomes) >= 0.99 * len(outcomes), outcomes
+    # Not of nothing: most of a conversation is its past.
+    assert all(outcome.reported >= SYSTEM_PROMPT_TOKENS // PAGE_TOKENS for outcome in outcomes)
+    assert sum(outcome.reported for outcome in outcomes) > 100 * len(outcomes)
+
+
+async def test_a_flushed_cache_is_not_counted_on(site: Site, http: aiohttp.ClientSession) -> None:
+    conversation = Conversation(100)
+    await conversation.turns(http, site.url, 2)
+    since_s = time.monotonic()
+    async with asyncio.timeout(WAIT_S):
+        # Engines refuse while anything is under way, also the end of a transfer.
+        while (await flush(http, site.url)) != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    # The router's own word at once, and then the engine's.
+    await site.until(
+        lambda records: all(clears(records)[rank] == 2 for rank in range(RANKS)), since_s
+    )
+    since_s = time.monotonic()
+    await conversation.turns(http, site.url, 3)
+    outcomes = await site.outcomes(3, since_s)
+    assert [outcome.exact for outcome in outcomes] == [True] * 3, outcomes
+    assert outcomes[0].reported == 0
+    assert outcomes[2].reported > 0
+
+
+async def flush(http: aiohttp.ClientSession, url: str) -> int:
+    async with http.post(f"{url}/flush_cache") as response:
+        return response.status
+
+
+def clears(records: list[LogRecord]) -> Counter[int]:
+    """How often each prefill rank was cleared."""
+    reports = [r.event for r in records if isinstance(r.event, ForwardEnded)]
+    prefill = {event.instance for event in reports if event.report.role == "prefill"}
+    return Counter(
+        r.event.dp_rank
+        for r in records
+        if isinstance(r.event, BlocksCleared) and r.event.instance in prefill
+    )
+
+
+async def test_what_a_storm_evicted_is_not_counted_on(
+    site: Site, http: aiohttp.ClientSession
+) -> None:
+    conversations = [Conversation(seed) for seed in range(200, 204)]
+    for one in conversations:
+        await one.turns(http, site.url, 2)
+    since_s = time.monotonic()
+    draw = random.Random(7)
+    storm = [[draw.randrange(3, VOCAB_SIZE) for _ in range(500)] for _ in range(64)]
+    limit = asyncio.Semaphore(16)
+
+    async def gust(prompt: list[int]) -> None:
+        async with limit:
+            await generate(http, site.url, prompt, NEW_TOKENS)
+
+    await asyncio.gather(*map(gust, storm))
+    assert CHUNKED_PREFILL_SIZE < POOL_TOKENS < 64 * 500 / RANKS
+    outcomes = await site.outcomes(64, since_s)
+    assert sum(outcome.exact for outcome in outcomes) >= 0.99 * 64, outcomes
+    removed = [r.event for r in site.records(since_s) if isinstance(r.event, BlocksRemoved)]
+    assert {event.dp_rank for event in removed} == set(range(RANKS))
+    since_s = time.monotonic()
+    for one in conversations:
+        await one.turn(http, site.url)
+    after = await site.outcomes(4, since_s)
+    assert [outcome.exact for outcome in after] == [True] * 4, after
+    assert after[0].reported <= SYSTEM_PROMPT_TOKENS
+
+
+async def test_a_router_that_starts_later_learns_what_is_cached(
+    site: Site, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    conversations = [Conversation(seed) for seed in range(300, 304)]
+    for one in conversations:
+        await one.turns(http, site.url, 2)
+    first = next(free_port_blocks(PORTS_PER_INSTANCE))
+    ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
+    log = tmp_path / "second.events"
+    flags = ["--policy", "sbs", "--sbs-event-log", str(log)]
+    flags += ["--tokenizer-path", str(cached_tiny_model())]
+    async with running_router(site.cluster.instances, ports, flags, tmp_path) as url:
+        second = Site(site.cluster, url, log)
+        await second.until(stored_on_all_ranks, 0.0)
+        since_s = time.monotonic()
+        for one in conversations:
+            await one.turn(http, url)
+        outcomes = await second.outcomes(4, since_s)
+    assert [outcome.exact for outcome in outcomes] == [True] * 4, outcomes
+    assert all(outcome.reported > SYSTEM_PROMPT_TOKENS for outcome in outcomes), outcomes
+
+
+def stored_on_all_ranks(records: list[LogRecord]) -> bool:
+    stored = {r.event.dp_rank for r in records if isinstance(r.event, BlocksStored)}
+    return stored == set(range(RANKS))
+
+
+async def test_a_restarted_engine_has_nothing(site: Site, http: aiohttp.ClientSession) -> None:
+    conversation = Conversation(400)
+    await conversation.turns(http, site.url, 2)
+    restarted_s = time.monotonic()
+    await site.cluster.kill("prefill-0")
+    # Decode would go on to talk to an instance that was gone for so short that it did not notice.
+    decode_log = site.cluster.plan.log_dir / "decode-0.log"
+    async with asyncio.timeout(WAIT_S):
+        while "Lost connection with prefill" not in decode_log.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    await site.cluster.start_instance("prefill-0")
+    await site.until(
+        lambda records: any(
+            isinstance(r.event, InstanceUp) and r.event.role == "prefill" for r in records
+        ),
+        restarted_s,
+    )
+    since_s = time.monotonic()
+    await conversation.turns(http, site.url, 3)
+    outcomes = await site.outcomes(3, since_s)
+    assert [outcome.exact for outcome in outcomes] == [True] * 3, outcomes
+    assert outcomes[0].reported == 0
+    assert outcomes[2].reported > 0
+    stored = [r for r in site.records(since_s) if isinstance(r.event, BlocksStored)]
+    assert stored
+
+
+async def test_the_record_of_all_this_replays(site: Site) -> None:
+    records = site.records()
+    config = records[0].config
+    assert config is not None
+    scheduler = Scheduler(config)
+    for record in records[1:]:
+        assert record.event is not None
+        assert scheduler.handle(record.event, record.now_s) == record.commands

@@ -1,0 +1,598 @@
+"""KV events over real sockets: discovery, replays, restarts, and engines that cannot be heard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from router_harness import cluster, until
+from router_processes import site, start_group
+
+from sglang_sbs.router import kv_events
+from sglang_sbs.router.kv_events import KvEventSubscriber
+from sglang_sbs.router.metric_pages import add_pages
+from sglang_sbs.router.registry import PrefixWish, Registry
+from sglang_sbs.router.server_info import KvEventsBlock, SbsBlock, WorkerInfo, parse_server_info
+from sglang_sbs.scheduling import Scheduler
+from sglang_sbs.scheduling.eventlog import read_event_log
+from sglang_sbs.scheduling.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    InstanceDown,
+    InstanceUp,
+)
+from sglang_sbs.testing.kv_publisher import KvPublisher, cleared, free_ports, removed, stored
+from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+
+URL = "http://127.0.0.1:30000"
+RANKS = 2
+
+
+class System:
+    """A worker with two ranks that publish, and what the scheduler is told of them."""
+
+    def __init__(self, wish: PrefixWish = "auto", *, replay: bool = True, topic: str = "") -> None:
+        first = free_ports(2 * RANKS)
+        self.replay = replay
+        self.source = KvEventsBlock(
+            port=first,
+            replay_port=first + RANKS if replay else None,
+            topic=topic,
+            block_tokens=4,
+            host="*",
+        )
+        self.events: list[Event] = []
+        self.publishers = [self.publisher(rank) for rank in range(RANKS)]
+        self.registry = Registry(self._emit, prefix_source=wish)
+        self.subscriber = KvEventSubscriber(self.registry, self.events.append)
+        self.worker = self.registry.add(URL, "prefill")
+
+    def publisher(self, rank: int, dp_rank: int | None = None) -> KvPublisher:
+        return KvPublisher(
+            self.source.port + rank,
+            self.source.port + RANKS + rank if self.replay else None,
+            dp_rank=rank if dp_rank is None else dp_rank,
+            topic=self.source.topic,
+        )
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, InstanceDown):
+            self.subscriber.down(self.worker)
+        if isinstance(event, InstanceUp):
+            self.subscriber.up(self.worker)
+
+    def up(self, **fields: Any) -> None:
+        info = WorkerInfo(**{"dp_size": RANKS, "page_size": 4, "kv_events": self.source} | fields)
+        self.registry.described(self.worker, info)
+        self.registry.set_healthy(self.worker, True)
+
+    async def restart(self, rank: int) -> None:
+        self.publishers[rank].stop()
+        self.publishers[rank] = self.publisher(rank)
+        self.publishers[rank].now_s = 1e6
+        await self.publishers[rank].start()
+
+    def held(self, rank: int, tier: str = "device") -> set[int]:
+        """What the scheduler would believe."""
+        blocks: set[int] = set()
+        for event in self.events:
+            if isinstance(event, InstanceDown | InstanceUp):
+                continue
+            assert isinstance(event, BlocksStored | BlocksRemoved | BlocksCleared)
+            if (event.instance, event.dp_rank) != (URL, rank):
+                continue
+            if isinstance(event, BlocksCleared):
+                blocks.clear()
+            elif event.tier == tier:
+                named = set(event.blocks)
+                blocks = blocks | named if isinstance(event, BlocksStored) else blocks - named
+        return blocks
+
+    @property
+    def sources(self) -> list[str]:
+        return [event.prefix_source for event in self.events if isinstance(event, InstanceUp)]
+
+    async def believes(self, *ranks: set[int]) -> None:
+        await until(lambda: [self.held(rank) for rank in range(len(ranks))] == list(ranks))
+
+    def count(self, kind: str, rank: int = 0) -> int:
+        return self.subscriber.counts_of(URL, rank)[kind]
+
+
+@asynccontextmanager
+async def system(*args: Any, start: bool = True, **options: Any) -> AsyncIterator[System]:
+    here = System(*args, **options)
+    if start:
+        for publisher in here.publishers:
+            await publisher.start()
+    try:
+        yield here
+    finally:
+        await here.subscriber.close()
+        for publisher in here.publishers:
+            if start:
+                publisher.stop()
+
+
+async def test_the_past_and_then_what_happens_of_every_rank() -> None:
+    async with system(topic="kv") as here:
+        first, second = here.publishers
+        first.publish(stored(1, 2), stored(3, medium="CPU_PINNED"))
+        first.publish(removed(1))
+        here.up()
+        await here.believes({2}, set())
+        assert here.held(0, "host") == {3}
+        second.publish(["BlockStored", [7, 8], None, [1] * 8, 4, None, "GPU"])  # <= 0.5.18
+        first.publish(stored(4))
+        await here.believes({2, 4}, {7, 8})
+        first.publish(cleared())
+        second.publish(["BlockRemoved", [7], "GPU"])
+        await here.believes(set(), {8})
+        assert here.sources == ["events"]
+
+
+async def test_a_lost_batch_is_asked_for_again() -> None:
+    async with system() as here:
+        here.up()
+        await here.publishers[0].subscribed()
+        here.publishers[0].publish(stored(1, 2))
+        await here.believes({1, 2})
+        here.publishers[0].publish(removed(1), lose=True)
+        here.publishers[0].publish(stored(3))
+        await here.believes({2, 3})
+        assert (here.count("gaps"), here.count("lost")) == (1, 0)
+        assert not [event for event in here.events if isinstance(event, BlocksCleared)]
+
+
+async def test_a_lost_batch_that_is_gone_clears_the_rank() -> None:
+    async with system() as here:
+        first = here.publishers[0]
+        here.up()
+        await first.subscribed()
+        first.publish(stored(1, 2))
+        await here.believes({1, 2})
+        first.publish(removed(1), lose=True)
+        first.forgotten = first.seq
+        first.publish(stored(3))
+        await here.believes({3})
+        assert (here.count("gaps"), here.count("lost")) == (1, 1)
+
+
+async def test_without_a_replay_endpoint_too() -> None:
+    async with system(replay=False) as here:
+        first = here.publishers[0]
+        here.up()
+        await first.subscribed()
+        await until(lambda: all(rank.connected for rank in here.subscriber._instances[URL].ranks))
+        await asyncio.sleep(2 * kv_events._SUBSCRIBED_S)
+        first.publish(stored(1, 2))
+        await here.believes({1, 2})
+        first.publish(removed(1), lose=True)
+        first.publish(stored(3))
+        await here.believes({3})
+
+
+async def test_a_publisher_that_restarts_is_learned_anew() -> None:
+    async with system() as here:
+        here.up()
+        await here.publishers[0].subscribed()
+        here.publishers[0].publish(stored(1))
+        here.publishers[1].publish(stored(9))
+        await here.believes({1}, {9})
+        await here.restart(0)
+        await here.believes(set(), {9})
+        here.publishers[0].publish(stored(5))
+        await here.believes({5}, {9})
+
+
+async def test_garbage_is_counted_and_survived() -> None:
+    async with system(topic="kv") as here:
+        first = here.publishers[0]
+        here.up()
+        await first.subscribed()
+        first.publish(stored(1))
+        await here.believes({1})
+        for frames in (
+            [b"kv"],
+            [b"kv", b"1", b"x"],
+            [b"kvv", bytes(8), b"x"],
+            [b"kv", b"\xff" * 8, b"x"],
+        ):
+            first.send(frames)
+        first.send([b"other", bytes(8), b"x"])
+        first.publish(stored(2))
+        await here.believes({1, 2})
+        first._sent.append(b"\xc1")
+        first.send([b"kv", (first.seq - 1).to_bytes(8, "big"), b"\xc1"])
+        first.publish(stored(3))
+        await here.believes({3})
+        assert here.count("malformed") == 5
+
+
+async def test_an_instance_that_is_down_for_a_moment_is_listened_to_meanwhile() -> None:
+    async with system() as here:
+        here.up()
+        await here.publishers[0].subscribed()
+        here.publishers[0].publish(stored(1))
+        await here.believes({1})
+        here.registry.set_healthy(here.worker, False, "test")
+        here.publishers[0].publish(stored(2))
+        await here.believes({1, 2})
+        here.registry.set_healthy(here.worker, True)
+        assert here.publishers[0].replays == 1
+        assert not [event for event in here.events if isinstance(event, BlocksCleared)]
+
+
+async def test_one_that_stays_down_is_forgotten_and_learned_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "KEEP_S", 0.0)
+    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    async with system() as here:
+        here.up()
+        await here.publishers[0].subscribed()
+        here.publishers[0].publish(stored(1))
+        await here.believes({1})
+        here.registry.set_healthy(here.worker, False, "test")
+        await here.believes(set())
+        told = len(here.events)
+        here.publishers[0].publish(stored(2))
+        await asyncio.sleep(0.05)
+        assert len(here.events) == told
+        here.registry.set_healthy(here.worker, True)
+        await here.believes({1, 2})
+
+
+async def test_one_that_restarted_by_its_boot_id_is_forgotten_at_once() -> None:
+    async with system() as here:
+        here.up(sbs=SbsBlock(boot_id="a"))
+        await here.publishers[0].subscribed()
+        here.publishers[0].publish(stored(1))
+        await here.believes({1})
+        info = here.worker.info
+        assert info is not None
+        here.registry.described(
+            here.worker, msgspec.structs.replace(info, sbs=SbsBlock(boot_id="b"))
+        )
+        assert here.held(0) == set()
+        here.registry.refresh(here.worker)
+        await here.believes({1})  # what it replays is what it holds
+
+
+async def test_one_that_is_removed_is_forgotten() -> None:
+    async with system() as here:
+        here.up()
+        here.publishers[0].publish(stored(1))
+        await here.believes({1})
+        here.registry.remove(here.worker)
+        here.subscriber.removed(URL)
+        assert here.held(0) == set()
+        assert not [line for family in here.subscriber.families() for line in family.samples]
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [("auto", "events"), ("events", "events"), ("approximate", "approximate"), ("off", "off")],
+)
+async def test_the_flag_has_the_last_word(wish: PrefixWish, expected: str) -> None:
+    async with system(wish) as here:
+        here.publishers[0].publish(stored(1))
+        here.up()
+        assert here.sources == [expected]
+        if expected == "events":
+            await here.believes({1})
+        else:
+            await asyncio.sleep(2 * kv_events._SUBSCRIBED_S)
+            assert here.held(0) == set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "wish", "expected"),
+    [
+        ({"kv_events": None}, "auto", "approximate"),
+        ({"kv_events": None}, "events", "off"),
+        ({"radix_cache": False}, "auto", "off"),
+    ],
+)
+async def test_engines_that_publish_nothing(
+    fields: dict[str, Any], wish: PrefixWish, expected: str
+) -> None:
+    async with system(wish) as here:
+        here.up(**fields)
+        assert here.sources == [expected]
+        if wish == "events":
+            assert "--kv-events-config" in here.worker.problems["kv_events"]
+
+
+async def test_ranks_that_cannot_be_reached_fall_back_until_they_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    async with system(start=False) as here:
+        first, second = here.publishers
+        await first.start()
+        first.publish(stored(1))
+        here.up()
+        await until(lambda: here.sources == ["events", "approximate"])
+        assert f"tcp://127.0.0.1:{second.port}" in here.worker.problems["kv_events"]
+        before = len(here.events)
+        first.publish(stored(2))
+        await second.start()
+        second.publish(stored(9))
+        await until(lambda: len(here.sources) == 3)
+        assert here.sources[-1] == "events"
+        del here.events[:before]
+        await here.believes({1, 2}, {9})
+        assert "kv_events" not in here.worker.problems
+        first.stop()
+        second.stop()
+
+
+async def test_the_port_of_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    async with system(start=False) as here:
+        here.publishers = [here.publisher(0), here.publisher(1, dp_rank=0)]
+        for publisher in here.publishers:
+            await publisher.start()
+            publisher.publish(stored(1))
+        here.up()
+        await until(lambda: here.sources == ["events", "approximate"])
+        assert "another DP rank" in here.worker.problems["kv_events"]
+        assert here.held(1) == set()
+        for publisher in here.publishers:
+            publisher.stop()
+
+
+async def test_only_the_workers_own_host_is_connected_to(caplog: Any) -> None:
+    async with system() as here:
+        here.source = KvEventsBlock(
+            port=here.source.port, replay_port=here.source.replay_port, host="10.9.8.7"
+        )
+        here.up()
+        here.up(chunk_tokens=5)
+        ranks = here.subscriber._instances[URL].ranks
+        assert [rank.endpoint for rank in ranks] == [
+            f"tcp://127.0.0.1:{here.source.port + rank}" for rank in range(RANKS)
+        ]
+        assert len([r for r in caplog.records if "10.9.8.7" in r.getMessage()]) == 1
+
+
+async def test_many_ranks_take_turns_with_their_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_MAX_REPLAYS", 1)
+    async with system() as here:
+        here.publishers[0].publish(stored(1))
+        here.publishers[1].publish(stored(2))
+        here.up()
+        await here.believes({1}, {2})
+
+
+async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the engine's socket holds: what that drops is asked for again."""
+    monkeypatch.setattr(kv_events, "_REPLAY_SILENCE_S", 0.3)
+    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    async with system() as here:
+        first = here.publishers[0]
+        filler = stored(*range(1_000_000, 1_000_500))
+        for block in range(4000):
+            first.publish(filler, stored(block), removed(block - 5))
+        first.publish(removed(*filler["block_hashes"]))
+        here.up()
+        await here.believes(set(range(3995, 4000)))
+        first.publish(stored(5000))
+        await here.believes({*range(3995, 4000), 5000})
+        assert here.count("lost") == 0
+
+
+async def test_an_engine_that_answers_no_replay_is_followed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_REPLAY_SILENCE_S", 0.1)
+    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    async with system(replay=False) as here:
+        port = free_ports(RANKS)
+        here.source = KvEventsBlock(port=here.source.port, replay_port=port, host="*")
+        here.up()
+        await here.publishers[0].subscribed()
+        await until(lambda: here.count("replays") >= 3 and here.count("lost") == 1)
+        here.publishers[0].publish(stored(1))
+        await here.believes({1})
+
+
+# What an engine says of it ------------------------------------------------------------------------
+
+INFO = {
+    "version": "0.5.23",
+    "attn_dp_size": 2,
+    "page_size": 16,
+    "kv_events": {
+        "publisher": "zmq",
+        "endpoint_host": "*",
+        "endpoint_port_base": 5557,
+        "replay_endpoint_port_base": 5600,
+        "topic": "kv",
+        "block_size": 32,
+        "dp_size": 2,
+    },
+}
+
+
+def described(**changes: Any) -> WorkerInfo:
+    block = {k: v for k, v in (INFO["kv_events"] | changes).items() if v is not None}  # type: ignore[operator]
+    return parse_server_info(INFO | {"kv_events": block}, "prefill")
+
+
+def test_server_info_of_0_5_23() -> None:
+    info = described()
+    assert info.kv_events == KvEventsBlock(
+        port=5557, replay_port=5600, topic="kv", block_tokens=32, host="*"
+    )
+    assert info.page_size == 32
+    assert info.radix_cache
+    assert info.warnings == ()
+    assert not parse_server_info(INFO | {"disable_radix_cache": True}, "prefill").radix_cache
+    assert parse_server_info(INFO | {"kv_events": None}, "prefill").page_size == 16
+
+
+@pytest.mark.parametrize("enabled", [True, False, None])
+def test_decode_has_a_radix_cache_only_if_it_was_asked_for(enabled: bool | None) -> None:
+    flag = {"disaggregation_decode_enable_radix_cache": enabled}
+    assert parse_server_info(INFO | flag, "decode").radix_cache is (enabled is True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"endpoint_port_base": 0},
+        {"endpoint_port_base": 65535},
+        {"endpoint_port_base": "5557"},
+        {"block_size": 0},
+        {"dp_size": 8},
+    ],
+)
+def test_what_cannot_be_subscribed_to_is_said(changes: dict[str, Any]) -> None:
+    info = described(**changes)
+    assert info.kv_events is None
+    assert "cannot be subscribed to" in info.warnings[0]
+
+
+@pytest.mark.parametrize("replay", [5558, 5556, 70000, "x"])
+def test_overlapping_replay_ports_are_not_used(replay: Any) -> None:
+    info = described(replay_endpoint_port_base=replay)
+    assert info.kv_events is not None
+    assert info.kv_events.replay_port is None
+    assert "5559 or later" in info.warnings[0]
+
+
+def test_other_publishers_are_none() -> None:
+    assert described(publisher="null").kv_events is None
+    assert described(replay_endpoint_port_base=None).warnings == ()
+
+
+# In a router --------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def publishing(engine_info: dict[str, Any]) -> AsyncIterator[list[KvPublisher]]:
+    """Two publishers, described in ``engine_info`` as an engine would."""
+    first = free_ports(2 * RANKS)
+    publishers = [KvPublisher(first + d, first + RANKS + d, dp_rank=d) for d in range(RANKS)]
+    engine_info |= {
+        "page_size": 4,
+        "kv_events": {
+            "publisher": "zmq",
+            "endpoint_host": "*",
+            "endpoint_port_base": first,
+            "replay_endpoint_port_base": first + RANKS,
+            "topic": "",
+            "block_size": 4,
+            "dp_size": RANKS,
+        },
+    }
+    for publisher in publishers:
+        await publisher.start()
+    try:
+        yield publishers
+    finally:
+        for publisher in publishers:
+            publisher.stop()
+
+
+async def test_the_scheduler_is_told_and_the_metrics_show_it() -> None:
+    info: dict[str, Any] = {}
+    async with publishing(info) as (first, second), cluster() as here:
+        engine = MockEngine("prefill", dp_size=RANKS, server_info=info)
+        await engine.start()
+        first.publish(stored(1, 2))
+        body = {"url": engine.url, "worker_type": "prefill", "bootstrap_port": 9000}
+        async with here.post("/workers", body) as response:
+            assert response.status < 300, await response.text()
+        await until(lambda: here.scheduler.of(BlocksStored))
+        second.publish(stored(5), removed(5))
+        await until(lambda: here.scheduler.of(BlocksRemoved))
+        event = here.scheduler.of(BlocksRemoved)[0]
+        assert (event.instance, event.dp_rank, event.blocks) == (engine.url, 1, [5])
+        up = here.scheduler.up[engine.url]
+        assert (up.prefix_source, up.page_size) == ("events", 4)
+        assert here.scheduler.up[here.prefill[0].url].prefix_source == "approximate"
+        assert here.scheduler.up[here.decode[0].url].prefix_source == "off"  # has no radix cache
+        page = here.server.metrics.render().decode()
+        assert f'sbs_prefix_events_total{{dp_rank="1",worker="{engine.url}"}} 1.0' in page
+        assert f'sbs_prefix_source{{source="events",worker="{engine.url}"}} 1.0' in page
+        worker = here.server.registry.get(engine.url)
+        assert worker is not None
+        async with here.client.delete(f"{here.url}/workers/{worker.id}") as response:
+            assert response.status < 300
+        await until(lambda: engine.url not in here.scheduler.up)
+        assert engine.url not in here.server.metrics.render().decode()
+        await engine.stop()
+
+
+async def test_predicted_and_reported_hits_are_compared() -> None:
+    async with cluster() as here:
+        here.prefill[0].behaviour = Behaviour(prompt_tokens=100, cached_tokens=48)
+        assert (await here.generate(input_ids=list(range(100))))[0] == 200
+        await here.settled()
+        page = here.server.metrics.render().decode()
+    assert "sbs_prefix_prompt_tokens_total 100.0" in page
+    assert "sbs_prefix_predicted_tokens_total 0.0" in page
+    assert "sbs_prefix_reported_tokens_total 48.0" in page
+    assert 'sbs_prefix_hit_error_tokens_bucket{le="0.0"} 0.0' in page
+    assert 'sbs_prefix_hit_error_tokens_bucket{le="64.0"} 1.0' in page
+    assert 'sbs_prefix_hit_error_tokens_bucket{le="64.0"} 2.0' in add_pages([page, page])
+
+
+async def test_a_flush_through_the_router_is_known_at_once() -> None:
+    async with cluster(prefill=2) as here:
+        async with here.post("/flush_cache", {}) as response:
+            assert response.status == 200
+        told = {(event.instance, event.dp_rank) for event in here.scheduler.of(BlocksCleared)}
+        assert told == {
+            *((engine.url, rank) for engine in here.prefill for rank in range(2)),
+            *((here.decode[0].url, rank) for rank in range(4)),
+        }
+
+
+async def test_with_several_processes_the_scheduler_process_listens(tmp_path: Path) -> None:
+    log = tmp_path / "events"
+    info: dict[str, Any] = {}
+    async with publishing(info) as (first, second), site() as engines:
+        engines.prefill[0]._server_info |= info
+        first.publish(stored(1, 2))
+        flags = ["--port", "0", "--workers", "2", "--sbs-event-log", str(log)]
+        group = await start_group(*engines.flags, *flags)
+        try:
+            await engines.ready(group)
+            await second.subscribed()
+            second.publish(stored(3))
+            url = engines.prefill[0].url
+            for rank in range(RANKS):
+                series = f'sbs_prefix_events_total{{dp_rank="{rank}",worker="{url}"}}'
+                await engines.shows(group, series, 1.0)
+            async with engines.client.post(group.url + "/flush_cache") as response:
+                assert response.status == 200
+            await engines.shows(group, "sbs_prefix_index_blocks", 0.0)
+        finally:
+            await group.end()
+    records = list(read_event_log(log))
+    told = [r.event for r in records if isinstance(r.event, BlocksStored)]
+    assert [(event.instance, event.dp_rank, event.blocks) for event in told] == [
+        (url, 0, [1, 2]),
+        (url, 1, [3]),
+    ]
+    flushed = [r.event for r in records if isinstance(r.event, BlocksCleared)]
+    assert {(url, rank) for rank in range(RANKS)} <= {(e.instance, e.dp_rank) for e in flushed}
+    config = records[0].config
+    assert config is not None
+    again = Scheduler(config)
+    for record in records[1:]:
+        assert record.event is not None
+        assert again.handle(record.event, record.now_s) == record.commands
