@@ -167,6 +167,7 @@ class _Connection(asyncio.Protocol):
         "_body_left",
         "_drained",
         "_early",
+        "_ended",
         "_head",
         "_identifier",
         "_last",
@@ -198,6 +199,7 @@ class _Connection(asyncio.Protocol):
         self._early = b""
         self._last = False
         self._lingers = False
+        self._ended = False
         self._writable = True
         self._drained: asyncio.Future[None] | None = None
 
@@ -255,6 +257,7 @@ class _Connection(asyncio.Protocol):
         self._head = head
         self._identifier = self._port.service.identify(head)
         self._last = head.close
+        self._ended = False
         self._body_left = head.content_length
         self.task = self._loop.create_task(self._serve(head))
         self._body_received(data[end + 4 :])
@@ -317,6 +320,8 @@ class _Connection(asyncio.Protocol):
         return b"%b%b%b" % (port.date(), own, close)
 
     async def _finish(self) -> None:
+        if self._writable:
+            return
         try:
             async with asyncio.timeout(FINISH_S):
                 await self.drained()
@@ -391,8 +396,9 @@ class _Connection(asyncio.Protocol):
 
     async def end(self) -> None:
         """See :class:`~.clients.Client`."""
-        if self.transport is not None and not self.transport.is_closing():
+        if not self._ended and self.transport is not None and not self.transport.is_closing():
             self.transport.write(b"0\r\n\r\n")
+        self._ended = True
         await self.drained()
 
     async def drained(self) -> None:

@@ -74,18 +74,16 @@ class InFlight:
 
     # Client requests --------------------------------------------------------------------------
 
-    @contextmanager
-    def client_request(self, task: asyncio.Task[object]) -> Iterator[None]:
-        """Counted while it is being served."""
+    def began(self, task: asyncio.Task[object]) -> None:
+        """A client request is being served, until :meth:`over`."""
         self._tasks.add(task)
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-            self._aborted.discard(task)
-            if not self._tasks:
-                self._idle.set()
+
+    def over(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        self._aborted.discard(task)
+        if not self._tasks:
+            self._idle.set()
 
     @contextmanager
     def named(self, rids: Sequence[str], task: asyncio.Task[object]) -> Iterator[None]:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _SSE_ERROR = b'data: {"error"'
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
-_ABORT_MARKS = (b'"type":"abort"', b'"finish_reason":"abort"')
+_ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
 _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
 _EVENT_STREAM = "text/event-stream"
@@ -82,6 +82,8 @@ class PairRequest:
     stream: bool
     needs_prefill_reply: bool
     """Hold decode's output until prefill has answered (its logprobs go into it)."""
+    asks_cached: bool = False
+    """Prefill was asked for ``cached_tokens_details``, which it leaves out where there are none."""
 
 
 class Pair:
@@ -189,7 +191,7 @@ class Pair:
     def engine_failed(self) -> bool:
         """The stream that reached the client ends in an abort or error of the engine."""
         tail = self._tail
-        return _SSE_ERROR in tail or any(mark in tail for mark in _ABORT_MARKS)
+        return _SSE_ERROR in tail or _ABORT_MARK.search(tail) is not None
 
     @property
     def completion_tokens(self) -> int | None:
@@ -269,7 +271,7 @@ class Pair:
         """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
         if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
             return self._decode_broke("what it streams are no events")
-        if not (data.startswith(_SSE_ERROR) or any(mark in data for mark in _ABORT_MARKS)):
+        if not (data.startswith(_SSE_ERROR) or _ABORT_MARK.search(data)):
             return None
         return sse_failure(self.request.decode, data)
 
@@ -382,7 +384,9 @@ class _PrefillLeg(_Leg):
         if abort is not None:
             self.pair.leg_failed(leg_aborted("prefill", self.worker, *abort))
             return
-        self.pair.prefill_finished(PrefillReply(body, *token_counts(body)))
+        self.pair.prefill_finished(
+            PrefillReply(body, *token_counts(body, self.pair.request.asks_cached))
+        )
 
 
 class _DecodeLeg(_Leg):
@@ -410,7 +414,7 @@ class _DecodeLeg(_Leg):
         if self.status != 200:
             self._status_failed()
             return
-        if not self.pair.request.stream and any(mark in self.body for mark in _ABORT_MARKS):
+        if not self.pair.request.stream and _ABORT_MARK.search(self.body):
             try:
                 abort = abort_of(orjson.loads(self.body))
             except orjson.JSONDecodeError:
@@ -451,8 +455,11 @@ def abort_of(body: Any) -> tuple[int, str] | None:
     return None
 
 
-def token_counts(body: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage``."""
+def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
+    """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's ``sglext``.
+
+    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``.
+    """
     meta, usage = body.get("meta_info"), body.get("usage")
     if isinstance(meta, dict):
         prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")
@@ -460,6 +467,10 @@ def token_counts(body: dict[str, Any]) -> tuple[int | None, int | None]:
         prompt = usage.get("prompt_tokens")
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        if asks_cached:
+            extra = body.get("sglext")
+            tiers = (extra if isinstance(extra, dict) else {}).get("cached_tokens_details") or {}
+            cached = sum(tokens for tokens in tiers.values() if isinstance(tokens, int))
     else:
         return None, None
     return (

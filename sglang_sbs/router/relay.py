@@ -44,6 +44,7 @@ from sglang_sbs.router.requests import (
     RouteKind,
     Unit,
     leg_bodies,
+    may_ask_cached,
     pick_bootstrap_room,
     plan_request,
     session_header,
@@ -125,14 +126,16 @@ class Relay:
         task = asyncio.current_task()
         assert task is not None
         # From the first byte on: a request whose body is still coming is waited for at the end.
-        with self._in_flight.client_request(task):
-            try:
-                return await self._serve(client, kind, headers, request_id, task)
-            except asyncio.CancelledError:
-                if not self._in_flight.was_aborted(task):
-                    raise
-                task.uncancel()
-                raise _aborted() from None
+        self._in_flight.began(task)
+        try:
+            return await self._serve(client, kind, headers, request_id, task)
+        except asyncio.CancelledError:
+            if not self._in_flight.was_aborted(task):
+                raise
+            task.uncancel()
+            raise _aborted() from None
+        finally:
+            self._in_flight.over(task)
 
     async def _serve(
         self,
@@ -390,7 +393,11 @@ class Relay:
         if ids_json and not self._tokenizers.may_get_ids(plan.kind, prefill, decode):
             ids_json = None
         self.sent_as_ids += ids_json is not None
-        prefill_body, decode_body = leg_bodies(unit, plan, fields, ids_json)
+        details = prefill.info is not None and prefill.info.cached_details
+        asks_cached = details and may_ask_cached(unit, plan)
+        prefill_body, decode_body = leg_bodies(
+            unit, plan, fields, ids_json, asks_cached=asks_cached
+        )
         # What is edited may turn out to be unreadable: its first event decides on the status.
         plain = plan.stream and plan.single and not self._needs_edit(plan)
         pair = Pair(
@@ -405,6 +412,7 @@ class Relay:
                 decode_body=decode_body,
                 stream=plan.stream,
                 needs_prefill_reply=plan.merge_logprobs,
+                asks_cached=asks_cached,
             ),
             self._in_flight,
             self._in_flight.aborts.send,

@@ -81,6 +81,7 @@ _IDS_FIELD: dict[RouteKind, str] = {
     "completions": "prompt",
     "chat": "input_ids",
 }
+_ASK_CACHED = "return_cached_tokens_details"
 _NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key")
 
@@ -411,14 +412,25 @@ def pick_bootstrap_room(prefill_rank: int, prefill_dp_size: int) -> int:
     return random.randrange(slots) * prefill_dp_size + prefill_rank
 
 
+def may_ask_cached(unit: Unit, plan: Plan) -> bool:
+    """Whether prefill can be asked for it: ``/generate`` says it unasked, clients may forbid it."""
+    return plan.kind != "generate" and _ASK_CACHED.encode() not in unit.common
+
+
 def leg_bodies(
-    unit: Unit, plan: Plan, fields: LegFields, ids_json: bytes | None = None
+    unit: Unit,
+    plan: Plan,
+    fields: LegFields,
+    ids_json: bytes | None = None,
+    *,
+    asks_cached: bool = False,
 ) -> tuple[bytes, bytes]:
     """The bodies for prefill and decode.
 
     Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
     its counts come in one piece. ``ids_json``: token ids that both legs get instead of the text, or
-    for a chat instead of what they would make of its messages.
+    for a chat instead of what they would make of its messages. ``asks_cached``: prefill is to say
+    how much it had cached, whether or not it was started to do so.
     """
     shared = {
         "rid": fields.rid,
@@ -428,6 +440,8 @@ def leg_bodies(
         "disagg_prefill_dp_rank": fields.prefill_rank,
     }
     prefill = shared | {"routed_dp_rank": fields.prefill_rank, "stream": False}
+    if asks_cached:
+        prefill[_ASK_CACHED] = True
     decode = shared | {"routed_dp_rank": fields.decode_rank, "stream": plan.stream}
     if plan.stream and plan.stream_options is not None:
         decode["stream_options"] = plan.stream_options

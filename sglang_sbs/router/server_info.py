@@ -18,6 +18,8 @@ MIN_VERSION = (0, 5, 10)
 
 PLUGIN_VERSION = (0, 5, 11)
 """First SGLang release that loads plugins."""
+CACHED_DETAILS_VERSION = (0, 5, 23)
+"""First SGLang release known to take ``return_cached_tokens_details``."""
 MAX_DP_SIZE = 4096
 """More ranks than any engine has: a number above it is garbage, not a cluster."""
 _MAX_TEXT = 256
@@ -62,6 +64,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per KV block; under decode context parallelism several pages make one."""
     bigram: bool = False
     """The KV cache is keyed by pairs of tokens (EAGLE)."""
+    cached_details: bool = False
+    """OpenAI endpoints say what was cached when asked (``return_cached_tokens_details``)."""
     completion_template: bool = False
     """The prompt of ``/v1/completions`` becomes part of another one."""
     max_request_tokens: int = 0
@@ -130,6 +134,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         max_running_requests=_max_running_requests(data, dp_size),
         page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
+        cached_details=numbers is not None and numbers >= CACHED_DETAILS_VERSION,
         completion_template=bool(data.get("completion_template")),
         max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
         version=version,

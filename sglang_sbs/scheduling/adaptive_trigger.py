@@ -160,6 +160,8 @@ class AdaptiveTrigger(PrefillPolicy):
             if plan.placements:
                 self._last_s = now_s
                 return plan
+            if plan.wake_s is not None:
+                wakes.append(plan.wake_s)
         return Plan(wake_s=min(wakes, default=None))
 
     # Candidates ---------------------------------------------------------------------------
@@ -261,6 +263,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 else f"{ahead_ms:.0f} ms before the predicted end of the pass on {instance.id}"
             ),
             passed_over=allocation.left,
+            wake_s=affinity.wake_s,
         )
 
     def _suits(self, request: Request, instance: PrefillInstance) -> bool:

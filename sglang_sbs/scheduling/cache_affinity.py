@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from sglang_sbs.scheduling.pbaa import first_part
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.prefix_index import shared_blocks
 from sglang_sbs.scheduling.request import Request
 
 RECOMPUTE_WEIGHT = 3.0
@@ -50,17 +51,32 @@ class CacheAffinity:
         self._delayed = 1 / (1 - load) + waiting / len(instances)
         self._promised: dict[tuple[str, int], int] = {}
         """Tokens of requests that were told to wait for a rank, in this decision."""
+        self._taken: dict[int, list[Request]] = {}
+        """Requests in this batch, by their first block."""
+        self.wake_s: float | None = None
+        """When something will be cached that a request was told to wait for."""
 
     def hits_of(self, request: Request) -> Sequence[int] | None:
         """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
         return request.hits.by_instance.get(self._instance.id)
 
     def belongs_here(self, request: Request) -> bool:
-        """Whether it should be in this batch, rather than wait for where more of it is cached."""
+        """Whether it should be in this batch, rather than wait for where more of it is cached, or
+        for somebody who is computing the same.
+        """
+        if not request.blocks:
+            return True
+        here = self._instance
+        twins = self._taken.get(request.blocks[0], ())
+        elsewhere = request.uncached_tokens_on(here.id) > request.uncached_tokens
+        if (elsewhere or twins or request.upcoming) and self._sooner_elsewhere(request, twins):
+            return False
+        self._taken.setdefault(request.blocks[0], []).append(request)
+        return True
+
+    def _sooner_elsewhere(self, request: Request, twins: Sequence[Request]) -> bool:
         hits = request.hits.by_instance
         here = self._instance
-        if not hits or request.uncached_tokens_on(here.id) == request.uncached_tokens:
-            return True
         least_s, _ = self._best(request, here, hits.get(here.id))
         for other in self._instances:
             of_other = hits.get(other.id)
@@ -71,8 +87,26 @@ class CacheAffinity:
                 key = (other.id, rank)
                 left = request.prompt_tokens - of_other[rank]
                 self._promised[key] = self._promised.get(key, 0) + left
-                return False
-        return True
+                return True
+        cached_tokens = request.prompt_tokens - request.uncached_tokens
+        for twin in twins:
+            # It will be found in the pass after this one.
+            most = (request.prompt_tokens - 1) // request.block_tokens
+            tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
+            if tokens > cached_tokens:
+                after_s = self._start_of(here) + self._pass_s(twin, here)
+                if after_s + self._done_s(request, here, tokens, 0) < least_s:
+                    return True
+        by_id = {instance.id: instance for instance in self._instances}
+        for one in request.upcoming:
+            at = by_id.get(one.instance)
+            if at is not None and one.tokens > cached_tokens:
+                start_s = max(one.visible_s, self._start_of(at))
+                if start_s + self._done_s(request, at, one.tokens, 0) < least_s:
+                    known = (one.visible_s, self.wake_s)
+                    self.wake_s = min(time_s for time_s in known if time_s is not None)
+                    return True
+        return False
 
     def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
         """The rank of the instance for a request of which it has something; None: none now.
@@ -107,6 +141,15 @@ class CacheAffinity:
             )
             for d, rank in enumerate(instance.ranks)
         )
+
+    def _pass_s(self, request: Request, instance: PrefillInstance) -> float:
+        """Until its prompt is computed, sent now."""
+        uncached = request.uncached_tokens_on(instance.id)
+        model = instance.model
+        passes = -(-uncached // instance.chunk_tokens)
+        fill = min(uncached, instance.chunk_tokens)
+        alone_s = model.fixed_s + model.slope_s_per_token() * fill / instance.dp_size
+        return passes * max(instance.next_pass_s(), alone_s + model.rank_s_per_token * fill)
 
     def _done_s(
         self, request: Request, instance: PrefillInstance, cached: int, backlog: int

@@ -41,10 +41,21 @@ CONFIRMED_S = 2.0
 APPROXIMATE_TTL_S = 600.0
 DEFAULT_CAPACITY_TOKENS = 262_144
 """KV capacity of a rank that does not tell."""
+_UPCOMING = 8
+"""So many requests with the same beginning that are on their way are looked at, newest ones."""
 _SWEEP = 2_000
 """Entries looked at per call."""
 _DROPPED_SHARE = 64
 """A full table drops one part in so many."""
+
+
+class Upcoming(NamedTuple):
+    """A rank that is going to hold the beginning of a prompt."""
+
+    instance: InstanceId
+    rank: int
+    tokens: int
+    visible_s: float
 
 
 class Hits(NamedTuple):
@@ -82,6 +93,7 @@ class _Sent:
     place: _Place
     rank: int
     blocks: Sequence[int]
+    visible_s: float
     visible: bool = False
 
 
@@ -108,6 +120,8 @@ class PrefixIndex:
         self._sent: dict[str, _Sent] = {}
         self._upcoming: list[tuple[float, str]] = []
         """When requests that were sent become visible; a heap."""
+        self._by_root: dict[int, list[_Sent]] = {}
+        """Those that are not, by their first block."""
         self._lapsing: deque[tuple[float, _Place, _Rank, Sequence[int]]] = deque()
         self._watched: dict[int, list[str]] = {}
         self._appeared: list[str] = []
@@ -219,8 +233,10 @@ class PrefixIndex:
         place = self._places.get(instance)
         if place is None or not blocks or place.block_tokens != block_tokens:
             return
-        self._sent[rid] = _Sent(place, rank, blocks)
+        sent = self._sent[rid] = _Sent(place, rank, blocks, visible_s)
         heappush(self._upcoming, (visible_s, rid))
+        self._by_root.setdefault(blocks[0], []).append(sent)
+        self.version += 1
 
     def prefilled(
         self,
@@ -254,7 +270,10 @@ class PrefixIndex:
     def dropped(self, rid: str) -> None:
         """It ended otherwise; after :meth:`prefilled` this changes nothing."""
         sent = self._sent.pop(rid, None)
-        if sent is None or not sent.visible:
+        if sent is None:
+            return
+        if not sent.visible:
+            self._not_upcoming(sent)
             return
         held = self._held(sent)
         if held is not None:
@@ -277,6 +296,21 @@ class PrefixIndex:
                     hits = by_instance[place.id] = [0] * len(place.ranks)
                 hits[rank] = depth * block_tokens
         return Hits(by_instance, best * block_tokens) if best else NO_HITS
+
+    def upcoming(
+        self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int
+    ) -> list[Upcoming]:
+        """Ranks that are computing some of a prompt right now, for another request."""
+        count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
+        if count <= 0:
+            return []
+        out = []
+        for sent in self._by_root.get(blocks[0], ())[-_UPCOMING:]:
+            place = sent.place
+            if place.is_up and self._places.get(place.id) is place:
+                shared = shared_blocks(blocks, sent.blocks, count)
+                out.append(Upcoming(place.id, sent.rank, shared * block_tokens, sent.visible_s))
+        return out
 
     def watch(self, block: int, rid: str) -> None:
         """Tell by :meth:`take_appeared` when some rank holds this block, which none does now."""
@@ -342,6 +376,15 @@ class PrefixIndex:
             parts.append((middle, mask, high, at_high & mask))
         return depths
 
+    def _not_upcoming(self, sent: _Sent) -> None:
+        self.version += 1
+        root = sent.blocks[0]
+        others = [one for one in self._by_root.get(root, ()) if one is not sent]
+        if others:
+            self._by_root[root] = others
+        else:
+            self._by_root.pop(root, None)
+
     def _publisher(self, instance: InstanceId, rank: int) -> _Rank | None:
         place = self._places.get(instance)
         if place is None or place.source != "events" or not 0 <= rank < len(place.ranks):
@@ -357,10 +400,12 @@ class PrefixIndex:
 
     def _show(self, sent: _Sent, now_s: float) -> None:
         """Claim the blocks of a request for its rank."""
+        if not sent.visible:
+            sent.visible = True
+            self._not_upcoming(sent)
         held = self._held(sent)
         if held is None:
             return
-        sent.visible = True
         self.version += 1
         claims = held.claims
         if sent.place.source == "events":
@@ -447,6 +492,18 @@ class PrefixIndex:
         if not self._to_sweep:
             self._free_bits += _bits(self._sweeping)
             self._sweeping = 0
+
+
+def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """How many blocks two prompts have in common. A block names all before it, so by halving."""
+    low, high = 0, min(len(one), len(other), most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _unset(table: dict[int, int], blocks: Sequence[int], bits: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.prefix_index import NO_HITS, Hits, PrefixIndex
+from sglang_sbs.scheduling.prefix_index import NO_HITS, Hits, PrefixIndex, Upcoming
 
 _SPARE_DEADLINES = 64
 
@@ -35,6 +35,8 @@ class Request:
     session: str = ""
     hits: Hits = NO_HITS
     """L_hit per rank, as of when it was last looked up."""
+    upcoming: Sequence[Upcoming] = ()
+    """Ranks that will have some of it, as of then."""
     hits_version: int = -1
     cached_tokens: int = 0
     """L_hit of the rank it was sent to."""
@@ -141,6 +143,9 @@ class RequestQueue:
                     request.blocks, request.block_tokens, request.prompt_tokens
                 )
                 request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
+                request.upcoming = self.prefix.upcoming(
+                    request.blocks, request.block_tokens, request.prompt_tokens
+                )
 
     def reorder(self) -> None:
         """Give requests their new place of which more is cached than when they got the old one."""

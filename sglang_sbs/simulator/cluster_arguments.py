@@ -64,7 +64,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         ),
     ]
     add = parser.add_argument_group(
-        "prefix caches", "of scenarios whose prompts share prefixes: sessions, and Mooncake traces"
+        "prefix caches", "of scenarios whose prompts share prefixes: sessions, Mooncake traces"
     ).add_argument
     actions += [
         add(
@@ -74,6 +74,14 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             metavar="TOKENS",
             help="KV capacity of each prefill DP rank; 0: no prefix caches, and unbounded KV "
             f"({KV_CAPACITY_TOKENS})",
+        ),
+        add(
+            "--block-tokens",
+            type=_tokens,
+            default=0,
+            metavar="TOKENS",
+            help="give the paper's scenarios prefix caches with blocks of this size, too; their "
+            "prompts share nothing (0: no caches)",
         ),
         add(
             "--prefix-source",
@@ -174,6 +182,7 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
         "decode_kv_capacity_tokens": args.decode_kv_tokens,
         "decode_max_running_requests": args.decode_running,
         "decode_s": args.decode_seconds,
+        **({"block_tokens": args.block_tokens} if args.block_tokens else {}),
         **({"kv_capacity_tokens": args.kv_tokens} if args.kv_tokens else {"block_tokens": 0}),
         "prefix_source": args.prefix_source,
         "load_counts": args.load_counts,

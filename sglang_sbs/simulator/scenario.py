@@ -25,6 +25,7 @@ from sglang_sbs.simulator.workload import (
     synthetic,
     truncated_pareto,
     uniform_like,
+    with_own_blocks,
 )
 
 SCENARIOS = ("paper-3k", "paper-5k", "paper-long", "paper-decode", "sessions", "trace:FILE")
@@ -111,8 +112,9 @@ def make_scenario(
         return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
 
     def bursty(length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
-        return lambda qps, duration_s, seed: synthetic(
-            qps, duration_s, length_of, seed, burstiness=burstiness
+        return lambda qps, duration_s, seed: with_own_blocks(
+            synthetic(qps, duration_s, length_of, seed, burstiness=burstiness),
+            spec.get("block_tokens", 0),
         )
 
     def nominal_qps(shape: ClusterSpec, some: Sequence[Arrival]) -> float:
@@ -126,6 +128,9 @@ def make_scenario(
                 f"--kv-tokens {shape.kv_capacity_tokens}: the longest prompt has {longest_tokens}"
             )
 
+    given = spec.get("block_tokens", 0)
+    if given and not name.startswith("paper-"):
+        raise ScenarioError(f"--block-tokens {given}: {name} has blocks of its own, or none")
     if load_counts != "prompt" and name.startswith("paper-"):
         raise ScenarioError(f"{name}: nothing is cached there, load 1.0 is the paper's")
     match name.partition(":"):

@@ -80,6 +80,18 @@ def synthetic(
     return arrivals
 
 
+def with_own_blocks(arrivals: Sequence[Arrival], block_tokens: int) -> list[Arrival]:
+    """Prompts of which no two share anything, with names for their blocks (0: without)."""
+    if not block_tokens:
+        return list(arrivals)
+    named, first = [], 0
+    for arrival in arrivals:
+        end = first + arrival.prompt_tokens // block_tokens
+        named.append(arrival._replace(blocks=tuple(range(first, end))))
+        first = end
+    return named
+
+
 def read_trace(path: Path) -> list[Arrival]:
     """Read a trace, sorted by time and starting at 0.
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -266,6 +267,52 @@ async def test_a_router_that_starts_later_learns_what_is_cached(
         outcomes = await second.outcomes(4, since_s)
     assert [outcome.exact for outcome in outcomes] == [True] * 4, outcomes
     assert all(outcome.reported > SYSTEM_PROMPT_TOKENS for outcome in outcomes), outcomes
+
+
+async def test_hits_of_text_and_chats_are_predicted_by_their_tokens(
+    site: Site, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """Chats with and without tools and salt, and completions: the router tokenizes them."""
+    first = next(free_port_blocks(PORTS_PER_INSTANCE))
+    ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
+    log = tmp_path / "text.events"
+    flags = ["--policy", "sbs", "--sbs-event-log", str(log)]
+    flags += ["--tokenizer-path", str(cached_tiny_model())]
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    async with running_router(site.cluster.instances, ports, flags, tmp_path) as url:
+        second = Site(site.cluster, url, log)
+        since_s = time.monotonic()
+        for seed, extra in enumerate(({}, {"tools": tools}, {"cache_salt": "tenant"})):
+            draw = random.Random(500 + seed)
+            messages = [{"role": "system", "content": words(draw, 40)}]
+            prompt = words(draw, 60)
+            for _ in range(3):
+                messages.append({"role": "user", "content": words(draw, 30)})
+                chat = {"model": "m", "messages": messages, "max_tokens": NEW_TOKENS} | extra
+                reply = await ask(http, f"{url}/v1/chat/completions", chat)
+                answer = reply["choices"][0]["message"]["content"] or ""
+                messages.append({"role": "assistant", "content": answer})
+                body = {"model": "m", "prompt": prompt, "max_tokens": NEW_TOKENS}
+                reply = await ask(http, f"{url}/v1/completions", body)
+                prompt += reply["choices"][0]["text"] + words(draw, 20)
+        outcomes = await second.outcomes(18, since_s)
+    assert [outcome.exact for outcome in outcomes] == [True] * 18, outcomes
+    assert sum(outcome.reported > 0 for outcome in outcomes) >= 12, outcomes
+
+
+def words(draw: random.Random, count: int) -> str:
+    return " ".join(
+        draw.choices(("the", "model", "batch", "token", "K\u00f6ln", "\u6f22"), k=count)
+    )
+
+
+async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with http.post(url, json=body) as response:
+        reply = await response.json()
+    assert response.status == 200, reply
+    assert isinstance(reply, dict)
+    return reply
 
 
 def stored_on_all_ranks(records: list[LogRecord]) -> bool:

@@ -15,9 +15,10 @@ from router_harness import Cluster, cluster, until
 from sglang_sbs.router.block_names import BlockFormat, BlockNamer, Namespace
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.lengths import PromptLengths, chat_bytes
+from sglang_sbs.router.pair import token_counts
 from sglang_sbs.router.prompts import PromptKind, PromptReader, ReadPrompt
 from sglang_sbs.router.requests import plan_request
-from sglang_sbs.scheduling.events import RequestArrived
+from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 USER = {"role": "user", "content": "What is the weather in Köln? " * 8}
@@ -305,6 +306,41 @@ async def test_engines_with_our_tokenizer_get_ids_on_both_legs(
         assert leg["input_ids"] == tokenizer.chat_ids(chat).ids.tolist()
         assert leg["messages"] == [USER]
         assert leg["tools"] == [TOOL]
+
+
+async def test_prefill_is_asked_what_it_had_cached_where_it_would_not_say(
+    fast_checks: None, tokenizer: ChatTokenizer
+) -> None:
+    chat = {"messages": [USER]}
+    async with cluster(*MODEL_FLAG) as system:
+        await asked(system, lambda body: engine_tokenize(tokenizer, body), version="0.5.22")
+        async with system.post("/v1/chat/completions", chat) as answer:
+            assert answer.status == 200
+        await asked(system, lambda body: engine_tokenize(tokenizer, body))
+        for body in (chat, chat | {"return_cached_tokens_details": False}):
+            async with system.post("/v1/chat/completions", body) as answer:
+                assert answer.status == 200
+        await system.generate(text=TEXT)
+        await system.settled()
+        prefill, decode = (
+            [record.body.get("return_cached_tokens_details") for record in engine.requests]
+            for engine in (system.prefill[0], system.decode[0])
+        )
+        found = [e.cached_tokens for e in system.scheduler.of(PrefillDone) if e.prompt_tokens]
+    assert prefill == [None, True, False, None]
+    assert decode == [None, None, False, None]
+    # The mock's usage has no cached tokens, and an engine that was asked leaves out a zero.
+    assert found[:3] == [None, 0, None]
+    assert isinstance(found[3], int)
+
+
+def test_cached_tokens_of_all_tiers_count() -> None:
+    usage = {"prompt_tokens": 100, "prompt_tokens_details": None}
+    details = {"device": 48, "host": 16, "storage_backend": "file"}
+    body = {"usage": usage, "sglext": {"cached_tokens_details": details}}
+    assert token_counts(body, asks_cached=True) == (100, 64)
+    assert token_counts({"usage": usage}, asks_cached=True) == (100, 0)
+    assert token_counts({"usage": usage}, asks_cached=False) == (100, None)
 
 
 async def test_an_engine_with_another_template_gets_chats_as_they_are_and_it_is_said(

@@ -222,3 +222,51 @@ def test_a_changed_role_starts_with_nothing():
     (dispatch,) = arrive(it, "r", 900, PREFIX)
     assert (dispatch.prefill, dispatch.cached_tokens) == ("p0", 0)
     assert dispatch.decode == "d0"
+
+
+def test_samples_of_one_prompt_wait_for_the_first_of_them():
+    """n = 6: one computes the prompt, the others find it there."""
+    it = cluster()
+    for i in range(6):
+        arrive(it, f"r{i}", 900, PREFIX)
+    assert [one.rid for one in it.dispatched] == ["r0"]
+    (first,) = it.dispatched
+    place = first.prefill
+    fields = {"forward_id": 1, "tokens_per_rank": [900, 0], "extend_tokens": 900}
+    it.report(place, first.prefill_rank, kind="launch", rids=["r0"], **fields)
+    it.wait(0.15)
+    it.report(place, first.prefill_rank, kind="forward", forward_s=0.15, **fields)
+    it.tell(PrefillDone(rid="r0", cached_tokens=0))
+    it.wait(0.3)
+    assert len(it.dispatched) >= 4
+    assert {one.cached_tokens for one in it.dispatched[1:]} == {800}
+    assert {(one.prefill, one.prefill_rank) for one in it.dispatched} == {
+        (first.prefill, first.prefill_rank)
+    }
+
+
+def test_they_do_not_wait_for_one_that_is_gone():
+    it = cluster()
+    for i in range(3):
+        arrive(it, f"r{i}", 900, PREFIX)
+    (first,) = it.dispatched
+    it.tell(RequestEnded(rid=first.rid, outcome="aborted"))
+    assert [one.rid for one in it.dispatched] == ["r0", "r1"]
+    assert it.dispatched[1].cached_tokens == 0
+
+
+def test_nor_for_one_whose_instance_went_down():
+    it = cluster()
+    for i in range(3):
+        arrive(it, f"r{i}", 900, PREFIX)
+    it.tell(InstanceDown(instance=it.dispatched[0].prefill))
+    assert [one.rid for one in it.dispatched] == ["r0", "r1"]
+    assert it.dispatched[1].prefill != it.dispatched[0].prefill
+
+
+def test_a_short_common_beginning_is_not_waited_for():
+    it = cluster()
+    for i in range(2):
+        arrive(it, f"r{i}", 900, [1, 2, *range(1000 * (i + 1), 1000 * (i + 1) + 80)])
+    assert [one.rid for one in it.dispatched] == ["r0", "r1"]
+    assert it.dispatched[0].prefill != it.dispatched[1].prefill

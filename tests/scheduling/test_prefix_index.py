@@ -151,6 +151,33 @@ class TestSent:
         assert found(prefix, [1, 2]) == {"p0": [PAGE, 0]}
 
 
+class TestUpcoming:
+    def test_what_is_being_computed_and_how_much_of_it_is_common(self) -> None:
+        prefix = index()
+        prefix.sent("r", "p0", 1, [1, 2, 3], PAGE, visible_s=5.0)
+        (one,) = prefix.upcoming([1, 2, 9, 10], PAGE, 1000)
+        assert one == ("p0", 1, 2 * PAGE, 5.0)
+        assert prefix.upcoming([2], PAGE, 1000) == []
+        assert prefix.upcoming([1, 2], PAGE, 2 * PAGE)[0].tokens == PAGE
+
+    @pytest.mark.parametrize("how", ["visible", "prefilled", "dropped", "down", "gone"])
+    def test_until_it_is_there_or_never_will_be(self, how: str) -> None:
+        prefix = index()
+        prefix.sent("r", "p0", 1, [1, 2, 3], PAGE, visible_s=5.0)
+        match how:
+            case "visible":
+                prefix.advance(5.0)
+            case "prefilled":
+                prefix.prefilled("r", 4.0)
+            case "dropped":
+                prefix.dropped("r")
+            case "down":
+                prefix.down("p0")
+            case _:
+                prefix.gone("p0")
+        assert prefix.upcoming([1, 2], PAGE, 1000) == []
+
+
 class TestApproximate:
     def sent(self, prefix: PrefixIndex, rid: str, blocks: list[int], now_s: float) -> None:
         prefix.sent(rid, "p0", 0, blocks, PAGE, visible_s=now_s)

@@ -112,3 +112,14 @@ def test_what_cannot_be_is_refused(tmp_path):
         make_scenario("sessions", burstiness=2.0)
     with pytest.raises(ScenarioError, match="nothing is cached there"):
         make_scenario("paper-5k", load_counts="uncached")
+
+
+def test_the_papers_prompts_may_have_blocks_and_share_none():
+    plain, named = (make_scenario("paper-3k", block_tokens=size) for size in (0, 64))
+    without, arrivals = (scenario.at_load(0.3, 10.0, seed=1) for scenario in (plain, named))
+    assert [a._replace(blocks=()) for a in arrivals] == without
+    assert all(len(a.blocks) == a.prompt_tokens // 64 for a in arrivals)
+    blocks = [block for a in arrivals for block in a.blocks]
+    assert len(set(blocks)) == len(blocks)
+    with pytest.raises(ScenarioError, match="--block-tokens 64: sessions has blocks of its own"):
+        make_scenario("sessions", block_tokens=64)
