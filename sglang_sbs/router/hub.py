@@ -285,6 +285,7 @@ class Hub:
                 continue
             known.id = state.id
             known.priority, known.cost, known.labels = state.priority, state.cost, state.labels
+            known.spelling = state.spelling
 
     async def _abort_elsewhere(self, session: _Session, message: AbortElsewhere) -> None:
         answers = await self._ask_all(

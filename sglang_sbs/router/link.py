@@ -318,6 +318,8 @@ class SchedulerLink:
         for request in list(self._requests.values()):
             if not request.decision.done():
                 self._say(request.arrival)
+        if not self.connected:
+            return  # lost again while it was being told
         logger.info(
             "connected to the %sscheduler; announced %d requests in flight",
             "restarted " if restarted else "",

@@ -42,6 +42,7 @@ def state_of(worker: Worker, now_s: float) -> WorkerState:
         problems=dict(worker.problems),
         report_age_s=worker.report_age_s(now_s),
         reports=sum(worker.reports.values()),
+        spelling=worker.spelling,
     )
 
 
@@ -80,6 +81,7 @@ class MirroredRegistry(Registry):
             known.add(worker.url)
             worker.id, worker.info, worker.healthy = state.id, info, state.healthy
             worker.configured_bootstrap_port = state.bootstrap_port
+            worker.spelling = state.spelling
             worker.breaker.follow(state.breaker, now_s)
             worker.active_everywhere = state.active
             worker.dispatches, worker.failures = state.dispatches, state.failures

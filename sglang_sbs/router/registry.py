@@ -17,7 +17,13 @@ from typing import Literal
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
-from sglang_sbs.router.urls import alias_key, bracketed, normalise_worker_url, split_worker_url
+from sglang_sbs.router.urls import (
+    alias_key,
+    bracketed,
+    normalise_worker_url,
+    respelled,
+    split_worker_url,
+)
 from sglang_sbs.scheduling.events import (
     Event,
     InstanceDown,
@@ -33,6 +39,9 @@ SILENT_AFTER_S = 5.0
 """No EndForward for this long (heartbeats come every second): the signal counts as lost."""
 QUIET_S = 2.0
 """Nothing heard for this long from a worker that should say something: it is asked."""
+MISSED_AFTER_S = 20.0
+"""Decode ranks miss a prefill instance after two failed heartbeats 5 s apart; one that was away for
+longer is asked for its ports anew anyway."""
 LOG_AGAIN_S = 300.0
 """A problem that comes and goes is logged at most this often; ``/workers`` always shows it."""
 RECHECK_EVERY_S = 5.0
@@ -85,10 +94,15 @@ class Worker:
     """When it last answered a probe or a poll, or was asked to."""
     last_report_s: dict[int, float] = field(default_factory=dict)
     reports: dict[int, int] = field(default_factory=dict)
+    spelling: int = 0
+    """Which way of writing its host engines are told."""
 
     @property
     def bootstrap_host(self) -> str:
-        return bracketed(split_worker_url(self.url)[1])
+        """What decode is told. It keeps what it knows of a prefill instance by how that is spelled
+        (SGLang, ``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``).
+        """
+        return bracketed(respelled(split_worker_url(self.url)[1], self.spelling))
 
     @property
     def bootstrap_port(self) -> int | None:
@@ -404,6 +418,10 @@ class Registry:
 
     def _restarted(self, worker: Worker) -> None:
         logger.warning("worker %s (%s) restarted", worker.url, worker.role)
+        age_s = worker.report_age_s(self._clock())
+        if worker.role == "prefill" and (age_s is None or age_s < MISSED_AFTER_S):
+            # Decode may not have missed it and would go on talking to the old process's ports.
+            worker.spelling += 1
         self._retire(worker, worker.boots.values())
         worker.boots.clear()
         worker.last_report_s.clear()

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sglang_sbs.scheduling.cache_affinity import CacheAffinity
+from sglang_sbs.scheduling.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.pbaa import place_fitting, top_up
@@ -51,6 +51,11 @@ HOLD_PASSES = 5.0
 """A hold may take at least so many mean forward times: passes of large chunks take seconds."""
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
+MAX_DEFERRED = 64
+"""A batch is formed of what was found when so many requests were left for other instances."""
+RETRY_S = 0.01
+"""With so many left for other instances that a decision is expensive, and no batch in it, the next
+one is made so much later at the earliest: until then little can have changed."""
 _EPSILON_S = 1e-9
 
 
@@ -71,6 +76,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._uneven_chunks = False
         self._lead = DispatchLead()
         self._load = 0.0
+        self._retry_s = float("-inf")
 
     @property
     def lead_s(self) -> float:
@@ -126,6 +132,8 @@ class AdaptiveTrigger(PrefillPolicy):
         oldest = queue.oldest
         if oldest is None:
             return Plan()
+        if now_s + _EPSILON_S < self._retry_s:
+            return Plan(wake_s=self._retry_s)
         self._decay(now_s)
         hold_until_s = oldest.arrived_s + self._hold_s()
         overdue = now_s >= hold_until_s
@@ -154,14 +162,27 @@ class AdaptiveTrigger(PrefillPolicy):
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
         # With unequal chunks the first may all be too small for what waits; with cached prefixes
         # what waits may be better off elsewhere.
-        all_of_them = self._uneven_chunks or oldest.blocks
-        for instance in candidates if all_of_them else candidates[:MAX_TRIED]:
-            plan = self._batch_for(instance, instances, queue, admissible, overdue, all_idle, now_s)
+        decision = CacheAffinity(
+            instances,
+            candidates[0] if candidates else instances[0],
+            lambda instance: self._starts_s(instance, now_s)[0],
+            load=self._load,
+            waiting=len(queue),
+        )
+        for tried, instance in enumerate(candidates):
+            if not (tried < MAX_TRIED or self._uneven_chunks or decision.is_wanted(instance)):
+                continue
+            plan = self._batch_for(
+                instance, instances, queue, admissible, decision, overdue, all_idle, now_s
+            )
             if plan.placements:
                 self._last_s = now_s
                 return plan
-            if plan.wake_s is not None:
-                wakes.append(plan.wake_s)
+        if decision.wake_s is not None:
+            wakes.append(decision.wake_s)
+        if decision.deferred >= MAX_DEFERRED:
+            self._retry_s = now_s + RETRY_S
+            wakes.append(self._retry_s)
         return Plan(wake_s=min(wakes, default=None))
 
     # Candidates ---------------------------------------------------------------------------
@@ -197,6 +218,7 @@ class AdaptiveTrigger(PrefillPolicy):
         instances: Sequence[PrefillInstance],
         queue: RequestQueue,
         admissible: Admissible,
+        decision: CacheAffinity,
         overdue: bool,
         all_idle: bool,
         now_s: float,
@@ -206,24 +228,20 @@ class AdaptiveTrigger(PrefillPolicy):
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take.
         keep_tokens = self._capacity_tokens - instance.capacity_tokens
         spare = room if queue.tokens > keep_tokens else 0
-        affinity = CacheAffinity(
-            instance,
-            instances,
-            lambda other: self._starts_s(other, now_s)[0],
-            load=self._load,
-            waiting=len(queue),
-        )
+        affinity = BatchAffinity(decision, instance)
+        # Whatever was predicted, nobody waits for a cached prefix longer than this.
+        patient_s = now_s - 2 * self._hold_s()
         head: list[Request] = []
         rest: list[Request] = []
         taken = 0
         for request in queue.in_order():
-            if taken >= room + spare:
+            if taken >= room + spare or affinity.deferred >= MAX_DEFERRED:
                 break
             if (
                 (overdue or self._suits(request, instance))
                 and admissible(request)
                 and permitted(request, instance, instances)
-                and affinity.belongs_here(request)
+                and (request.arrived_s <= patient_s or affinity.belongs_here(request))
             ):
                 (head if taken < room else rest).append(request)
                 taken += request.uncached_tokens_on(instance.id)
@@ -263,7 +281,6 @@ class AdaptiveTrigger(PrefillPolicy):
                 else f"{ahead_ms:.0f} ms before the predicted end of the pass on {instance.id}"
             ),
             passed_over=allocation.left,
-            wake_s=affinity.wake_s,
         )
 
     def _suits(self, request: Request, instance: PrefillInstance) -> bool:

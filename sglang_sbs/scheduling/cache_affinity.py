@@ -2,6 +2,8 @@
 
 Owns the choice between computing a prefix again and waiting for where it is cached, among instances
 and among the DP ranks of one. Must not know the queue, the trigger or how hits are found.
+:class:`CacheAffinity` is one decision, in which batches for several instances may be tried; each is
+a :class:`BatchAffinity`.
 
 Each rank is judged by when the request would be done there, plus what its computation costs others:
 ``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
@@ -13,7 +15,10 @@ when a queue would pay for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.pbaa import first_part
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.prefix_index import shared_blocks
@@ -24,14 +29,38 @@ RECOMPUTE_WEIGHT = 3.0
 wait for it. From replays of the Mooncake conversation trace (docs/cache.md): 1 to 30 differ by some
 percent of the mean TTFT, less computes more tokens twice."""
 
+_TWINS = 4
+"""So many requests of a batch that begin alike are compared with the next one."""
+
+
+class _Home(NamedTuple):
+    """Where a request would be best, by what it costs everybody, seconds."""
+
+    cost_s: float
+    instance: InstanceId
+    rank: int
+
+
+@dataclass(slots=True)
+class _View:
+    """What one decision asks about an instance, worked out once."""
+
+    instance: PrefillInstance
+    start_s: float
+    """Of the next pass that what is sent now would be in."""
+    next_pass_s: float
+    backlog: list[int]
+    """Per rank, with the tokens of requests that were told to wait for it in this decision."""
+    emptiest: int
+
 
 class CacheAffinity:
-    """For one decision about one instance."""
+    """One decision."""
 
     def __init__(
         self,
-        instance: PrefillInstance,
         instances: Sequence[PrefillInstance],
+        first: PrefillInstance,
         start_of: Callable[[PrefillInstance], float],
         *,
         load: float,
@@ -39,22 +68,141 @@ class CacheAffinity:
     ) -> None:
         """
         Args:
-            instance: the one a batch is formed for.
             instances: all there are.
+            first: the one that starts next of those a batch could go to.
             start_of: predicted start of the pass a batch sent there now would be in.
             load: share of the cluster's time that is in use, below 1.
             waiting: requests that wait for a batch.
         """
-        self._instance = instance
-        self._instances = instances
+        self._by_id = {instance.id: instance for instance in instances}
+        self._first = first
         self._start_of = start_of
-        self._delayed = 1 / (1 - load) + waiting / len(instances)
-        self._promised: dict[tuple[str, int], int] = {}
-        """Tokens of requests that were told to wait for a rank, in this decision."""
-        self._taken: dict[int, list[Request]] = {}
-        """Requests in this batch, by their first block."""
+        self._weight = RECOMPUTE_WEIGHT * (1 / (1 - load) + waiting / len(instances))
+        self._views: dict[InstanceId, _View] = {}
+        self._homes: dict[str, _Home] = {}
+        self._wanted: set[InstanceId] = set()
+        self._coming: dict[str, bool] = {}
         self.wake_s: float | None = None
         """When something will be cached that a request was told to wait for."""
+        self.deferred = 0
+        """How often a request was left for another instance, or for one that computes the same."""
+
+    def view(self, instance: PrefillInstance) -> _View:
+        """What is known of the instance in this decision."""
+        view = self._views.get(instance.id)
+        if view is None:
+            backlog = [rank.backlog_tokens for rank in instance.ranks]
+            view = self._views[instance.id] = _View(
+                instance,
+                self._start_of(instance),
+                instance.next_pass_s(),
+                backlog,
+                backlog.index(min(backlog)),
+            )
+        return view
+
+    def is_wanted(self, instance: PrefillInstance) -> bool:
+        """Whether a request was told to wait for it."""
+        return instance.id in self._wanted
+
+    def is_coming(self, request: Request) -> bool:
+        """Whether it should wait for a rank that is computing some of it for another request."""
+        if not request.upcoming:
+            return False
+        known = self._coming.get(request.rid)
+        if known is None:
+            known = self._coming[request.rid] = self._is_coming(request)
+        return known
+
+    def _is_coming(self, request: Request) -> bool:
+        least_s = self.home_of(request).cost_s
+        for one in request.upcoming:
+            at = self._by_id.get(one.instance)
+            if at is None or one.tokens <= request.prompt_tokens - request.uncached_tokens:
+                continue
+            view = self.view(at)
+            start_s = max(one.visible_s, view.start_s)
+            if start_s + self.done_s(request, view, one.tokens, 0) < least_s:
+                known = (one.visible_s, self.wake_s)
+                self.wake_s = min(time_s for time_s in known if time_s is not None)
+                return True
+        return False
+
+    def home_of(self, request: Request) -> _Home:
+        """The best of the instances that have something of its prompt, and the first one."""
+        home = self._homes.get(request.rid)
+        if home is None:
+            hits = request.hits.by_instance
+            home = self.best_on(request, self.view(self._first))
+            for name in hits:
+                if name != self._first.id and name in self._by_id:
+                    home = min(home, self.best_on(request, self.view(self._by_id[name])))
+            self._homes[request.rid] = home
+            if home.instance in hits:
+                self._wanted.add(home.instance)
+                # Whoever asks next finds this one in front.
+                view = self._views[home.instance]
+                left = request.prompt_tokens - hits[home.instance][home.rank]
+                view.backlog[home.rank] += left
+                view.emptiest = view.backlog.index(min(view.backlog))
+        return home
+
+    def best_on(self, request: Request, view: _View) -> _Home:
+        """The best rank of an instance: the one that has most of it, or the emptiest."""
+        hits = request.hits.by_instance.get(view.instance.id)
+        cached = 0 if hits is None else hits[view.emptiest]
+        best_s = self.done_s(request, view, cached, view.backlog[view.emptiest])
+        best = view.emptiest
+        if hits is not None:
+            most = max(hits)
+            if most > cached:
+                backlog, rank = min(
+                    (view.backlog[d], d) for d, tokens in enumerate(hits) if tokens == most
+                )
+                cost_s = self.done_s(request, view, most, backlog)
+                if cost_s < best_s:
+                    best_s, best = cost_s, rank
+        return _Home(view.start_s + best_s, view.instance.id, best)
+
+    def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
+        """:meth:`alone_s`, plus what that costs others."""
+        instance = view.instance
+        model = instance.model
+        uncached = request.prompt_tokens - cached
+        attention_s = model.attention_s(uncached * (cached + uncached / 2))
+        work_s = model.slope_s_per_token() * uncached + attention_s
+        done_s = self.alone_s(request, view, cached, backlog)
+        return done_s + self._weight * work_s / instance.dp_size
+
+    @staticmethod
+    def alone_s(request: Request, view: _View, cached: int, backlog: int) -> float:
+        """From the start of the next pass until the request is done, behind a rank's backlog."""
+        instance = view.instance
+        model = instance.model
+        chunk = instance.chunk_tokens
+        uncached = request.prompt_tokens - cached
+        attention_s = model.attention_s(uncached * (cached + uncached / 2))
+        passes = -(-(backlog + uncached) // chunk)
+        fill = min(chunk, backlog + uncached)
+        slope_s = model.slope_s_per_token() / instance.dp_size
+        pass_s = max(
+            view.next_pass_s,
+            model.fixed_s
+            + (model.rank_s_per_token + slope_s) * fill
+            + attention_s / -(-uncached // chunk),
+        )
+        return passes * pass_s
+
+
+class BatchAffinity:
+    """The batch that is tried for one instance."""
+
+    def __init__(self, decision: CacheAffinity, instance: PrefillInstance) -> None:
+        self._decision = decision
+        self._instance = instance
+        self._taken: dict[int, list[Request]] = {}
+        """Requests in the batch, by their first block."""
+        self.deferred = 0
 
     def hits_of(self, request: Request) -> Sequence[int] | None:
         """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
@@ -66,47 +214,28 @@ class CacheAffinity:
         """
         if not request.blocks:
             return True
-        here = self._instance
-        twins = self._taken.get(request.blocks[0], ())
-        elsewhere = request.uncached_tokens_on(here.id) > request.uncached_tokens
-        if (elsewhere or twins or request.upcoming) and self._sooner_elsewhere(request, twins):
+        twins = self._taken.get(request.blocks[0])
+        if (
+            self._is_elsewhere(request)
+            or self._decision.is_coming(request)
+            or (twins is not None and self._is_taken(request, twins))
+        ):
+            self.deferred += 1
+            self._decision.deferred += 1
             return False
-        self._taken.setdefault(request.blocks[0], []).append(request)
+        if twins is None:
+            self._taken[request.blocks[0]] = [request]
+        elif len(twins) < _TWINS:
+            twins.append(request)
         return True
 
-    def _sooner_elsewhere(self, request: Request, twins: Sequence[Request]) -> bool:
-        hits = request.hits.by_instance
-        here = self._instance
-        least_s, _ = self._best(request, here, hits.get(here.id))
-        for other in self._instances:
-            of_other = hits.get(other.id)
-            if other is here or of_other is None:
-                continue
-            other_s, rank = self._best(request, other, of_other)
-            if other_s < least_s:
-                key = (other.id, rank)
-                left = request.prompt_tokens - of_other[rank]
-                self._promised[key] = self._promised.get(key, 0) + left
-                return True
-        cached_tokens = request.prompt_tokens - request.uncached_tokens
-        for twin in twins:
-            # It will be found in the pass after this one.
-            most = (request.prompt_tokens - 1) // request.block_tokens
-            tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
-            if tokens > cached_tokens:
-                after_s = self._start_of(here) + self._pass_s(twin, here)
-                if after_s + self._done_s(request, here, tokens, 0) < least_s:
-                    return True
-        by_id = {instance.id: instance for instance in self._instances}
-        for one in request.upcoming:
-            at = by_id.get(one.instance)
-            if at is not None and one.tokens > cached_tokens:
-                start_s = max(one.visible_s, self._start_of(at))
-                if start_s + self._done_s(request, at, one.tokens, 0) < least_s:
-                    known = (one.visible_s, self.wake_s)
-                    self.wake_s = min(time_s for time_s in known if time_s is not None)
-                    return True
-        return False
+    def _is_elsewhere(self, request: Request) -> bool:
+        here = self._instance.id
+        if request.uncached_tokens_on(here) == request.uncached_tokens:
+            return False
+        home = self._decision.home_of(request).instance
+        # Where nothing of it is cached, one instance is as good as the other.
+        return home != here and home in request.hits.by_instance
 
     def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
         """The rank of the instance for a request of which it has something; None: none now.
@@ -115,61 +244,31 @@ class CacheAffinity:
         """
         here = self._instance
         hits = request.hits.by_instance[here.id]
-        backlog = [here.chunk_tokens - free for free in capacity]
-        ranks = range(here.dp_size)
-        best = min(ranks, key=lambda d: self._done_s(request, here, hits[d], backlog[d]))
+        view = self._decision.view(here)
+        most, emptiest = max(hits), capacity.index(max(capacity))
+        ranks = {d for d, tokens in enumerate(hits) if tokens == most} | {emptiest}
+        best = min(
+            ranks,
+            key=lambda d: self._decision.done_s(
+                request, view, hits[d], here.chunk_tokens - capacity[d]
+            ),
+        )
         need = request.prompt_tokens - hits[best]
         # With most of it cached there, waiting for another pass would only lose its place.
         if capacity[best] >= first_part(need, here.chunk_tokens) or hits[best] > need:
             return best
         return None
 
-    def _best(
-        self, request: Request, instance: PrefillInstance, hits: Sequence[int] | None
-    ) -> tuple[float, int]:
-        start_s = self._start_of(instance)
-        return min(
-            (
-                start_s
-                + self._done_s(
-                    request,
-                    instance,
-                    0 if hits is None else hits[d],
-                    rank.backlog_tokens + self._promised.get((instance.id, d), 0),
-                ),
-                d,
-            )
-            for d, rank in enumerate(instance.ranks)
-        )
-
-    def _pass_s(self, request: Request, instance: PrefillInstance) -> float:
-        """Until its prompt is computed, sent now."""
-        uncached = request.uncached_tokens_on(instance.id)
-        model = instance.model
-        passes = -(-uncached // instance.chunk_tokens)
-        fill = min(uncached, instance.chunk_tokens)
-        alone_s = model.fixed_s + model.slope_s_per_token() * fill / instance.dp_size
-        return passes * max(instance.next_pass_s(), alone_s + model.rank_s_per_token * fill)
-
-    def _done_s(
-        self, request: Request, instance: PrefillInstance, cached: int, backlog: int
-    ) -> float:
-        """From the start of the next pass until it is done, plus what that costs others."""
-        model = instance.model
-        chunk = instance.chunk_tokens
-        uncached = request.prompt_tokens - cached
-        attention_s = model.attention_s(uncached * (cached + uncached / 2))
-        own_passes = -(-uncached // chunk)
-        passes = -(-(backlog + uncached) // chunk)
-        fill = min(chunk, backlog + uncached)
-        slope_s = model.slope_s_per_token() / instance.dp_size
-        pass_s = max(
-            instance.next_pass_s(),
-            model.fixed_s
-            + (model.rank_s_per_token + slope_s) * fill
-            + attention_s / max(1, own_passes),
-        )
-        others_s = (
-            RECOMPUTE_WEIGHT * self._delayed * (slope_s * uncached + attention_s / instance.dp_size)
-        )
-        return passes * pass_s + others_s
+    def _is_taken(self, request: Request, twins: Sequence[Request]) -> bool:
+        """Whether it should be in the batch after this one, which finds what this one computes."""
+        decision = self._decision
+        here = decision.view(self._instance)
+        least_s = decision.best_on(request, here).cost_s
+        most = (request.prompt_tokens - 1) // request.block_tokens
+        for twin in twins:
+            tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
+            if tokens > request.prompt_tokens - request.uncached_tokens:
+                after_s = here.start_s + decision.alone_s(twin, here, 0, 0)
+                if after_s + decision.done_s(request, here, tokens, 0) < least_s:
+                    return True
+        return False

@@ -69,6 +69,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     report_age_s: float | None = None
     """Since its last EndForward."""
     reports: int = 0
+    spelling: int = 0
+    """Which way of writing its host engines are told."""
 
 
 # Front end to scheduler -----------------------------------------------------------------------

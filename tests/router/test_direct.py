@@ -15,6 +15,7 @@ from router_harness import Cluster, cluster, sse_events, until
 
 from sglang_sbs.router import direct, intake
 from sglang_sbs.router.direct import parse_plain_head
+from sglang_sbs.router.downstream import Downstream
 from sglang_sbs.testing.mock_engine import Behaviour
 
 PATHS = {"POST /generate HTTP/1.1": "/generate"}
@@ -241,6 +242,32 @@ async def test_idle_connections_are_closed_after_a_while(monkeypatch: Any) -> No
     async with cluster() as c, Talk(c) as talk:
         assert (await talk.ask(request({"text": "x"})))[0] == 200
         assert await talk.reader.read() == b""
+
+
+@pytest.mark.parametrize("pieces", [[], [b"data: 1\n\n"], [b"data: 1\n\n", b"data: 2\n\n"]])
+async def test_a_stream_begins_and_ends_once_whatever_is_in_it(
+    pieces: list[bytes], monkeypatch: Any
+) -> None:
+    async with cluster() as c, Talk(c) as talk:
+
+        async def handle(client: Any, *_: Any) -> None:
+            stream = Downstream(client, {})
+            for data in pieces[:1]:
+                stream.push(data)  # before the head may go
+            await stream.open("text/event-stream")
+            await stream.open("text/event-stream")
+            for data in pieces[1:]:
+                stream.push(data)
+            for _ in range(2):
+                await stream.finish()
+                stream.push(b"too late")
+
+        monkeypatch.setattr(c.server.relay, "handle", handle)
+        for _ in range(2):  # the second one meets no stray byte of the first
+            status, headers, body = await talk.ask(request({"text": "x"}))
+            assert (status, headers["content-type"]) == (200, "text/event-stream")
+            assert body == b"".join(pieces)
+        assert directly(c) == 1
 
 
 async def test_a_defect_behind_the_port_is_a_500(monkeypatch: Any, caplog: Any) -> None:

@@ -116,6 +116,24 @@ async def test_the_process_serves_logs_and_stops(tmp_path: Path) -> None:
     assert sum(isinstance(c, Dispatch) for record in records for c in record.commands) == 1
 
 
+async def test_a_prefill_instance_that_is_back_soon_is_called_by_another_spelling() -> None:
+    scheduler = Scheduler(SchedulerConfig(policy="round_robin"))
+    async with cluster("--disable-retries", scheduler=scheduler, sbs_block=True) as c:
+        assert (await c.generate(text="before"))[0] == 200
+        port = c.prefill[0].port
+        await c.prefill[0].stop()
+        assert (await c.generate(text="meanwhile"))[0] == 502
+        c.prefill[0].boot_id = "another"
+        await c.prefill[0].start(port)
+        await until(lambda: c.server.registry.ready)
+        assert (await c.generate(text="after"))[0] == 200
+        for engine in (*c.prefill, *c.decode):
+            first, *_, last = engine.requests
+            assert first.body["bootstrap_host"] == "127.0.0.1"
+            assert last.body["bootstrap_host"] == "0x7f.0.0.1"
+            assert last.body["bootstrap_port"] == first.body["bootstrap_port"]
+
+
 async def test_when_the_only_decode_instance_dies_whoever_waits_is_told_at_once() -> None:
     # The paper's trigger sends one batch and waits an interval: what comes then is held for long.
     scheduler = Scheduler(SchedulerConfig(trigger="paper", t_default_s=1000.0))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+from ipaddress import ip_address
 from typing import Any
 
 import pytest
 
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import leg_status_failure, transport_failure
-from sglang_sbs.router.registry import QUIET_S, Registry, Worker
+from sglang_sbs.router.mirror import MirroredRegistry, state_of
+from sglang_sbs.router.registry import MISSED_AFTER_S, QUIET_S, Registry, Worker
 from sglang_sbs.router.server_info import (
     SbsBlock,
     UnusableWorker,
     WorkerInfo,
     parse_server_info,
 )
-from sglang_sbs.router.urls import alias_key, normalise_worker_url
+from sglang_sbs.router.urls import alias_key, normalise_worker_url, respelled
 from sglang_sbs.router.worker_view import describe_worker
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
 from sglang_sbs.wire import EndForward
@@ -289,6 +292,44 @@ def test_a_boot_that_server_info_confirms_is_a_restart() -> None:
     assert silenced == [worker]
     assert setup.registry.reported(worker, report(0, boot="b2"))
     assert not setup.registry.reported(worker, report(1, boot="b1"))
+
+
+def test_decode_is_told_another_spelling_of_a_prefill_host_that_was_not_away_for_long() -> None:
+    setup = Setup()
+    prefill = setup.up("http://10.0.0.1:1", sbs=SbsBlock(boot_id="b0"))
+    decode = setup.up("http://10.0.0.2:1", role="decode", sbs=SbsBlock(boot_id="b0"))
+
+    def restart(worker: Worker, boot: str, away_s: float) -> str:
+        setup.registry.reported(worker, report(0, boot=boot[0] + str(int(boot[1:]) - 1)))
+        setup.now_s += away_s
+        info = WorkerInfo(dp_size=2, sbs=SbsBlock(boot_id=boot))
+        setup.registry.described(worker, info)
+        return worker.bootstrap_host
+
+    assert prefill.bootstrap_host == "10.0.0.1"
+    assert restart(prefill, "b1", 4.0) == "0xa.0.0.1"
+    assert restart(prefill, "b2", 4.0) == "0x0a.0.0.1"
+    assert restart(prefill, "b3", MISSED_AFTER_S) == "0x0a.0.0.1"
+    assert restart(decode, "b1", 4.0) == "10.0.0.2"
+    state = state_of(prefill, setup.now_s)
+    mirror = MirroredRegistry(lambda event: None, BreakerConfig())
+    mirror.follow([state])
+    (seen,) = mirror
+    assert seen.bootstrap_host == "0x0a.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "prefill-0.pd.svc", "::1", "fe80::a:1"])
+def test_every_spelling_of_a_host_means_the_same_and_is_another(host: str) -> None:
+    spelled = [respelled(host, n) for n in range(30)]
+    assert spelled[0] == host
+    assert len(set(spelled)) == 30
+    for text in spelled:
+        if ":" in host:
+            assert ip_address(text) == ip_address(host)
+        elif host[0].isdigit():
+            assert socket.inet_aton(text) == socket.inet_aton(host)
+        else:
+            assert text.lower() == host
 
 
 def test_a_problem_that_comes_and_goes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

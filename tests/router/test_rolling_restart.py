@@ -58,9 +58,13 @@ async def test_no_request_fails_while_one_router_follows_another() -> None:
         engines.decode[0].token_gate.close()
         await engines.decode[0].token_gate.arrived(6)
         for generation in range(2):
-            new = await start_group(
-                *engines.flags, "--port", port, "--workers", "2", "--sbs-take-over"
-            )
+            try:
+                new = await start_group(
+                    *engines.flags, "--port", port, "--workers", "2", "--sbs-take-over"
+                )
+            except BaseException:
+                await old.end()
+                raise
             try:
                 if generation == 0:
                     engines.decode[0].token_gate.open()

@@ -53,6 +53,11 @@ async def test_both_sides_over_tls(certificate: tuple[Path, Path]) -> None:
             plain, streamed = await asyncio.gather(ask(False), ask(True))
             assert b"t1 t2 t3" in plain
             assert sse_events(streamed)[-1] == "[DONE]"
+            # What goes on to aiohttp does so with its TLS.
+            async with client.get(f"https://127.0.0.1:{server.port}/health") as response:
+                assert response.status == 200
+            assert b"t1 t2 t3" in await ask(False)
+            assert server.doorman._silent == {}
         assert prefill.requests[0].body["bootstrap_host"] == "127.0.0.1"
     finally:
         await server.stop(grace_s=0.0)

@@ -270,3 +270,36 @@ def test_a_short_common_beginning_is_not_waited_for():
         arrive(it, f"r{i}", 900, [1, 2, *range(1000 * (i + 1), 1000 * (i + 1) + 80)])
     assert [one.rid for one in it.dispatched] == ["r0", "r1"]
     assert it.dispatched[0].prefill != it.dispatched[1].prefill
+
+
+def test_many_that_wait_for_one_instance_do_not_hide_those_of_another(monkeypatch):
+    """A decision looks at few of those that belong elsewhere, and then tries the next instance."""
+    monkeypatch.setattr("sglang_sbs.scheduling.adaptive_trigger.MAX_DEFERRED", 3)
+    it = cluster()
+    stored(it, "p1", 0, PREFIX)
+    for name in ("p0", "p1"):
+        it.report(name, 0, kind="launch", forward_id=1, extend_tokens=9, tokens_per_rank=[9, 9])
+    for i in range(8):
+        arrive(it, f"r{i}", 900, PREFIX)
+    for name in ("p0", "p1"):
+        for rank in range(2):
+            it.report(name, rank, kind="idle", forward_id=1)
+    it.wait(0.05)
+    assert it.dispatched
+    assert {one.prefill for one in it.dispatched} == {"p1"}
+
+
+def test_nobody_waits_for_a_prefix_forever():
+    """Its instance is busy with something of which no end is heard."""
+    it = cluster()
+    stored(it, "p1", 0, PREFIX)
+    for rank in range(2):
+        it.report("p0", rank, kind="idle", forward_id=0)
+    for second in range(12):
+        it.report(
+            "p1", 0, kind="launch", forward_id=second, extend_tokens=99, tokens_per_rank=[99, 99]
+        )
+        if second == 0:
+            arrive(it, "r", 900, PREFIX)
+        it.wait(0.5)
+    assert it.dispatched
