@@ -15,9 +15,12 @@ before is learned from what either costs (``dispatch_lead``). Then, per decision
    early), in the order in which a batch sent now would start;
 2. spacing: instances are kept apart in phase by a fraction of the pass time that the arrival rate
    calls for. Never while all are idle, the queue is long, or the candidate will run anyway;
-3. order: short first, with an ageing that bounds how long anything is overtaken;
+3. order: short first, with an ageing that bounds how long anything is overtaken. A prompt of
+   several chunks counts as one chunk;
 4. share: how much of the queue to send now and how much to leave for the instances that are ready
-   next, so that the sum of predicted completion times is smallest;
+   next, so that the sum of predicted completion times is smallest. With prompts of several chunks
+   about, where a request goes matters more than how much: only those leave that cost least here
+   (``pass_forecast``), and nothing is spaced, as passes differ too much for phases;
 5. placement: longest first into the emptiest rank, whole requests only, and split requests to fill
    the pass only when more is left than the other instances can take in theirs.
 """
@@ -25,11 +28,12 @@ before is learned from what either costs (``dispatch_lead``). Then, per decision
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sglang_sbs.scheduling.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.pass_forecast import MOST_PLANNED, NEAREST, PassForecast, homes
 from sglang_sbs.scheduling.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
@@ -44,11 +48,19 @@ SPACING_SHARE = 0.8
 BACKLOG_FACTOR = 1.3
 COMMIT_AHEAD_FACTOR = 1.25
 FULL_PASSES = 2.0
-"""With this many passes of tokens waiting for one instance its pass is simply filled."""
+"""With this many passes of tokens waiting for one instance its pass is simply filled. For one that
+is slower than the mean only what it computes in the same time counts."""
 ARRIVING_SHARE = 0.6
 """How much of what is expected to arrive until a later pass starts counts as its load now."""
 HOLD_PASSES = 5.0
 """A hold may take at least so many mean forward times: passes of large chunks take seconds."""
+WAITING_SHARE = 0.6
+"""How many of those that arrive during a pass count as delayed by whatever makes it longer."""
+LEFTOVER_ERRORS = 2.0
+"""A pass starts by itself where something is left over: a batch leaves so many prediction errors
+earlier, as being late costs it that pass."""
+MOST_LOAD = 0.95
+"""The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
 MAX_DEFERRED = 64
@@ -69,6 +81,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._max_hold_s = max_hold_s
         self._last_s = float("-inf")
         self._token_rate = 0.0
+        self._request_rate = 0.0
         self._rate_s: float | None = None
         self._chunk_tokens = 1.0
         self._capacity_tokens = 0
@@ -76,6 +89,9 @@ class AdaptiveTrigger(PrefillPolicy):
         self._uneven_chunks = False
         self._lead = DispatchLead()
         self._load = 0.0
+        """Share of the time that goes into tokens."""
+        self._tokens_per_s = 1.0
+        """Of all instances."""
         self._retry_s = float("-inf")
 
     @property
@@ -86,6 +102,7 @@ class AdaptiveTrigger(PrefillPolicy):
     def on_arrival(self, tokens: int, now_s: float) -> None:
         self._decay(now_s)
         self._token_rate += tokens / RATE_WINDOW_S
+        self._request_rate += 1 / RATE_WINDOW_S
 
     def on_landing(
         self,
@@ -103,8 +120,10 @@ class AdaptiveTrigger(PrefillPolicy):
         )
 
     def key_of(self, request: Request) -> float:
-        """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting."""
-        return request.arrived_s + self._ageing_s() * request.uncached_tokens / self._chunk_tokens
+        """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting. What is
+        longer takes several passes as it is, and would be the tail if it started last."""
+        chunks = min(1.0, request.uncached_tokens / self._chunk_tokens)
+        return request.arrived_s + self._ageing_s() * chunks
 
     def _hold_s(self) -> float:
         return max(self._max_hold_s, HOLD_PASSES * self._interval.mean_forward_s)
@@ -135,6 +154,8 @@ class AdaptiveTrigger(PrefillPolicy):
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._decay(now_s)
+        self._tokens_per_s = sum(_tokens_per_s(instance) for instance in instances)
+        self._load = min(MOST_LOAD, self._token_rate / self._tokens_per_s)
         hold_until_s = oldest.arrived_s + self._hold_s()
         overdue = now_s >= hold_until_s
         wakes = [] if overdue else [hold_until_s]
@@ -153,12 +174,16 @@ class AdaptiveTrigger(PrefillPolicy):
             open_s = now_s
             if not (instance.idle or long_queue):
                 open_s = start_s - lead_s
+                if instance.backlog_tokens:
+                    error_s = LEFTOVER_ERRORS * instance.model.error_s
+                    open_s = min(open_s, start_s - self._interval.latency_s - error_s)
             if open_s <= now_s + _EPSILON_S:
                 candidates.append(instance)
             else:
                 wakes.append(open_s)
         all_idle = all(instance.idle for instance in instances)
-        if not overdue and not all_idle:
+        chunked = bool(candidates) and self._chunked(queue, instances)
+        if not overdue and not all_idle and not chunked:
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
         # With unequal chunks the first may all be too small for what waits; with cached prefixes
         # what waits may be better off elsewhere.
@@ -169,18 +194,23 @@ class AdaptiveTrigger(PrefillPolicy):
             load=self._load,
             waiting=len(queue),
         )
+        home_of: dict[str, str] | None = None
+        if chunked:
+            in_order = [instances[index] for _, _, index in starts]
+            home_of = self._homes(candidates, instances, in_order, queue, overdue, now_s)
         for tried, instance in enumerate(candidates):
-            if not (tried < MAX_TRIED or self._uneven_chunks or decision.is_wanted(instance)):
+            every = self._uneven_chunks or chunked
+            if not (tried < MAX_TRIED or every or decision.is_wanted(instance)):
                 continue
             plan = self._batch_for(
-                instance, instances, queue, admissible, decision, overdue, all_idle, now_s
+                instance, instances, queue, admissible, decision, overdue, all_idle, home_of, now_s
             )
             if plan.placements:
                 self._last_s = now_s
                 return plan
         if decision.wake_s is not None:
             wakes.append(decision.wake_s)
-        if decision.deferred >= MAX_DEFERRED:
+        if decision.deferred >= MAX_DEFERRED or len(home_of or ()) >= MAX_DEFERRED:
             self._retry_s = now_s + RETRY_S
             wakes.append(self._retry_s)
         return Plan(wake_s=min(wakes, default=None))
@@ -198,11 +228,7 @@ class AdaptiveTrigger(PrefillPolicy):
         """Soft stagger; its length comes from the model and the arrival rate, not from measured
         pass times, which would feed back into themselves."""
         n = len(instances)
-        model = instances[0].model
-        capacity = instances[0].capacity_tokens
-        slope = model.slope_s_per_token() / instances[0].dp_size
-        self._load = load = min(0.95, self._token_rate * slope / n)
-        pass_s = min(model.fixed_s / (1 - load), model.fixed_s + slope * capacity)
+        pass_s = sum(_pass_s(instance, self._load) for instance in instances) / n
         due_s = self._last_s + SPACING_SHARE * pass_s / n
         long_queue = queue_tokens >= BACKLOG_FACTOR * max(1.0, self._token_rate * pass_s / n)
         if due_s <= now_s + _EPSILON_S or long_queue:
@@ -221,14 +247,17 @@ class AdaptiveTrigger(PrefillPolicy):
         decision: CacheAffinity,
         overdue: bool,
         all_idle: bool,
+        home_of: Mapping[str, str] | None,
         now_s: float,
     ) -> Plan:
+        """``home_of``: the instance each request should go to; None: any, for a fair share of the
+        queue."""
         c_avail = instance.c_avail()
         room = sum(c for c in c_avail if c > 0)
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take.
         keep_tokens = self._capacity_tokens - instance.capacity_tokens
         spare = room if queue.tokens > keep_tokens else 0
-        affinity = BatchAffinity(decision, instance)
+        affinity = BatchAffinity(decision, instance, chooses_instance=home_of is None)
         # Whatever was predicted, nobody waits for a cached prefix longer than this.
         patient_s = now_s - 2 * self._hold_s()
         head: list[Request] = []
@@ -239,16 +268,20 @@ class AdaptiveTrigger(PrefillPolicy):
                 break
             if (
                 (overdue or self._suits(request, instance))
+                and (
+                    home_of is None
+                    or home_of.get(request.rid) == instance.id
+                    or request.arrived_s <= patient_s
+                )
                 and admissible(request)
                 and permitted(request, instance, instances)
                 and (request.arrived_s <= patient_s or affinity.belongs_here(request))
             ):
                 (head if taken < room else rest).append(request)
                 taken += request.uncached_tokens_on(instance.id)
-        long_queue = (
-            queue.tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
-        )
-        if len(instances) > 1 and not overdue and not long_queue:
+        its_tokens = queue.tokens * len(instances) * _tokens_per_s(instance) / self._tokens_per_s
+        long_queue = its_tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
+        if home_of is None and len(instances) > 1 and not overdue and not long_queue:
             others = [i for i in instances if i is not instance]
             share = self._share(instance, others, queue, now_s)
             cut = _prefix(head, share)
@@ -282,6 +315,58 @@ class AdaptiveTrigger(PrefillPolicy):
             ),
             passed_over=allocation.left,
         )
+
+    def _chunked(self, queue: RequestQueue, instances: Sequence[PrefillInstance]) -> bool:
+        """Whether prompts of several chunks wait anywhere, and it matters where."""
+        return len(instances) > 1 and (
+            any(r.uncached_tokens > self._largest_chunk_tokens for r in queue.first(MOST_PLANNED))
+            or any(
+                prompt_tokens > instance.chunk_tokens
+                for instance in instances
+                for rank in instance.ranks
+                for prompt_tokens, _ in rank.prompts.waiting()
+            )
+        )
+
+    def _homes(
+        self,
+        candidates: Sequence[PrefillInstance],
+        instances: Sequence[PrefillInstance],
+        in_order: Sequence[PrefillInstance],
+        queue: RequestQueue,
+        overdue: bool,
+        now_s: float,
+    ) -> dict[str, str]:
+        """The instance on which each request costs least, now or later. ``in_order``: of start."""
+        forecasts: dict[str, PassForecast] = {}
+        by_id = {instance.id: instance for instance in instances}
+
+        def forecast_of(name: str) -> PassForecast | None:
+            if name not in forecasts and name in by_id:
+                one = by_id[name]
+                closed = one not in candidates and not _may_take(one, False)
+                forecasts[name] = self._forecast(one, now_s, closed=closed)
+            return forecasts.get(name)
+
+        near = list(dict.fromkeys([*candidates[:NEAREST], *in_order]))[:NEAREST]
+        arrivals = self._request_rate / len(instances) * self._interval.mean_forward_s
+        return homes(
+            [one for instance in near if (one := forecast_of(instance.id)) is not None],
+            forecast_of,
+            queue.in_order(),
+            WAITING_SHARE * arrivals,
+            lambda request, i: (
+                (overdue or self._suits(request, i)) and permitted(request, i, instances)
+            ),
+        )
+
+    def _forecast(self, instance: PrefillInstance, now_s: float, *, closed: bool) -> PassForecast:
+        arrives_s = now_s + self._interval.latency_s
+        free_s = self._free_at_s(instance, now_s)
+        if free_s < arrives_s and instance.backlog_tokens:
+            # It starts the next one before, with what it has.
+            return PassForecast(instance, free_s, closed=True)
+        return PassForecast(instance, max(free_s, arrives_s), closed=closed)
 
     def _suits(self, request: Request, instance: PrefillInstance) -> bool:
         """Not where it takes several passes, if it would take one elsewhere."""
@@ -348,6 +433,7 @@ class AdaptiveTrigger(PrefillPolicy):
         if self._rate_s is not None:
             share = math.exp(-(now_s - self._rate_s) / RATE_WINDOW_S)
             self._token_rate *= share
+            self._request_rate *= share
         self._rate_s = now_s
 
 
@@ -362,9 +448,21 @@ def _may_take(instance: PrefillInstance, long_queue: bool) -> bool:
     return instance.has_room
 
 
+def _tokens_per_s(instance: PrefillInstance) -> float:
+    """Without the fixed time of its passes."""
+    return instance.dp_size / instance.model.slope_s_per_token()
+
+
+def _pass_s(instance: PrefillInstance, load: float) -> float:
+    """How long a pass takes in which what came during the one before is computed."""
+    fixed_s = instance.model.fixed_s
+    full_s = fixed_s + instance.capacity_tokens / _tokens_per_s(instance)
+    return min(fixed_s / (1 - load), full_s)
+
+
 def _marginal(instance: PrefillInstance, delay_s: float) -> tuple[float, float]:
     """Tokens per second of water level, and the level of an instance that takes nothing."""
-    slope = instance.model.slope_s_per_token() / instance.dp_size
+    slope = 1 / _tokens_per_s(instance)
     held = instance.backlog_tokens
     pass_s = instance.next_pass_s() if held else instance.model.fixed_s
     base_s = delay_s + pass_s + slope * held

@@ -169,7 +169,7 @@ class CacheAffinity:
         instance = view.instance
         model = instance.model
         uncached = request.prompt_tokens - cached
-        attention_s = model.attention_s(uncached * (cached + uncached / 2))
+        attention_s = model.rank_s(0, uncached * (cached + uncached / 2))
         work_s = model.slope_s_per_token() * uncached + attention_s
         done_s = self.alone_s(request, view, cached, backlog)
         return done_s + self._weight * work_s / instance.dp_size
@@ -181,14 +181,15 @@ class CacheAffinity:
         model = instance.model
         chunk = instance.chunk_tokens
         uncached = request.prompt_tokens - cached
-        attention_s = model.attention_s(uncached * (cached + uncached / 2))
+        attention_s = model.rank_s(0, uncached * (cached + uncached / 2))
         passes = -(-(backlog + uncached) // chunk)
         fill = min(chunk, backlog + uncached)
         slope_s = model.slope_s_per_token() / instance.dp_size
         pass_s = max(
             view.next_pass_s,
             model.fixed_s
-            + (model.rank_s_per_token + slope_s) * fill
+            + model.rank_s(fill, 0)
+            + slope_s * fill
             + attention_s / -(-uncached // chunk),
         )
         return passes * pass_s
@@ -197,7 +198,11 @@ class CacheAffinity:
 class BatchAffinity:
     """The batch that is tried for one instance."""
 
-    def __init__(self, decision: CacheAffinity, instance: PrefillInstance) -> None:
+    def __init__(
+        self, decision: CacheAffinity, instance: PrefillInstance, *, chooses_instance: bool = True
+    ) -> None:
+        """``chooses_instance``: False if somebody else has decided which of them it is."""
+        self._chooses_instance = chooses_instance
         self._decision = decision
         self._instance = instance
         self._taken: dict[int, list[Request]] = {}
@@ -231,7 +236,10 @@ class BatchAffinity:
 
     def _is_elsewhere(self, request: Request) -> bool:
         here = self._instance.id
-        if request.uncached_tokens_on(here) == request.uncached_tokens:
+        if (
+            not self._chooses_instance
+            or request.uncached_tokens_on(here) == request.uncached_tokens
+        ):
             return False
         home = self._decision.home_of(request).instance
         # Where nothing of it is cached, one instance is as good as the other.

@@ -1,9 +1,10 @@
 """Predicts the forward time of a prefill pass from its tokens per DP rank, learning online.
 
-Owns the fit T = a + b_max * max_d(tokens_d) + b_mean * mean_d(tokens_d) + e * max_d(pairs_d) and
-its error. ``pairs_d`` are the attention pairs of a rank, chunk * (context + chunk / 2) summed
-over its prompts: nothing for short prompts, half of the time for the last chunk of a long one. Must
-not know instances, time or which policy asks.
+Owns the fit T = a + b_mean * mean_d(tokens_d) + max_d(b_max * tokens_d + e * pairs_d) and its
+error. ``pairs_d`` are the attention pairs of a rank, chunk * (context + chunk / 2) summed over its
+prompts: nothing for short prompts, half of the time for the last chunk of a long one. The maximum
+is of the sum: the others wait for one rank, whatever it is busy with. Which one that is follows
+from the fit so far. Must not know instances, time or which policy asks.
 """
 
 from __future__ import annotations
@@ -52,25 +53,29 @@ class ForwardModel:
         slope = self._weights[1] * imbalance + self._weights[2]
         return max(1e-9, slope * self._time_unit_s / self._token_unit)
 
-    @property
-    def rank_s_per_token(self) -> float:
-        """Time per token of the heaviest rank that the mean does not show."""
-        return self._weights[1] * self._time_unit_s / self._token_unit
-
-    def attention_s(self, pairs: float) -> float:
-        """Time of the attention pairs of the rank that has most."""
-        return self._weights[3] * 2 * pairs * self._time_unit_s / self._token_unit**2
-
-    def predict_s(self, tokens_per_rank: Sequence[int], pairs: float = 0.0) -> float:
+    def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
         """Forward time of a pass with these extend tokens on each rank; at least 1 ms.
 
-        ``pairs``: attention pairs of the rank that has most.
+        ``pairs``: attention pairs of each rank; empty: none.
         """
         features = self._features(tokens_per_rank, pairs)
         value = sum(w * x for w, x in zip(self._weights, features, strict=True))
         return max(1e-3, value * self._time_unit_s)
 
-    def observe(self, tokens_per_rank: Sequence[int], forward_s: float, pairs: float = 0.0) -> None:
+    def rank_s(self, tokens: float, pairs: float) -> float:
+        """What a rank with these tokens and attention pairs adds if the others wait for it."""
+        unit = self._token_unit
+        own = self._weights[1] * tokens + 2 * self._weights[3] * pairs / unit
+        return own / unit * self._time_unit_s
+
+    def pass_s(self, mean_tokens: float, slowest_s: float) -> float:
+        """:meth:`predict_s` from the mean over ranks and the largest :meth:`rank_s`."""
+        common = self._weights[0] + self._weights[2] * mean_tokens / self._token_unit
+        return max(1e-3, common * self._time_unit_s + slowest_s)
+
+    def observe(
+        self, tokens_per_rank: Sequence[int], forward_s: float, pairs: Sequence[float] = ()
+    ) -> None:
         """Learn from one finished pass."""
         predicted_s = self.predict_s(tokens_per_rank, pairs)
         if self.passes >= _WARM_UP:
@@ -89,13 +94,19 @@ class ForwardModel:
         self._weights = _non_negative_solution(self._moments, self._targets)
 
     def _features(
-        self, tokens_per_rank: Sequence[int], pairs: float
+        self, tokens_per_rank: Sequence[int], pairs: Sequence[float]
     ) -> tuple[float, float, float, float]:
+        heaviest, most = max(tokens_per_rank), 0.0
+        if pairs:
+            _, most, heaviest = max(
+                (self.rank_s(mine, of_mine), of_mine, mine)
+                for mine, of_mine in zip(tokens_per_rank, pairs, strict=True)
+            )
         return (
             1.0,
-            max(tokens_per_rank) / self._token_unit,
+            heaviest / self._token_unit,
             sum(tokens_per_rank) / len(tokens_per_rank) / self._token_unit,
-            2 * pairs / self._token_unit**2,
+            2 * most / self._token_unit**2,
         )
 
 

@@ -49,8 +49,8 @@ class Pass:
     """Requests presumed to complete in it, with their rank."""
     queued: list[int] = field(default_factory=list)
     """What it was presumed to take from the reported queue of each rank, tokens."""
-    pairs: float = 0.0
-    """Attention pairs of the rank that has most."""
+    pairs: list[float] = field(default_factory=list)
+    """Attention pairs per DP rank."""
 
 
 class PrefillInstance:
@@ -290,6 +290,7 @@ class PrefillInstance:
         self.reset()
         for rank in self.ranks:
             rank.clean = True
+            rank.prompts.clear()
 
     # Inside -------------------------------------------------------------------------------
 
@@ -310,6 +311,7 @@ class PrefillInstance:
         """Another boot id: forward ids start anew, and what the rank held is gone."""
         if not rank.clean:
             rank.forget()
+            rank.prompts.clear()
         self.passes.clear()
         self._presumed_id = -1
         for other in self.ranks:
@@ -425,7 +427,7 @@ class PrefillInstance:
         if known is not None:
             if not known.tokens[report.dp_rank]:
                 mine = self.ranks[report.dp_rank].prompts.compute(tokens[report.dp_rank])
-                known.pairs = max(known.pairs, mine)
+                known.pairs[report.dp_rank] = mine
             known.tokens[report.dp_rank] = tokens[report.dp_rank]
             known.end_s = known.start_s + self.model.predict_s(known.tokens, known.pairs)
             return
@@ -518,14 +520,10 @@ class PrefillInstance:
             self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
         return self._next_pass_s
 
-    def _pairs(self, tokens: list[int]) -> float:
-        """Attention pairs of the rank that has most, for the next tokens of each."""
-        return max(
-            [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
-        )
+    def _pairs(self, tokens: list[int]) -> list[float]:
+        """Attention pairs of the next tokens of each rank."""
+        return [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
 
-    def _compute(self, tokens: list[int]) -> float:
+    def _compute(self, tokens: list[int]) -> list[float]:
         """The same for tokens that a pass has taken now."""
-        return max(
-            [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
-        )
+        return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]

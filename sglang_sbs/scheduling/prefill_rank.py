@@ -79,11 +79,11 @@ class PrefillRank:
     """Tokens of this rank in passes after ``launched_id``, by forward id, ascending."""
 
     def forget(self) -> None:
-        """Drop everything believed to be at the rank; its report counters stay."""
+        """Drop everything believed to be at the rank; its report counters stay, and so does how far
+        each prompt is: if the rank was only silent, it goes on with them."""
         self.flight.clear()
         self.sent.clear()
         self.outstanding.clear()
-        self.prompts.clear()
         self.presumed.clear()
         self.presumed_passes.clear()
         self.queued_tokens = 0

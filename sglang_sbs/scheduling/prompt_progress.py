@@ -10,6 +10,8 @@ with the requests it is about.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 
 class PromptProgress:
     """The prompts that are not computed yet, oldest first."""
@@ -32,6 +34,10 @@ class PromptProgress:
         """The rank holds nothing."""
         self._prompts.clear()
 
+    def waiting(self) -> Iterable[Sequence[int]]:
+        """Prompt tokens of each, and how many of them are computed."""
+        return self._prompts.values()
+
     def pairs(self, tokens: int) -> float:
         """Attention pairs of the next ``tokens`` tokens: chunk * (context + chunk / 2) summed."""
         pairs = 0.0
@@ -45,10 +51,11 @@ class PromptProgress:
 
     def compute(self, tokens: int) -> float:
         """A pass takes so many tokens. Returns their pairs."""
-        pairs = self.pairs(tokens)
+        pairs = 0.0
         done = []
         for rid, prompt in self._prompts.items():
             part = min(tokens, prompt[0] - prompt[1])
+            pairs += part * (prompt[1] + part / 2)
             prompt[1] += part
             tokens -= part
             if prompt[1] == prompt[0]:

@@ -134,6 +134,10 @@ class RequestQueue:
         """All waiting requests in the policy's order. Not to be changed meanwhile."""
         return (self._looked_up(request) for _, _, request in self._ordered)
 
+    def first(self, count: int) -> Iterator[Request]:
+        """The first of :meth:`in_order`, with hits as they were looked up last."""
+        return (request for _, _, request in self._ordered[:count])
+
     def look_up(self, request: Request) -> None:
         """What ranks have of its prompt now."""
         if self.prefix is not None and request.hits_version != self.prefix.version:

@@ -55,14 +55,23 @@ def test_it_learns_what_the_context_of_long_prompts_costs():
     rng = random.Random(5)
     model = ForwardModel(t_default_s=0.5, chunk_tokens=16384)
 
-    def truth(tokens: list[int], pairs: float) -> float:
-        return 0.1 + 5e-5 * max(tokens) + 3e-5 * sum(tokens) / 8 + 1.5e-9 * pairs
+    def truth(tokens: list[int], pairs: list[float]) -> float:
+        slowest = max(5e-5 * n + 1.5e-9 * p for n, p in zip(tokens, pairs, strict=True))
+        return 0.1 + slowest + 3e-5 * sum(tokens) / 8
 
-    for _ in range(200):
+    for _ in range(300):
         tokens = [rng.randrange(1, 16384) for _ in range(8)]
-        pairs = rng.choice([0.0, 1.0]) * rng.uniform(1e7, 1e9)
+        pairs = [rng.choice([0.0, 0.0, 0.0, 1.0]) * rng.uniform(1e7, 1e9) for _ in range(8)]
         model.observe(tokens, truth(tokens, pairs), pairs)
-    for pairs in (0.0, 5e8):
-        assert model.predict_s([8000] * 8, pairs) == pytest.approx(
-            truth([8000] * 8, pairs), rel=0.05
+    for tokens, pairs in (
+        ([8000] * 8, [0.0] * 8),
+        ([8000] * 8, [5e8] + [0.0] * 7),
+        # The others wait for one rank: not for the tokens of one and the context of another.
+        ([1000] + [16000] * 7, [5e8] + [0.0] * 7),
+        ([1000] + [16000] * 7, [1e9] + [0.0] * 7),
+    ):
+        assert model.predict_s(tokens, pairs) == pytest.approx(truth(tokens, pairs), rel=0.05)
+        slowest_s = max(map(model.rank_s, tokens, pairs))
+        assert model.pass_s(sum(tokens) / 8, slowest_s) == pytest.approx(
+            model.predict_s(tokens, pairs)
         )

@@ -129,6 +129,21 @@ def test_what_was_presumed_launched_returns_to_flight_whole_and_in_order():
     assert [(rid, flight[rid]) for rid in flight.oldest()] == [("a", 600), ("b", 700), ("c", 50)]
 
 
+def test_silence_does_not_make_a_long_prompt_young():
+    driver = Driver(trigger="adaptive", t_default_s=0.1).up(dp=1)
+    engine = PrefillEngine("p0", 1, 1000)
+    (dispatch,) = driver.arrive("long", 3000)
+    engine.accept("long", 0, 3000)
+    for message in engine.launch():
+        driver.tell(ForwardEnded(instance="p0", report=message))
+    prompts = driver.scheduler.prefill["p0"].ranks[dispatch.prefill_rank].prompts
+    driver.wait(5.0)
+    assert driver.scheduler.prefill["p0"].watchdog_fires
+    assert prompts.pairs(1000) == 1000 * 1500, "its second chunk attends to the first"
+    driver.tell(InstanceDown(instance="p0"))
+    assert prompts.pairs(1000) == 0
+
+
 def test_an_instance_that_stays_down_is_forgotten_once_nothing_runs_there():
     driver = Driver().up(prefill=2)
     driver.arrive("r")

@@ -28,8 +28,14 @@ def test_many_small_ones_that_are_idle_do_not_hide_the_large_one():
     assert [one.prefill for one in it.arrive("r", 3000)] == ["large"]
 
 
+def test_what_fits_none_goes_where_it_takes_fewest_passes():
+    it = driver()
+    assert [one.prefill for one in it.arrive("r", 9000)] == ["large"]
+
+
 def test_what_fits_none_may_go_to_any():
     it = driver()
+    it.tell(InstanceDown(instance="large"))
     assert [one.prefill for one in it.arrive("r", 9000)] == ["small"]
 
 
