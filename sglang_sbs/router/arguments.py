@@ -172,7 +172,8 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     )
     add(
         "sbs-max-hold-ms",
-        "adaptive: no request is held longer while an instance could take it",
+        "adaptive: no request is held longer than this, or five forward times if those are longer, "
+        "while an instance could take it",
         type=_seconds,
         default=_DEFAULTS.max_hold_s * 1000,
     )
@@ -183,6 +184,12 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         "that publish them, else approximate. off: prefixes are not looked for",
         choices=PREFIX_SOURCES,
         default="auto",
+    )
+    add(
+        "sbs-prefix-index-blocks",
+        "KV pages remembered at most, some 100 to 200 bytes each (sbs_prefix_index_blocks)",
+        type=_positive_int,
+        default=_DEFAULTS.prefix_index_blocks,
     )
     add(
         "sbs-event-log",

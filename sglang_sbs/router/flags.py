@@ -203,6 +203,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             max_queue_requests=args.sbs_max_queue_requests,
             default_timeout_s=args.sbs_queue_timeout_secs,
             max_hold_s=args.sbs_max_hold_ms / 1000,
+            prefix_index_blocks=args.sbs_prefix_index_blocks,
         ),
         relay=RelayConfig(
             request_timeout_s=args.request_timeout_secs,
