@@ -63,7 +63,7 @@ MOST_LOAD = 0.95
 """The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
-MAX_DEFERRED = 64
+MAX_DEFERRED = 32
 """A batch is formed of what was found when so many requests were left for other instances."""
 RETRY_S = 0.01
 """With so many left for other instances that a decision is expensive, and no batch in it, the next
@@ -93,6 +93,8 @@ class AdaptiveTrigger(PrefillPolicy):
         self._tokens_per_s = 1.0
         """Of all instances."""
         self._retry_s = float("-inf")
+        self._decision: CacheAffinity | None = None
+        self._decision_s = float("-inf")
 
     @property
     def lead_s(self) -> float:
@@ -140,6 +142,7 @@ class AdaptiveTrigger(PrefillPolicy):
         chunks = {i.chunk_tokens for i in instances}
         self._largest_chunk_tokens = max(chunks, default=0)
         self._uneven_chunks = len(chunks) > 1
+        self._decision = None
 
     def plan(
         self,
@@ -187,13 +190,7 @@ class AdaptiveTrigger(PrefillPolicy):
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
         # With unequal chunks the first may all be too small for what waits; with cached prefixes
         # what waits may be better off elsewhere.
-        decision = CacheAffinity(
-            instances,
-            candidates[0] if candidates else instances[0],
-            lambda instance: self._starts_s(instance, now_s)[0],
-            load=self._load,
-            waiting=len(queue),
-        )
+        decision = self._decision_at(candidates, instances, len(queue), now_s)
         home_of: dict[str, str] | None = None
         if chunked:
             in_order = [instances[index] for _, _, index in starts]
@@ -207,6 +204,7 @@ class AdaptiveTrigger(PrefillPolicy):
             )
             if plan.placements:
                 self._last_s = now_s
+                decision.dispatched(instance)
                 return plan
         if decision.wake_s is not None:
             wakes.append(decision.wake_s)
@@ -214,6 +212,27 @@ class AdaptiveTrigger(PrefillPolicy):
             self._retry_s = now_s + RETRY_S
             wakes.append(self._retry_s)
         return Plan(wake_s=min(wakes, default=None))
+
+    def _decision_at(
+        self,
+        candidates: Sequence[PrefillInstance],
+        instances: Sequence[PrefillInstance],
+        waiting: int,
+        now_s: float,
+    ) -> CacheAffinity:
+        """One for all batches that leave at the same moment."""
+        first = candidates[0] if candidates else instances[0]
+        if self._decision is None or self._decision_s != now_s:
+            self._decision_s = now_s
+            self._decision = CacheAffinity(
+                instances,
+                first,
+                lambda instance: self._starts_s(instance, now_s)[0],
+                load=self._load,
+                waiting=waiting,
+            )
+        self._decision.first = first
+        return self._decision
 
     # Candidates ---------------------------------------------------------------------------
 

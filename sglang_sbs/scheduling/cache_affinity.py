@@ -21,7 +21,7 @@ from typing import NamedTuple
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.pbaa import first_part
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.prefix_index import shared_blocks
+from sglang_sbs.scheduling.prefix_index import Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
 
 RECOMPUTE_WEIGHT = 3.0
@@ -75,13 +75,14 @@ class CacheAffinity:
             waiting: requests that wait for a batch.
         """
         self._by_id = {instance.id: instance for instance in instances}
-        self._first = first
+        self.first = first
+        """May change from batch to batch."""
         self._start_of = start_of
         self._weight = RECOMPUTE_WEIGHT * (1 / (1 - load) + waiting / len(instances))
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Home] = {}
         self._wanted: set[InstanceId] = set()
-        self._coming: dict[str, bool] = {}
+        self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
         self.wake_s: float | None = None
         """When something will be cached that a request was told to wait for."""
         self.deferred = 0
@@ -101,6 +102,10 @@ class CacheAffinity:
             )
         return view
 
+    def dispatched(self, instance: PrefillInstance) -> None:
+        """A batch leaves for the instance; the next one is decided at the same moment."""
+        self._views.pop(instance.id, None)
+
     def is_wanted(self, instance: PrefillInstance) -> bool:
         """Whether a request was told to wait for it."""
         return instance.id in self._wanted
@@ -110,9 +115,9 @@ class CacheAffinity:
         if not request.upcoming:
             return False
         known = self._coming.get(request.rid)
-        if known is None:
-            known = self._coming[request.rid] = self._is_coming(request)
-        return known
+        if known is None or known[0] != request.upcoming:
+            known = self._coming[request.rid] = request.upcoming, self._is_coming(request)
+        return known[1]
 
     def _is_coming(self, request: Request) -> bool:
         least_s = self.home_of(request).cost_s
@@ -133,15 +138,15 @@ class CacheAffinity:
         home = self._homes.get(request.rid)
         if home is None:
             hits = request.hits.by_instance
-            home = self.best_on(request, self.view(self._first))
+            home = self.best_on(request, self.view(self.first))
             for name in hits:
-                if name != self._first.id and name in self._by_id:
+                if name != self.first.id and name in self._by_id:
                     home = min(home, self.best_on(request, self.view(self._by_id[name])))
             self._homes[request.rid] = home
             if home.instance in hits:
                 self._wanted.add(home.instance)
                 # Whoever asks next finds this one in front.
-                view = self._views[home.instance]
+                view = self.view(self._by_id[home.instance])
                 left = request.prompt_tokens - hits[home.instance][home.rank]
                 view.backlog[home.rank] += left
                 view.emptiest = view.backlog.index(min(view.backlog))
