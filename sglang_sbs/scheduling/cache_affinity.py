@@ -7,13 +7,14 @@ a :class:`BatchAffinity`.
 
 Each rank is judged by when the request would be done there, plus what its computation costs others:
 ``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
-which delays everybody who waits for that instance and, at load ``rho``, ``1 / (1 - rho)`` requests
-that are still to come. So prefixes are computed again on an idle cluster, and rather waited for
-when a queue would pay for it.
+which delays everybody who waits for that instance and, at load ``rho``, ``rho / (1 - rho)`` of
+those still to come. So prefixes are computed again on an idle cluster, and rather waited for when a
+queue would pay for it. All that share a prefix share the price of having it in one more place.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,10 +25,10 @@ from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.prefix_index import Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
 
-RECOMPUTE_WEIGHT = 3.0
+RECOMPUTE_WEIGHT = 60.0
 """A second of computing again counts as so many: it is one rank's, and the barrier makes the others
-wait for it. From replays of the Mooncake conversation trace (docs/cache.md): 1 to 30 differ by some
-percent of the mean TTFT, less computes more tokens twice."""
+wait for it. From replays of the Mooncake conversation trace (docs/cache.md): between 1 and 60 the
+mean TTFT differs by some percent, while ever fewer tokens are computed twice."""
 
 _TWINS = 4
 """So many requests of a batch that begin alike are compared with the next one."""
@@ -78,13 +79,16 @@ class CacheAffinity:
         self.first = first
         """May change from batch to batch."""
         self._start_of = start_of
-        self._weight = RECOMPUTE_WEIGHT * (1 / (1 - load) + waiting / len(instances))
+        self._weight = RECOMPUTE_WEIGHT * (load / (1 - load) + waiting / len(instances))
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Home] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
         self.wake_s: float | None = None
         """When something will be cached that a request was told to wait for."""
+        self._sharing: Counter[int | None] = Counter()
+        """Requests that were looked at, by the prefix they share."""
+        self._looked_at: set[str] = set()
         self.deferred = 0
         """How often a request was left for another instance, or for one that computes the same."""
 
@@ -101,6 +105,13 @@ class CacheAffinity:
                 backlog.index(min(backlog)),
             )
         return view
+
+    def look_at(self, request: Request) -> None:
+        """It waits, and has a prefix cached somewhere: what is computed again of it serves all that
+        share it."""
+        if request.rid not in self._looked_at:
+            self._looked_at.add(request.rid)
+            self._sharing[request.cached_until] += 1
 
     def dispatched(self, instance: PrefillInstance) -> None:
         """A batch leaves for the instance; the next one is decided at the same moment."""
@@ -170,14 +181,18 @@ class CacheAffinity:
         return _Home(view.start_s + best_s, view.instance.id, best)
 
     def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
-        """:meth:`alone_s`, plus what that costs others."""
+        """:meth:`alone_s`, plus what that costs others.
+
+        What is computed again is cached there afterwards, so others that share it pay as well.
+        """
         instance = view.instance
         model = instance.model
         uncached = request.prompt_tokens - cached
-        attention_s = model.rank_s(0, uncached * (cached + uncached / 2))
-        work_s = model.slope_s_per_token() * uncached + attention_s
-        done_s = self.alone_s(request, view, cached, backlog)
-        return done_s + self._weight * work_s / instance.dp_size
+        again = uncached - request.uncached_tokens
+        attention_s = model.rank_s(0, again * (cached + again / 2))
+        again_s = (model.slope_s_per_token() * again + attention_s) / instance.dp_size
+        payers = max(1, self._sharing[request.cached_until])
+        return self.alone_s(request, view, cached, backlog) + self._weight * again_s / payers
 
     @staticmethod
     def alone_s(request: Request, view: _View, cached: int, backlog: int) -> float:
@@ -224,6 +239,8 @@ class BatchAffinity:
         """
         if not request.blocks:
             return True
+        if request.hits.best_tokens:
+            self._decision.look_at(request)
         twins = self._taken.get(request.blocks[0])
         if (
             self._is_elsewhere(request)

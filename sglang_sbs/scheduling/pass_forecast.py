@@ -16,6 +16,7 @@ lengths of that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from sglang_sbs.scheduling.events import InstanceId
@@ -24,10 +25,6 @@ from sglang_sbs.scheduling.request import Request
 
 CHUNK_WEIGHT = 0.6
 """A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
-AGAIN_WEIGHT = 10.0
-"""Computing again what some other rank has cached delays so many requests: those of the passes to
-come that nobody has sent yet. 0 to 10 differ by less than seeds do in the mean TTFT of the Mooncake
-trace; more computes fewer tokens twice."""
 MOST_PLANNED = 128
 """Waiting requests looked at; the rest does not matter for the next pass."""
 NEAREST = 6
@@ -85,14 +82,18 @@ class PassForecast:
         """Nothing more fits into the next pass."""
         return min(self._ahead) >= self.instance.chunk_tokens
 
-    def cost_s(self, request: Request, waiting: float) -> float:
+    def cost_s(self, request: Request, waiting: float, again_weight: float = 0.0) -> float:
         """When a request would be done here, plus what it delays others by, weighted, seconds.
 
         Args:
             request: on the rank that is best for it.
             waiting: how many requests a pass keeps waiting that are not here yet.
+            again_weight: a second of computing what another rank has cached counts as so many.
         """
-        return min(self._cost_on_s(request, rank, waiting) for rank in self._ranks_for(request))
+        return min(
+            self._cost_on_s(request, rank, waiting, again_weight)
+            for rank in self._ranks_for(request)
+        )
 
     def _ranks_for(self, request: Request) -> set[int]:
         """The emptiest rank, and the emptiest of those that have most of it cached."""
@@ -104,7 +105,7 @@ class PassForecast:
         holders = [d for d, tokens in enumerate(hits) if tokens == most]
         return {emptiest, min(holders, key=self._ahead.__getitem__)}
 
-    def _cost_on_s(self, request: Request, rank: int, waiting: float) -> float:
+    def _cost_on_s(self, request: Request, rank: int, waiting: float, again_weight: float) -> float:
         instance, passes = self.instance, self._passes
         model, chunk = instance.model, instance.chunk_tokens
         at = self._ahead[rank]
@@ -133,12 +134,15 @@ class PassForecast:
             context += part
             at += part
         again = tokens - cached - request.uncached_tokens
-        again_s = AGAIN_WEIGHT * again * model.slope_s_per_token() / instance.dp_size
+        again_s = again_weight * again * model.slope_s_per_token() / instance.dp_size
         return done_s * self._weight_of(request.uncached_tokens) + delays_s + again_s
 
-    def add(self, request: Request, waiting: float) -> None:
+    def add(self, request: Request, waiting: float, again_weight: float = 0.0) -> None:
         """A request goes here."""
-        rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, waiting))
+        rank = min(
+            self._ranks_for(request),
+            key=lambda d: self._cost_on_s(request, d, waiting, again_weight),
+        )
         cached = request.hit_tokens(self.instance.id, rank)
         weight = self._weight_of(request.uncached_tokens)
         self._lay(rank, request.prompt_tokens - cached, cached, weight)
@@ -175,6 +179,7 @@ def homes(
     forecast_of: Callable[[InstanceId], PassForecast | None],
     requests: Iterable[Request],
     waiting: float,
+    again_weight: float,
     may_go: Callable[[Request, PrefillInstance], bool],
 ) -> dict[str, InstanceId]:
     """Where each request costs least, by request id.
@@ -187,11 +192,12 @@ def homes(
             it may not be used. The same object each time.
         requests: in the order in which they choose. Ends when the next passes of ``nearest`` are
             all full.
-        waiting: see :meth:`PassForecast.cost_s`.
+        waiting: see :meth:`PassForecast.cost_s`, as for ``again_weight``.
         may_go: whether a request is allowed on an instance.
     """
     chosen: dict[str, InstanceId] = {}
     names = {one.instance.id for one in nearest}
+    sharing: Counter[int | None] = Counter()
     for count, request in enumerate(requests):
         if count >= MOST_PLANNED or all(one.full for one in nearest):
             break
@@ -203,7 +209,16 @@ def homes(
             if holder is not None and may_go(request, holder.instance):
                 allowed.append(holder)
         if allowed:
-            best = min(allowed, key=lambda one: one.cost_s(request, waiting))
-            best.add(request, waiting)
+            sharing[request.cached_until] += 1
+            # What is computed again is there afterwards: all that share it pay for it.
+            weight = again_weight / sharing[request.cached_until]
+            best = _cheapest(allowed, request, waiting, weight)
+            best.add(request, waiting, weight)
             chosen[request.rid] = best.instance.id
     return chosen
+
+
+def _cheapest(
+    forecasts: Sequence[PassForecast], request: Request, waiting: float, again_weight: float
+) -> PassForecast:
+    return min(forecasts, key=lambda one: one.cost_s(request, waiting, again_weight))

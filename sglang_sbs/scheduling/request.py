@@ -63,6 +63,14 @@ class Request:
         hits = self.hits.by_instance.get(instance)
         return hits[rank] if hits is not None else 0
 
+    @property
+    def cached_until(self) -> int | None:
+        """The last block of it that some rank has: requests with the same one share a prefix that
+        is worth having."""
+        if not self.hits.best_tokens:
+            return None
+        return self.blocks[self.hits.best_tokens // self.block_tokens - 1]
+
     def uncached_tokens_on(self, instance: InstanceId) -> int:
         """L(r) - L_hit(r, d) on the best rank of one instance."""
         hits = self.hits.by_instance.get(instance)

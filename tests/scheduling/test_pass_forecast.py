@@ -38,9 +38,11 @@ def request(rid: str, tokens: int) -> Request:
     return Request(rid, 0, tokens, None, 0.0, 60.0)
 
 
-def at(name: str, forecasts, queue, *, may_go: bool = True, far=lambda _name: None) -> set[str]:
+def at(
+    name: str, forecasts, queue, *, may_go=True, far=lambda _name: None, again_weight=1.0
+) -> set[str]:
     """Those that cost least there."""
-    home_of = homes(forecasts, far, queue, 0.0, lambda _r, _i: may_go)
+    home_of = homes(forecasts, far, queue, 0.0, again_weight, lambda _r, _i: may_go)
     return {rid for rid, home in home_of.items() if home == name}
 
 
@@ -111,19 +113,22 @@ def test_each_chooses_after_those_before_it():
 def test_it_goes_where_most_of_it_is_cached_unless_that_takes_longer():
     near, holder = instance("near"), instance("holder")
     one = request("r", 9000)
+    one.blocks, one.block_tokens = range(90), 100
     one.hits, one.uncached_tokens = Hits({"holder": [0, 8500]}, 8500), 500
 
-    def goes_to_holder(at_s: float) -> bool:
-        held = forecast(holder, at_s)
-        return at("holder", [forecast(near)], [one], far={"holder": held}.get) == {"r"}
+    def goes_to_holder(at_s: float, again_weight: float = 1.0) -> bool:
+        far = {"holder": forecast(holder, at_s)}.get
+        return bool(at("holder", [forecast(near)], [one], far=far, again_weight=again_weight))
 
     assert goes_to_holder(1.0)
-    assert not goes_to_holder(60.0)
+    assert not goes_to_holder(20.0)
+    assert goes_to_holder(20.0, again_weight=100.0)
 
 
 def test_on_the_rank_that_holds_it_only_the_rest_is_computed():
     it = instance()
     one = request("r", 2500)
+    one.blocks, one.block_tokens = range(25), 100
     one.hits, one.uncached_tokens = Hits({"p0": [0, 2000]}, 2000), 500
     assert forecast(it).cost_s(one, 0.0) == pytest.approx(pass_s(500, 2000), rel=0.02)
 
