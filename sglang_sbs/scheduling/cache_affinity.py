@@ -7,8 +7,8 @@ a :class:`BatchAffinity`.
 
 Each rank is judged by when the request would be done there, plus what its computation costs others:
 ``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
-which delays everybody who waits for that instance and, at load ``rho``, ``rho / (1 - rho)`` of
-those still to come. So prefixes are computed again on an idle cluster, and rather waited for when a
+which, at load ``rho``, delays a share ``rho`` of everybody who waits for that instance and of the
+``rho / (1 - rho)`` still to come. So prefixes are computed again on an idle cluster, and rather waited for when a
 queue would pay for it. All that share a prefix share the price of having it in one more place.
 """
 
@@ -79,7 +79,7 @@ class CacheAffinity:
         self.first = first
         """May change from batch to batch."""
         self._start_of = start_of
-        self._weight = RECOMPUTE_WEIGHT * (load / (1 - load) + waiting / len(instances))
+        self._weight = RECOMPUTE_WEIGHT * load * (load / (1 - load) + waiting / len(instances))
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Home] = {}
         self._wanted: set[InstanceId] = set()
