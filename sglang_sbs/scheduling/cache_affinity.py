@@ -7,9 +7,9 @@ a :class:`BatchAffinity`.
 
 Each rank is judged by when the request would be done there, plus what its computation costs others:
 ``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
-which, at load ``rho``, delays a share ``rho`` of everybody who waits for that instance and of the
-``rho / (1 - rho)`` still to come. So prefixes are computed again on an idle cluster, and rather waited for when a
-queue would pay for it. All that share a prefix share the price of having it in one more place.
+which delays everybody who waits for that instance, and at load ``rho`` those who come while it
+catches up. So prefixes are computed again on an idle cluster, and rather waited for when a queue
+would pay for it. All that share a prefix share the price of having it in one more place.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from sglang_sbs.scheduling.prefix_index import Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
 
 RECOMPUTE_WEIGHT = 60.0
-"""A second of computing again counts as so many: it is one rank's, and the barrier makes the others
-wait for it. From replays of the Mooncake conversation trace (docs/cache.md): between 1 and 60 the
-mean TTFT differs by some percent, while ever fewer tokens are computed twice."""
-
+"""Times load**2 / (1 - load), what a second of computing again counts: it is one rank's second, and
+the barrier makes the others wait for it."""
+QUEUE_WEIGHT = 20.0
+"""The same for each request that waits, per instance. Both were chosen together with the trigger's
+``AGAIN_WEIGHT`` (docs/cache.md)."""
 _TWINS = 4
 """So many requests of a batch that begin alike are compared with the next one."""
 
@@ -79,7 +80,9 @@ class CacheAffinity:
         self.first = first
         """May change from batch to batch."""
         self._start_of = start_of
-        self._weight = RECOMPUTE_WEIGHT * load * (load / (1 - load) + waiting / len(instances))
+        self._weight = RECOMPUTE_WEIGHT * load**2 / (1 - load) + QUEUE_WEIGHT * waiting / len(
+            instances
+        )
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Home] = {}
         self._wanted: set[InstanceId] = set()
