@@ -54,6 +54,9 @@ ARRIVING_SHARE = 0.6
 """How much of what is expected to arrive until a later pass starts counts as its load now."""
 HOLD_PASSES = 5.0
 """A hold may take at least so many mean forward times: passes of large chunks take seconds."""
+MANY_CHUNKS = 2
+"""Only prompts of more chunks make the place matter more than the share: with prompts of one chunk
+and a half the forecast costs 20 % (paper-3k with chunks of 2048)."""
 WAITING_SHARE = 0.6
 """How many of those that arrive during a pass count as delayed by whatever makes it longer."""
 AGAIN_WEIGHT = 500.0
@@ -342,9 +345,12 @@ class AdaptiveTrigger(PrefillPolicy):
     def _chunked(self, queue: RequestQueue, instances: Sequence[PrefillInstance]) -> bool:
         """Whether prompts of several chunks wait anywhere, and it matters where."""
         return len(instances) > 1 and (
-            any(r.uncached_tokens > self._largest_chunk_tokens for r in queue.first(MOST_PLANNED))
+            any(
+                request.uncached_tokens > MANY_CHUNKS * self._largest_chunk_tokens
+                for request in queue.first(MOST_PLANNED)
+            )
             or any(
-                prompt_tokens > instance.chunk_tokens
+                prompt_tokens > MANY_CHUNKS * instance.chunk_tokens
                 for instance in instances
                 for rank in instance.ranks
                 for prompt_tokens, _ in rank.prompts.waiting()
