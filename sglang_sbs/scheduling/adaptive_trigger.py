@@ -344,18 +344,14 @@ class AdaptiveTrigger(PrefillPolicy):
 
     def _chunked(self, queue: RequestQueue, instances: Sequence[PrefillInstance]) -> bool:
         """Whether prompts of several chunks wait anywhere, and it matters where."""
-        return len(instances) > 1 and (
-            any(
-                request.uncached_tokens > MANY_CHUNKS * self._largest_chunk_tokens
-                for request in queue.first(MOST_PLANNED)
-            )
-            or any(
-                prompt_tokens > MANY_CHUNKS * instance.chunk_tokens
-                for instance in instances
-                for rank in instance.ranks
-                for prompt_tokens, _ in rank.prompts.waiting()
-            )
-        )
+        if len(instances) == 1:
+            return False
+        limit = MANY_CHUNKS * self._largest_chunk_tokens
+        if queue.longest_prompt_tokens > limit and any(
+            request.uncached_tokens > limit for request in queue.first(MOST_PLANNED)
+        ):
+            return True
+        return any(i.longest_prompt_tokens > MANY_CHUNKS * i.chunk_tokens for i in instances)
 
     def _homes(
         self,

@@ -81,7 +81,8 @@ class PrefillInstance:
         """Whether any request is dispatched and not yet accepted."""
         self._least_backlog_tokens = 0
         self._next_pass_s: float | None = None
-        """Remembered until the ledgers change."""
+        """Remembered until the ledgers change, as is the next."""
+        self._longest_prompt_tokens: int | None = None
         self._presumed_id = -1
         """Newest pass that some rank has told of for all."""
         self.timeout_s = 5 * t_default_s
@@ -97,6 +98,13 @@ class PrefillInstance:
     def capacity_tokens(self) -> int:
         """Tokens of a pass with a full chunk on every rank."""
         return self.chunk_tokens * self.dp_size
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Of the prompts that are not computed yet; cached or not."""
+        if self._longest_prompt_tokens is None:
+            self._longest_prompt_tokens = max([rank.prompts.longest_tokens for rank in self.ranks])
+        return self._longest_prompt_tokens
 
     @property
     def _full_tokens(self) -> int:
@@ -297,6 +305,7 @@ class PrefillInstance:
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""
         self._next_pass_s = None
+        self._longest_prompt_tokens = None
         backlogs = [rank.flight.total + rank.queued_tokens for rank in self.ranks]
         self.backlog_tokens = sum(backlogs)
         self._least_backlog_tokens = min(backlogs)

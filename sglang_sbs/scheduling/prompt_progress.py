@@ -38,6 +38,11 @@ class PromptProgress:
         """Prompt tokens of each, and how many of them are computed."""
         return self._prompts.values()
 
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt tokens of the longest; 0 without any."""
+        return max([prompt[0] for prompt in self._prompts.values()], default=0)
+
     def pairs(self, tokens: int) -> float:
         """Attention pairs of the next ``tokens`` tokens: chunk * (context + chunk / 2) summed."""
         pairs = 0.0

@@ -94,6 +94,8 @@ class RequestQueue:
     _requests: dict[str, Request] = field(default_factory=dict)
     _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
+    _longest: list[tuple[int, str]] = field(default_factory=list)
+    """Heap of prompt tokens (negative), pruned when it is asked."""
     _over_limit: set[str] = field(default_factory=set)
     _watches: dict[str, int] = field(default_factory=dict)
     """The first block of a prompt that nobody has."""
@@ -120,7 +122,10 @@ class RequestQueue:
             # Most of them left before their deadline; with long ones the heap would only grow.
             self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
             heapq.heapify(self._deadlines)
+            self._longest = [entry for entry in self._longest if entry[1] in self._requests]
+            heapq.heapify(self._longest)
         heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.rid))
+        heapq.heappush(self._longest, (-request.prompt_tokens, request.rid))
 
     def remove(self, rid: str) -> Request | None:
         """Take out a request, wherever it stands; None if it does not wait here."""
@@ -189,6 +194,13 @@ class RequestQueue:
             self.look_up(request)
             self.tokens += request.uncached_tokens - before
         return request
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Prompt tokens of the longest that waits, cached or not."""
+        while self._longest and self._longest[0][1] not in self._requests:
+            heapq.heappop(self._longest)
+        return -self._longest[0][0] if self._longest else 0
 
     def next_deadline_s(self) -> float | None:
         """The earliest deadline of a waiting request."""
