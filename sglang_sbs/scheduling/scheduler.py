@@ -150,7 +150,7 @@ class Scheduler:
             arrived_s=now_s,
             deadline_s=timeout_s if event.deadline_s is None else event.deadline_s,
             exclude=event.exclude,
-            blocks=event.blocks,
+            blocks=event.blocks if event.block_tokens > 0 else (),
             block_tokens=event.block_tokens,
             session=event.session,
         )

@@ -303,3 +303,12 @@ def test_nobody_waits_for_a_prefix_forever():
             arrive(it, "r", 900, PREFIX)
         it.wait(0.5)
     assert it.dispatched
+
+
+def test_blocks_of_no_size_are_no_blocks():
+    it = cluster()
+    for i in range(3):
+        it.arrive(f"r{i}", 900, blocks=PREFIX)
+    it.wait(1.0)
+    assert {one.cached_tokens for one in it.dispatched} == {0}
+    assert {"r0", "r1"} <= {one.rid for one in it.dispatched}
