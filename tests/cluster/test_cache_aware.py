@@ -158,11 +158,18 @@ async def test_predicted_hits_of_conversations_are_those_the_engine_reports(
 ) -> None:
     # Until both ranks have the system prompt. Of requests that bring a new prefix together SGLang
     # runs one first and lets the others find it, which is more than what was there.
-    since_s = time.monotonic()
-    await asyncio.gather(*(Conversation(seed).turn(http, site.url) for seed in range(16)))
-    first = await site.outcomes(16, since_s)
-    assert {outcome.rank for outcome in first} == set(range(RANKS))
-    assert all(outcome.predicted <= outcome.reported for outcome in first), first
+    used: set[int] = set()
+    for warm_up in range(5):
+        # While nothing waits, the rank that has the system prompt may take all that come.
+        since_s = time.monotonic()
+        seeds = range(200 + 16 * warm_up, 216 + 16 * warm_up)
+        await asyncio.gather(*(Conversation(seed).turn(http, site.url) for seed in seeds))
+        first = await site.outcomes(16, since_s)
+        assert all(outcome.predicted <= outcome.reported for outcome in first), first
+        used |= {outcome.rank for outcome in first}
+        if used == set(range(RANKS)):
+            break
+    assert used == set(range(RANKS))
 
     since_s = time.monotonic()
     conversations = [Conversation(seed) for seed in range(20, 32)]
