@@ -156,8 +156,8 @@ def environment() -> dict[str, str]:
 async def test_predicted_hits_of_conversations_are_those_the_engine_reports(
     site: Site, http: aiohttp.ClientSession
 ) -> None:
-    # Until both ranks have the system prompt. Of requests that bring a new prefix together SGLang
-    # runs one first and lets the others find it, which is more than what was there.
+    # Until both ranks have the system prompt. Of requests that bring a new prefix together some are
+    # computed after another has left it there, which is more than there was when they were sent.
     used: set[int] = set()
     for warm_up in range(5):
         # While nothing waits, the rank that has the system prompt may take all that come.
