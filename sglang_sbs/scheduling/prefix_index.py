@@ -196,27 +196,17 @@ class PrefixIndex:
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
     ) -> None:
         """The rank holds these blocks."""
-        held = self._publisher(instance, rank)
-        if held is None:
-            return
-        self.version += 1
-        self._set(self._device if tier == "device" else self._host, blocks, held.bit)
-        if tier == "device" and held.claims:
-            for block in blocks:
-                held.claims.pop(block, None)
+        held = self._published(instance, rank, blocks, tier)
+        if held is not None:
+            self._set(self._device if tier == "device" else self._host, blocks, held.bit)
 
     def removed(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
     ) -> None:
         """The rank evicted these blocks from that tier."""
-        held = self._publisher(instance, rank)
-        if held is None:
-            return
-        self.version += 1
-        _unset(self._device if tier == "device" else self._host, blocks, held.bit)
-        if tier == "device" and held.claims:
-            for block in blocks:
-                held.claims.pop(block, None)
+        held = self._published(instance, rank, blocks, tier)
+        if held is not None:
+            _unset(self._device if tier == "device" else self._host, blocks, held.bit)
 
     # Requests -----------------------------------------------------------------------------
 
@@ -385,11 +375,20 @@ class PrefixIndex:
         else:
             self._by_root.pop(root, None)
 
-    def _publisher(self, instance: InstanceId, rank: int) -> _Rank | None:
+    def _published(
+        self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
+    ) -> _Rank | None:
+        """The rank that published something about these blocks, which settles its claims of them;
+        None if it is none to be listened to."""
         place = self._places.get(instance)
         if place is None or place.source != "events" or not 0 <= rank < len(place.ranks):
             return None
-        return place.ranks[rank]
+        held = place.ranks[rank]
+        self.version += 1
+        if tier == "device" and held.claims:
+            for block in blocks:
+                held.claims.pop(block, None)
+        return held
 
     def _held(self, sent: _Sent) -> _Rank | None:
         """The rank a request went to, if it is still the same."""
