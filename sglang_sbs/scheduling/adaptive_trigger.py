@@ -57,6 +57,8 @@ ARRIVING_SHARE = 0.6
 """How much of what is expected to arrive until a later pass starts counts as its load now."""
 HOLD_PASSES = 5.0
 """A hold may take at least so many mean forward times: passes of large chunks take seconds."""
+PATIENCE_HOLDS = 2.0
+"""So many of them are the longest wait for a cached prefix."""
 MANY_CHUNKS = 2
 """Only prompts of more chunks make the place matter more than the share. With prompts of up to one
 chunk and a half the forecast made the mean TTFT 0.41 s where it is 0.34 s without (simulate
@@ -171,8 +173,10 @@ class AdaptiveTrigger(PrefillPolicy):
         self._tokens_per_s = sum(_tokens_per_s(instance) for instance in instances)
         self._load = min(MOST_LOAD, self._token_rate / self._tokens_per_s)
         hold_until_s = oldest.arrived_s + self._hold_s()
-        overdue = now_s >= hold_until_s
-        wakes = [] if overdue else [hold_until_s]
+        overdue = now_s + _EPSILON_S >= hold_until_s
+        patient_until_s = oldest.arrived_s + PATIENCE_HOLDS * self._hold_s()
+        wakes = [hold_until_s, patient_until_s]
+        wakes = [time_s for time_s in wakes if time_s > now_s + _EPSILON_S]
         starts = sorted(
             (*self._starts_s(instance, now_s), index) for index, instance in enumerate(instances)
         )
@@ -289,7 +293,7 @@ class AdaptiveTrigger(PrefillPolicy):
         spare = room if queue.tokens > keep_tokens else 0
         affinity = BatchAffinity(decision, instance, chooses_instance=home_of is None)
         # Whatever was predicted, nobody waits for a cached prefix longer than this.
-        patient_s = now_s - 2 * self._hold_s()
+        patient_s = now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
         head: list[Request] = []
         rest: list[Request] = []
         taken = 0
