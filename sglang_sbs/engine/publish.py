@@ -13,9 +13,12 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from sglang_sbs.engine.config import is_hostname, join_tcp, split_tcp
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
@@ -23,6 +26,8 @@ from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 logger = logging.getLogger(__name__)
 
 RESOLVE_INTERVAL_S = 30.0
+REVIVE_INTERVAL_S = 5.0
+"""Between looks at whether a router was given up on."""
 SEND_HWM = 64
 """A stalled router loses messages beyond this; the next one heals it."""
 
@@ -78,6 +83,8 @@ class Publisher:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PUB)
         self._gatekeeper: Gatekeeper | None = None
+        self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
+        self._revive_s = 0.0
         if keys is not None and bind is not None:
             self._gatekeeper = Gatekeeper(self._context, keys)
             keys.serve(self._socket)
@@ -113,6 +120,10 @@ class Publisher:
         """
         if self._wanted is not self._connected:
             self._follow(self._wanted)
+        now_s = time.monotonic()
+        if now_s >= self._revive_s:
+            self._revive_s = now_s + REVIVE_INTERVAL_S
+            self._revive()
         # Not send_multipart: it checks and wraps each frame in Python, half the cost of a message.
         send = super(zmq.Socket, self._socket).send
         for frame in frames[:-1]:
@@ -124,6 +135,9 @@ class Publisher:
         if self._resolver is not None:
             self._resolver.stop()
             self._resolver = None
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
         self._socket.close(0)
         if self._gatekeeper is not None:
             self._gatekeeper.close()
@@ -146,6 +160,20 @@ class Publisher:
     def _hand_over(self, endpoints: frozenset[str]) -> None:
         """Called by the resolver thread."""
         self._wanted = self._literal | endpoints
+
+    def _revive(self) -> None:
+        """Connect again where libzmq has given up for good, as it does when only one side has a
+        key: a router that is restarted with the right one must be found."""
+        ports = set()
+        with suppress(zmq.Again):
+            while True:
+                message = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                # The address may be spelled otherwise than it was given (IPv4 within IPv6).
+                ports.add(message["endpoint"].decode().rpartition(":")[2])
+        for endpoint in self._connected:
+            if endpoint.rpartition(":")[2] in ports:
+                self._socket.disconnect(endpoint)
+                self._socket.connect(endpoint)
 
     def _follow(self, endpoints: frozenset[str]) -> None:
         for gone in self._connected - endpoints:

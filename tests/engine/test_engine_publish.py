@@ -11,9 +11,11 @@ import pytest
 import zmq
 from engine_fakes import Role, Scheduler, config
 
+from sglang_sbs.engine import publish
 from sglang_sbs.engine.hooks import RankHook
 from sglang_sbs.engine.publish import BindError, Publisher, resolve_endpoints
 from sglang_sbs.wire import decode_endforward
+from sglang_sbs.wire.curve import keys_of
 
 DEADLINE_S = 20.0
 
@@ -21,9 +23,11 @@ DEADLINE_S = 20.0
 class Router:
     """A SUB socket that binds, as the router does."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, *, curve: bool = False) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.SUB)
+        if curve:
+            keys_of("s" * 40).serve(self.socket)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
         if port:
@@ -83,7 +87,9 @@ def test_every_router_gets_every_message(routers: list[Router]) -> None:
 def test_a_router_that_returns_gets_no_stale_messages() -> None:
     router = Router()
     publisher = Publisher([router.endpoint], None)
-    events = publisher._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    publisher._socket.monitor("inproc://gone", zmq.EVENT_DISCONNECTED)
+    events = publisher._context.socket(zmq.PAIR)
+    events.connect("inproc://gone")
     try:
         router.receive_through(publisher, b"before")
         router.close()
@@ -93,8 +99,24 @@ def test_a_router_that_returns_gets_no_stale_messages() -> None:
         router = Router(router.port)
         assert router.receive_through(publisher, b"after") == [b"t", b"after"]
     finally:
-        publisher._socket.disable_monitor()
         events.close(0)
+        publisher.close()
+        router.close()
+
+
+def test_a_router_that_had_a_key_and_returns_without_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publish, "REVIVE_INTERVAL_S", 0.1)
+    keyed = Router(curve=True)
+    publisher = Publisher([keyed.endpoint], None)
+    given_up = publisher._monitor.poll(DEADLINE_S * 1000)
+    keyed.close()
+    router = Router(keyed.port)
+    try:
+        assert given_up
+        assert router.receive_through(publisher, b"x") == [b"t", b"x"]
+    finally:
         publisher.close()
         router.close()
 

@@ -1,0 +1,53 @@
+"""``sglang-sbs doctor``: the command.
+
+Owns the exit code and where the report goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+
+from sglang_sbs.doctor.examine import gather, judge
+from sglang_sbs.doctor.options import DoctorOptions, parse_options
+from sglang_sbs.doctor.report import as_json, exit_code, print_report
+from sglang_sbs.router.arguments import FlagError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: nothing worse than notes; 1: something is wrong; 2: unusable command line."""
+    try:
+        options = parse_options(sys.argv[1:] if argv is None else argv)
+    except FlagError as error:
+        print(f"sglang-sbs doctor: {error}", file=sys.stderr)
+        return 2
+    try:
+        return asyncio.run(_examine(options))
+    except OSError as error:  # certificates, or the report's file
+        print(f"sglang-sbs doctor: {error}", file=sys.stderr)
+        return 2
+
+
+async def _examine(options: DoctorOptions) -> int:
+    errors = Console(stderr=True)
+    with errors.status("starting") as status:
+        facts = await gather(options, status.update)
+    findings = judge(facts)
+    if options.json is not None:
+        report = orjson.dumps(as_json(facts, findings), option=orjson.OPT_INDENT_2) + b"\n"
+        if options.json == Path("-"):
+            sys.stdout.write(report.decode())
+        else:
+            options.json.write_bytes(report)
+    if options.json != Path("-"):
+        print_report(Console(highlight=False), facts, findings, quiet=options.quiet)
+    return exit_code(findings, strict=options.strict)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""What a catalogue entry is.
+
+Owns the severities and their order. Must not know any entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Severity(StrEnum):
+    """``ok``: looked at and fine. ``note``: worth knowing. ``warning``: it works, worse than it
+    could. ``error``: requests fail, or SBS cannot do its work."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One finding."""
+
+    severity: Severity
+    meaning: str
+    change: str = ""

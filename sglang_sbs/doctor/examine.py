@@ -1,0 +1,98 @@
+"""One examination: gather everything, then judge it.
+
+Owns the order of the questions and the list of checks. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import aiohttp
+
+from sglang_sbs.doctor.catalogue import GROUPS, Severity
+from sglang_sbs.doctor.checks_cluster import check_cluster
+from sglang_sbs.doctor.checks_endforward import check_endforward
+from sglang_sbs.doctor.checks_engine import check_engine
+from sglang_sbs.doctor.checks_prefill import check_prefill
+from sglang_sbs.doctor.checks_router import check_router
+from sglang_sbs.doctor.checks_security import check_security
+from sglang_sbs.doctor.facts import ClusterFacts, ProbeResult, Target
+from sglang_sbs.doctor.findings import Finding, finding
+from sglang_sbs.doctor.gather import Asker, examine_all
+from sglang_sbs.doctor.hearing import Ear, endpoints_to_hear
+from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.doctor.pairs import probe_pairs
+from sglang_sbs.doctor.router_view import ask_router, targets_of
+from sglang_sbs.router.watch import worker_session
+
+Progress = Callable[[str], None]
+"""Told what is being done, in a few words."""
+
+
+async def gather(options: DoctorOptions, progress: Progress = lambda _doing: None) -> ClusterFacts:
+    """Ask everybody everything. Never raises for what engines or a router do."""
+    async with worker_session(options.router_flags) as session:
+        asker = Asker(session, options)
+        router = None
+        if options.router is not None:
+            progress(f"asking the router {options.router}")
+            router = await ask_router(asker, options, options.router)
+        targets = _targets(options)
+        if not targets and router is not None:
+            targets = targets_of(router)
+        progress(f"asking {len(targets)} engines")
+        facts = ClusterFacts(options, await examine_all(asker, targets), router=router)
+        if _worth_listening(facts):
+            progress(f"listening for EndForward, {options.wait_s:g} s at most")
+            keys = options.router_flags.endforward_keys
+            facts.heard = await asyncio.to_thread(Ear(options, facts.engines, keys).listen)
+        if options.probe:
+            facts.probes = await _probe(session, facts, progress)
+        return facts
+
+
+def judge(facts: ClusterFacts) -> list[Finding]:
+    """Every finding, by group and the worst first within it."""
+    found = [*check_cluster(facts), *check_router(facts), *check_security(facts)]
+    found += [one for engine in facts.engines for one in check_engine(engine)]
+    found += [*check_prefill(facts), *check_endforward(facts), *_probes(facts)]
+    groups, severities = list(GROUPS), list(Severity)
+    found.sort(key=lambda one: (groups.index(one.group), -severities.index(one.severity)))
+    return list(dict.fromkeys(found))
+
+
+def _targets(options: DoctorOptions) -> list[Target]:
+    flags = options.router_flags
+    return [
+        *(Target(url, "prefill", port) for url, port in flags.prefill),
+        *(Target(url, "decode") for url in flags.decode),
+    ]
+
+
+def _worth_listening(facts: ClusterFacts) -> bool:
+    """A router that answers knows better what arrives at it, and has the port."""
+    options, router = facts.options, facts.router
+    if router is not None and router.failure is None and options.given_bind is None:
+        return False
+    usable = [e.info for e in facts.engines if e.info is not None]
+    dials = any(info.sbs is not None and info.sbs.bind for info in usable)
+    return dials or bool(endpoints_to_hear(options, facts.engines))
+
+
+async def _probe(
+    session: aiohttp.ClientSession, facts: ClusterFacts, progress: Progress
+) -> list[ProbeResult]:
+    prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
+    progress(f"one request through each of {len(prefill) * len(decode)} pairs")
+    return await probe_pairs(session, facts.options, prefill, decode)
+
+
+def _probes(facts: ClusterFacts) -> Iterator[Finding]:
+    for result in facts.probes:
+        pair = f"{result.prefill} -> {result.decode}"
+        ranks = f"prefill rank {result.prefill_rank}, decode rank {result.decode_rank}"
+        if result.failure:
+            yield finding("probe.failed", pair, f"{ranks}: {result.failure}")
+        else:
+            yield finding("probe.ok", pair, f"{ranks}: one token in {result.took_s:.2f} s")

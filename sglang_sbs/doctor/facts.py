@@ -1,0 +1,154 @@
+"""What was gathered, before anybody judges it.
+
+Owns the types between gathering and checks. Must not know how anything was asked, nor what it
+means. All times in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.scheduling.events import InstanceRole, LoadPolled
+from sglang_sbs.wire import EndForward
+
+FailureKind = Literal[
+    "unreachable", "silent", "wrong-scheme", "certificate", "not-sglang", "is-a-router", "refused"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An engine as given; ``url`` is normalised."""
+
+    url: str
+    role: InstanceRole
+    bootstrap_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a question had no answer. ``refused``: the key (401, 403)."""
+
+    kind: FailureKind
+    text: str
+
+
+@dataclass(slots=True)
+class Bootstrap:
+    """What a prefill engine's bootstrap server said."""
+
+    host: str
+    """As decode engines are told it."""
+    port: int
+    failure: str = ""
+    """No connection."""
+    status: int = 0
+    """Of ``GET /route`` for the whole engine; 503 while ranks are missing."""
+    text: str = ""
+    layout: dict[str, Any] | None = None
+    """``PrefillServerInfo`` of SGLang's ``disaggregation/common/conn.py``."""
+
+
+@dataclass(slots=True)
+class EngineFacts:
+    """One engine. Fields that could not be had keep their defaults."""
+
+    target: Target
+    failure: Failure | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    """``/server_info`` as it came."""
+    info: WorkerInfo | None = None
+    """The same, understood; ``None``: the router could not use it."""
+    unusable: str = ""
+    """Why not."""
+    ready_status: int = 0
+    """Of ``GET /ready``; 404 before SGLang 0.5.20."""
+    rtts_s: list[float] = field(default_factory=list)
+    """Round trips of that."""
+    loads: LoadPolled | None = None
+    clock_offset_s: float | None = None
+    """Engine's wall clock minus ours, give or take half a round trip."""
+    open_without_key: bool | None = None
+    """It answers without a key; ``None``: not asked, or it was never asked with one."""
+    bootstrap: Bootstrap | None = None
+    closed_kv_ports: list[int] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return self.target.url
+
+
+@dataclass(slots=True)
+class RankHeard:
+    """EndForward of one rank of one boot."""
+
+    messages: int
+    last: EndForward
+    heard_s: float
+    """Of ``time.monotonic()``."""
+
+
+@dataclass(slots=True)
+class Heard:
+    """What came while listening."""
+
+    listened_s: float = 0.0
+    bound: list[str] = field(default_factory=list)
+    dialled: list[str] = field(default_factory=list)
+    """Engines that listen themselves (``SGLANG_SBS_BIND``)."""
+    busy: list[str] = field(default_factory=list)
+    """Endpoints of this machine that somebody else has."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Endpoints of other machines."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Endpoint -> why it could not be bound."""
+    ranks: dict[str, dict[int, RankHeard]] = field(default_factory=dict)
+    """By boot id, then DP rank."""
+    malformed: Counter[str] = field(default_factory=Counter)
+    """What was wrong, how often."""
+    handshakes_failed: int = 0
+
+
+@dataclass(slots=True)
+class RouterFacts:
+    """What a running router said."""
+
+    url: str
+    failure: Failure | None = None
+    ready_status: int = 0
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    """The scheduler's snapshot (``sbs`` of ``/server_info``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """One request through one pair."""
+
+    prefill: str
+    decode: str
+    prefill_rank: int
+    decode_rank: int
+    failure: str
+    """Empty: it generated its token."""
+    took_s: float
+
+
+@dataclass(slots=True)
+class ClusterFacts:
+    """Everything, for the checks."""
+
+    options: DoctorOptions
+    engines: list[EngineFacts]
+    heard: Heard | None = None
+    """``None``: nobody listened, since there was nothing to listen for."""
+    router: RouterFacts | None = None
+    probes: list[ProbeResult] = field(default_factory=list)
+
+    def of_role(self, role: InstanceRole) -> list[EngineFacts]:
+        """Engines given as ``role`` that can be used."""
+        return [e for e in self.engines if e.target.role == role and e.info is not None]

@@ -1,0 +1,252 @@
+"""Asks engines over HTTP, all at once, each question with a time limit.
+
+Owns the questions and the classification of what goes wrong with them. Must not judge the answers,
+and only asks what changes nothing: GETs that run no forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, Target
+from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.monitor import parse_loads
+from sglang_sbs.router.registry import Worker
+from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
+from sglang_sbs.router.urls import split_worker_url
+
+ROUND_TRIPS = 8
+_AT_ONCE = 64
+"""Engines asked at a time."""
+_MAX_BYTES = 16 << 20
+_ROUTE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+"""What a decode engine asks first: the layout of the whole prefill engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole response."""
+
+    status: int
+    body: bytes
+    took_s: float
+    ended_s: float
+    """Wall clock."""
+
+    def json_object(self) -> dict[str, Any] | None:
+        """The body if it is a JSON object."""
+        try:
+            value = orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            return None
+        return value if isinstance(value, dict) else None
+
+
+class NoAnswer(Exception):
+    """A question without an answer; ``failure`` says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class Asker:
+    """Questions to engines and routers, with their keys and certificates."""
+
+    def __init__(self, session: aiohttp.ClientSession, options: DoctorOptions) -> None:
+        self._session = session
+        self._options = options
+        self._api_key = options.router_flags.api_key
+
+    async def get(self, url: str, path: str, key: str | None = None) -> Answer:
+        """``GET``; without ``key``, none is sent. Raises: NoAnswer."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limit_s = self._options.timeout_s
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(5.0, limit_s))
+        started_s = time.monotonic()
+        try:
+            async with self._session.get(
+                url + path, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                body = await response.content.read(_MAX_BYTES)
+                while len(body) < _MAX_BYTES and not response.content.at_eof():
+                    body += await response.content.read(_MAX_BYTES - len(body))
+                took_s = time.monotonic() - started_s
+                return Answer(response.status, body, took_s, time.time())
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise NoAnswer(await self._why(url, error, limit_s)) from error
+
+    async def _why(self, url: str, error: Exception, limit_s: float) -> Failure:
+        scheme, host, port = split_worker_url(url)
+        text = str(error) or type(error).__name__
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return Failure("certificate", text)
+        if isinstance(error, aiohttp.ClientConnectorSSLError | ssl.SSLError):
+            if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER" in text:
+                return Failure("wrong-scheme", f"{url} is given, and the engine speaks http://")
+            return Failure("certificate", text)
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return Failure("unreachable", "no connection in time: a firewall, or a wrong host")
+        if isinstance(error, TimeoutError):
+            return Failure("silent", f"connected, and no answer within {limit_s:g} s")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return Failure("unreachable", f"{host}:{port}: {_reason(error.os_error)}")
+        if scheme == "http" and await _speaks_tls(host, port, limit_s):
+            return Failure("wrong-scheme", f"{url} is given, and the engine speaks https://")
+        return Failure("not-sglang", f"what answers is no HTTP server: {text}")
+
+    # An engine --------------------------------------------------------------------------------
+
+    async def examine(self, target: Target) -> EngineFacts:
+        """Everything one engine says. Never raises for what it does."""
+        facts = EngineFacts(target)
+        try:
+            data = await self._server_info(target.url)
+        except NoAnswer as error:
+            facts.failure = error.failure
+            return facts
+        facts.data = data
+        try:
+            facts.info = parse_server_info(data, target.role)
+        except UnusableWorker as error:
+            facts.unusable = str(error)
+        questions = [self._round_trips(facts), self._without_key(facts)]
+        if facts.info is not None:
+            questions += [self._loads(facts, facts.info), self._kv_ports(facts, facts.info)]
+            if target.role == "prefill":
+                questions.append(self._bootstrap(facts, facts.info))
+        await asyncio.gather(*questions)
+        return facts
+
+    async def _server_info(self, url: str) -> dict[str, Any]:
+        answer = await self.get(url, "/server_info", self._api_key)
+        if answer.status == 404:
+            answer = await self.get(url, "/get_server_info", self._api_key)
+        if answer.status in (401, 403):
+            raise NoAnswer(Failure("refused", f"/server_info answers {answer.status}"))
+        data = answer.json_object()
+        if answer.status != 200 or data is None:
+            head = answer.body[:80].decode("utf-8", "replace").strip()
+            text = f"/server_info answers {answer.status}: {head!r}"
+            raise NoAnswer(Failure("not-sglang", text))
+        if "router_manager" in data:
+            raise NoAnswer(Failure("is-a-router", "its /server_info is a router's"))
+        if "version" not in data or "disaggregation_mode" not in data:
+            text = "its /server_info has neither version nor disaggregation_mode"
+            raise NoAnswer(Failure("not-sglang", text))
+        return data
+
+    async def _round_trips(self, facts: EngineFacts) -> None:
+        for number in range(ROUND_TRIPS):
+            try:
+                answer = await self.get(facts.url, "/ready", self._api_key)
+            except NoAnswer:
+                return
+            facts.ready_status = answer.status
+            if number:  # the first one opens a connection
+                facts.rtts_s.append(answer.took_s)
+
+    async def _without_key(self, facts: EngineFacts) -> None:
+        """Whether it can be used without a key; a path that SGLang protects like inference."""
+        try:
+            answer = await self.get(facts.url, "/model_info")
+        except NoAnswer:
+            return
+        facts.open_without_key = answer.status not in (401, 403)
+
+    async def _loads(self, facts: EngineFacts, info: WorkerInfo) -> None:
+        try:
+            answer = await self.get(facts.url, "/v1/loads?include=core", self._api_key)
+        except NoAnswer:
+            return
+        if answer.status != 200:
+            return
+        worker = Worker(facts.url, facts.target.role, Breaker(BreakerConfig()), info=info)
+        facts.loads = parse_loads(worker, answer.body)
+        stamp = (answer.json_object() or {}).get("timestamp")
+        try:
+            engine_s = datetime.fromisoformat(str(stamp)).timestamp()
+        except ValueError:
+            return
+        facts.clock_offset_s = engine_s - (answer.ended_s - answer.took_s / 2)
+
+    async def _kv_ports(self, facts: EngineFacts, info: WorkerInfo) -> None:
+        if info.kv_events is None:
+            return
+        host = split_worker_url(facts.url)[1]
+        first = info.kv_events.port
+        ports = [first + rank for rank in range(info.dp_size)]
+        if info.kv_events.replay_port is not None:
+            ports += [info.kv_events.replay_port + rank for rank in range(info.dp_size)]
+        open_ports = await asyncio.gather(*(self._connects(host, port) for port in ports))
+        facts.closed_kv_ports = [
+            p for p, is_open in zip(ports, open_ports, strict=True) if not is_open
+        ]
+
+    async def _connects(self, host: str, port: int) -> bool:
+        try:
+            async with asyncio.timeout(min(3.0, self._options.timeout_s)):
+                _reader, writer = await asyncio.open_connection(host, port)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    async def _bootstrap(self, facts: EngineFacts, info: WorkerInfo) -> None:
+        port = facts.target.bootstrap_port or info.bootstrap_port
+        if port is None:
+            return
+        worker = Worker(facts.url, "prefill", Breaker(BreakerConfig()), port, info=info)
+        bootstrap = facts.bootstrap = Bootstrap(worker.bootstrap_host, port)
+        # Decode engines speak plain HTTP to it, whatever the engine itself speaks.
+        try:
+            answer = await self.get(f"http://{bootstrap.host}:{port}", _ROUTE)
+        except NoAnswer as error:
+            bootstrap.failure = error.failure.text
+            return
+        bootstrap.status = answer.status
+        bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()
+        bootstrap.layout = answer.json_object()
+
+
+async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFacts]:
+    """All engines, in their order."""
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def examine(target: Target) -> EngineFacts:
+        async with gate:
+            return await asker.examine(target)
+
+    return list(await asyncio.gather(*map(examine, targets)))
+
+
+def _reason(error: OSError) -> str:
+    """Without what aiohttp and asyncio wrap around it."""
+    if isinstance(error, socket.gaierror) or not error.errno:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+async def _speaks_tls(host: str, port: int, limit_s: float) -> bool:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(min(3.0, limit_s)):
+            _reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.close()
+    return True

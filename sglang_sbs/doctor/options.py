@@ -1,0 +1,166 @@
+"""The doctor's command line.
+
+Owns its own flags; all others are the router's, so that a router's command line can be pasted. Must
+not know what is done with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from sglang_sbs.router.arguments import FlagError
+from sglang_sbs.router.flags import RouterOptions, parse_flags
+from sglang_sbs.router.urls import normalise_worker_url
+
+_EXAMPLES = """\
+flags of the router (all are accepted, these are looked at):
+  --prefill URL [BOOTSTRAP_PORT]   a prefill engine; repeat per engine
+  --decode URL                     a decode engine; repeat per engine
+  --api-key KEY, --admin-api-key KEY
+                                   as the router would use them
+  --ca-cert-paths FILE ..., --client-cert-path FILE, --client-key-path FILE
+                                   for engines with https:// URLs
+  --sbs-endforward-bind ENDPOINT   where to listen for EndForward (default: where engines say they
+                                   report to, if that is this machine)
+  --sbs-endforward-key-file FILE   the secret that engines name in SGLANG_SBS_KEY_FILE
+
+exit code: 0 nothing worse than notes (and without --strict, warnings), 1 something is wrong,
+2 the command line cannot be used
+
+examples:
+  # before the router starts, on its machine: EndForward is listened to where it will be
+  sglang-sbs doctor --prefill http://p0:30000 8998 --decode http://d0:30000
+  # while a router runs: it is asked what arrives; alone it also names the engines
+  sglang-sbs doctor --router http://router:30000
+  # one real request through every pair, for CI
+  sglang-sbs doctor --prefill http://p0:30000 --decode http://d0:30000 --probe --strict --json -
+"""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """The command line, checked. Times in seconds."""
+
+    router_flags: RouterOptions
+    router: str | None = None
+    """URL of a running router."""
+    probe: bool = False
+    strict: bool = False
+    quiet: bool = False
+    json: Path | None = None
+    """Where to write the report as JSON; ``-``: to standard output, instead of text."""
+    timeout_s: float = 10.0
+    """For one answer."""
+    wait_s: float = 6.0
+    """For EndForward of every rank."""
+    given_bind: str | None = None
+    """``--sbs-endforward-bind`` if it was given."""
+    key_file: Path | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds in 0..600")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="sglang-sbs doctor",
+        usage="%(prog)s --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--router URL] [flags]",
+        description="Examine running SGLang engines (and a router): what is wrong, how bad that "
+        "is, and which flag puts it right. Nothing is changed on them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--router", metavar="URL", help="a running sglang-sbs router, to ask what it knows"
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="send one request for one token through every pair of prefill and decode",
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
+    parser.add_argument(
+        "--quiet", action="store_true", help="leave out what is fine, and engines without findings"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="for each answer, seconds; an engine may answer only between passes (default: 10)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        default=6.0,
+        metavar="S",
+        help="for EndForward of every rank, seconds; ends as soon as all were heard (default: 6)",
+    )
+    return parser
+
+
+def parse_options(argv: Sequence[str]) -> DoctorOptions:
+    """Parse and check a command line (without the verb).
+
+    Raises:
+        FlagError: naming the flag and what to write instead.
+        SystemExit: after ``--help``.
+    """
+    own, rest = _parser().parse_known_args(list(argv))
+    flags = parse_flags(rest)
+    router = None
+    if own.router is not None:
+        try:
+            router = normalise_worker_url(own.router)
+        except ValueError as error:
+            raise FlagError(str(error).replace("worker URL", "--router")) from error
+    if router is None and not (flags.prefill and flags.decode):
+        raise FlagError(
+            "nothing to examine: give at least one --prefill URL [BOOTSTRAP_PORT] and one --decode "
+            "URL, or --router URL to ask a running router which engines it has"
+        )
+    return DoctorOptions(
+        router_flags=flags,
+        router=router,
+        probe=own.probe,
+        strict=own.strict,
+        quiet=own.quiet,
+        json=own.json,
+        timeout_s=own.timeout,
+        wait_s=own.wait,
+        given_bind=flags.endforward_bind if _given(rest, "sbs-endforward-bind") else None,
+        key_file=_path_after(rest, "sbs-endforward-key-file"),
+    )
+
+
+def _given(argv: Sequence[str], name: str) -> bool:
+    return any(word.partition("=")[0] in (f"--{name}", f"--router-{name}") for word in argv)
+
+
+def _path_after(argv: Sequence[str], name: str) -> Path | None:
+    found = None
+    for number, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag in (f"--{name}", f"--router-{name}"):
+            found = Path(value if equals else argv[number + 1])
+    return found

@@ -1,0 +1,148 @@
+"""The report: for people, grouped by engine, and for programs.
+
+Owns the layout of both. Must not judge. The JSON has ``"schema": 1``; fields are only ever added.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from sglang_sbs import __version__
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
+from sglang_sbs.doctor.findings import (
+    CLUSTER,
+    ROUTER,
+    Finding,
+    Severity,
+    Verdict,
+    count,
+    verdict,
+)
+
+SCHEMA = 1
+_MARK_CHARS = 9
+_MIN_TEXT_CHARS = 40
+_MARKS = {
+    Severity.OK: ("ok", "green"),
+    Severity.NOTE: ("note", "cyan"),
+    Severity.WARNING: ("WARNING", "yellow"),
+    Severity.ERROR: ("ERROR", "bold red"),
+}
+
+
+def exit_code(findings: list[Finding], *, strict: bool) -> int:
+    """0: nothing worse than notes (warnings too unless ``strict``); 1: something is wrong."""
+    bad = {Verdict.BROKEN, Verdict.WARNINGS} if strict else {Verdict.BROKEN}
+    return int(verdict(findings) in bad)
+
+
+def as_json(facts: ClusterFacts, findings: list[Finding]) -> dict[str, Any]:
+    """The report of schema 1."""
+    return {
+        "schema": SCHEMA,
+        "sglang_sbs_version": __version__,
+        "verdict": verdict(findings),
+        "exit_code": exit_code(findings, strict=facts.options.strict),
+        "counts": {str(severity): number for severity, number in count(findings).items()},
+        "router": facts.router.url if facts.router is not None else None,
+        "engines": [_engine(engine) for engine in facts.engines],
+        "findings": [
+            {
+                "id": one.id,
+                "severity": one.severity,
+                "subject": one.subject,
+                "seen": one.seen,
+                "change": one.change,
+            }
+            for one in findings
+        ],
+    }
+
+
+def _engine(engine: EngineFacts) -> dict[str, Any]:
+    info = engine.info
+    return {
+        "url": engine.url,
+        "role": engine.target.role,
+        "reachable": engine.failure is None,
+        "usable": info is not None,
+        "version": info.version if info else None,
+        "dp_size": info.dp_size if info else None,
+        "chunk_tokens": info.chunk_tokens if info else None,
+        "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
+        "max_running_requests": info.max_running_requests if info else None,
+        "page_size": info.page_size if info else None,
+        "plugin": info.sbs is not None if info else None,
+    }
+
+
+def print_report(
+    console: Console, facts: ClusterFacts, findings: list[Finding], *, quiet: bool
+) -> None:
+    """Engine by engine, then pairs, router and cluster; the verdict last, in one line."""
+    by_subject: dict[str, list[Finding]] = {}
+    for one in findings:
+        by_subject.setdefault(one.subject, []).append(one)
+    for engine in facts.engines:
+        _print_block(console, _title(engine), by_subject.pop(engine.url, []), quiet)
+    last = [(ROUTER, by_subject.pop(ROUTER, [])), (CLUSTER, by_subject.pop(CLUSTER, []))]
+    for subject, some in [*by_subject.items(), *last]:
+        _print_block(console, subject, some, quiet)
+    console.print(verdict_line(facts, findings), soft_wrap=True)
+
+
+def _title(engine: EngineFacts) -> str:
+    version = f"SGLang {engine.info.version}" if engine.info is not None else "not usable"
+    return f"{engine.target.role} {engine.url}  {version}"
+
+
+def _print_block(console: Console, title: str, findings: list[Finding], quiet: bool) -> None:
+    shown = [one for one in findings if not (quiet and one.severity is Severity.OK)]
+    if not shown:
+        return
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    ids = max(len(one.id) for one in shown)
+    indent = " " * (_MARK_CHARS + ids + 4)
+    room = max(_MIN_TEXT_CHARS, console.width - len(indent))
+    for one in shown:
+        mark, style = _MARKS[one.severity]
+        lines = _wrapped(one.seen, room)
+        first = Text.assemble(
+            "  ", (f"{mark:<{_MARK_CHARS}}", style), f"{one.id:<{ids}}  ", lines[0]
+        )
+        console.print(first, soft_wrap=True)
+        for line in lines[1:]:
+            console.print(Text(indent + line), soft_wrap=True)
+        for line in _wrapped(f"-> {one.change}", room) if one.change else ():
+            console.print(Text.assemble(indent, (line, "italic")), soft_wrap=True)
+    console.print()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines without trailing blanks; what cannot be broken (URLs, JSON) stays whole."""
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
+
+
+def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
+    """``broken: 2 errors, 1 warning, ... in 4 engines``."""
+    counts = count(findings)
+    parts = [
+        f"{counts[severity]} {severity}{'' if counts[severity] == 1 else 's'}"
+        for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
+        if counts[severity]
+    ]
+    result = verdict(findings)
+    style = {"healthy": "bold green", "warnings": "bold yellow", "broken": "bold red"}[result]
+    engines = len(facts.engines)
+    tail = f"{', '.join(parts) or 'no findings'} in {engines} engine{'' if engines == 1 else 's'}"
+    said = {
+        Verdict.HEALTHY: "healthy",
+        Verdict.WARNINGS: "works, and could be better",
+        Verdict.BROKEN: "broken",
+    }[result]
+    return Text.assemble((said, style), f": {tail}")

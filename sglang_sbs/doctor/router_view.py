@@ -1,0 +1,71 @@
+"""Asks a running router what it knows of its engines.
+
+Owns the questions. Must not judge the answers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_sbs.doctor.facts import Failure, RouterFacts, Target
+from sglang_sbs.doctor.gather import Answer, Asker, NoAnswer
+from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.urls import normalise_worker_url
+from sglang_sbs.scheduling.events import InstanceRole
+
+
+async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
+    """Never raises for what the router does."""
+    facts = RouterFacts(url)
+    flags = options.router_flags
+    admin = [key.key for key in flags.control_plane_keys if key.role == "admin"]
+    try:
+        facts.ready_status = (await asker.get(url, "/readiness")).status
+        workers = await asker.get(url, "/workers", admin[0] if admin else flags.worker_key)
+        facts.failure = _failure(workers)
+        if facts.failure is not None:
+            return facts
+        listed = (workers.json_object() or {}).get("workers")
+        if not isinstance(listed, list):
+            text = f"/workers answers {workers.status} and no list of workers"
+            facts.failure = Failure("not-sglang", text)
+            return facts
+        facts.workers = [entry for entry in listed if isinstance(entry, dict)]
+        state = (await asker.get(url, "/server_info", flags.api_key)).json_object() or {}
+    except NoAnswer as error:
+        facts.failure = error.failure
+        return facts
+    if isinstance(state.get("sbs"), dict) and state.get("router_manager"):
+        facts.state = state["sbs"]
+    return facts
+
+
+def targets_of(facts: RouterFacts) -> list[Target]:
+    """The engines a router has, as it has them."""
+    targets = []
+    for entry in facts.workers:
+        role: Any = entry.get("worker_type")
+        try:
+            url = normalise_worker_url(str(entry.get("url")))
+        except ValueError:
+            continue
+        if role in ("prefill", "decode"):
+            targets.append(Target(url, _role(role), _port(entry) if role == "prefill" else None))
+    return targets
+
+
+def _role(text: str) -> InstanceRole:
+    return "prefill" if text == "prefill" else "decode"
+
+
+def _port(entry: dict[str, Any]) -> int | None:
+    port = entry.get("bootstrap_port")
+    return port if isinstance(port, int) and 1 <= port <= 65535 else None
+
+
+def _failure(answer: Answer) -> Failure | None:
+    if answer.status in (401, 403):
+        return Failure("refused", f"/workers answers {answer.status}")
+    if answer.status != 200:
+        return Failure("not-sglang", f"/workers answers {answer.status}")
+    return None
