@@ -33,9 +33,10 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = parse_flags(arguments, prog)
-        if options.role != "front-end" and not (options.prefill and options.decode):
+        if options.role != "front-end" and not options.expects_workers:
             raise FlagError(
-                "no workers: give at least one --prefill URL [BOOTSTRAP_PORT] and one --decode URL"
+                "no workers: give at least one --prefill URL [BOOTSTRAP_PORT] and one "
+                "--decode URL, or --service-discovery with selectors"
             )
     except FlagError as error:
         print(f"launch_router: {error}", file=sys.stderr)

@@ -1,9 +1,10 @@
 """Who may do what: bearer keys, roles, the audit log.
 
-Owns the keys and the decision on each request. Must not know what lies behind a path. The control
-plane (workers, caches, loads, aborts) wants a key with the role ``admin`` as soon as there is one;
-without any it wants the API key, as everything else does. Keys are compared in constant time, all
-of them whichever fits, and never leave this module: the audit log names a key by its id.
+Owns the keys and the decision on each request. Must not know what lies behind a path, nor how a
+token of an identity provider is judged (:mod:`.identity`). The control plane (workers, caches,
+loads, aborts) wants a key or a token with the role ``admin`` as soon as there is any such key or
+provider; without it wants the API key, as everything else does. Keys are compared in constant time,
+all of them whichever fits, and never leave this module: the audit log names a key by its id.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from aiohttp import web
 
@@ -21,25 +22,45 @@ logger = logging.getLogger("sglang_sbs.audit")
 
 Role = Literal["admin", "user"]
 
-CONTROL_PLANE = ("/workers", "/flush_cache", "/get_loads", "/v1/loads", "/abort_request")
+CONTROL_PLANE = (
+    *("/workers", "/flush_cache", "/get_loads", "/v1/loads", "/abort_request"),
+    "/dashboard/events",
+)
 """Paths that begin like this change or show the cluster."""
 OPEN_PATHS = frozenset(
     {
         *("/health", "/liveness", "/readiness", "/health_generate"),
         *("/v1/models", "/model_info", "/get_model_info", "/engine_metrics"),
+        # The page itself shows nothing: it asks for the key and sends it with its own request.
+        *("/dashboard", "/dashboard/app.js", "/dashboard/stream.js", "/dashboard/heatmap.js"),
+        *("/dashboard/charts.js", "/dashboard/style.css"),
     }
 )
-"""Served without a key, as sglang_router does."""
+"""Served without a key, as sglang_router does (it has no dashboard)."""
+_CHALLENGE = {"WWW-Authenticate": 'Bearer realm="control-plane"'}
 
 
 @dataclass(frozen=True, slots=True)
-class ControlKey:
-    """One of ``--control-plane-api-keys``."""
+class Principal:
+    """Who somebody turned out to be."""
 
     id: str
     name: str
     role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class ControlKey(Principal):
+    """One of ``--control-plane-api-keys``."""
+
     key: str = field(repr=False)
+
+
+class Tokens(Protocol):
+    """What judges tokens: :class:`.identity.TokenCheck`."""
+
+    async def principal(self, token: str) -> Principal:
+        """Raises: ValueError, it is not good; RuntimeError, that cannot be found out now."""
 
 
 def parse_control_key(text: str) -> ControlKey:
@@ -64,16 +85,41 @@ class Access:
         control_keys: Sequence[ControlKey],
         *,
         audit: bool = False,
+        tokens: Tokens | None = None,
     ) -> None:
         self._api_key = api_key
         self._control_keys = tuple(control_keys)
         self._audit = audit
+        self._tokens = tokens
+
+    async def refusal_after_asking(
+        self, method: str, path: str, headers: Mapping[str, str], request_id: str
+    ) -> web.Response | None:
+        """As :meth:`refusal`, for requests that may bring a token of an identity provider."""
+        given = _bearer(headers)
+        if (
+            self._tokens is None
+            or given is None
+            or given.count(b".") != 2  # a token has three parts
+            or not path.startswith(CONTROL_PLANE)
+            or self._owner_of(given) is not None
+        ):
+            return self.refusal(method, path, headers, request_id)
+        try:
+            who = await self._tokens.principal(given.decode("ascii", "replace"))
+        except ValueError as error:
+            self._record(method, path, request_id, None, "denied")
+            return web.Response(status=401, text=f"Invalid JWT: {error}", headers=_CHALLENGE)
+        except RuntimeError as error:
+            self._record(method, path, request_id, None, "denied")
+            return web.Response(status=503, text=str(error), headers={"Retry-After": "10"})
+        return self._judged(method, path, request_id, who)
 
     def refusal(
         self, method: str, path: str, headers: Mapping[str, str], request_id: str
     ) -> web.Response | None:
         """The answer to a request that may not pass; ``None`` if it may."""
-        if self._control_keys and path.startswith(CONTROL_PLANE):
+        if (self._control_keys or self._tokens) and path.startswith(CONTROL_PLANE):
             return self._control(method, path, headers, request_id)
         if self._api_key is None or path in OPEN_PATHS:
             return None
@@ -86,27 +132,35 @@ class Access:
         self, method: str, path: str, headers: Mapping[str, str], request_id: str
     ) -> web.Response | None:
         given = _bearer(headers)
-        found = None
-        for candidate in self._control_keys:
-            if given is not None and hmac.compare_digest(given, candidate.key.encode()):
-                found = candidate
-        if found is not None and found.role == "admin":
-            self._record(method, path, request_id, found, "success")
-            return None
+        found = None if given is None else self._owner_of(given)
         if found is not None:
-            text = "Admin role required for control plane access"
-            self._record(method, path, request_id, found, "denied")
-            return web.Response(status=403, text=text)
+            return self._judged(method, path, request_id, found)
         self._record(method, path, request_id, None, "denied")
         missing = "Missing or invalid Authorization header"
         return web.Response(
             status=401,
             text=missing if given is None else "Invalid authentication token",
-            headers={"WWW-Authenticate": 'Bearer realm="control-plane"'},
+            headers=_CHALLENGE,
         )
 
+    def _owner_of(self, given: bytes) -> ControlKey | None:
+        found = None
+        for candidate in self._control_keys:
+            if hmac.compare_digest(given, candidate.key.encode()):
+                found = candidate
+        return found
+
+    def _judged(
+        self, method: str, path: str, request_id: str, who: Principal
+    ) -> web.Response | None:
+        admin = who.role == "admin"
+        self._record(method, path, request_id, who, "success" if admin else "denied")
+        if admin:
+            return None
+        return web.Response(status=403, text="Admin role required for control plane access")
+
     def _record(
-        self, method: str, path: str, request_id: str, who: ControlKey | None, outcome: str
+        self, method: str, path: str, request_id: str, who: Principal | None, outcome: str
     ) -> None:
         """One line of JSON, so that nothing a client sends can forge another line."""
         if not self._audit:

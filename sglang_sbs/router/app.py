@@ -21,6 +21,7 @@ from sglang_sbs.router.control import Control
 from sglang_sbs.router.direct import RequestHead
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.http_ids import request_id
+from sglang_sbs.router.identity import TokenCheck
 from sglang_sbs.router.logs import current_request_id, log_answer
 from sglang_sbs.router.relay import PATHS
 from sglang_sbs.router.requests import RouteKind, forwarded_headers
@@ -68,7 +69,12 @@ class Surface:
         keys = options.control_plane_keys
         if options.admin_api_key is not None:
             keys = (ControlKey("admin-api-key", "", "admin", options.admin_api_key), *keys)
-        self._access = Access(options.api_key, keys, audit=options.control_plane_audit)
+        self._access = Access(
+            options.api_key,
+            keys,
+            audit=options.control_plane_audit,
+            tokens=TokenCheck(options.jwt) if options.jwt is not None else None,
+        )
         self._id_names = tuple(name.lower() for name in options.request_id_headers)
 
     def application(self) -> web.Application:
@@ -81,6 +87,8 @@ class Surface:
         for path in KINDS:
             app.router.add_post(path, self._inference)
         for method, path, handler in Control(server).routes():
+            app.router.add_route(method, path, handler)
+        for method, path, handler in server.dashboard.routes():
             app.router.add_route(method, path, handler)
         for path, name in _NOT_IMPLEMENTED.items():
             app.router.add_route("*", path, _not_implemented(name))
@@ -216,7 +224,9 @@ class Surface:
             return self._preflight()
         if known:
             identifier = current_request_id.get()
-            refusal = self._access.refusal(request.method, path, request.headers, identifier)
+            refusal = await self._access.refusal_after_asking(
+                request.method, path, request.headers, identifier
+            )
             if refusal is not None:
                 return refusal
         try:

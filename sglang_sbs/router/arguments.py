@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang_sbs.router.platform_flags import add_discovery_flags, add_identity_flags
 from sglang_sbs.router.stock_flags import IGNORED_FLAGS, Arity
 from sglang_sbs.scheduling.config import (
     DECODE_RULES,
@@ -108,6 +109,8 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         default=30,
     )
 
+    add_discovery_flags(group("workers in Kubernetes"), _port)
+
     add = group("policy")
     add(
         "policy",
@@ -131,6 +134,12 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         "least. iqr: Algorithm 3, to the letter",
         choices=DECODE_RULES,
         default=_DEFAULTS.decode_rule,
+    )
+    add(
+        "sbs-iqr-k",
+        "k of Algorithm 3, with --sbs-decode iqr: ranks with a KV load above Q3 + k IQR are masked",
+        type=_non_negative,
+        default=_DEFAULTS.iqr_k,
     )
     add(
         "sbs-endforward-bind",
@@ -163,6 +172,12 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         "longest queue in the scheduler, then 429",
         type=_positive_int,
         default=_DEFAULTS.max_queue_requests,
+    )
+    add(
+        "sbs-max-queue-tokens",
+        "most prompt tokens waiting in the scheduler, then 429; 0: no limit",
+        type=_count,
+        default=_DEFAULTS.max_queue_tokens,
     )
     add(
         "sbs-t-default-ms",
@@ -280,6 +295,7 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         metavar="ID:NAME:ROLE:KEY",
     )
     add("control-plane-audit-enabled", "log who used them and who was refused", action="store_true")
+    add_identity_flags(add)
     for name, text in (
         ("tls-cert-path", "certificate to serve HTTPS with"),
         ("tls-key-path", "its private key"),

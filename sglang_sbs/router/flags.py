@@ -16,7 +16,10 @@ from typing import Literal, cast
 from sglang_sbs.router.access import ControlKey, parse_control_key
 from sglang_sbs.router.arguments import NEAREST_POLICY, FlagError, build_parser
 from sglang_sbs.router.breaker import BreakerConfig
+from sglang_sbs.router.identity import JwtConfig
 from sglang_sbs.router.monitor import MonitorConfig
+from sglang_sbs.router.platform_flags import discovery_of, jwt_of
+from sglang_sbs.router.pods import DiscoveryConfig
 from sglang_sbs.router.relay import RelayConfig
 from sglang_sbs.router.stock_flags import IGNORED_FLAGS, REFUSED_FLAGS
 from sglang_sbs.router.urls import normalise_worker_url
@@ -52,6 +55,8 @@ class RouterOptions:
     relay: RelayConfig
     breaker: BreakerConfig
     monitor: MonitorConfig
+    discovery: DiscoveryConfig | None = None
+    """Workers that are found as Kubernetes pods."""
     host: str = "0.0.0.0"
     port: int = 30000
     prometheus_host: str = "0.0.0.0"
@@ -68,6 +73,8 @@ class RouterOptions:
     admin_api_key: str | None = None
     control_plane_keys: tuple[ControlKey, ...] = ()
     control_plane_audit: bool = False
+    jwt: JwtConfig | None = None
+    """Whose tokens are as good as such keys."""
     max_concurrent_requests: int = -1
     queue_size: int = 100
     queue_timeout_s: float = 60.0
@@ -105,6 +112,14 @@ class RouterOptions:
     def names_blocks(self) -> bool:
         """Whether anybody looks for prefixes."""
         return self.prefix_source != "off" and self.scheduler.policy in PREFIX_POLICIES
+
+    @property
+    def expects_workers(self) -> bool:
+        """Whether there is, or may come, an instance of each role."""
+        found = self.discovery or DiscoveryConfig()
+        return bool(self.prefill or found.prefill_selector) and bool(
+            self.decode or found.decode_selector
+        )
 
     @property
     def worker_key(self) -> str | None:
@@ -191,6 +206,10 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         if path is not None and path.exists() and path.stat().st_mode & 0o077
     ]
     policy = _policy(args.policy, warnings)
+    try:
+        discovery, jwt = discovery_of(args, warnings), jwt_of(args)
+    except ValueError as error:
+        raise FlagError(str(error)) from None
     return RouterOptions(
         prefill=prefill,
         decode=decode,
@@ -200,7 +219,9 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             decode_rule=cast(DecodeRule, args.sbs_decode),
             t_default_s=args.sbs_t_default_ms / 1000,
             n_limit=args.sbs_n_limit,
+            iqr_k=args.sbs_iqr_k,
             max_queue_requests=args.sbs_max_queue_requests,
+            max_queue_tokens=args.sbs_max_queue_tokens,
             default_timeout_s=args.sbs_queue_timeout_secs,
             max_hold_s=args.sbs_max_hold_ms / 1000,
             prefix_index_blocks=args.sbs_prefix_index_blocks,
@@ -235,6 +256,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             ),
             api_key=args.api_key,
         ),
+        discovery=discovery,
         host=args.host,
         port=args.port,
         prometheus_host=args.prometheus_host,
@@ -254,6 +276,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         admin_api_key=args.admin_api_key,
         control_plane_keys=_control_keys(args.control_plane_api_keys),
         control_plane_audit=args.control_plane_audit_enabled,
+        jwt=jwt,
         max_concurrent_requests=args.max_concurrent_requests,
         queue_size=args.queue_size,
         queue_timeout_s=args.queue_timeout_secs,

@@ -22,17 +22,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from sglang_sbs.router.decision_times import Spread
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.mirror import state_of
+from sglang_sbs.router.pods import Members, is_discovered
 from sglang_sbs.router.pump import SchedulerPump
-from sglang_sbs.router.registry import Registry, Worker
+from sglang_sbs.router.registry import Worker
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
     Event,
-    InstanceRole,
     PrefillDone,
     Refuse,
     RequestAdopted,
@@ -61,6 +61,7 @@ from sglang_sbs.wire.front_end import (
     ToScheduler,
     Unwelcome,
     UpdateWorker,
+    WatchDashboard,
     Welcome,
     WorkerState,
 )
@@ -75,17 +76,6 @@ CLUSTER_EVERY_S = 1.0
 SETTLE_S = 3.0
 """Longest time before front ends are served although some workers were not heard of yet."""
 _ANSWER_S = 1.0
-
-
-class Members(Protocol):
-    """Who may change the set of workers."""
-
-    registry: Registry
-
-    def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Raises: ValueError."""
-
-    def remove_worker(self, worker: Worker) -> None: ...
 
 
 @dataclass(slots=True)
@@ -120,8 +110,12 @@ class Hub:
         self.boot_id = uuid.uuid4().hex
         self.pump: SchedulerPump
         """Set by the owner: it needs :meth:`decided`."""
+        self.watch_dashboard: Callable[[bytes, WatchDashboard], None]
+        """Set by the owner: somebody looks at the dashboard at a front end."""
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""
+        self.lag = Spread()
+        """How late its tick was."""
         self._members = members
         self._registry = members.registry
         self._tell = tell
@@ -244,6 +238,8 @@ class Hub:
                     asked.set_result(message)
             case BlocksCleared():
                 self.pump.submit(message)
+            case WatchDashboard():
+                self.watch_dashboard(identity, message)
             case Bye():
                 self._end_session(session, "it said goodbye")
 
@@ -272,7 +268,7 @@ class Hub:
         self._membership_known = True
         urls = {state.url for state in states}
         for worker in self._registry:
-            if worker.url not in urls:
+            if worker.url not in urls and not is_discovered(worker):  # pods know better
                 self._members.remove_worker(worker)
         for state in states:
             known = self._registry.get(state.url)
@@ -284,7 +280,8 @@ class Hub:
                 logger.error("cannot take over worker %s: %s", state.url, error)
                 continue
             known.id = state.id
-            known.priority, known.cost, known.labels = state.priority, state.cost, state.labels
+            known.priority, known.cost = state.priority, state.cost
+            known.labels = state.labels | known.labels
             known.spelling = state.spelling
 
     async def _abort_elsewhere(self, session: _Session, message: AbortElsewhere) -> None:
@@ -454,6 +451,7 @@ class Hub:
                 logger.exception("heartbeat failed")
 
     def _beat(self, now_s: float) -> None:
+        self.lag.add(max(0.0, now_s - self._ticked_s - TICK_S))
         late_s = max(0.0, now_s - self._ticked_s - 2 * TICK_S)
         self._ticked_s = now_s
         for session in list(self._sessions.values()):

@@ -17,14 +17,18 @@ import aiohttp
 from aiohttp import web
 from prometheus_client.core import Metric
 
+from sglang_sbs.dashboard.feed import LocalFeed
+from sglang_sbs.dashboard.leases import Leases
+from sglang_sbs.router.decision_times import lag_families
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.hub import Hub
-from sglang_sbs.router.metric_pages import add_pages
+from sglang_sbs.router.metric_pages import add_pages, page_parts
 from sglang_sbs.router.metrics import RouterMetrics, snapshot_families
 from sglang_sbs.router.pump import SchedulerPump
 from sglang_sbs.router.scheduler_sockets import SchedulerSocket
 from sglang_sbs.router.watch import Watch, worker_session
 from sglang_sbs.router.worker_metrics import gauge, model_name, total
+from sglang_sbs.router.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
@@ -54,6 +58,7 @@ class SchedulerProcess:
         self._session: aiohttp.ClientSession
         self._watch: Watch
         self._hub: Hub
+        self._feed: LocalFeed
         self._sockets: SchedulerSocket
         self._retired = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,6 +69,7 @@ class SchedulerProcess:
 
         Raises:
             OSError: an endpoint or the metrics port is taken.
+            ValueError: no way to look for workers (``--service-discovery``).
         """
         options = self.options
         assert options.scheduler_endpoint is not None, "checked with the command line"
@@ -78,6 +84,11 @@ class SchedulerProcess:
             failed=self._hub.failed,
             event_log=log,
         )
+        registry = self._watch.registry
+        self._feed = LocalFeed(
+            self._hub.pump, options.scheduler, problems=lambda: problems_of(registry)
+        )
+        self._hub.watch_dashboard = Leases(self._feed, self._sockets.tell).ask
         self.metrics.collect_with(self._collect)
         try:
             if options.take_over:
@@ -86,6 +97,7 @@ class SchedulerProcess:
                 self.endforward_endpoint = self._watch.open()
             await self._listen_for_metrics()
             self._watch.add_configured()
+            await self._watch.discover()
             self.endpoint = self._sockets.open(options.scheduler_endpoint, options.scheduler_keys)
         except BaseException:
             await self.stop()
@@ -108,6 +120,7 @@ class SchedulerProcess:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._feed.close()
         await self._watch.close()
         self._hub.close()
         self._sockets.close()
@@ -173,9 +186,12 @@ class SchedulerProcess:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         pages = await self._hub.metrics_pages()
-        page = add_pages([self.metrics.render().decode(), *pages, self._retired])
+        parts = []
+        for part in page_parts([*pages, self._retired], own=self.metrics.registry.collect()):
+            parts.append(part)
+            await asyncio.sleep(0)  # decisions first
         return web.Response(
-            body=page.encode(),
+            body="".join(parts).encode(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
@@ -186,6 +202,8 @@ class SchedulerProcess:
 
     def _collect(self) -> Iterator[Metric]:
         yield from snapshot_families(self._hub.pump.snapshot())
+        yield from self._hub.pump.times.families()
+        yield from lag_families(self._hub.lag)
         yield from self._watch.families()
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
         errors.add_metric([], self._hub.pump.errors)

@@ -16,6 +16,8 @@ import aiohttp
 import msgspec
 from prometheus_client.core import Metric
 
+from sglang_sbs.dashboard.feed import Feed, LocalFeed
+from sglang_sbs.dashboard.remote_feed import RemoteFeed
 from sglang_sbs.router.dispatcher import Assigner, Dispatcher
 from sglang_sbs.router.endforward import FindOwner
 from sglang_sbs.router.errors import RouterError
@@ -29,6 +31,7 @@ from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.scheduler_sockets import FrontEndSocket
 from sglang_sbs.router.watch import Watch
 from sglang_sbs.router.worker_metrics import gauge, model_name, total
+from sglang_sbs.router.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Event, InstanceRole
@@ -47,9 +50,16 @@ class Schedulers(Protocol):
 
     registry: Registry
     dispatcher: Assigner
+    feed: Feed
+    """What the dashboard shows."""
 
     async def start(self) -> str | None:
-        """Returns the EndForward endpoint, if it is here. Raises: OSError, it is taken."""
+        """Returns the EndForward endpoint, if it is here.
+
+        Raises:
+            OSError: it is taken.
+            ValueError: no way to look for workers (``--service-discovery``).
+        """
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         """Raises: ValueError, it cannot be one; RouterError, nobody to tell."""
@@ -83,19 +93,25 @@ class OwnScheduler:
         """``scheduler`` replaces the real one (tests)."""
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._metrics = metrics
-        self.dispatcher: Assigner = Dispatcher(
+        dispatcher = Dispatcher(
             scheduler or Scheduler(options.scheduler),
             observer=metrics,
             event_log=log,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
+        self.dispatcher: Assigner = dispatcher
+        self._times = dispatcher.times
         self._watch = Watch(options, self.dispatcher.submit, find_owner, metrics, session)
         self.registry: Registry = self._watch.registry
+        self.feed: Feed = LocalFeed(
+            dispatcher.pump, options.scheduler, problems=lambda: problems_of(self.registry)
+        )
 
     async def start(self) -> str | None:
         """See :class:`Schedulers`."""
         endpoint = self._watch.open()
         self._watch.add_configured()
+        await self._watch.discover()
         return endpoint
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
@@ -115,6 +131,7 @@ class OwnScheduler:
     def families(self) -> Iterator[Metric]:
         """See :class:`Schedulers`."""
         yield from snapshot_families(self.dispatcher.snapshot())
+        yield from self._times.families()
         yield from self._watch.families()
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
         errors.add_metric([], self.dispatcher.scheduler_errors)
@@ -122,6 +139,7 @@ class OwnScheduler:
         yield self._metrics.selections(model_name(self.registry))
 
     async def close(self) -> None:
+        self.feed.close()
         await self._watch.close()
 
 
@@ -159,6 +177,7 @@ class RemoteScheduler:
         self._link.alone_changed = self._alone_changed
         self.registry: Registry = mirror
         self.dispatcher: Assigner = self._link
+        self.feed: Feed = RemoteFeed(self._link, _alone(options))
 
     async def start(self) -> str | None:
         """See :class:`Schedulers`."""
@@ -203,6 +222,7 @@ class RemoteScheduler:
         yield from (alone, times, errors)
 
     async def close(self) -> None:
+        self.feed.close()
         self._link.alone_changed = lambda alone: None
         monitor, self._monitor = self._monitor, None
         if monitor is not None:

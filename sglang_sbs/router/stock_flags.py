@@ -12,11 +12,10 @@ Arity = Literal["flag", "one", "many"]
 
 _CACHE = "cache-aware routing of the stock router is not part of this one"
 _ONE_MODEL = "this router serves the one model of its workers"
-_DISCOVERY = "Kubernetes discovery is not supported: list workers, or POST /workers"
+_DISCOVERY = "workers are prefill or decode here: --prefill-selector and --decode-selector"
 _RESPONSES = "the Responses API and its storage are not served here"
 _TOKENIZER_CACHE = "token counts are not cached here"
 _PARSER = "set it on the engines: they parse"
-_AUTH = "tokens of an identity provider are not checked here: use --control-plane-api-keys"
 
 IGNORED_FLAGS: dict[str, tuple[Arity, str]] = {
     "cache-threshold": ("one", _CACHE),
@@ -32,12 +31,7 @@ IGNORED_FLAGS: dict[str, tuple[Arity, str]] = {
     "dp-aware": ("flag", "DP ranks are always chosen here"),
     "enable-igw": ("flag", _ONE_MODEL),
     "mini-lb": ("flag", "there is one router here, and it is fit for production"),
-    "service-discovery": ("flag", _DISCOVERY),
     "selector": ("many", _DISCOVERY),
-    "service-discovery-port": ("one", _DISCOVERY),
-    "service-discovery-namespace": ("one", _DISCOVERY),
-    "prefill-selector": ("many", _DISCOVERY),
-    "decode-selector": ("many", _DISCOVERY),
     "model-path": ("one", "token counting wants --tokenizer-path"),
     "tokenizer-cache-enable-l0": ("flag", _TOKENIZER_CACHE),
     "tokenizer-cache-l0-max-entries": ("one", _TOKENIZER_CACHE),
@@ -61,10 +55,6 @@ IGNORED_FLAGS: dict[str, tuple[Arity, str]] = {
     "redis-url": ("one", _RESPONSES),
     "redis-pool-max": ("one", _RESPONSES),
     "redis-retention-days": ("one", _RESPONSES),
-    "jwt-issuer": ("one", _AUTH),
-    "jwt-audience": ("one", _AUTH),
-    "jwt-jwks-uri": ("one", _AUTH),
-    "jwt-role-mapping": ("many", _AUTH),
 }
 
 REFUSED_FLAGS: dict[str, str] = {

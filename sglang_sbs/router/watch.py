@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import aiohttp
 from prometheus_client.core import Metric
 
+from sglang_sbs.router.discovery import PodDiscovery
 from sglang_sbs.router.endforward import EndForwardListener, FindOwner
 from sglang_sbs.router.flags import FEEDBACK_POLICIES, RouterOptions
 from sglang_sbs.router.kv_events import KvEventSubscriber
@@ -61,6 +62,8 @@ class Watch:
             *(self.registry, session, options.monitor, submit, self._described),
             tls=worker_ssl(options),
         )
+        found = options.discovery
+        self._discovery = PodDiscovery(found, self) if found is not None else None
         self._waiting: asyncio.Task[None] | None = None
 
     def open(self) -> str | None:
@@ -107,6 +110,11 @@ class Watch:
         for url in self._options.decode:
             self.add_worker(url, "decode", None)
 
+    async def discover(self) -> None:
+        """Those that are pods come by themselves. Raises: ValueError, no way to look for them."""
+        if self._discovery is not None:
+            await self._discovery.start()
+
     def remove_worker(self, worker: Worker) -> None:
         self.registry.remove(worker)
         self._monitor.stop(worker)
@@ -117,12 +125,20 @@ class Watch:
         fates = total("sbs_endforward_received", "Messages by what became of them", "fate")
         for fate, count in self._listener.counts.items():
             fates.add_metric([fate], count)
-        yield fates
+        busy = total(
+            "sbs_endforward_seconds", "Time spent on taking messages in, the scheduler's included"
+        )
+        busy.add_metric([], self._listener.busy_s)
+        yield from (fates, busy)
+        if self._discovery is not None:
+            yield from self._discovery.families()
         yield from self._kv_events.families()
         yield from worker_families(self.registry, self._drift, self._monitor.checks)
 
     async def close(self) -> None:
         self.let_go()
+        if self._discovery is not None:
+            await self._discovery.close()
         await self._monitor.close()
         await self._kv_events.close()
 

@@ -165,11 +165,13 @@ def test_own_flags_reach_the_scheduler() -> None:
             *("--sbs-trigger", "paper", "--sbs-decode", "iqr", "--sbs-n-limit", "3"),
             *("--sbs-queue-timeout-secs", "5", "--sbs-t-default-ms", "100"),
             *("--sbs-max-hold-ms", "250", "--sbs-endforward-bind", "none"),
+            *("--sbs-iqr-k", "2.5", "--sbs-max-queue-tokens", "70000"),
         ]
     )
     config = options.scheduler
     assert (config.trigger, config.decode_rule, config.n_limit) == ("paper", "iqr", 3)
     assert (config.default_timeout_s, config.t_default_s, config.max_hold_s) == (5, 0.1, 0.25)
+    assert (config.iqr_k, config.max_queue_tokens) == (2.5, 70_000)
     assert options.endforward_bind is None
 
 

@@ -1,0 +1,318 @@
+"""The Kubernetes manifests: valid, consistent with each other, and found by the router.
+
+Kinds of Kubernetes itself are checked strictly by its own schemas, custom resources by the ones in
+``schemas`` and their pod templates as pods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from command_lines import EXAMPLES, ROOT, ROUTER, Command, read_by_router, read_by_sglang
+
+from sglang_sbs.router.discovery import PodDiscovery, WatchTiming
+from sglang_sbs.router.pods import LWS_WORKER_INDEX, Members
+from sglang_sbs.router.registry import Registry, Worker
+from sglang_sbs.scheduling.events import InstanceRole
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
+
+from fake_kubernetes import FakeKubernetes, pod
+
+FOLDER = EXAMPLES / "kubernetes"
+SCHEMAS = Path(__file__).parent / "schemas"
+VERSIONS = ("1.29", "1.33", kubernetes_validate.latest_version())
+
+
+def schema(name: str) -> Any:
+    return json.loads((SCHEMAS / f"{name}.json").read_text())
+
+
+def manifests() -> Iterator[tuple[str, dict[str, Any]]]:
+    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    for name in kustomization["resources"]:
+        for number, document in enumerate(yaml.safe_load_all((FOLDER / name).read_text())):
+            yield f"{name}-{number}", document
+
+
+MANIFESTS = dict(manifests())
+
+
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [document for document in MANIFESTS.values() if document["kind"] == kind]
+
+
+def groups() -> dict[str, dict[str, Any]]:
+    """The LeaderWorkerSets by name."""
+    return {document["metadata"]["name"]: document for document in of_kind("LeaderWorkerSet")}
+
+
+def templates(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    template = group["spec"]["leaderWorkerTemplate"]
+    return {"leader": template["leaderTemplate"], "worker": template["workerTemplate"]}
+
+
+def container(template: dict[str, Any]) -> dict[str, Any]:
+    (only,) = template["spec"]["containers"]
+    return only
+
+
+def engine_command(template: dict[str, Any]) -> Command:
+    """With what LeaderWorkerSet puts into the environment of node 0 of 4."""
+    given = {"LWS_LEADER_ADDRESS": "leader", "LWS_GROUP_SIZE": "4", "NODE_RANK": "0"}
+    engine = container(template)
+    flags = engine["args"]
+    for name, value in given.items():
+        flags = [flag.replace(f"$({name})", value) for flag in flags]
+    assert not any("$(" in flag for flag in flags)
+    return Command(engine["command"][2], tuple(flags))
+
+
+def router_options(tmp_path: Path) -> Any:
+    key = tmp_path / "endforward.key"
+    key.write_text("0" * 64)
+    key.chmod(0o600)
+    (deployment,) = of_kind("Deployment")
+    router = container(deployment["spec"]["template"])
+    flags = [
+        flag.replace("$(POD_NAMESPACE)", "deepseek")
+        .replace("$(CONTROL_PLANE_KEY)", "secret")
+        .replace("/etc/sglang-sbs/endforward.key", str(key))
+        for flag in router["args"]
+    ]
+    assert not any("$(" in flag for flag in flags)
+    assert "command" not in router  # the image's own (Dockerfile: ENTRYPOINT)
+    return read_by_router(Command(ROUTER, tuple(flags)))
+
+
+# Schemas ------------------------------------------------------------------------------------------
+
+
+def test_every_file_is_used() -> None:
+    used = {name.rpartition("-")[0] for name in MANIFESTS}
+    assert used | {"kustomization.yaml"} == {path.name for path in FOLDER.iterdir()}
+    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    jsonschema.validate(kustomization, schema("kustomization"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_fit_their_schemas(name: str, version: str) -> None:
+    document = MANIFESTS[name]
+    custom = {"LeaderWorkerSet": "leaderworkerset", "PodMonitor": "podmonitor"}
+    if document["kind"] not in custom:
+        kubernetes_validate.validate(document, version, strict=True)
+        return
+    jsonschema.validate(document, schema(custom[document["kind"]]))
+    if document["kind"] == "LeaderWorkerSet":
+        for part, template in templates(document).items():
+            as_pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": part, **template["metadata"]},
+                "spec": template["spec"],
+            }
+            kubernetes_validate.validate(as_pod, version, strict=True)
+
+
+def test_a_misspelt_field_is_found() -> None:
+    group = json.loads(json.dumps(groups()["prefill"]))
+    group["spec"]["leaderWorkerTemplate"]["restartPolcy"] = "None"
+    with pytest.raises(jsonschema.ValidationError, match="restartPolcy"):
+        jsonschema.validate(group, schema("leaderworkerset"))
+    spec = json.loads(json.dumps(templates(groups()["prefill"])["leader"]["spec"]))
+    spec["containers"][0]["readinesProbe"] = {}
+    as_pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(as_pod, VERSIONS[-1], strict=True)
+
+
+# Engines ------------------------------------------------------------------------------------------
+
+
+def test_engines_are_the_papers() -> None:
+    leaders = {name: templates(group)["leader"] for name, group in groups().items()}
+    assert set(leaders) == {"prefill", "decode"}
+    commands = [engine_command(leaders[name]) for name in ("prefill", "decode")]
+    prefill, decode = read_by_sglang(commands)
+    assert (prefill["tp_size"], prefill["dp_size"], prefill["ep_size"]) == (32, 8, 32)
+    assert prefill["chunked_prefill_size"] // prefill["dp_size"] == 3072
+    assert (prefill["deepep_mode"], decode["deepep_mode"]) == ("normal", "low_latency")
+    assert (decode["tp_size"], decode["dp_size"], decode["ep_size"]) == (32, 32, 32)
+    assert decode["max_running_requests"] // decode["dp_size"] == 64
+    for name, args in (("prefill", prefill), ("decode", decode)):
+        assert args["disaggregation_mode"] == name
+        assert args["node_rank"] == 0 and args["nnodes"] == 4
+        assert args["enable_metrics"] is True
+        gpus = int(container(leaders[name])["resources"]["limits"]["nvidia.com/gpu"])
+        size = groups()[name]["spec"]["leaderWorkerTemplate"]["size"]
+        assert gpus * size == args["tp_size"]
+    assert {name: group["spec"]["replicas"] for name, group in groups().items()} == {
+        "prefill": 3,
+        "decode": 1,
+    }
+
+
+def test_all_pods_of_a_group_run_the_same_command() -> None:
+    for group in groups().values():
+        leader, worker = map(container, templates(group).values())
+        for field in ("image", "command", "args", "env", "resources", "volumeMounts"):
+            assert leader[field] == worker[field]
+        names = {variable["name"] for variable in leader["env"]}
+        assert {"SGLANG_SBS_ROUTERS", "SGLANG_SBS_KEY_FILE", "NODE_RANK"} <= names
+
+
+def test_the_bootstrap_port_is_annotated_as_it_is_served() -> None:
+    leader = templates(groups()["prefill"])["leader"]
+    (args,) = read_by_sglang([engine_command(leader)])
+    annotated = leader["metadata"]["annotations"]["sglang.ai/bootstrap-port"]
+    assert annotated == str(args["disaggregation_bootstrap_port"])
+    ports = {port["name"]: port["containerPort"] for port in container(leader)["ports"]}
+    assert ports == {"http": args["port"], "bootstrap": int(annotated)}
+
+
+# The router ---------------------------------------------------------------------------------------
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.registry = Registry(lambda event: None)
+
+    def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        return self.registry.add(url, role, bootstrap_port)
+
+    def remove_worker(self, worker: Worker) -> None:
+        self.registry.remove(worker)
+
+
+async def test_the_router_finds_the_leaders_and_only_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = FakeKubernetes()
+    await api.start()
+    monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path)))
+    address = 1
+    expected: dict[str, tuple[str, int | None]] = {}
+    for name, group in groups().items():
+        for replica in range(group["spec"]["replicas"]):
+            for index in range(group["spec"]["leaderWorkerTemplate"]["size"]):
+                template = templates(group)["worker" if index else "leader"]
+                address += 1
+                if index == 0:
+                    port = 8998 if name == "prefill" else None
+                    expected[f"http://10.0.0.{address}:30000"] = (name, port)
+                await api.put(
+                    pod(
+                        f"{name}-{replica}" + (f"-{index}" if index else ""),
+                        f"10.0.0.{address}",
+                        namespace="deepseek",
+                        labels={**template["metadata"]["labels"], LWS_WORKER_INDEX: str(index)},
+                        annotations=template["metadata"].get("annotations"),
+                    )
+                )
+    options = router_options(tmp_path)
+    assert options.expects_workers
+    members: Members = Seen()
+    found = PodDiscovery(options.discovery, members, WatchTiming(first_pause_s=0.01))
+    await found.start()
+    try:
+        async with asyncio.timeout(20):
+            while len(members.registry) < len(expected):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+    finally:
+        await found.close()
+        await api.stop()
+    assert {w.url: (w.role, w.configured_bootstrap_port) for w in members.registry} == expected
+    assert {query["path"] for query in api.requests} == {"/api/v1/namespaces/deepseek/pods"}
+
+
+def test_the_router_may_see_pods_and_nothing_else() -> None:
+    (role,), (binding,), (account,) = map(of_kind, ("Role", "RoleBinding", "ServiceAccount"))
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (namespace,) = of_kind("Namespace")
+    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    assert kustomization["namespace"] == namespace["metadata"]["name"]
+    assert binding["subjects"] == [
+        {
+            "kind": "ServiceAccount",
+            "name": account["metadata"]["name"],
+            "namespace": namespace["metadata"]["name"],
+        }
+    ]
+    (deployment,) = of_kind("Deployment")
+    spec = deployment["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == account["metadata"]["name"]
+
+
+def test_services_lead_to_the_router(tmp_path: Path) -> None:
+    options = router_options(tmp_path)
+    (deployment,) = of_kind("Deployment")
+    template = deployment["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    ports = {port["name"]: port["containerPort"] for port in container(template)["ports"]}
+    assert ports == {
+        "http": options.port,
+        "metrics": options.prometheus_port,
+        "endforward": int(options.endforward_bind.rpartition(":")[2]),
+    }
+    services = {service["metadata"]["name"]: service["spec"] for service in of_kind("Service")}
+    for service in services.values():
+        assert service["selector"].items() <= labels.items()
+        assert all(port["targetPort"] in ports for port in service["ports"])
+    for group in groups().values():
+        env = {v["name"]: v.get("value") for v in container(templates(group)["leader"])["env"]}
+        scheme, host, port = env["SGLANG_SBS_ROUTERS"].split(":")
+        assert scheme == "tcp" and host.removeprefix("//") in services
+        service = services[host.removeprefix("//")]
+        assert [p["port"] for p in service["ports"]] == [int(port)]
+        assert service["publishNotReadyAddresses"] is True
+    assert deployment["spec"]["replicas"] == 1
+    assert template["spec"]["terminationGracePeriodSeconds"] > options.shutdown_grace_s
+
+
+def test_the_router_runs_as_the_user_of_its_image() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    (deployment,) = of_kind("Deployment")
+    context = deployment["spec"]["template"]["spec"]["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert f"USER {context['runAsUser']}\n" in dockerfile
+    assert 'ENTRYPOINT ["python", "-m", "sglang_sbs.launch_router"]' in dockerfile
+    assert "kubernetes" in dockerfile  # the extra that discovery needs
+
+
+def test_prometheus_finds_ports_that_exist() -> None:
+    (deployment,) = of_kind("Deployment")
+    pods = [
+        deployment["spec"]["template"],
+        *(templates(group)["leader"] for group in groups().values()),
+        *(templates(group)["worker"] for group in groups().values()),
+    ]
+    for monitor in of_kind("PodMonitor"):
+        selector = monitor["spec"]["selector"]["matchLabels"].items()
+        matched = [p for p in pods if selector <= p["metadata"]["labels"].items()]
+        assert matched
+        for template in matched:
+            names = {port["name"] for port in container(template).get("ports", ())}
+            assert {end["port"] for end in monitor["spec"]["podMetricsEndpoints"]} <= names
+
+
+def test_images_are_named_in_one_place() -> None:
+    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    named = {image["name"] for image in kustomization["images"]}
+    (deployment,) = of_kind("Deployment")
+    used = {container(deployment["spec"]["template"])["image"]}
+    for group in groups().values():
+        used |= {container(template)["image"] for template in templates(group).values()}
+    assert used == named
