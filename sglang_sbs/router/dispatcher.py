@@ -104,13 +104,14 @@ class Dispatcher:
         self._observer = observer
         self._waiting: dict[str, asyncio.Future[Assignment]] = {}
         self._open: set[str] = set()  # announced and neither refused nor ended
-        self._pump = SchedulerPump(
+        self.pump = SchedulerPump(
             scheduler, decided=self._decided, failed=self._fail, event_log=event_log
         )
-        self.submit = self._pump.submit
-        self.snapshot = self._pump.snapshot
-        self.flush_log = self._pump.flush_log
-        self.close = self._pump.close
+        self.submit = self.pump.submit
+        self.snapshot = self.pump.snapshot
+        self.flush_log = self.pump.flush_log
+        self.close = self.pump.close
+        self.times = self.pump.times
 
     # What the router does with requests -------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Dispatcher:
     @property
     def scheduler_errors(self) -> int:
         """Events the scheduler failed on."""
-        return self._pump.errors
+        return self.pump.errors
 
 
 def lost_track() -> RouterError:

@@ -60,6 +60,7 @@ from sglang_sbs.wire.front_end import (
     AskMetrics,
     Bye,
     Cluster,
+    DashboardFrame,
     Decisions,
     Done,
     FromScheduler,
@@ -70,6 +71,7 @@ from sglang_sbs.wire.front_end import (
     ToScheduler,
     Unwelcome,
     UpdateWorker,
+    WatchDashboard,
     Welcome,
 )
 
@@ -77,6 +79,11 @@ logger = logging.getLogger(__name__)
 
 ALIVE_EVERY_S = 0.1
 LOST_AFTER_S = 0.5
+_LOST_AFTER_AT_MOST_S = 2.0
+"""Once it was only slow: being missed and found again costs it more than it had to do before, and a
+scheduler that is missed for that would be missed again."""
+_FORGIVEN_S = 60.0
+"""After so long without being missed it has the first patience again."""
 _STALLED_S = 3 * ALIVE_EVERY_S
 """This process did nothing for so long: its silence tells nothing about the scheduler's."""
 _CALL_S = 5.0
@@ -128,6 +135,8 @@ class SchedulerLink:
         ``abort`` ends the requests of clients by the id they gave (empty: all); how many."""
         self.alone_changed: Callable[[bool], None] = lambda alone: None
         """Called whenever the scheduler is lost or found again."""
+        self.dashboard_frame: Callable[[DashboardFrame], None] = lambda frame: None
+        """Called with each frame that :meth:`ask_dashboard` brings."""
         self.times_alone = 0
         self.connected = False
         self._connect = connect
@@ -151,6 +160,8 @@ class SchedulerLink:
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._heard_s = 0.0
+        self._patience_s = LOST_AFTER_S
+        self._found_s = 0.0
         registry.report = self._tell
         self._loop = asyncio.get_running_loop()
 
@@ -305,7 +316,12 @@ class SchedulerLink:
         if self.connected or self._line is None:
             return
         restarted = self._scheduler not in ("", welcome.scheduler)
+        if self._scheduler == welcome.scheduler:
+            self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
+        else:
+            self._patience_s = LOST_AFTER_S
         self._scheduler = welcome.scheduler
+        self._found_s = self._loop.time()
         self.connected = True
         if self._pump is not None:
             self._errors += self._pump.errors
@@ -374,10 +390,12 @@ class SchedulerLink:
                 )
             elif stalled:
                 self._heard_s = now_s
-            elif now_s - self._heard_s > LOST_AFTER_S:
+            elif now_s - self._heard_s > self._patience_s:
                 self._lose(f"silent for {now_s - self._heard_s:.1f} s")
             elif not self._line.tell(Alive()):
                 self._lose("it takes no messages")
+            elif now_s - self._found_s > _FORGIVEN_S:
+                self._patience_s = LOST_AFTER_S
 
     def _received(self, message: FromScheduler) -> None:
         self._heard_s = self._loop.time()
@@ -409,6 +427,8 @@ class SchedulerLink:
                 self._registry.follow(message.workers)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
+            case DashboardFrame():
+                self.dashboard_frame(message)
             case Silenced():
                 worker = self._registry.get(message.worker)
                 if worker is not None:
@@ -443,6 +463,15 @@ class SchedulerLink:
         """End requests of the other front ends; how many. Raises: RouterError, no scheduler."""
         call = next(self._numbers)
         return (await self._call(call, AbortElsewhere(call=call, rid=rid))).count
+
+    def ask_dashboard(self, question: WatchDashboard) -> bool:
+        """Want frames for some seconds; False if there is no scheduler to ask."""
+        return self._tell(question)
+
+    @property
+    def fallback_pump(self) -> SchedulerPump | None:
+        """What places requests while alone."""
+        return self._pump
 
     async def _call(self, number: int, message: ToScheduler) -> Done:
         future: asyncio.Future[Done] = self._loop.create_future()

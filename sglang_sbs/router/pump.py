@@ -11,9 +11,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from sglang_sbs.router.decision_times import DecisionTimes
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
     Command,
@@ -39,6 +40,10 @@ class SchedulerLike(Protocol):
     def snapshot(self, now_s: float) -> Any: ...
 
 
+Observer = Callable[[Event, Sequence[Command], float], None]
+"""Must neither raise nor block."""
+
+
 class SchedulerPump:
     """Must be used from one event loop only."""
 
@@ -53,6 +58,9 @@ class SchedulerPump:
         """``failed`` gets the rid of a request on whose arrival the scheduler failed."""
         self.errors = 0
         """Events the scheduler failed on."""
+        self.times = DecisionTimes()
+        self.observer: Observer | None = None
+        """Told of every event and what was answered, while somebody looks."""
         self._scheduler = scheduler
         self._decided = decided
         self._failed = failed
@@ -86,11 +94,14 @@ class SchedulerPump:
             # A defect in the policy must not hang the request nor silence the signal sources.
             self._scheduler_failed(event, now_s)
             return
+        self.times.took(type(event), time.monotonic() - now_s)
         if self._log is not None:
             try:
                 self._log.write(now_s, event, commands)
             except OSError as error:
                 self._log_failed(error)
+        if self.observer is not None:
+            self.observer(event, commands, now_s)
         for command in commands:
             if isinstance(command, WakeAt):
                 self._wake_at(command.time_s, now_s)
@@ -124,6 +135,11 @@ class SchedulerPump:
     def _timer_fired(self) -> None:
         self._timer = None
         self.submit(TimerFired())
+
+    @property
+    def scheduler(self) -> SchedulerLike:
+        """For who only reads it."""
+        return self._scheduler
 
     def snapshot(self) -> Any:
         """The scheduler's state for people and metrics (a msgspec struct)."""

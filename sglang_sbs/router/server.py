@@ -18,6 +18,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client.core import Metric
 
+from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.router.admission import Admission
 from sglang_sbs.router.app import KINDS, Surface
 from sglang_sbs.router.block_names import BlockNamer
@@ -60,6 +61,7 @@ class RouterServer:
     registry: Registry
     dispatcher: Assigner
     relay: Relay
+    dashboard: Dashboard
     in_flight: InFlight
     doorman: Doorman
     session: aiohttp.ClientSession
@@ -144,6 +146,7 @@ class RouterServer:
             )
         self.registry = self._schedulers.registry
         self.dispatcher = self._schedulers.dispatcher
+        self.dashboard = Dashboard(self._schedulers.feed)
         self.lengths = PromptLengths(self.metrics.length_missed)
         names_blocks = options.names_blocks
         self.tokenizers = EngineTokenizers(
@@ -194,6 +197,7 @@ class RouterServer:
     async def stop(self, grace_s: float | None = None) -> None:
         """Stop accepting, let requests in flight end, abort those that do not in time."""
         self.draining = True
+        self.dashboard.close()
         limit_s = self.options.shutdown_grace_s if grace_s is None else grace_s
         if self.options.role == "front-end" and limit_s > 0:
             await asyncio.sleep(_LAST_CALL_S)  # take in whoever is connected to the port already

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_sbs.router.registry import Worker
+from sglang_sbs.router.registry import Registry, Worker
 
 
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
@@ -53,3 +53,8 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "failures": worker.failures,
         "problems": dict(worker.problems),
     }
+
+
+def problems_of(registry: Registry) -> list[tuple[str, str]]:
+    """What is wrong with workers, as URL and text."""
+    return [(worker.url, text) for worker in registry for text in worker.problems.values()]

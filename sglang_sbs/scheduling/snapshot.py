@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sglang_sbs.scheduling.decode import UNLIMITED
+
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.scheduler import Scheduler
 
@@ -38,6 +40,8 @@ class PrefillState(msgspec.Struct, frozen=True):
     watchdog_fires: int
     passes: int
     ranks: list[PrefillRankState]
+    chunk_tokens: int = 0
+    """C_chunk per rank."""
 
 
 class DecodeRankState(msgspec.Struct, frozen=True):
@@ -55,6 +59,8 @@ class DecodeState(msgspec.Struct, frozen=True):
     instance: str
     up: bool
     ranks: list[DecodeRankState]
+    kv_capacity_tokens: int = 0
+    """Per rank; 0: unknown."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -119,6 +125,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
                     )
                     for rank, c_avail in zip(i.ranks, i.c_avail(), strict=True)
                 ],
+                chunk_tokens=i.chunk_tokens,
             )
             for i in scheduler.prefill.values()
         ],
@@ -135,6 +142,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
                     )
                     for rank, load in zip(d.ranks, d.loads(), strict=True)
                 ],
+                kv_capacity_tokens=0 if d.kv_capacity_tokens == UNLIMITED else d.kv_capacity_tokens,
             )
             for d in scheduler.decode.values()
         ],

@@ -159,6 +159,13 @@ class MetricsPage(_Message, frozen=True):
     text: str
 
 
+class WatchDashboard(_Message, frozen=True):
+    """Somebody looks at the dashboard here: wants :class:`DashboardFrame` for some seconds."""
+
+    history: bool = False
+    """Begin with a frame that has everything: somebody else began to look."""
+
+
 class Bye(_Message, frozen=True):
     """The front end ends; nothing of it is in flight any more."""
 
@@ -174,6 +181,7 @@ ToScheduler = (
     | AbortElsewhere
     | Aborted
     | MetricsPage
+    | WatchDashboard
     | Bye
     | RequestArrived
     | PrefillDone
@@ -240,8 +248,26 @@ class AskMetrics(_Message, frozen=True):
     call: int
 
 
+class DashboardFrame(_Message, frozen=True):
+    """See :class:`WatchDashboard`."""
+
+    payload: bytes
+    """JSON, as clients get it."""
+    full: bool = False
+    """A history: whoever follows already has it."""
+
+
 FromScheduler = (
-    Welcome | Unwelcome | Alive | Cluster | Silenced | Decisions | Abort | Done | AskMetrics
+    Welcome
+    | Unwelcome
+    | Alive
+    | Cluster
+    | Silenced
+    | Decisions
+    | Abort
+    | Done
+    | AskMetrics
+    | DashboardFrame
 )
 
 

@@ -1,0 +1,155 @@
+"""What somebody on call should look at, from one snapshot and what happened in the last minute.
+
+Owns the conditions and their words. Must not know where they are shown. Every text says what is
+wrong and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from sglang_sbs.router.flags import FEEDBACK_POLICIES
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
+
+STALE_S = 3.0
+"""EndForward is sent with every pass, and every second while idle."""
+STALE_PASSES = 5.0
+"""Where passes are long: so many mean forward times."""
+NEAR_LIMIT = 0.8
+_FALLBACK = {
+    "load_poll": "load polls",
+    "http": "the engine's own answers",
+    "interval": "fixed intervals",
+}
+
+Severity = Literal["critical", "warning"]
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """One line for people; ``subject`` is a worker's URL, or empty."""
+
+    severity: Severity
+    kind: str
+    subject: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """What the snapshot does not tell."""
+
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    """Within the last minute, by cause."""
+    watchdog_fires: Mapping[str, int] = field(default_factory=dict)
+    """Within the last minute, by instance."""
+    problems: Sequence[tuple[str, str]] = ()
+    """Of workers, as ``GET /workers`` shows them."""
+    scheduler_errors: int = 0
+    alone: bool = False
+    """This front end is without the scheduler process."""
+
+
+def find_alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> list[Alert]:
+    """Most severe first."""
+    found: list[Alert] = []
+    if recent.alone:
+        found.append(
+            Alert(
+                "critical",
+                "alone",
+                "",
+                "this front end is without the scheduler process and places requests at once: "
+                "see whether that process runs",
+            )
+        )
+    found += _cluster(snapshot)
+    found += _queue(snapshot, config)
+    for cause, count in sorted(recent.refusals.items()):
+        found.append(Alert("warning", "refused", "", f"{count} requests refused in 60 s: {cause}"))
+    stale_s = max(STALE_S, STALE_PASSES * snapshot.mean_forward_s)
+    feedback = snapshot.policy in FEEDBACK_POLICIES
+    for prefill in snapshot.prefill:
+        found += _prefill(prefill, recent.watchdog_fires.get(prefill.instance, 0), feedback)
+        found += _stale(prefill, stale_s)
+    for decode in snapshot.decode:
+        found += _stale(decode, stale_s)
+    for subject, text in recent.problems:
+        found.append(Alert("warning", "problem", subject, text))
+    if recent.scheduler_errors:
+        found.append(
+            Alert(
+                "critical",
+                "scheduler_errors",
+                "",
+                f"the scheduler failed on {recent.scheduler_errors} events: a defect; the "
+                "router's log has the cause",
+            )
+        )
+    return sorted(found, key=lambda alert: alert.severity != "critical")
+
+
+def _cluster(snapshot: Snapshot) -> list[Alert]:
+    found = []
+    for role, instances in (("prefill", snapshot.prefill), ("decode", snapshot.decode)):
+        up = sum(one.up for one in instances)
+        if not up:
+            text = f"no {role} instance is up: every request is refused"
+            found.append(Alert("critical", f"no_{role}", "", text))
+        found.extend(
+            Alert("critical", "down", one.instance, f"this {role} instance is down")
+            for one in instances
+            if not one.up and up
+        )
+    return found
+
+
+def _queue(snapshot: Snapshot, config: SchedulerConfig) -> list[Alert]:
+    found = []
+    if snapshot.throttled:
+        text = (
+            "flow control refuses new requests: one has waited more than "
+            f"{config.n_limit} scheduling cycles (--sbs-n-limit); add prefill capacity"
+        )
+        found.append(Alert("critical", "throttled", "", text))
+    for held, limit, what in (
+        (snapshot.queue_requests, config.max_queue_requests, "requests"),
+        (snapshot.queue_tokens, config.max_queue_tokens, "prompt tokens"),
+    ):
+        if limit and held >= NEAR_LIMIT * limit:
+            text = f"{held:,} {what} wait, the limit is {limit:,}: further ones will be refused"
+            found.append(Alert("warning", "queue", "", text))
+    return found
+
+
+def _prefill(prefill: PrefillState, fires: int, feedback: bool) -> list[Alert]:
+    found = []
+    if fires:
+        text = (
+            f"the watchdog reset its state {fires} times in 60 s: it took work and fell silent; "
+            "see the engine's log and its path to --sbs-endforward-bind"
+        )
+        found.append(Alert("critical", "watchdog", prefill.instance, text))
+    if prefill.up and feedback and prefill.tier in _FALLBACK:
+        text = (
+            f"no EndForward: its readiness rests on {_FALLBACK[prefill.tier]}; install the plugin "
+            "or set SGLANG_SBS_ROUTERS on the engine"
+        )
+        found.append(Alert("warning", "fallback", prefill.instance, text))
+    return found
+
+
+def _stale(instance: PrefillState | DecodeState, stale_s: float) -> list[Alert]:
+    ages = [rank.age_s for rank in instance.ranks if rank.age_s is not None]
+    silent = [age_s for age_s in ages if age_s > stale_s]
+    if not instance.up or not silent:
+        return []
+    text = (
+        f"{len(silent)} of {len(instance.ranks)} DP ranks sent no EndForward for up to "
+        f"{max(silent):.0f} s: hung, or the network between"
+    )
+    return [Alert("warning", "stale", instance.instance, text)]

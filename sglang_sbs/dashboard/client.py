@@ -1,0 +1,69 @@
+"""Reads the dashboard's stream of frames from a router.
+
+Owns the connection, the key, and the parsing of server-sent events. Must not know what is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sglang_sbs.dashboard.pages import EVENTS_PATH, SILENT_S
+
+_CONNECT_S = 5.0
+_MAX_EVENT_BYTES = 64 << 20
+
+
+class DashboardError(Exception):
+    """The stream cannot be had; the text says why and what to do."""
+
+
+async def frames(router: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
+    """The frames of one connection, a history first.
+
+    Raises:
+        DashboardError: no router there, no such key, or the stream broke.
+    """
+    url = router.rstrip("/") + EVENTS_PATH
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=SILENT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(url, headers=headers) as answer,
+        ):
+            if answer.status != 200:
+                raise DashboardError(await _refusal(answer, url, key))
+            async for frame in _parse(answer):
+                yield frame
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        text = str(error) or type(error).__name__
+        raise DashboardError(f"{router}: {text} (is the router there? --router URL)") from error
+
+
+async def _parse(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    pending = bytearray()
+    async for piece in answer.content.iter_any():
+        pending += piece
+        if len(pending) > _MAX_EVENT_BYTES:
+            raise DashboardError("an event of the stream is too long to be one")
+        while (end := pending.find(b"\n\n")) >= 0:
+            event = bytes(pending[:end])
+            del pending[: end + 2]
+            for line in event.split(b"\n"):
+                if line.startswith(b"data: "):
+                    yield orjson.loads(line[6:])
+
+
+async def _refusal(answer: aiohttp.ClientResponse, url: str, key: str | None) -> str:
+    if answer.status in (401, 403):
+        if key:
+            return f"{url}: this key is not accepted ({answer.status})"
+        return f"{url}: the router wants a key: --admin-api-key KEY, or SGLANG_SBS_ADMIN_KEY"
+    if answer.status == 404:
+        return f"{url}: not found: is this an sglang-sbs router, and recent enough?"
+    body = (await answer.content.read(300)).decode("utf-8", "replace")
+    return f"{url}: {answer.status} {body}"

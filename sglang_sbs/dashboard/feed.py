@@ -1,0 +1,145 @@
+"""Frames for whoever looks: made five times a second while somebody does, once for all of them.
+
+Owns the ticking and the fan-out. Must not know HTTP, what is in a frame, or who the watchers are.
+
+Cost nothing when nobody looks: the recorder is attached to the scheduler's pump with the first
+watcher, and detached ``LINGER_S`` after the last one has gone (so that reloading the page keeps the
+picture). A watcher is a callback that must not block; it gets a history first, then every frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from sglang_sbs.dashboard.recorder import Problems, Recorder
+from sglang_sbs.router.pump import SchedulerPump
+from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.scheduling.events import Command, Event
+
+logger = logging.getLogger(__name__)
+
+FRAME_S = 0.2
+LINGER_S = 15.0
+
+Take = Callable[[bytes, bool], None]
+"""Gets one frame as JSON, and whether it is a history."""
+Stop = Callable[[], None]
+
+
+class Feed(Protocol):
+    """Where frames come from."""
+
+    def watch(self, take: Take) -> Stop:
+        """Call ``take`` with a history and then with every frame, until the result is called."""
+
+    def close(self) -> None:
+        """No more frames."""
+
+
+class LocalFeed:
+    """Of a scheduler in this process. Must be used from one event loop only."""
+
+    def __init__(
+        self,
+        pump: SchedulerPump,
+        config: SchedulerConfig,
+        *,
+        problems: Problems = lambda: (),
+        alone: bool = False,
+    ) -> None:
+        """``problems`` are those of workers, for the alerts; ``alone`` marks a front end's own."""
+        self._pump = pump
+        self._config = config
+        self._problems = problems
+        self._alone = alone
+        self._recorder: Recorder | None = None
+        self._watchers: dict[int, Take] = {}
+        self._numbers = 0
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def watchers(self) -> int:
+        """How many look now."""
+        return len(self._watchers)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the scheduler's events are recorded now."""
+        return self._recorder is not None
+
+    def watch(self, take: Take) -> Stop:
+        """See :class:`Feed`."""
+        recorder = self._attach()
+        number = self._numbers = self._numbers + 1
+        take(_encode(recorder.history(time.monotonic())), True)
+        self._watchers[number] = take
+
+        def stop() -> None:
+            self._watchers.pop(number, None)
+
+        return stop
+
+    def close(self) -> None:
+        """See :class:`Feed`."""
+        self._watchers.clear()
+        self._detach()
+
+    def _attach(self) -> Recorder:
+        if self._recorder is None:
+            self._recorder = Recorder(
+                self._pump.scheduler,
+                self._config,
+                time.monotonic(),
+                problems=self._problems,
+                errors=lambda: self._pump.errors,
+                alone=self._alone,
+            )
+            self._pump.observer = self._observe
+            self._ticker = asyncio.create_task(self._tick())
+        return self._recorder
+
+    def _detach(self) -> None:
+        self._recorder = None
+        self._pump.observer = None
+        ticker, self._ticker = self._ticker, None
+        if ticker is not None:
+            ticker.cancel()
+
+    def _observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
+        """A defect of the dashboard is not the scheduler's."""
+        try:
+            if self._recorder is not None:
+                self._recorder.observe(event, commands, now_s)
+        except Exception:
+            logger.exception("the dashboard failed on %r and is closed", type(event).__name__)
+            self.close()
+
+    async def _tick(self) -> None:
+        idle_s = 0.0
+        while idle_s < LINGER_S:
+            await asyncio.sleep(FRAME_S)
+            recorder = self._recorder
+            if recorder is None:
+                return
+            idle_s = 0.0 if self._watchers else idle_s + FRAME_S
+            try:
+                frame = recorder.frame(time.monotonic())
+            except Exception:
+                logger.exception("the dashboard failed and is closed")
+                break
+            if self._watchers:
+                payload = _encode(frame)
+                for take in list(self._watchers.values()):
+                    take(payload, False)
+        self._ticker = None
+        self.close()
+
+
+def _encode(frame: dict[str, Any]) -> bytes:
+    return orjson.dumps(frame | {"time_s": round(time.time(), 3)})

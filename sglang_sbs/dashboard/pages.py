@@ -1,0 +1,180 @@
+"""The dashboard over HTTP: the page's files, and the stream of frames behind it.
+
+Owns which path is which file, their security headers, and what becomes of a watcher that does not
+keep up: it is dropped, never buffered for. Must not know what is in a frame or who may see it (the
+key is checked before a request gets here).
+
+The page's files are open to everybody and tell nothing of the cluster; ``/dashboard/events`` wants
+the key of the control plane. The page sends it as a header, so it is in no URL and no log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+
+from aiohttp import web
+
+from sglang_sbs.dashboard.feed import Feed
+from sglang_sbs.router.errors import RouterError
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+EVENTS_PATH = "/dashboard/events"
+MAX_WATCHERS = 32
+PENDING_FRAMES = 10
+"""A watcher that is so many frames behind (two seconds) is dropped."""
+SILENT_S = 10.0
+"""Without a frame for so long the stream ends, and who looks connects anew."""
+
+_ASSETS = {
+    "/dashboard": ("index.html", "text/html"),
+    "/dashboard/app.js": ("app.js", "text/javascript"),
+    "/dashboard/stream.js": ("stream.js", "text/javascript"),
+    "/dashboard/heatmap.js": ("heatmap.js", "text/javascript"),
+    "/dashboard/charts.js": ("charts.js", "text/javascript"),
+    "/dashboard/style.css": ("style.css", "text/css"),
+}
+OPEN_PATHS = frozenset(_ASSETS)
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Dashboard:
+    """``routes`` for the serving port; ``close`` when it ends."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._watchers: set[_Watcher] = set()
+        self._closed = False
+        self.dropped = 0
+        """Watchers that did not keep up."""
+
+    @property
+    def watchers(self) -> int:
+        """Open streams."""
+        return len(self._watchers)
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """Method, path and handler of everything here."""
+        pages: list[tuple[str, str, Handler]] = [
+            ("GET", path, _asset(name, kind)) for path, (name, kind) in _ASSETS.items()
+        ]
+        return [*pages, ("GET", EVENTS_PATH, self.events)]
+
+    def close(self) -> None:
+        """End all streams: the router stops."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.end()
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: ``history`` first, then ``frame`` five times a second.
+
+        Raises:
+            RouterError: 503, too many look already, or the router stops.
+        """
+        if self._closed or len(self._watchers) >= MAX_WATCHERS:
+            raise RouterError(
+                503,
+                "too_many_dashboards",
+                f"{len(self._watchers)} dashboards are open (the limit is {MAX_WATCHERS}): "
+                "close one",
+                retry_after_s=5.0,
+            )
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-store",
+                "X-Content-Type-Options": "nosniff",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        watcher = _Watcher(request.transport)
+        self._watchers.add(watcher)
+        stop = self._feed.watch(watcher.take)
+        try:
+            await response.prepare(request)
+            while (event := await watcher.next()) is not None:
+                await response.write(event)
+        except (ConnectionError, TimeoutError):
+            pass
+        except asyncio.CancelledError:
+            # The watcher left. That is how such streams end, and no failure for the log.
+            if not response.prepared:
+                raise
+        finally:
+            stop()
+            self._watchers.discard(watcher)
+            if watcher.lost:
+                self.dropped += 1
+                logger.info("a dashboard did not keep up and was dropped")
+        return response
+
+
+class _Watcher:
+    """Between the feed, which does not wait, and one connection."""
+
+    def __init__(self, transport: asyncio.Transport | None) -> None:
+        self.lost = False
+        """It did not keep up."""
+        self._pending: deque[bytes] = deque()
+        self._ended = False
+        self._changed = asyncio.Event()
+        self._transport = transport
+
+    def take(self, payload: bytes, full: bool) -> None:
+        """See :data:`~.feed.Take`."""
+        if self._ended:
+            return
+        if len(self._pending) >= PENDING_FRAMES:
+            self.lost = True
+            self._pending.clear()
+            self.end()
+            if self._transport is not None:
+                self._transport.abort()  # the writer waits for it to take more
+            return
+        kind = b"history" if full else b"frame"
+        self._pending.append(b"event: " + kind + b"\ndata: " + payload + b"\n\n")
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def next(self) -> bytes | None:
+        """One event; ``None`` at the end. Raises: TimeoutError, nothing comes any more."""
+        while not self._pending:
+            if self._ended:
+                return None
+            self._changed.clear()
+            async with asyncio.timeout(SILENT_S):
+                await self._changed.wait()
+        return self._pending.popleft()
+
+
+def _asset(name: str, kind: str) -> Handler:
+    """A file of the package, read once."""
+    body = files("sglang_sbs.dashboard").joinpath("static", name).read_bytes()
+    tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        headers = _HEADERS | {"ETag": tag}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+
+    return handler

@@ -1,0 +1,136 @@
+"""Prefill passes as the engines report them, and the bubbles between them.
+
+Owns the merging of the ranks' messages into one record per pass. Must not know requests, clocks or
+who draws it. Times are seconds of the scheduler's clock.
+
+A *bubble* is time between two passes of an instance. It matters only if there was something to do:
+``waste_s`` is how much of it passed while requests waited in the router's queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang_sbs.wire import EndForward
+
+_SETTLE_S = 0.1
+"""Engines that do not gather the tokens of all ranks tell them one by one: wait so long for all."""
+
+
+@dataclass(slots=True)
+class PassRecord:
+    """One forward pass of one prefill instance."""
+
+    instance: str
+    start_s: float
+    end_s: float
+    tokens: list[int]
+    """Extend tokens per DP rank."""
+    gap_s: float = 0.0
+    """Between the end of the pass before and this start; 0 for the first one seen."""
+    waste_s: float = 0.0
+    """Of the gap: requests waited in the router meanwhile."""
+    whole: bool = False
+    """The tokens of all ranks are known."""
+    heard_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Instance:
+    boot_id: str = ""
+    last_id: int = -1
+    ended_s: float | None = None
+    waited_at_end_s: float = 0.0
+    launch_id: int = -1
+    launched_s: float = 0.0
+    waited_at_launch_s: float = 0.0
+    launch_tokens: list[int] = field(default_factory=list)
+    last: PassRecord | None = None
+
+
+class PassHistory:
+    """Feed it every EndForward of prefill ranks; take finished passes from it."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, _Instance] = {}
+        self._unsettled: list[PassRecord] = []
+
+    def on_report(
+        self, instance: str, dp_size: int, report: EndForward, now_s: float, waited_s: float
+    ) -> None:
+        """``waited_s``: for how long in all requests have waited in the router until now."""
+        known = self._instances.get(instance)
+        if known is None:
+            known = self._instances[instance] = _Instance()
+        if report.boot_id != known.boot_id:
+            known = self._instances[instance] = _Instance(boot_id=report.boot_id)
+        if report.kind == "launch":
+            if report.forward_id > max(known.launch_id, known.last_id):
+                known.launch_id = report.forward_id
+                known.launched_s = now_s - report.age_s
+                known.waited_at_launch_s = waited_s
+                known.launch_tokens = _tokens(report, dp_size)
+        elif report.kind == "forward" and report.forward_id >= known.last_id:
+            self._ended(instance, known, dp_size, report, now_s, waited_s)
+
+    def _ended(
+        self,
+        instance: str,
+        known: _Instance,
+        dp_size: int,
+        report: EndForward,
+        now_s: float,
+        waited_s: float,
+    ) -> None:
+        if report.forward_id == known.last_id:
+            last = known.last
+            if last is not None and not last.whole and report.dp_rank < len(last.tokens):
+                last.tokens[report.dp_rank] = report.extend_tokens
+            return
+        known.last_id = report.forward_id
+        tokens = _tokens(report, dp_size)
+        if report.forward_s <= 0 or not any(tokens):
+            return  # an idle pass: the ranks only kept each other company
+        end_s = now_s - report.age_s
+        start_s = end_s - report.forward_s
+        whole = report.tokens_per_rank is not None and len(report.tokens_per_rank) == dp_size
+        record = PassRecord(instance, start_s, end_s, tokens, whole=whole, heard_s=now_s)
+        if known.ended_s is not None:
+            record.gap_s = max(0.0, start_s - known.ended_s)
+            if known.launch_id == report.forward_id:
+                waste_s = known.waited_at_launch_s - known.waited_at_end_s
+                record.waste_s = min(record.gap_s, max(0.0, waste_s))
+        known.ended_s = end_s
+        known.waited_at_end_s = waited_s
+        known.last = record
+        self._unsettled.append(record)
+
+    def running(self, instance: str) -> tuple[float, list[int]] | None:
+        """Start and tokens per rank of the pass that runs, as reported."""
+        known = self._instances.get(instance)
+        if known is None or known.launch_id <= known.last_id:
+            return None
+        return known.launched_s, known.launch_tokens
+
+    def last_end_s(self, instance: str) -> float | None:
+        """When the newest pass ended."""
+        known = self._instances.get(instance)
+        return known.ended_s if known is not None else None
+
+    def take(self, now_s: float) -> list[PassRecord]:
+        """Passes that ended since the last call and are known in full, oldest first."""
+        ready = [p for p in self._unsettled if p.whole or now_s - p.heard_s >= _SETTLE_S]
+        if ready:
+            self._unsettled = [p for p in self._unsettled if p not in ready]
+        return ready
+
+
+def _tokens(report: EndForward, dp_size: int) -> list[int]:
+    """Of every rank if the engine gathers them, else of this one."""
+    gathered = report.tokens_per_rank
+    if gathered is not None and len(gathered) == dp_size:
+        return list(gathered)
+    tokens = [0] * dp_size
+    if 0 <= report.dp_rank < dp_size:
+        tokens[report.dp_rank] = report.extend_tokens
+    return tokens

@@ -1,0 +1,388 @@
+"""Watches a scheduler's events and makes the frames of the dashboard of them. Sans-I/O.
+
+Owns what is remembered: the passes of the last half minute, the last gangs, hold times, refusals,
+the length of the queue, all of it bounded. Must not know sockets, clocks, or who looks. Reads the
+scheduler, never changes it.
+
+A *frame* has the state as it is now and what is new since the frame before; a *history* has the
+state and all that is remembered, for who begins to look. A history and the frames after it fit
+together: whoever misses one frame begins anew with a history.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.passes import PassHistory, PassRecord
+from sglang_sbs.dashboard.shadow import Shape
+from sglang_sbs.dashboard.ttft import RULES, TtftComparison, percentile
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.events import (
+    Command,
+    Dispatch,
+    Event,
+    ForwardEnded,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+)
+from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
+
+FRAME_VERSION = 1
+PASSES_S = 30.0
+RECENT_S = 60.0
+HOLD_BOUNDS_S = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_GANGS = 60
+_GANGS_PER_FRAME = 40
+_GANG_RIDS = 3
+_MAX_PASSES = 20_000
+_MAX_HOLDS = 2_000
+_MAX_WAITING = 20_000
+_SHOWN_WAITING = 8
+_QUEUE_SAMPLES = 300
+
+Problems = Callable[[], Sequence[tuple[str, str]]]
+
+
+class Gang(msgspec.Struct):
+    """Requests dispatched to one prefill instance together."""
+
+    batch: int
+    at_s: float
+    prefill: str
+    reason: str
+    requests: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+    held_min_s: float = 0.0
+    held_max_s: float = 0.0
+    ranks: dict[int, int] = {}
+    """Requests by prefill DP rank."""
+    rids: list[str] = []
+    """The first few."""
+
+
+class Recorder:
+    """``observe`` what the scheduler does; ask for a ``frame`` at regular times."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: SchedulerConfig,
+        now_s: float,
+        *,
+        problems: Problems = lambda: (),
+        errors: Callable[[], int] = lambda: 0,
+        alone: bool = False,
+    ) -> None:
+        """``scheduler`` is a :class:`~sglang_sbs.scheduling.Scheduler`, or has its ``snapshot``.
+        ``problems`` are those of workers, ``errors`` the events the scheduler failed on."""
+        self._scheduler = scheduler
+        self._config = config
+        self._problems = problems
+        self._errors = errors
+        self._alone = alone
+        self._pass_history = PassHistory()
+        self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
+        self._gangs: deque[Gang] = deque(maxlen=_GANGS)
+        self._new_gangs: list[Gang] = []
+        self._holds: deque[tuple[float, float]] = deque(maxlen=_MAX_HOLDS)
+        self._dispatches: deque[tuple[float, int]] = deque(maxlen=_QUEUE_SAMPLES)
+        self._dispatched = 0
+        self._refusals: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
+        self._fires: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
+        self._known_fires: dict[str, int] = {}
+        self._waiting: dict[str, tuple[int, float]] = {}
+        self._placed: dict[str, str] = {}
+        self._waited_s = 0.0
+        self._waiting_since_s: float | None = None
+        self._queue: deque[tuple[float, int]] = deque(maxlen=_QUEUE_SAMPLES)
+        self.ttft = TtftComparison()
+        self._follow(now_s, begin=True)
+
+    # What happens -----------------------------------------------------------------------------
+
+    def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
+        """One event and what the scheduler answered. Cheap: it is called for every event."""
+        match event:
+            case ForwardEnded():
+                self._on_report(event, now_s)
+            case RequestArrived():
+                self._on_arrived(event, now_s)
+            case PrefillDone():
+                instance = self._placed.pop(event.rid, "")
+                self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(instance))
+            case RequestEnded():
+                self._waiting.pop(event.rid, None)
+                self._placed.pop(event.rid, None)
+                self.ttft.ended(event.rid)
+            case _:
+                pass
+        for command in commands:
+            if isinstance(command, Dispatch):
+                self._on_dispatch(command, now_s)
+            elif isinstance(command, Refuse):
+                self._waiting.pop(command.rid, None)
+                self._refusals.append((now_s, command.cause))
+                self.ttft.ended(command.rid)
+        self._clock(now_s)
+
+    def _clock(self, now_s: float) -> None:
+        """The time for which something waited."""
+        since_s = self._waiting_since_s
+        if since_s is not None:
+            self._waited_s += now_s - since_s
+        self._waiting_since_s = now_s if self._waiting else None
+
+    def _on_report(self, event: ForwardEnded, now_s: float) -> None:
+        report = event.report
+        if report.role == "prefill":
+            self._clock(now_s)
+            self._pass_history.on_report(
+                event.instance, report.dp_size, report, now_s, self._waited_s
+            )
+
+    def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
+        if len(self._waiting) >= _MAX_WAITING:
+            self._waiting.pop(next(iter(self._waiting)))
+        tokens = max(1, event.prompt_tokens)
+        self._waiting[event.rid] = (tokens, now_s)
+        latency_s = (
+            self._scheduler.interval.latency_s if isinstance(self._scheduler, Scheduler) else 0.0
+        )
+        self.ttft.arrived(event.rid, tokens, now_s, latency_s)
+
+    def _on_dispatch(self, command: Dispatch, now_s: float) -> None:
+        tokens, _ = self._waiting.pop(command.rid, (0, now_s))
+        self._dispatched += 1
+        self._holds.append((now_s, command.held_s))
+        if len(self._placed) >= _MAX_WAITING:
+            self._placed.pop(next(iter(self._placed)))
+        self._placed[command.rid] = command.prefill
+        self.ttft.dispatched(
+            command.rid, command.prefill, command.prefill_rank, command.cached_tokens, now_s
+        )
+        last = self._new_gangs[-1] if self._new_gangs else None
+        if last is None or last.batch != command.batch:
+            last = Gang(command.batch, now_s, command.prefill, command.reason)
+            last.held_min_s = command.held_s
+            self._new_gangs.append(last)
+            del self._new_gangs[:-_GANGS_PER_FRAME]
+        last.requests += 1
+        last.tokens += tokens
+        last.cached_tokens += command.cached_tokens
+        last.held_min_s = min(last.held_min_s, command.held_s)
+        last.held_max_s = max(last.held_max_s, command.held_s)
+        last.ranks[command.prefill_rank] = last.ranks.get(command.prefill_rank, 0) + 1
+        if len(last.rids) < _GANG_RIDS:
+            last.rids.append(command.rid)
+
+    # Frames -----------------------------------------------------------------------------------
+
+    def frame(self, now_s: float) -> dict[str, Any]:
+        """The state, and what is new since the last call."""
+        self._clock(now_s)
+        passes = self._pass_history.take(now_s)
+        gangs, self._new_gangs = self._new_gangs, []
+        snapshot: Snapshot = self._scheduler.snapshot(now_s)
+        self._follow(now_s)
+        self._queue.append((now_s, snapshot.queue_requests))
+        self._dispatches.append((now_s, self._dispatched))
+        self._count_fires(snapshot, now_s)
+        self._passes.extend(passes)
+        self._gangs.extend(gangs)
+        self._forget(now_s)
+        return self._state(snapshot, now_s) | {
+            "full": False,
+            "passes": [_pass(one) for one in passes],
+            "gangs": [_gang(gang) for gang in gangs],
+        }
+
+    def history(self, now_s: float) -> dict[str, Any]:
+        """The state, and everything remembered up to the last frame."""
+        self._clock(now_s)
+        snapshot: Snapshot = self._scheduler.snapshot(now_s)
+        return self._state(snapshot, now_s) | {
+            "full": True,
+            "passes": [_pass(one) for one in self._passes],
+            "gangs": [_gang(gang) for gang in self._gangs],
+            "queue_trail": [[round(at_s, 3), requests] for at_s, requests in self._queue],
+        }
+
+    def _state(self, snapshot: Snapshot, now_s: float) -> dict[str, Any]:
+        recent = Recent(
+            refusals=Counter(cause for at_s, cause in self._refusals if now_s - at_s <= RECENT_S),
+            watchdog_fires=Counter(name for at_s, name in self._fires if now_s - at_s <= RECENT_S),
+            problems=self._problems(),
+            scheduler_errors=self._errors(),
+            alone=self._alone,
+        )
+        config = self._config
+        return {
+            "v": FRAME_VERSION,
+            "now_s": round(now_s, 4),
+            "alone": self._alone,
+            "policy": snapshot.policy,
+            "trigger": snapshot.trigger,
+            "limits": {
+                "queue_requests": config.max_queue_requests,
+                "queue_tokens": config.max_queue_tokens,
+                "n_limit": config.n_limit,
+            },
+            "queue": {
+                "requests": snapshot.queue_requests,
+                "tokens": snapshot.queue_tokens,
+                "oldest_wait_s": round(snapshot.oldest_wait_s, 4),
+                "in_flight": snapshot.in_flight_requests,
+                "throttled": snapshot.throttled,
+                "oldest": self._oldest(now_s),
+            },
+            "timing": {
+                "interval_s": round(snapshot.interval_s, 4),
+                "mean_forward_s": round(snapshot.mean_forward_s, 4),
+                "latency_s": round(snapshot.latency_s, 4),
+                "lead_s": None if snapshot.lead_s is None else round(snapshot.lead_s, 4),
+            },
+            "rates": {
+                "batches": snapshot.batches,
+                "dispatched_per_s": self._dispatch_rate(),
+                "refused_in_60_s": recent.refusals,
+            },
+            "hold": self._hold(now_s),
+            "prefill": [self._prefill(one) for one in snapshot.prefill],
+            "decode": [_decode(one) for one in snapshot.decode],
+            "ttft": self.ttft.summary(now_s) | {"rules": RULES},
+            "alerts": [
+                msgspec.to_builtins(alert) for alert in find_alerts(snapshot, config, recent)
+            ],
+        }
+
+    def _oldest(self, now_s: float) -> list[list[Any]]:
+        """The requests that wait longest, of those that arrived while somebody looked."""
+        shown: list[list[Any]] = []
+        for rid, (tokens, arrived_s) in self._waiting.items():
+            if len(shown) == _SHOWN_WAITING:
+                break
+            shown.append([rid, tokens, round(now_s - arrived_s, 3)])
+        return shown
+
+    def _dispatch_rate(self) -> float:
+        """Over the last ten seconds or less."""
+        if len(self._dispatches) < 2:
+            return 0.0
+        last_s, last = self._dispatches[-1]
+        first_s, first = next(one for one in self._dispatches if last_s - one[0] <= 10.0)
+        return round((last - first) / (last_s - first_s), 2) if last_s > first_s else 0.0
+
+    def _hold(self, now_s: float) -> dict[str, Any]:
+        held = sorted(held_s for at_s, held_s in self._holds if now_s - at_s <= RECENT_S)
+        counts = [0] * (len(HOLD_BOUNDS_S) + 1)
+        bucket = 0
+        for held_s in held:
+            while bucket < len(HOLD_BOUNDS_S) and held_s > HOLD_BOUNDS_S[bucket]:
+                bucket += 1
+            counts[bucket] += 1
+        figures = (
+            {"p50": percentile(held, 0.5), "p95": percentile(held, 0.95), "max": held[-1]}
+            if held
+            else {}
+        )
+        return {
+            "requests": len(held),
+            "bounds_s": HOLD_BOUNDS_S,
+            "counts": counts,
+            **{name: round(value, 4) for name, value in figures.items()},
+        }
+
+    def _prefill(self, state: PrefillState) -> dict[str, Any]:
+        running = self._pass_history.running(state.instance)
+        return {
+            "instance": state.instance,
+            "up": state.up,
+            "tier": state.tier,
+            "ready": state.ready,
+            "free_in_s": round(state.predicted_free_in_s, 3),
+            "error_s": round(state.prediction_error_s, 4),
+            "passes": state.passes,
+            "watchdog_fires": state.watchdog_fires,
+            "chunk": state.chunk_tokens,
+            "running": None if running is None else [round(running[0], 3), running[1]],
+            "c_avail": [rank.c_avail for rank in state.ranks],
+            "flight": [rank.flight_tokens for rank in state.ranks],
+            "queued": [rank.queued_tokens for rank in state.ranks],
+            "requests": [rank.outstanding_requests for rank in state.ranks],
+            "age": [_age(rank.age_s) for rank in state.ranks],
+        }
+
+    # Inside -----------------------------------------------------------------------------------
+
+    def _follow(self, now_s: float, *, begin: bool = False) -> None:
+        """Tell the shadows which instances are up, and at first what they are busy with."""
+        scheduler = self._scheduler
+        if not isinstance(scheduler, Scheduler):
+            return
+        up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
+        shapes = {one.id: Shape(one.dp_size, one.chunk_tokens, one.model) for one in up}
+        self.ttft.follow(shapes, now_s)
+        if begin:
+            ranks = sum(one.dp_size for one in up)
+            each = scheduler.queue.tokens // ranks if ranks else 0
+            for one in up:
+                backlog = [rank.backlog_tokens + each for rank in one.ranks]
+                free_s = one.passes[-1].end_s if one.passes else now_s
+                self.ttft.preload(one.id, backlog, free_s)
+
+    def _count_fires(self, snapshot: Snapshot, now_s: float) -> None:
+        for state in snapshot.prefill:
+            known = self._known_fires.get(state.instance, state.watchdog_fires)
+            self._fires.extend((now_s, state.instance) for _ in range(state.watchdog_fires - known))
+            self._known_fires[state.instance] = state.watchdog_fires
+
+    def _forget(self, now_s: float) -> None:
+        while self._passes and now_s - self._passes[0].end_s > PASSES_S:
+            self._passes.popleft()
+        while self._holds and now_s - self._holds[0][0] > RECENT_S:
+            self._holds.popleft()
+
+
+def _pass(one: PassRecord) -> list[Any]:
+    """Instance, start, end, gap before it, wasted part of the gap, tokens per rank."""
+    return [
+        one.instance,
+        round(one.start_s, 3),
+        round(one.end_s, 3),
+        round(one.gap_s, 4),
+        round(one.waste_s, 4),
+        one.tokens,
+    ]
+
+
+def _gang(gang: Gang) -> dict[str, Any]:
+    return msgspec.structs.asdict(gang) | {
+        "at_s": round(gang.at_s, 3),
+        "held_min_s": round(gang.held_min_s, 4),
+        "held_max_s": round(gang.held_max_s, 4),
+        "ranks": sorted(gang.ranks.items()),
+    }
+
+
+def _decode(state: DecodeState) -> dict[str, Any]:
+    return {
+        "instance": state.instance,
+        "up": state.up,
+        "kv_capacity": state.kv_capacity_tokens,
+        "running": [rank.running for rank in state.ranks],
+        "kv": [rank.kv_tokens for rank in state.ranks],
+        "flight": [rank.flight_requests for rank in state.ranks],
+        "age": [_age(rank.age_s) for rank in state.ranks],
+    }
+
+
+def _age(age_s: float | None) -> float | None:
+    return None if age_s is None else round(age_s, 2)

@@ -1,0 +1,202 @@
+"""What prefill would do if requests were placed by another rule: an estimate, sans-I/O.
+
+Owns a model of queues and passes per DP rank: first come first served up to the chunk, all ranks of
+an instance in step, a pass as long as the scheduler's own learned forward model says. Must not know
+the scheduler's state, decode, or what the result is compared with.
+
+It is an estimate: KV transfer, decode, failures and the pages of a chunk are left out, and the
+forward model has its error. :mod:`.ttft` shows how far the same model is off for what was really
+done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+MAX_REQUESTS = 20_000
+"""A shadow with more unfinished requests has lost touch: it is emptied and starts again."""
+
+
+class Model(Protocol):
+    """Of :class:`sglang_sbs.scheduling.forward_model.ForwardModel`."""
+
+    def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
+        """Forward time of a pass."""
+
+
+@dataclass(slots=True)
+class Shape:
+    """What must be known of an instance."""
+
+    dp_size: int
+    chunk_tokens: int
+    model: Model
+
+
+@dataclass(slots=True)
+class _Prompt:
+    rid: str
+    left_tokens: int
+    context_tokens: int
+    ready_s: float
+
+
+@dataclass(slots=True)
+class ShadowRank:
+    """One DP rank."""
+
+    prompts: deque[_Prompt] = field(default_factory=deque)
+    outstanding_tokens: int = 0
+
+
+@dataclass(slots=True)
+class ShadowInstance:
+    """One prefill instance."""
+
+    shape: Shape
+    ranks: list[ShadowRank]
+    free_s: float
+    ends_s: float | None = None
+    """Of the pass that runs."""
+    finishing: list[str] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+
+
+Place = tuple[str, int]
+"""Instance and DP rank."""
+Rule = Callable[[dict[str, ShadowInstance]], Place]
+
+
+class RoundRobin:
+    """Instances in turn, DP ranks in turn: a gateway's default over SGLang's own round robin."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._ranks: dict[str, int] = {}
+
+    def __call__(self, instances: dict[str, ShadowInstance]) -> Place:
+        names = list(instances)
+        name = names[self._turn % len(names)]
+        self._turn += 1
+        rank = self._ranks.get(name, 0) % instances[name].shape.dp_size
+        self._ranks[name] = rank + 1
+        return name, rank
+
+
+def least_tokens(instances: dict[str, ShadowInstance]) -> Place:
+    """The DP rank with the fewest unfinished prompt tokens: a gateway whose count is never late."""
+    return min(
+        ((name, rank) for name, one in instances.items() for rank in range(len(one.ranks))),
+        key=lambda place: instances[place[0]].ranks[place[1]].outstanding_tokens,
+    )
+
+
+class ShadowCluster:
+    """Place requests, then :meth:`advance`; times must not go back."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, ShadowInstance] = {}
+        self.requests = 0
+        """Placed and not finished."""
+
+    def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
+        """These instances are up now; what one that went had is dropped."""
+        for name in list(self.instances):
+            shape = shapes.get(name)
+            if shape is None or shape.dp_size != self.instances[name].shape.dp_size:
+                self._drop(name)
+        for name, shape in shapes.items():
+            known = self.instances.get(name)
+            if known is None:
+                ranks = [ShadowRank() for _ in range(shape.dp_size)]
+                self.instances[name] = ShadowInstance(shape, ranks, free_s=now_s)
+            else:
+                known.shape = shape
+
+    def _drop(self, name: str) -> None:
+        gone = self.instances.pop(name)
+        unfinished = [p.rid for rank in gone.ranks for p in rank.prompts if p.rid]
+        self.requests -= len(unfinished) + len([rid for rid in gone.finishing if rid])
+
+    def preload(self, name: str, backlog_tokens: Sequence[int], free_s: float) -> None:
+        """What an instance is busy with when watching begins."""
+        instance = self.instances[name]
+        instance.free_s = free_s
+        for rank, tokens in zip(instance.ranks, backlog_tokens, strict=True):
+            if tokens > 0:
+                rank.prompts.append(_Prompt("", tokens, 0, free_s))
+                rank.outstanding_tokens += tokens
+
+    def place(self, rid: str, where: Place, tokens: int, ready_s: float, cached: int = 0) -> None:
+        """A request becomes runnable at ``ready_s``; ``tokens`` without the ``cached`` ones."""
+        instance = self.instances.get(where[0])
+        if instance is None or where[1] >= len(instance.ranks):
+            return
+        if self.requests >= MAX_REQUESTS:
+            shapes = {name: one.shape for name, one in self.instances.items()}
+            self.instances.clear()
+            self.requests = 0
+            self.follow(shapes, ready_s)
+            instance = self.instances[where[0]]
+        rank = instance.ranks[where[1]]
+        rank.prompts.append(_Prompt(rid, max(1, tokens), cached, ready_s))
+        rank.outstanding_tokens += max(1, tokens)
+        self.requests += 1
+
+    def advance(self, now_s: float) -> list[tuple[str, float]]:
+        """Let passes happen until now; the requests that finished, and when."""
+        finished: list[tuple[str, float]] = []
+        for instance in self.instances.values():
+            while _step(instance, now_s, finished):
+                pass
+        self.requests -= len(finished)
+        return finished
+
+
+def _step(instance: ShadowInstance, now_s: float, finished: list[tuple[str, float]]) -> bool:
+    """End or begin one pass; False if nothing more happens until ``now_s``."""
+    if instance.ends_s is not None:
+        if instance.ends_s > now_s:
+            return False
+        ended_s, instance.ends_s = instance.ends_s, None
+        instance.free_s = ended_s
+        finished.extend((rid, ended_s) for rid in instance.finishing if rid)
+        for rank, tokens in zip(instance.ranks, instance.taken, strict=True):
+            rank.outstanding_tokens -= tokens
+    heads = [rank.prompts[0].ready_s for rank in instance.ranks if rank.prompts]
+    if not heads:
+        return False
+    start_s = max(instance.free_s, min(heads))
+    if start_s > now_s:
+        return False
+    instance.finishing = []
+    instance.taken = []
+    pairs: list[float] = []
+    for rank in instance.ranks:
+        tokens, mine = _compute(rank, instance.shape.chunk_tokens, start_s, instance.finishing)
+        instance.taken.append(tokens)
+        pairs.append(mine)
+    instance.ends_s = start_s + instance.shape.model.predict_s(instance.taken, pairs)
+    return True
+
+
+def _compute(
+    rank: ShadowRank, room_tokens: int, start_s: float, finishing: list[str]
+) -> tuple[int, float]:
+    """Take a chunk's worth from the queue: tokens and attention pairs."""
+    taken, pairs = 0, 0.0
+    while rank.prompts and taken < room_tokens and rank.prompts[0].ready_s <= start_s:
+        prompt = rank.prompts[0]
+        part = min(room_tokens - taken, prompt.left_tokens)
+        pairs += part * (prompt.context_tokens + part / 2)
+        taken += part
+        prompt.left_tokens -= part
+        prompt.context_tokens += part
+        if prompt.left_tokens:
+            break
+        rank.prompts.popleft()
+        finishing.append(prompt.rid)
+    return taken, pairs

@@ -1,0 +1,331 @@
+// The page: takes frames and fills the panels. Everything that comes from elsewhere is set as text,
+// never as markup.
+
+import { Timeline, WINDOW_S, drawTrail } from "./charts.js";
+import { HeatMap, legend, shade } from "./heatmap.js";
+import { Stream } from "./stream.js";
+
+const KEY = "sglang-sbs-key";
+const THEME = "sglang-sbs-theme";
+const STALE_S = 3;
+const TRAIL_S = 60;
+const GANGS = 25;
+const HIDDEN_MS = 10000;
+const FAR_OFF = 0.25;
+
+const $ = (id) => document.getElementById(id);
+
+function text(id, value) {
+  const element = $(id);
+  if (element.textContent !== value) element.textContent = value;
+}
+
+function make(tag, className, content) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (content !== undefined) element.textContent = content;
+  return element;
+}
+
+const count = (value) => value.toLocaleString("en-US");
+const seconds = (value) => (value === undefined || value === null ? "–" : value < 1 ? Math.round(value * 1000) + " ms" : value.toFixed(value < 10 ? 2 : 1) + " s");
+const tokens = (value) => (Math.abs(value) < 1000 ? String(value) : (value / 1000).toFixed(Math.abs(value) < 10000 ? 1 : 0) + "k");
+const age = (value) => (value === null ? "never" : seconds(value) + " ago");
+
+const state = { frame: null, gangs: [], trail: [], pending: false, redraw: false };
+const timeline = new Timeline($("timeline-map"));
+const prefillMap = new HeatMap($("prefill-map"), $("tip"), (instance, rank) => {
+  const one = instance.data;
+  return [
+    one.instance + "  DP rank " + rank,
+    "C_avail " + count(one.c_avail[rank]) + " of " + count(one.chunk) + " tokens",
+    "in flight " + count(one.flight[rank]) + ", queued " + count(one.queued[rank]) + " tokens",
+    count(one.requests[rank]) + " requests not prefilled",
+    "EndForward " + age(one.age[rank]),
+    (one.up ? "up" : "down") + ", signal: " + one.tier + ", free in " + seconds(one.free_in_s),
+  ];
+});
+const decodeMap = new HeatMap($("decode-map"), $("tip"), (instance, rank) => {
+  const one = instance.data;
+  return [
+    one.instance + "  DP rank " + rank,
+    "B " + count(one.running[rank]) + " running requests, " + count(one.flight[rank]) + " on their way",
+    "K " + count(one.kv[rank]) + (one.kv_capacity ? " of " + count(one.kv_capacity) : "") + " KV tokens",
+    "EndForward " + age(one.age[rank]),
+    one.up ? "up" : "down",
+  ];
+});
+
+// Frames ---------------------------------------------------------------------------------------
+
+function onEvent(kind, frame) {
+  if (kind === "history") {
+    timeline.clear();
+    state.gangs = [];
+    state.trail = frame.queue_trail;
+  } else if (!state.frame) {
+    return;
+  }
+  state.frame = frame;
+  timeline.add(frame.passes, frame.now_s);
+  state.gangs = state.gangs.concat(frame.gangs).slice(-GANGS);
+  state.trail.push([frame.now_s, frame.queue.requests]);
+  while (state.trail.length && state.trail[0][0] < frame.now_s - TRAIL_S) state.trail.shift();
+  if (!state.pending && !document.hidden) {
+    state.pending = true;
+    requestAnimationFrame(draw);
+  }
+}
+
+function draw() {
+  state.pending = false;
+  const frame = state.frame;
+  if (!frame || document.hidden) return;
+  const again = state.redraw;
+  state.redraw = false;
+  drawHeader(frame);
+  drawAlerts(frame.alerts);
+  prefillMap.draw(frame.prefill.map(prefillCells), again);
+  drawDecode(frame, again);
+  const rows = frame.prefill;
+  timeline.draw(rows, frame.now_s);
+  const did = timeline.summary(frame.now_s, rows);
+  text("timeline-summary", did ? Math.round(did.busy * 100) + " % busy, " + (did.waste * 100).toFixed(1) + " % bubbles while requests waited" : "");
+  $("timeline-none").hidden = Boolean(did) || rows.length === 0;
+  const total = rows.reduce((sum, one) => sum + one.c_avail.length, 0);
+  text("prefill-summary", rows.length + " instances, " + total + " DP ranks");
+  drawQueue(frame);
+  drawTtft(frame.ttft);
+  drawGangs(frame.now_s);
+}
+
+function prefillCells(one) {
+  return {
+    instance: one.instance,
+    up: one.up,
+    data: one,
+    cells: one.c_avail.map((free, rank) => ({
+      left: shade(one.chunk ? (one.chunk - free) / (1.5 * one.chunk) : 0),
+      text: tokens(free) + "\n" + (one.age[rank] === null ? "–" : one.age[rank].toFixed(1) + " s"),
+      stale: one.age[rank] !== null && one.age[rank] > STALE_S,
+      silent: one.age[rank] === null,
+    })),
+  };
+}
+
+function drawDecode(frame, again) {
+  let most = 1;
+  let fullest = 1;
+  let ranks = 0;
+  for (const one of frame.decode) {
+    ranks += one.running.length;
+    for (const value of one.running) most = Math.max(most, value);
+    for (const value of one.kv) fullest = Math.max(fullest, value);
+  }
+  text("decode-summary", frame.decode.length + " instances, " + ranks + " DP ranks, most B " + count(most) + ", most K " + count(fullest));
+  const instances = frame.decode.map((one) => ({
+    instance: one.instance,
+    up: one.up,
+    data: one,
+    cells: one.running.map((running, rank) => ({
+      left: shade(running / most),
+      right: shade(one.kv[rank] / (one.kv_capacity || fullest)),
+      text: running + "\n" + tokens(one.kv[rank]),
+      stale: one.age[rank] !== null && one.age[rank] > STALE_S,
+      silent: one.age[rank] === null,
+    })),
+  }));
+  decodeMap.draw(instances, again);
+}
+
+function drawHeader(frame) {
+  text("policy", frame.policy + (frame.policy === "sbs" ? ", " + frame.trigger + " trigger" : "") + (frame.alone ? ", without the scheduler process" : ""));
+  const timing = frame.timing;
+  const figures = [
+    ["waiting", count(frame.queue.requests)],
+    ["in flight", count(frame.queue.in_flight)],
+    ["dispatched/s", frame.rates.dispatched_per_s.toFixed(1)],
+    ["I_opt", seconds(timing.interval_s)],
+    ["mean T_fwd", seconds(timing.mean_forward_s)],
+    ["L_net", seconds(timing.latency_s)],
+    ["lead", seconds(timing.lead_s)],
+  ];
+  const list = $("figures");
+  if (list.childElementCount !== figures.length) {
+    list.replaceChildren(...figures.map(([name]) => {
+      const pair = make("div");
+      pair.append(make("dt", "", name), make("dd"));
+      return pair;
+    }));
+  }
+  figures.forEach(([, value], i) => {
+    const shown = list.children[i].lastChild;
+    if (shown.textContent !== value) shown.textContent = value;
+  });
+}
+
+let shownAlerts = "";
+
+function drawAlerts(alerts) {
+  const look = JSON.stringify(alerts);
+  if (look === shownAlerts) return;
+  shownAlerts = look;
+  const items = alerts.slice(0, 100).map((alert) => make("li", alert.severity === "critical" ? "critical" : "warning", (alert.subject ? alert.subject + ": " : "") + alert.text));
+  $("alert-list").replaceChildren(...(items.length ? items : [make("li", "none", "none")]));
+}
+
+function bars(id, rows) {
+  const box = $(id);
+  if (box.childElementCount !== rows.length) {
+    box.replaceChildren(...rows.map((row) => {
+      const bar = make("div", "bar " + (row.kind || ""));
+      const track = make("div", "track");
+      track.append(make("div", "tail"), make("div", "fill"));
+      bar.append(make("span"), track, make("span"));
+      return bar;
+    }));
+  }
+  rows.forEach((row, i) => {
+    const [name, track, value] = box.children[i].children;
+    if (name.textContent !== row.name) name.textContent = row.name;
+    if (value.textContent !== row.value) value.textContent = row.value;
+    const widths = [(row.tail || 0) * 100, row.fill * 100];
+    widths.forEach((width, part) => {
+      const wanted = width.toFixed(1) + "%";
+      if (track.children[part].style.width !== wanted) track.children[part].style.width = wanted;
+    });
+  });
+}
+
+function drawQueue(frame) {
+  const queue = frame.queue;
+  drawTrail($("queue-trail"), state.trail, frame.now_s, TRAIL_S);
+  text("queue-now", count(queue.requests) + " of at most " + count(frame.limits.queue_requests) + " requests wait with " + count(queue.tokens) + " tokens, the first for " + seconds(queue.oldest_wait_s) + (queue.throttled ? "; flow control refuses new ones" : ""));
+  const hold = frame.hold;
+  const most = Math.max(1, ...hold.counts);
+  bars("hold", hold.counts.map((value, i) => ({
+    name: i < hold.bounds_s.length ? "up to " + seconds(hold.bounds_s[i]) : "longer",
+    fill: value / most,
+    value: count(value),
+  })));
+  text("hold-now", hold.requests ? "Held in the last minute: p50 " + seconds(hold.p50) + ", p95 " + seconds(hold.p95) + ", longest " + seconds(hold.max) : "Nothing was dispatched in the last minute.");
+  const rows = queue.oldest.map(([rid, size, waits]) => {
+    const row = make("tr");
+    row.append(make("td", "", rid), make("td", "", count(size)), make("td", "", seconds(waits)));
+    return row;
+  });
+  $("oldest").tBodies[0].replaceChildren(...rows);
+  $("oldest").hidden = rows.length === 0;
+}
+
+function drawTtft(ttft) {
+  const names = [
+    ["measured", "measured", "here, measured"],
+    ["modelled", "modelled", "here, by the same model"],
+    ["least_tokens", "estimate", "immediate, least tokens"],
+    ["round_robin", "estimate", "immediate, round robin"],
+  ];
+  const figures = ttft.figures;
+  const most = Math.max(0.001, ...Object.values(figures).map((one) => one.p95));
+  bars("ttft-bars", names.map(([key, kind, name]) => {
+    const one = figures[key];
+    return one
+      ? { name, kind, fill: one.p50 / most, tail: one.p95 / most, value: "p50 " + seconds(one.p50) + ", p95 " + seconds(one.p95) }
+      : { name, kind, fill: 0, value: "–" };
+  }));
+  const behind = Object.entries(ttft.unfinished).filter(([, value]) => value > 0).map(([key, value]) => key.replace("_", " ") + " " + count(value));
+  text("ttft-note", "Until prefill's answer, " + count(ttft.requests) + " requests of the last minute. The last two are an estimate: the same requests in a model of these instances with the forward times learned here"
+    + (figures.measured ? "; for what was really done that model is " + deviation(figures) : "") + "."
+    + (behind.length ? " Unfinished in the model: " + behind.join(", ") + "." : ""));
+}
+
+function deviation(figures) {
+  const off = figures.modelled.mean / Math.max(1e-6, figures.measured.mean) - 1;
+  const far = Math.abs(off) > FAR_OFF ? " off: too much to compare with" : " off";
+  return (off < 0 ? "−" : "+") + Math.abs(off * 100).toFixed(0) + " %" + far;
+}
+
+function drawGangs(now) {
+  const rows = $("gangs");
+  const gangs = state.gangs.slice().reverse();
+  while (rows.childElementCount < gangs.length) {
+    const row = make("tr");
+    for (let i = 0; i < 9; i += 1) row.append(make("td"));
+    rows.append(row);
+  }
+  while (rows.childElementCount > gangs.length) rows.lastChild.remove();
+  gangs.forEach((gang, i) => {
+    const ranks = gang.ranks.map(([rank, requests]) => rank + (requests > 1 ? "×" + requests : ""));
+    const held = gang.requests > 1 ? seconds(gang.held_min_s) + " … " + seconds(gang.held_max_s) : seconds(gang.held_max_s);
+    const cells = [Math.max(0, now - gang.at_s).toFixed(0) + " s", String(gang.batch), gang.prefill.replace(/^https?:\/\//, ""), count(gang.requests), count(gang.tokens), count(gang.cached_tokens), ranks.join(" "), held, gang.reason];
+    cells.forEach((value, k) => {
+      const cell = rows.children[i].children[k];
+      if (cell.textContent !== value) cell.textContent = value;
+    });
+  });
+}
+
+// The key, the theme, and whether somebody looks ----------------------------------------------------
+
+const stream = new Stream("dashboard/events", {
+  onEvent,
+  onState(what, good) {
+    text("connection", what);
+    $("connection").className = "tag " + (good ? "good" : "bad");
+    if (good) {
+      $("login").hidden = true;
+      $("board").hidden = false;
+      $("forget").hidden = !sessionStorage.getItem(KEY);
+    }
+  },
+  onRefused(why) {
+    sessionStorage.removeItem(KEY);
+    text("connection", "wants a key");
+    $("connection").className = "tag bad";
+    $("board").hidden = true;
+    $("login").hidden = false;
+    $("refused").textContent = why;
+    $("forget").hidden = true;
+    $("key").focus();
+  },
+});
+
+$("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, $("key").value);
+  $("key").value = "";
+  stream.open(sessionStorage.getItem(KEY));
+});
+
+$("forget").addEventListener("click", () => {
+  sessionStorage.removeItem(KEY);
+  location.reload();
+});
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  document.documentElement.style.colorScheme = theme;
+  state.redraw = true;
+}
+
+$("theme").addEventListener("click", () => {
+  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  localStorage.setItem(THEME, theme);
+  setTheme(theme);
+});
+
+let leaving = 0;
+
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(leaving);
+  if (document.hidden) {
+    leaving = setTimeout(() => stream.close(), HIDDEN_MS);
+  } else {
+    stream.open(sessionStorage.getItem(KEY) || "");
+  }
+});
+
+setTheme(localStorage.getItem(THEME) || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+text("timeline-window", WINDOW_S + " s");
+for (const id of ["prefill-scale", "decode-scale", "timeline-scale"]) legend($(id));
+stream.open(sessionStorage.getItem(KEY) || "");

@@ -1,0 +1,157 @@
+// The timeline of passes and the line of the queue's length. Owns their drawing; what is in them is
+// handed over. Times are seconds of the router's clock.
+
+import { PALETTE, css, fit, shade } from "./heatmap.js";
+
+export const WINDOW_S = 15;
+const KEEP_S = 30;
+
+export class Timeline {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.passes = new Map();
+  }
+
+  clear() {
+    this.passes.clear();
+  }
+
+  // passes as in a frame: [instance, start, end, gap, waste, tokens]
+  add(passes, now) {
+    for (const [instance, start, end, gap, waste, tokens] of passes) {
+      let known = this.passes.get(instance);
+      if (!known) this.passes.set(instance, (known = []));
+      known.push({ start, end, gap, waste, tokens, looks: null });
+    }
+    for (const known of this.passes.values()) {
+      let old = 0;
+      while (old < known.length && known[old].end < now - KEEP_S) old += 1;
+      if (old) known.splice(0, old);
+    }
+  }
+
+  // What each instance did in the window: share busy and share wasted.
+  summary(now, instances) {
+    let busy = 0;
+    let waste = 0;
+    let rows = 0;
+    for (const instance of instances) {
+      const known = this.passes.get(instance.instance) || [];
+      if (!known.length) continue;
+      rows += 1;
+      for (const pass of known) {
+        busy += Math.max(0, pass.end - Math.max(pass.start, now - WINDOW_S));
+        if (pass.start > now - WINDOW_S) waste += pass.waste;
+      }
+    }
+    return rows ? { busy: busy / rows / WINDOW_S, waste: waste / rows / WINDOW_S, rows } : null;
+  }
+
+  draw(instances, now) {
+    const width = this.canvas.parentElement.clientWidth;
+    if (!width) return;
+    const rows = instances.length;
+    const label = 150;
+    const high = rows <= 8 ? 40 : rows <= 40 ? 16 : 7;
+    const height = Math.max(1, rows * high + 16);
+    const context = fit(this.canvas, width, height);
+    const colours = { panel: css("--panel"), none: css("--none"), faint: css("--faint"), waste: css("--waste"), line: css("--line") };
+    context.fillStyle = colours.panel;
+    context.fillRect(0, 0, width, height);
+    const scale = (width - label) / WINDOW_S;
+    const at = (time) => label + (time - now + WINDOW_S) * scale;
+    context.font = Math.min(11, high + 2) + "px system-ui, sans-serif";
+    instances.forEach((instance, row) => {
+      const top = row * high + 1;
+      const room = high - 3;
+      context.fillStyle = colours.faint;
+      if (high > 9 || row % 2 === 0) {
+        const name = instance.instance.replace(/^https?:\/\//, "");
+        context.fillText(name, 0, top + Math.min(room, 11), label - 8);
+      }
+      const stripes = Math.min(instance.c_avail.length, Math.max(1, Math.floor(room / 2)));
+      for (const pass of this.passes.get(instance.instance) || []) {
+        if (pass.end < now - WINDOW_S) continue;
+        if (pass.waste > 0.002) {
+          const from = Math.max(label, at(pass.start - pass.waste));
+          context.fillStyle = colours.waste;
+          context.fillRect(from, top + room / 3, Math.max(1, at(pass.start) - from), room / 3);
+        }
+        if (!pass.looks || pass.looks.length !== stripes) pass.looks = looks(pass.tokens, instance.chunk, stripes);
+        this.bar(context, pass.looks, Math.max(label, at(pass.start)), at(pass.end), top, room, colours);
+      }
+      if (instance.running && instance.up) {
+        const from = Math.max(label, at(instance.running[0]));
+        context.globalAlpha = 0.55;
+        this.bar(context, looks(instance.running[1], instance.chunk, stripes), from, width, top, room, colours);
+        context.globalAlpha = 1;
+      }
+    });
+    context.fillStyle = colours.faint;
+    context.font = "10px system-ui, sans-serif";
+    for (let ago = WINDOW_S - 5; ago >= 0; ago -= 5) {
+      const x = Math.round(at(now - ago));
+      context.fillRect(x - 1, 0, 1, height - 12);
+      const text = ago ? "-" + ago + " s" : "now";
+      context.fillText(text, x - context.measureText(text).width - 3, height - 2);
+    }
+  }
+
+  // One pass: neighbouring stripes of one colour are one rectangle.
+  bar(context, looks, from, to, top, room, colours) {
+    const wide = Math.max(1, to - from - 0.5);
+    const each = room / looks.length;
+    let begin = 0;
+    for (let i = 1; i <= looks.length; i += 1) {
+      if (i < looks.length && looks[i] === looks[begin]) continue;
+      context.fillStyle = looks[begin] < 0 ? colours.none : PALETTE[looks[begin]];
+      context.fillRect(from, top + begin * each, wide, (i - begin) * each);
+      begin = i;
+    }
+  }
+}
+
+// A colour number per stripe; -1: no tokens. Ranks that share a stripe show their mean.
+function looks(tokens, chunk, stripes) {
+  const found = [];
+  for (let i = 0; i < stripes; i += 1) {
+    const from = Math.floor((i * tokens.length) / stripes);
+    const to = Math.max(from + 1, Math.floor(((i + 1) * tokens.length) / stripes));
+    const mine = tokens.slice(from, to);
+    const mean = mine.reduce((sum, value) => sum + value, 0) / mine.length;
+    found.push(mean ? shade(chunk ? mean / chunk : 1) : -1);
+  }
+  return found;
+}
+
+export function drawTrail(canvas, trail, now, span) {
+  const width = canvas.clientWidth;
+  const height = 70;
+  if (!width) return;
+  const context = fit(canvas, width, height);
+  context.fillStyle = css("--panel");
+  context.fillRect(0, 0, width, height);
+  const most = Math.max(4, ...trail.map((point) => point[1]));
+  const line = new Path2D();
+  const area = new Path2D();
+  area.moveTo(0, height - 12);
+  let x = 0;
+  trail.forEach(([time, requests], index) => {
+    x = ((time - now + span) / span) * width;
+    const y = height - 12 - (requests / most) * (height - 24);
+    if (index) line.lineTo(x, y);
+    else line.moveTo(x, y);
+    if (!index) area.lineTo(x, height - 12);
+    area.lineTo(x, y);
+  });
+  area.lineTo(x, height - 12);
+  context.fillStyle = css("--none");
+  context.fill(area);
+  context.strokeStyle = css("--accent");
+  context.lineWidth = 1.5;
+  context.stroke(line);
+  context.fillStyle = css("--faint");
+  context.font = "10px system-ui, sans-serif";
+  context.fillText(most + " requests", 2, 10);
+  context.fillText("-" + span + " s", 2, height - 1);
+}

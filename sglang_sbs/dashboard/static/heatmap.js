@@ -1,0 +1,173 @@
+// A heat map of DP ranks on one canvas: an instance is a labelled block of cells. Owns layout,
+// colours, and drawing only what changed. Knows nothing of where the numbers come from.
+
+const STEPS = 24;
+
+// Dark blue over green to yellow, even for eyes that see colours differently (after viridis).
+const STOPS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+
+export const PALETTE = Array.from({ length: STEPS }, (_, step) => {
+  const place = (step / (STEPS - 1)) * (STOPS.length - 1);
+  const from = STOPS[Math.floor(place)];
+  const to = STOPS[Math.min(STOPS.length - 1, Math.floor(place) + 1)];
+  const part = place - Math.floor(place);
+  return "rgb(" + from.map((value, i) => Math.round(value + (to[i] - value) * part)).join(",") + ")";
+});
+
+export function shade(share) {
+  return Math.max(0, Math.min(STEPS - 1, Math.floor(share * STEPS)));
+}
+
+export function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+// Sizes a canvas for the screen's pixels; returns its context.
+export function fit(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) {
+    [canvas.width, canvas.height] = pixels;
+    canvas.style.width = width + "px";
+    canvas.style.height = height + "px";
+  }
+  const context = canvas.getContext("2d", { alpha: false });
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+export function legend(element) {
+  element.style.background = "linear-gradient(90deg," + PALETTE.join(",") + ")";
+}
+
+export class HeatMap {
+  // describe(instance, rank): the lines of the tip
+  constructor(canvas, tip, describe) {
+    this.canvas = canvas;
+    this.describe = describe;
+    this.layout = "";
+    this.cells = [];
+    this.drawn = [];
+    this.instances = [];
+    canvas.addEventListener("mousemove", (event) => {
+      const cell = this.at(event);
+      tip.hidden = !cell;
+      if (!cell) return;
+      tip.textContent = this.describe(this.instances[cell.instance], cell.rank).join("\n");
+      tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
+      tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+    });
+    canvas.addEventListener("mouseleave", () => { tip.hidden = true; });
+  }
+
+  at(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const x = event.clientX - box.left;
+    const y = event.clientY - box.top;
+    const size = this.size;
+    return this.cells.find((c) => x >= c.x && x < c.x + size && y >= c.y && y < c.y + size);
+  }
+
+  // instances: [{instance, up, cells: [{left, right, text, stale, silent}]}], shares in 0..1
+  draw(instances, again) {
+    const width = this.canvas.parentElement.clientWidth;
+    if (!width) return;
+    const layout = width + "|" + instances.map((i) => i.instance + "#" + i.cells.length).join("|");
+    this.instances = instances;
+    if (layout !== this.layout || again) {
+      this.layout = layout;
+      this.arrange(instances, width);
+    }
+    const context = this.context;
+    const size = this.size;
+    let number = 0;
+    for (const instance of instances) {
+      for (const cell of instance.cells) {
+        const place = this.cells[number];
+        const look = [cell.left, cell.right, cell.stale, cell.silent, instance.up, this.text ? cell.text : ""].join();
+        if (this.drawn[number] !== look) {
+          this.drawn[number] = look;
+          this.paint(context, place, cell, instance.up, size - 1);
+        }
+        number += 1;
+      }
+    }
+  }
+
+  arrange(instances, width) {
+    const ranks = instances.reduce((sum, instance) => sum + instance.cells.length, 0);
+    this.size = ranks <= 64 ? 50 : ranks <= 320 ? 20 : 12;
+    this.text = this.size > 40;
+    const label = this.size > 15 ? 15 : 12;
+    const widest = Math.max(1, Math.floor(width / this.size));
+    let x = 0;
+    let y = 0;
+    let row = 0;
+    this.cells = [];
+    const labels = [];
+    instances.forEach((instance, index) => {
+      const columns = Math.min(instance.cells.length, widest);
+      const lines = Math.ceil(instance.cells.length / Math.max(1, columns));
+      const own = Math.max(columns * this.size, this.size > 15 ? 120 : 72);
+      if (x && x + own > width) {
+        x = 0;
+        y += row;
+        row = 0;
+      }
+      labels.push([instance.instance.replace(/^https?:\/\//, ""), x, y + label - 4, own]);
+      for (let rank = 0; rank < instance.cells.length; rank += 1) {
+        const column = rank % columns;
+        this.cells.push({
+          instance: index,
+          rank,
+          x: x + column * this.size,
+          y: y + label + Math.floor(rank / columns) * this.size,
+        });
+      }
+      x += own + 12;
+      row = Math.max(row, label + lines * this.size + 6);
+    });
+    this.context = fit(this.canvas, width, Math.max(1, y + row));
+    this.colours = { panel: css("--panel"), ink: css("--ink"), faint: css("--faint"), none: css("--none"), bad: css("--bad") };
+    this.context.fillStyle = this.colours.panel;
+    this.context.fillRect(0, 0, width, y + row);
+    this.context.font = (label - 4) + "px system-ui, sans-serif";
+    this.context.fillStyle = this.colours.faint;
+    for (const [text, left, base, room] of labels) {
+      let shown = text;
+      while (shown.length > 4 && this.context.measureText(shown).width > room + 6) shown = shown.slice(1);
+      this.context.fillText(shown, left, base);
+    }
+    this.drawn = [];
+  }
+
+  paint(context, place, cell, up, size) {
+    const { x, y } = place;
+    context.globalAlpha = 1;
+    context.fillStyle = this.colours.panel;
+    context.fillRect(x, y, size + 1, size + 1);
+    context.globalAlpha = up ? 1 : 0.3;
+    context.fillStyle = cell.silent ? this.colours.none : PALETTE[cell.left];
+    context.fillRect(x, y, size, size);
+    if (cell.right !== undefined && !cell.silent) {
+      context.fillStyle = PALETTE[cell.right];
+      context.fillRect(x + Math.ceil(size / 2), y, Math.floor(size / 2), size);
+    }
+    if (this.text) {
+      context.font = "10px system-ui, sans-serif";
+      const lines = cell.text.split("\n");
+      lines.forEach((line, i) => {
+        const share = i === 0 || cell.right === undefined ? cell.left : cell.right;
+        context.fillStyle = cell.silent ? this.colours.ink : share > STEPS * 0.55 ? "#111" : "#fff";
+        const shift = cell.right !== undefined && i === 1 ? Math.ceil(size / 2) : 0;
+        context.fillText(line, x + shift + 2, y + 16 + (cell.right === undefined ? i * 14 : 7));
+      });
+    }
+    if (cell.stale) {
+      context.strokeStyle = this.colours.bad;
+      context.lineWidth = 2;
+      context.strokeRect(x + 1, y + 1, size - 2, size - 2);
+    }
+    context.globalAlpha = 1;
+  }
+}

@@ -1,0 +1,133 @@
+"""``sglang-sbs top``: the dashboard in a terminal.
+
+Owns the flags, the loop, and what is left on the screen at the end. Must not know what a frame
+means (:mod:`.top_view`) or how it comes (:mod:`.client`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from sglang_sbs.dashboard.client import DashboardError, frames
+from sglang_sbs.dashboard.top_view import TopView, plain
+
+KEY_VARIABLE = "SGLANG_SBS_ADMIN_KEY"
+_GANGS = 40
+_AGAIN_S = 1.0
+_DRAW_EVERY = 2
+"""Frames come five times a second: more than a terminal needs."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of ``sglang-sbs top``."""
+    made = argparse.ArgumentParser(
+        prog="sglang-sbs top",
+        description="What the scheduler does, live, in a terminal: DP ranks, queue, hold times, "
+        "TTFT against immediate dispatch (an estimate), dispatch decisions, alerts. The same as "
+        "the router's page at /dashboard. Fits 80x24 and grows with the terminal.",
+        epilog="examples:\n"
+        "  sglang-sbs top --router http://router:30000\n"
+        "  sglang-sbs top --once --for 5                 # one frame, after watching for 5 s\n"
+        "  sglang-sbs top --json | jq '.alerts[].text'   # for scripts\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--router",
+        default="http://127.0.0.1:30000",
+        metavar="URL",
+        help="where the router serves (default: %(default)s)",
+    )
+    made.add_argument(
+        "--admin-api-key",
+        metavar="KEY",
+        default=None,
+        help="the router's --admin-api-key, or its --api-key if it has no admin's; better in the "
+        f"environment variable {KEY_VARIABLE}, where other users do not see it",
+    )
+    made.add_argument("--once", action="store_true", help="print one frame and end")
+    made.add_argument("--json", action="store_true", help="print one frame as JSON and end")
+    made.add_argument(
+        "--for",
+        dest="seconds",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="with --once and --json: watch so long first (default: %(default)s); passes, "
+        "decisions and TTFT are known only from when somebody looks",
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 where the router cannot be watched; 2 for bad flags."""
+    made = parser()
+    args = made.parse_args(argv)
+    if not args.router.startswith(("http://", "https://")):
+        made.error(f"--router {args.router}: write http://HOST:PORT or https://HOST:PORT")
+    if not 0 <= args.seconds <= 600:
+        made.error(f"--for {args.seconds}: between 0 and 600 seconds")
+    key = args.admin_api_key or os.environ.get(KEY_VARIABLE)
+    try:
+        if args.once or args.json:
+            return asyncio.run(_once(args.router, key, args.seconds, as_json=args.json))
+        return asyncio.run(_live(args.router, key))
+    except DashboardError as error:
+        print(f"sglang-sbs top: {plain(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _once(router: str, key: str | None, seconds: float, *, as_json: bool) -> int:
+    gangs: deque[dict[str, Any]] = deque(maxlen=_GANGS)
+    passes: list[Any] = []
+    first_s: float | None = None
+    async for frame in frames(router, key):
+        gangs.extend(frame["gangs"])
+        passes += frame["passes"]
+        first_s = frame["now_s"] if first_s is None else first_s
+        if frame["now_s"] - first_s < seconds:
+            continue
+        if as_json:
+            whole = frame | {"gangs": list(gangs), "passes": passes}
+            sys.stdout.buffer.write(orjson.dumps(whole, option=orjson.OPT_INDENT_2) + b"\n")
+        else:
+            Console().print(TopView(frame, gangs, router))
+        return 0
+    raise DashboardError(f"{router}: the stream ended before {seconds:g} s were over")
+
+
+async def _live(router: str, key: str | None) -> int:
+    console = Console()
+    gangs: deque[dict[str, Any]] = deque(maxlen=_GANGS)
+    connected = False
+    with Live(Text("connecting"), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                number = 0
+                async for frame in frames(router, key):
+                    connected = True
+                    if frame["full"]:
+                        gangs.clear()
+                    gangs.extend(frame["gangs"])
+                    if number % _DRAW_EVERY == 0:
+                        live.update(TopView(frame, gangs, f"{router}  (Ctrl-C ends)"), refresh=True)
+                    number += 1
+                note = "the stream ended"
+            except DashboardError as error:
+                if not connected:
+                    raise
+                note = str(error)
+            live.update(Text(f"{plain(note)}; trying again", style="red"), refresh=True)
+            await asyncio.sleep(_AGAIN_S)

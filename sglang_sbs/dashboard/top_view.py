@@ -1,0 +1,220 @@
+"""One frame as lines of a terminal.
+
+Owns what is shown where, and what is left out when the terminal is small. Must not know where
+frames come from. Text of others (worker URLs, reasons, ids) is shown without control characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.rule import Rule
+from rich.text import Text
+
+Line = Text | Rule
+
+_STALE_S = 3.0
+_STEPS = " ▁▂▃▄▅▆▇█"
+_COLOURS = ("blue", "cyan", "green", "yellow", "red")
+_TTFT = (
+    ("measured", "here, measured"),
+    ("modelled", "here, by the same model"),
+    ("least_tokens", "immediate, least tokens (est.)"),
+    ("round_robin", "immediate, round robin (est.)"),
+)
+
+
+class TopView:
+    """A rich renderable: as much of the last frame as fits."""
+
+    def __init__(self, frame: dict[str, Any], gangs: Sequence[dict[str, Any]], note: str) -> None:
+        self._frame = frame
+        self._gangs = gangs
+        self._note = note
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        height = options.height or console.size.height
+        lines = self._lines(width, max(10, height - 1))
+        yield Group(*(_clip(line, width) for line in lines[: max(10, height - 1)]))
+
+    def _lines(self, width: int, height: int) -> list[Line]:
+        frame = self._frame
+        head = _header(frame, self._note)
+        alerts = _alerts(frame["alerts"], 3 if height < 40 else 10)
+        ttft = _ttft(frame["ttft"])
+        room = height - len(head) - len(alerts) - len(ttft) - 4  # rules
+        gangs = max(2, min(len(self._gangs), room // 3))
+        ranks_room = max(4, room - gangs)
+        prefill, decode = frame["prefill"], frame["decode"]
+        shares = _share(ranks_room, len(prefill), len(decode))
+        return [
+            *head,
+            *alerts,
+            _rule("prefill: C_avail used per DP rank"),
+            *_prefill(prefill, width, shares[0]),
+            _rule("decode: KV per DP rank"),
+            *_decode(decode, width, shares[1]),
+            _rule("time to prefill's answer, last minute"),
+            *ttft,
+            _rule("dispatch decisions"),
+            *_decisions(list(self._gangs)[-gangs:][::-1], frame["now_s"]),
+        ]
+
+
+def plain(text: object) -> str:
+    """Without anything a terminal would obey."""
+    return "".join(c if c.isprintable() else "·" for c in str(text))
+
+
+def seconds(value: float | None) -> str:
+    """Short, for people."""
+    if value is None:
+        return "-"
+    return f"{1e3 * value:.0f}ms" if abs(value) < 1 else f"{value:.1f}s"
+
+
+def _short(url: str) -> str:
+    return plain(url.removeprefix("http://").removeprefix("https://"))
+
+
+def _rule(title: str) -> Rule:
+    return Rule(Text(title, style="dim"), align="left", style="dim", characters="─")
+
+
+def _clip(line: Line, width: int) -> Line:
+    if isinstance(line, Text):
+        line.truncate(width, overflow="ellipsis")
+        line.no_wrap = True
+    return line
+
+
+def _header(frame: dict[str, Any], note: str) -> list[Line]:
+    queue, timing, hold = frame["queue"], frame["timing"], frame["hold"]
+    first = Text()
+    first.append("sglang-sbs ", style="bold")
+    first.append(f"{plain(frame['policy'])}/{plain(frame['trigger'])} ")
+    first.append(plain(note), style="dim")
+    second = Text(
+        f"waiting {queue['requests']:,} ({queue['tokens']:,} tokens), oldest "
+        f"{seconds(queue['oldest_wait_s'])}; in flight {queue['in_flight']:,}; "
+        f"{frame['rates']['dispatched_per_s']:.1f}/s"
+    )
+    third = Text(
+        f"I_opt {seconds(timing['interval_s'])}  T_fwd {seconds(timing['mean_forward_s'])}  "
+        f"L_net {seconds(timing['latency_s'])}  lead {seconds(timing['lead_s'])}  "
+        f"held p50 {seconds(hold.get('p50'))} p95 {seconds(hold.get('p95'))}"
+    )
+    return [first, second, third]
+
+
+def _alerts(alerts: list[dict[str, Any]], most: int) -> list[Line]:
+    lines: list[Line] = []
+    for alert in alerts[:most]:
+        critical = alert["severity"] == "critical"
+        line = Text("● " if critical else "▲ ", style="bold red" if critical else "yellow")
+        subject = f"{_short(alert['subject'])}: " if alert["subject"] else ""
+        line.append(subject + plain(alert["text"]))
+        lines.append(line)
+    if len(alerts) > most:
+        lines.append(Text(f"  and {len(alerts) - most} alerts more", style="yellow"))
+    return lines
+
+
+def _cells(line: Text, shares: list[float], ages: list[float | None], room: int) -> None:
+    """A character per rank; where there are more ranks than room, one per group, the fullest."""
+    if room <= 0 or not shares:
+        return
+    group = -(-len(shares) // room)
+    for start in range(0, len(shares), group):
+        share = max(shares[start : start + group])
+        age_s = [age for age in ages[start : start + group] if age is not None]
+        level = max(0, min(len(_STEPS) - 1, round(share * (len(_STEPS) - 1))))
+        colour = _COLOURS[max(0, min(len(_COLOURS) - 1, int(share * len(_COLOURS))))]
+        if age_s and max(age_s) > _STALE_S:
+            line.append("!", style="bold red reverse")
+        elif not age_s:
+            line.append("?", style="dim")
+        else:
+            line.append(_STEPS[level] if level else "·", style=colour)
+
+
+def _oldest(ages: list[float | None]) -> str:
+    known = [age for age in ages if age is not None]
+    return seconds(max(known)) if known else "never"
+
+
+def _prefill(instances: list[dict[str, Any]], width: int, room: int) -> list[Line]:
+    lines: list[Line] = []
+    for one in instances[:room]:
+        line = Text(f"{_short(one['instance'])[-24:]:<24} ", style="" if one["up"] else "dim")
+        line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
+        free = sum(max(0, tokens) for tokens in one["c_avail"])
+        line.append(f"{free:>7,} free, heard {_oldest(one['age']):>5} ")
+        shares = [1 - tokens / one["chunk"] if one["chunk"] else 0.0 for tokens in one["c_avail"]]
+        _cells(line, shares, one["age"], width - len(line))
+        lines.append(line)
+    return _rest(lines, len(instances))
+
+
+def _decode(instances: list[dict[str, Any]], width: int, room: int) -> list[Line]:
+    fullest = max((kv for one in instances for kv in one["kv"]), default=1) or 1
+    lines: list[Line] = []
+    for one in instances[:room]:
+        line = Text(f"{_short(one['instance'])[-24:]:<24} ", style="" if one["up"] else "dim")
+        line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
+        line.append(f"B {sum(one['running']):>5,} K {sum(one['kv']):>9,} {_oldest(one['age']):>5} ")
+        shares = [kv / (one["kv_capacity"] or fullest) for kv in one["kv"]]
+        _cells(line, shares, one["age"], width - len(line))
+        lines.append(line)
+    return _rest(lines, len(instances))
+
+
+def _rest(lines: list[Line], total: int) -> list[Line]:
+    if not total:
+        return [Text("none", style="dim")]
+    if len(lines) < total:
+        lines[-1:] = [Text(f"and {total - len(lines) + 1} more: a higher terminal shows them")]
+    return lines
+
+
+def _share(room: int, first: int, second: int) -> tuple[int, int]:
+    """Divide lines between two lists, as each needs."""
+    least = max(1, room // 2)
+    if first + second <= room:
+        return max(1, first), max(1, second)
+    if first <= least:
+        return max(1, first), max(1, room - first)
+    if second <= room - least:
+        return max(1, room - second), max(1, second)
+    return least, max(1, room - least)
+
+
+def _ttft(ttft: dict[str, Any]) -> list[Line]:
+    figures = ttft["figures"]
+    if not figures:
+        return [Text("nothing to compare yet", style="dim")]
+    lines: list[Line] = []
+    for name, label in _TTFT:
+        one = figures[name]
+        text = f"{label:<31} p50 {seconds(one['p50']):>6}  p95 {seconds(one['p95']):>6}"
+        if name == "modelled":
+            off = one["mean"] / max(1e-6, figures["measured"]["mean"]) - 1
+            text += f"  ({off:+.0%} off)"
+        lines.append(Text(text, style="dim" if name == "modelled" else ""))
+    return lines
+
+
+def _decisions(gangs: list[dict[str, Any]], now_s: float) -> list[Line]:
+    if not gangs:
+        return [Text("none yet", style="dim")]
+    return [
+        Text(
+            f"{max(0.0, now_s - gang['at_s']):>3.0f}s ago {gang['requests']:>3} requests "
+            f"{gang['tokens']:>7,} tokens held {seconds(gang['held_max_s']):>6}: "
+            f"{plain(gang['reason'])} -> {_short(gang['prefill'])}"
+        )
+        for gang in gangs
+    ]

@@ -1,0 +1,52 @@
+"""The measuring of the dashboard's cost, without measuring anything here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sglang_sbs.bench.dashboard import Cost, cpu_s, summarize
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_teaches_with_an_example() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/bench-dashboard", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "example: scripts/bench-dashboard" in done.stdout
+    assert "--serve" not in done.stdout
+
+
+def test_cpu_time_includes_children() -> None:
+    code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    before = cpu_s(os.getpid())
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        own = cpu_s(child.pid)
+        both = cpu_s(os.getpid())
+        child.communicate(b"\n")
+    assert own >= 0.29
+    assert both - before >= 0.29
+    assert cpu_s(child.pid) == 0.0, "it is gone"
+
+
+def test_the_summary_has_medians_and_the_spread() -> None:
+    costs = [
+        Cost("nobody looks", 0.10),
+        Cost("the page", 0.2, browser_share=0.1),
+        Cost("nobody looks", 0.12),
+        Cost("the page", 0.3, browser_share=0.3),
+        Cost("nobody looks", 0.20),
+    ]
+    first, second = summarize(costs)
+    assert "12.0 % (10.0..20.0) of a core" in first
+    assert "browser 20.0 % (10.0..30.0) of a core" in second

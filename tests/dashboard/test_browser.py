@@ -1,0 +1,244 @@
+"""The dashboard's page in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+from playwright.async_api import Browser, Page, expect
+from router_harness import cluster, until
+from test_pages import ScriptedFeed, served
+
+from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.server import RouterServer
+from sglang_sbs.testing.synthetic_cluster import SyntheticCluster, WatchedScheduler
+
+PATIENCE_MS = 30_000
+EVIL = '<img src=x onerror="window.evil=1"><script>window.evil=1</script>'
+
+
+@asynccontextmanager
+async def synthetic(
+    prefill: int,
+    prefill_dp: int,
+    decode: int,
+    decode_dp: int,
+    port: int = 0,
+    load: float = 0.05,
+) -> AsyncIterator[tuple[RouterServer, SyntheticCluster]]:
+    """A real router whose engines exist only as events."""
+    options = parse_flags(
+        [
+            *("--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1"),
+            *("--prometheus-port", "0", "--sbs-endforward-bind", "none", "--policy", "sbs"),
+        ]
+    )
+    scheduler = WatchedScheduler(options.scheduler)
+    server = RouterServer(options, scheduler)
+    await server.start()
+    engines = SyntheticCluster(
+        scheduler,
+        server.dispatcher.submit,
+        prefill=prefill,
+        prefill_dp=prefill_dp,
+        decode=decode,
+        decode_dp=decode_dp,
+        load=load,
+    )
+    engines.begin()
+    try:
+        yield server, engines
+    finally:
+        await engines.end()
+        await server.stop(grace_s=0.0)
+
+
+async def open_page(browser: Browser, port: int, **context: Any) -> tuple[Page, list[str]]:
+    """The page, and what it complains about."""
+    page = await browser.new_page(viewport={"width": 1400, "height": 1000}, **context)
+    page.set_default_timeout(PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
+    complaints: list[str] = []
+
+    def heard(message: Any) -> None:
+        if message.type in ("error", "warning"):
+            complaints.append(message.text)
+
+    page.on("console", heard)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    await page.goto(f"http://127.0.0.1:{port}/dashboard")
+    return page, complaints
+
+
+async def colours(page: Page, canvas: str) -> int:
+    """How many different colours a canvas shows."""
+    return int(
+        await page.evaluate(
+            """id => {
+                const canvas = document.getElementById(id);
+                const { width, height } = canvas;
+                const image = canvas.getContext("2d").getImageData(0, 0, width, height);
+                return new Set(new Uint32Array(image.data.buffer)).size;
+            }""",
+            canvas,
+        )
+    )
+
+
+async def test_256_ranks_are_shown_live_without_a_complaint(browser: Browser) -> None:
+    async with synthetic(24, 8, 2, 32) as (server, _):
+        page, complaints = await open_page(browser, server.port)
+        await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#prefill-summary")).to_have_text("24 instances, 192 DP ranks")
+        await expect(page.locator("#decode-summary")).to_contain_text("2 instances, 64 DP ranks")
+        await expect(page.locator("#gangs tr").nth(5)).to_be_visible()
+        await expect(page.locator("#timeline-summary")).to_contain_text("% busy")
+        await expect(page.locator("#ttft-note")).to_contain_text("estimate")
+        await expect(page.locator("#ttft-bars .bar").nth(2)).to_contain_text("p95")
+        await expect(page.locator("#hold-now")).to_contain_text("p50")
+        for canvas in ("prefill-map", "decode-map", "timeline-map", "queue-trail"):
+            assert await colours(page, canvas) > 3, canvas
+        first = await page.locator("#gangs td").nth(1).inner_text()
+        await expect(page.locator("#gangs td").nth(1)).not_to_have_text(first)
+        box = await page.locator("#prefill-map").bounding_box()
+        assert box is not None
+        await page.mouse.move(box["x"] + 10, box["y"] + 25)
+        await expect(page.locator("#tip")).to_contain_text("C_avail")
+        assert complaints == []
+
+
+async def test_a_silent_engine_raises_an_alert(browser: Browser) -> None:
+    async with synthetic(2, 4, 1, 8) as (server, engines):
+        page, complaints = await open_page(browser, server.port)
+        await expect(page.locator("#alert-list")).to_have_text("none")
+        engines.silent.add(engines.engines[-1])
+        await expect(page.locator("#alert-list")).to_contain_text("sent no EndForward")
+        assert complaints == []
+
+
+async def test_a_thousand_ranks_work(browser: Browser) -> None:
+    async with synthetic(117, 8, 2, 32, load=0.002) as (server, _):
+        page, complaints = await open_page(browser, server.port)
+        await expect(page.locator("#prefill-summary")).to_have_text("117 instances, 936 DP ranks")
+        await expect(page.locator("#gangs tr").nth(1)).to_be_visible()
+        assert await colours(page, "prefill-map") > 2
+        assert complaints == []
+
+
+async def test_the_key_is_asked_for_kept_in_the_tab_and_in_no_url(browser: Browser) -> None:
+    asked: list[str] = []
+    async with cluster("--admin-api-key", "open sesame") as running:
+        page, _ = await open_page(browser, running.server.port)
+        page.on("request", lambda request: asked.append(request.url))
+        await expect(page.locator("#login")).to_be_visible()
+        await expect(page.locator("#board")).to_be_hidden()
+        await expect(page.locator("#refused")).to_have_text("")
+        await page.fill("#key", "wrong")
+        await page.click("#login button")
+        await expect(page.locator("#refused")).to_contain_text("not accepted")
+        await page.fill("#key", "open sesame")
+        await page.click("#login button")
+        await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#board")).to_be_visible()
+        await expect(page.locator("#login")).to_be_hidden()
+        await page.reload()
+        await expect(page.locator("#connection")).to_have_text("live")
+        kept = await page.evaluate("[JSON.stringify(localStorage), document.cookie]")
+        assert "sesame" not in "".join([*asked, page.url, *kept])
+        await page.click("#forget")
+        await expect(page.locator("#login")).to_be_visible()
+
+
+async def test_what_others_say_is_text_and_nothing_else(browser: Browser) -> None:
+    frame = {
+        **{"full": True, "now_s": 10.0, "alone": False, "policy": EVIL, "trigger": EVIL},
+        "limits": {"queue_requests": 10},
+        "queue": {
+            **{"requests": 1, "tokens": 1, "oldest_wait_s": 1.0, "in_flight": 0},
+            **{"throttled": False, "oldest": [[EVIL, 5, 1.0]]},
+        },
+        "timing": {"interval_s": 1, "mean_forward_s": 1, "latency_s": 1, "lead_s": None},
+        "rates": {"batches": 1, "dispatched_per_s": 1.0, "refused_in_60_s": {}},
+        "hold": {"requests": 0, "bounds_s": [1], "counts": [0, 0]},
+        "prefill": [
+            {
+                **{"instance": EVIL, "up": True, "tier": EVIL, "chunk": 10, "running": None},
+                **{"free_in_s": 0, "c_avail": [5], "flight": [0], "queued": [0]},
+                **{"requests": [0], "age": [0.1]},
+            }
+        ],
+        "decode": [],
+        "ttft": {"requests": 0, "figures": {}, "unfinished": {EVIL: 3}},
+        "alerts": [{"severity": EVIL, "kind": "x", "subject": EVIL, "text": EVIL}],
+        "passes": [[EVIL, 8.0, 9.0, 0.0, 0.0, [5]]],
+        "gangs": [
+            {
+                **{"batch": 1, "at_s": 9.0, "prefill": EVIL, "reason": EVIL, "requests": 1},
+                **{"tokens": 5, "cached_tokens": 0, "held_min_s": 0, "held_max_s": 0},
+                **{"ranks": [[0, 1]], "rids": [EVIL]},
+            }
+        ],
+        "queue_trail": [],
+    }
+    feed = ScriptedFeed()
+    async with served(feed) as (_, port):
+        page, complaints = await open_page(browser, port)
+        await until(lambda: bool(feed.takes))
+        feed.takes[0](orjson.dumps(frame), True)
+        await expect(page.locator("#alert-list")).to_contain_text("<img")
+        await expect(page.locator("#gangs")).to_contain_text("onerror")
+        await expect(page.locator("#oldest")).to_contain_text("<script>")
+        await expect(page.locator("#ttft-note")).to_contain_text("<img")
+        box = await page.locator("#prefill-map").bounding_box()
+        assert box is not None
+        await page.mouse.move(box["x"] + 10, box["y"] + 25)
+        await expect(page.locator("#tip")).to_contain_text("<img")
+        assert await page.evaluate("window.evil") is None
+        assert await page.locator("img").count() == 0
+        assert await page.locator("body script").count() == 0
+        assert complaints == []
+
+
+async def test_the_policy_of_the_page_stops_what_would_slip_through(browser: Browser) -> None:
+    feed = ScriptedFeed()
+    async with served(feed) as (_, port):
+        page, complaints = await open_page(browser, port)
+        await page.evaluate(
+            """() => {
+                const script = document.createElement("script");
+                script.textContent = "window.evil = 1";
+                document.body.append(script);
+            }"""
+        )
+        assert await page.evaluate("window.evil") is None
+        assert any("Content Security Policy" in text for text in complaints)
+
+
+async def test_the_page_finds_the_router_again(browser: Browser) -> None:
+    async with synthetic(1, 2, 1, 2) as (server, _):
+        port = server.port
+        page, _ = await open_page(browser, port)
+        await expect(page.locator("#connection")).to_have_text("live")
+    await expect(page.locator("#connection")).not_to_have_text("live")
+    async with synthetic(2, 2, 1, 2, port):
+        await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#prefill-summary")).to_have_text("2 instances, 4 DP ranks")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+async def test_dark_and_light_follow_the_system_and_the_button(
+    browser: Browser, scheme: Any
+) -> None:
+    async with synthetic(1, 2, 1, 2) as (server, _):
+        page, complaints = await open_page(browser, server.port, color_scheme=scheme)
+        theme = page.locator("html")
+        await expect(theme).to_have_attribute("data-theme", scheme)
+        other = "light" if scheme == "dark" else "dark"
+        await page.click("#theme")
+        await expect(theme).to_have_attribute("data-theme", other)
+        await page.reload()
+        await expect(theme).to_have_attribute("data-theme", other)
+        assert complaints == []

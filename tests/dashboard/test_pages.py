@@ -1,0 +1,352 @@
+"""The dashboard over HTTP: who may look, what it costs, and what becomes of slow watchers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from router_harness import TIMEOUT_S, Cluster, FakeScheduler, cluster, options_for, until
+
+from sglang_sbs.dashboard import feed as feed_module
+from sglang_sbs.dashboard import pages
+from sglang_sbs.dashboard.client import DashboardError, frames
+from sglang_sbs.dashboard.feed import LocalFeed, Stop, Take
+from sglang_sbs.dashboard.pages import PENDING_FRAMES, Dashboard
+from sglang_sbs.router.access import CONTROL_PLANE, OPEN_PATHS
+from sglang_sbs.router.scheduler_process import SchedulerProcess
+from sglang_sbs.router.server import RouterServer
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+
+KEYS = ("--control-plane-api-keys", "ops:Ops:admin:secret", "dev:Dev:user:weak")
+
+
+def local_feed(running: Cluster) -> LocalFeed:
+    feed = running.server._schedulers.feed
+    assert isinstance(feed, LocalFeed)
+    return feed
+
+
+async def take(running: Cluster, count: int, key: str | None = None) -> list[dict[str, Any]]:
+    """The first frames of a connection."""
+    found: list[dict[str, Any]] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        async for frame in frames(running.url, key):
+            found.append(frame)
+            if len(found) == count:
+                break
+    return found
+
+
+# Who may look ---------------------------------------------------------------------------------
+
+
+async def test_the_page_is_served_to_everybody_with_a_strict_policy() -> None:
+    async with cluster("--admin-api-key", "secret", "--api-key", "user") as running:
+        for path in pages.OPEN_PATHS:
+            async with running.get(path) as answer:
+                body = await answer.text()
+                assert answer.status == 200, path
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                assert "http://" not in body.replace("http://127.0.0.1", ""), (
+                    "nothing from elsewhere"
+                )
+                tag = answer.headers["ETag"]
+            async with running.get(path, headers={"If-None-Match": tag}) as again:
+                assert again.status == 304
+
+
+def test_every_file_of_the_page_is_open_and_the_stream_is_not() -> None:
+    assert pages.OPEN_PATHS <= OPEN_PATHS
+    assert pages.EVENTS_PATH not in OPEN_PATHS
+    assert pages.EVENTS_PATH.startswith(CONTROL_PLANE)
+    static = Path(pages.__file__).parent / "static"
+    served = {name for name, _ in pages._ASSETS.values()}
+    assert {path.name for path in static.iterdir()} == served
+
+
+@pytest.mark.parametrize(
+    ("key", "status"), [(None, 401), ("wrong", 401), ("weak", 403), ("secret", 200)]
+)
+async def test_the_stream_wants_an_admin(key: str | None, status: int) -> None:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with (
+        cluster(*KEYS) as running,
+        running.get("/dashboard/events", headers=headers) as answer,
+    ):
+        assert answer.status == status
+    if status == 200:
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+
+
+async def test_without_an_admin_the_api_key_opens_it_and_no_key_is_taken_from_the_url() -> None:
+    async with cluster("--api-key", "user") as running:
+        for path in ("/dashboard/events", "/dashboard/events?key=user&api_key=user"):
+            async with running.get(path) as answer:
+                assert answer.status == 401
+        assert (await take(running, 1, "user"))[0]["full"]
+
+
+async def test_the_client_says_what_to_do_about_a_key() -> None:
+    async with cluster(*KEYS) as running:
+        with pytest.raises(DashboardError, match="--admin-api-key"):
+            await take(running, 1)
+        with pytest.raises(DashboardError, match="not accepted"):
+            await take(running, 1, "weak")
+
+
+# What it costs --------------------------------------------------------------------------------
+
+
+async def test_a_history_comes_first_then_frames() -> None:
+    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+        got = await take(running, 3)
+    assert [frame["full"] for frame in got] == [True, False, False]
+    assert [one["instance"] for one in got[0]["prefill"]] == [running.prefill[0].url]
+    assert len(got[0]["decode"][0]["running"]) == 4
+
+
+async def test_requests_show_up_as_decisions() -> None:
+    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+        watching = asyncio.create_task(take(running, 8))
+        await until(lambda: running.server.dashboard.watchers == 1)
+        status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
+        assert status == 200
+        seen = [gang for frame in await watching for gang in frame["gangs"]]
+    assert len(seen) == 1
+    assert seen[0]["requests"] == 1
+    assert seen[0]["prefill"] == running.prefill[0].url
+
+
+async def test_it_costs_nothing_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "LINGER_S", 0.05)
+    monkeypatch.setattr(feed_module, "FRAME_S", 0.02)
+    async with cluster() as running:
+        feed = local_feed(running)
+        pump = running.server.dispatcher.pump  # type: ignore[attr-defined]
+        assert not feed.attached
+        assert pump.observer is None
+        await take(running, 2)
+        await until(lambda: not feed.attached)
+        assert pump.observer is None
+        assert feed._ticker is None
+        assert (await take(running, 1))[0]["full"], "and begins anew"
+
+
+async def test_all_watchers_get_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "FRAME_S", 0.02)
+    async with cluster() as running:
+        feed = local_feed(running)
+        taken: list[list[bytes]] = [[], []]
+        stops = [feed.watch(lambda payload, full, to=to: to.append(payload)) for to in taken]
+        await until(lambda: all(len(to) >= 3 for to in taken))
+        for stop in stops:
+            stop()
+        assert all(a is b for a, b in zip(taken[0][1:3], taken[1][1:3], strict=True))
+
+
+async def test_a_defect_of_the_dashboard_is_not_the_schedulers() -> None:
+    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+        feed = local_feed(running)
+        feed.watch(lambda payload, full: None)
+        feed._recorder.ttft = None  # type: ignore[union-attr, assignment]
+        status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
+        assert status == 200
+        assert not feed.attached
+        assert running.server.dispatcher.scheduler_errors == 0
+
+
+# Slow and many watchers -----------------------------------------------------------------------
+
+
+class ScriptedFeed:
+    """Frames on command."""
+
+    def __init__(self) -> None:
+        self.takes: list[Take] = []
+
+    def watch(self, take: Take) -> Stop:
+        self.takes.append(take)
+        return lambda: self.takes.remove(take)
+
+    def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def served(feed: ScriptedFeed) -> AsyncIterator[tuple[Dashboard, int]]:
+    dashboard = Dashboard(feed)
+    app = web.Application()
+    for method, path, handler in dashboard.routes():
+        app.router.add_route(method, path, handler)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield dashboard, int(runner.addresses[0][1])
+    finally:
+        dashboard.close()
+        await runner.cleanup()
+
+
+async def test_a_watcher_that_does_not_read_is_dropped() -> None:
+    feed = ScriptedFeed()
+    async with served(feed) as (dashboard, port):
+        with socket.create_connection(("127.0.0.1", port)) as slow:
+            slow.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: dashboard.watchers == 1)
+            sent = 0
+            async with asyncio.timeout(TIMEOUT_S):
+                while feed.takes and sent < 1000:
+                    feed.takes[0](b"x" * 1_000_000, False)
+                    sent += 1
+                    await asyncio.sleep(0)
+            await until(lambda: dashboard.watchers == 0)
+    assert dashboard.dropped == 1
+    assert sent < 100, "what waits for it is bounded"
+
+
+async def test_a_burst_is_no_reason_to_drop_who_reads() -> None:
+    feed = ScriptedFeed()
+    async with (
+        served(feed) as (dashboard, port),
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/dashboard/events") as answer,
+    ):
+        await until(lambda: bool(feed.takes))
+        feed.takes[0](b"{}", True)
+        for _ in range(PENDING_FRAMES - 1):
+            feed.takes[0](b"{}", False)
+        expected = b"event: history\ndata: {}\n\n" + b"event: frame\ndata: {}\n\n" * 9
+        assert await answer.content.readexactly(len(expected)) == expected
+        assert dashboard.watchers == 1
+
+
+async def test_too_many_watchers_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MAX_WATCHERS", 2)
+    async with cluster() as running:
+        first = await running.get("/dashboard/events")
+        second = await running.get("/dashboard/events")
+        async with running.get("/dashboard/events") as third:
+            assert third.status == 503
+            assert "too_many_dashboards" in await third.text()
+        first.close()
+        await until(lambda: running.server.dashboard.watchers == 1)
+        assert (await take(running, 1))[0]["full"]
+        second.close()
+
+
+async def test_leaving_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "sglang_sbs.access"):
+        async with cluster() as running:
+            await take(running, 2)
+            await until(lambda: running.server.dashboard.watchers == 0)
+            await until(lambda: bool(caplog.records))
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert " 200 " in record.getMessage()
+
+
+async def test_streams_end_with_the_router() -> None:
+    async with cluster() as running:
+        answer = await running.get("/dashboard/events")
+        await running.server.stop(grace_s=0.0)
+        async with asyncio.timeout(TIMEOUT_S):
+            await answer.content.read()
+        assert running.server.dashboard.watchers == 0
+
+
+# Several processes ----------------------------------------------------------------------------
+
+
+async def test_a_front_end_shows_the_scheduler_process_and_itself_without(tmp_path: Path) -> None:
+    rooms = Rooms()
+    prefill, decode = MockEngine("prefill", rooms=rooms), MockEngine("decode", rooms=rooms)
+    for engine in (prefill, decode):
+        await engine.start()
+    endpoint = ("--sbs-scheduler", f"ipc://{tmp_path}/s")
+
+    async def start_scheduler() -> SchedulerProcess:
+        flags = ("--sbs-role", "scheduler", *endpoint, "--policy", "sbs")
+        process = SchedulerProcess(options_for([prefill], [decode], *flags))
+        await process.start()
+        return process
+
+    scheduler = await start_scheduler()
+    front_end = RouterServer(options_for([prefill], [decode], "--sbs-role", "front-end", *endpoint))
+    await front_end.start()
+    shown: list[dict[str, Any]] = []
+
+    async def follow() -> None:
+        async for frame in frames(f"http://127.0.0.1:{front_end.port}", None):
+            shown.append(frame)  # noqa: PERF401 - looked at meanwhile
+
+    following = asyncio.create_task(follow())
+    another: asyncio.Task[None] | None = None
+    try:
+        await until(lambda: len(shown) > 2)
+        assert [frame["full"] for frame in shown[:3]] == [True, False, False]
+        assert not shown[-1]["alone"]
+        assert shown[-1]["policy"] == "sbs"
+        await scheduler.stop()
+        await until(lambda: shown[-1]["alone"])
+        assert shown[-1]["policy"] == "least_tokens"
+        assert "alone" in [alert["kind"] for alert in shown[-1]["alerts"]]
+        first_alone = next(frame for frame in shown if frame["alone"])
+        assert first_alone["full"], "another scheduler begins with a history"
+        scheduler = await start_scheduler()
+        await until(lambda: not shown[-1]["alone"])
+        began = [number for number, frame in enumerate(shown) if frame["full"]]
+        assert not shown[began[-1]]["alone"]
+        another = asyncio.create_task(take_from(front_end, 2))
+        assert [frame["full"] for frame in await another] == [True, False]
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await front_end.stop(grace_s=0.0)
+        await scheduler.stop()
+        for engine in (prefill, decode):
+            await engine.stop()
+
+
+async def take_from(server: RouterServer, count: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    async for frame in frames(f"http://127.0.0.1:{server.port}", None):
+        found.append(frame)
+        if len(found) == count:
+            break
+    return found
+
+
+async def test_a_front_end_that_no_longer_asks_gets_no_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_sbs.dashboard import leases
+    from sglang_sbs.dashboard.leases import Leases
+    from sglang_sbs.router.pump import SchedulerPump
+    from sglang_sbs.wire.front_end import DashboardFrame, WatchDashboard
+
+    monkeypatch.setattr(leases, "LEASE_S", 0.05)
+    monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
+    pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
+    feed = LocalFeed(pump, SchedulerConfig())
+    told: list[DashboardFrame] = []
+    lease = Leases(feed, lambda identity, frame: told.append(frame) is None)
+    lease.ask(b"x", WatchDashboard(history=True))
+    assert told[0].full
+    await until(lambda: feed.watchers == 0)
+    lease.ask(b"x", WatchDashboard())
+    assert feed.watchers == 1, "it asked again"
+    feed.close()
+    pump.close()

@@ -1,0 +1,358 @@
+"""What the dashboard makes of the scheduler's events: passes, bubbles, shadows, alerts, frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.dashboard.passes import PassHistory
+from sglang_sbs.dashboard.recorder import Recorder
+from sglang_sbs.dashboard.shadow import RoundRobin, ShadowCluster, Shape, least_tokens
+from sglang_sbs.dashboard.ttft import TtftComparison
+from sglang_sbs.scheduling import (
+    Command,
+    Dispatch,
+    Event,
+    ForwardEnded,
+    InstanceDown,
+    InstanceUp,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    Scheduler,
+    SchedulerConfig,
+    TimerFired,
+)
+from sglang_sbs.wire import EndForward
+
+P0, D0 = "http://p0:1", "http://d0:1"
+
+
+def report(**fields: Any) -> EndForward:
+    values: dict[str, Any] = {
+        **{"instance_id": "", "boot_id": "a", "role": "prefill", "dp_rank": 0, "dp_size": 2},
+        **{"seq": 0, "kind": "forward"},
+    }
+    return EndForward(**values | fields)
+
+
+# Passes ---------------------------------------------------------------------------------------
+
+
+def test_all_ranks_tell_of_one_pass() -> None:
+    history = PassHistory()
+    for rank in (0, 1):
+        one = report(dp_rank=rank, forward_id=1, forward_s=0.5, age_s=0.1, tokens_per_rank=[10, 20])
+        history.on_report(P0, 2, one, 10.0, 0.0)
+    (only,) = history.take(10.0)
+    assert (only.start_s, only.end_s, only.tokens) == (pytest.approx(9.4), 9.9, [10, 20])
+    assert history.take(11.0) == []
+
+
+def test_ranks_that_tell_only_of_themselves_are_put_together() -> None:
+    history = PassHistory()
+    history.on_report(P0, 2, report(forward_id=1, forward_s=0.5, extend_tokens=10), 10.0, 0.0)
+    assert history.take(10.0) == []
+    second = report(dp_rank=1, forward_id=1, forward_s=0.5, extend_tokens=20)
+    history.on_report(P0, 2, second, 10.01, 0.0)
+    (only,) = history.take(10.2)
+    assert only.tokens == [10, 20]
+
+
+def test_a_bubble_is_wasted_as_far_as_requests_waited() -> None:
+    history = PassHistory()
+    vector = {"tokens_per_rank": [5, 5], "forward_s": 1.0}
+    history.on_report(P0, 2, report(forward_id=1, **vector), 10.0, waited_s=3.0)
+    launch = report(kind="launch", forward_id=2, tokens_per_rank=[5, 5])
+    history.on_report(P0, 2, launch, 12.0, waited_s=3.5)
+    history.on_report(P0, 2, report(forward_id=2, **vector), 13.0, waited_s=4.0)
+    first, second = history.take(13.0)
+    assert (first.gap_s, first.waste_s) == (0.0, 0.0)
+    assert (second.gap_s, second.waste_s) == (2.0, 0.5)
+
+
+def test_a_restarted_engine_begins_anew_and_idle_passes_are_none() -> None:
+    history = PassHistory()
+    vector = {"tokens_per_rank": [5, 5], "forward_s": 1.0}
+    history.on_report(P0, 2, report(forward_id=9, **vector), 10.0, 0.0)
+    history.on_report(P0, 2, report(boot_id="b", forward_id=1, **vector), 20.0, 0.0)
+    idle = report(boot_id="b", forward_id=2, forward_s=0.1, tokens_per_rank=[0, 0])
+    history.on_report(P0, 2, idle, 21.0, 0.0)
+    assert [one.gap_s for one in history.take(30.0)] == [0.0, 0.0]
+
+
+def test_a_launch_shows_what_runs_until_it_ends() -> None:
+    history = PassHistory()
+    launch = report(kind="launch", forward_id=1, tokens_per_rank=[7, 0], age_s=0.5)
+    history.on_report(P0, 2, launch, 10.0, 0.0)
+    assert history.running(P0) == (9.5, [7, 0])
+    ended = report(forward_id=1, forward_s=1.0, tokens_per_rank=[7, 0])
+    history.on_report(P0, 2, ended, 10.5, 0.0)
+    assert history.running(P0) is None
+    assert history.last_end_s(P0) == 10.5
+
+
+# Shadows --------------------------------------------------------------------------------------
+
+
+class Steady:
+    """Every pass takes one second."""
+
+    def predict_s(self, tokens_per_rank: Any, pairs: Any = ()) -> float:
+        assert len(tokens_per_rank) == len(pairs)
+        return 1.0
+
+
+def shadow(instances: int = 1, dp_size: int = 2) -> ShadowCluster:
+    made = ShadowCluster()
+    shapes = {f"p{i}": Shape(dp_size, 100, Steady()) for i in range(instances)}
+    made.follow(shapes, 0.0)
+    return made
+
+
+def test_the_shadow_computes_in_passes_that_wait_for_no_late_comer() -> None:
+    cluster = shadow()
+    cluster.place("a", ("p0", 0), 60, 0.0)
+    cluster.place("b", ("p0", 0), 60, 0.0)
+    cluster.place("late", ("p0", 1), 10, 0.5)
+    assert cluster.advance(0.9) == []
+    assert cluster.advance(5.0) == [("a", 1.0), ("b", 2.0), ("late", 2.0)]
+    assert cluster.requests == 0
+
+
+def test_a_prompt_of_several_chunks_takes_as_many_passes() -> None:
+    cluster = shadow()
+    cluster.place("long", ("p0", 0), 250, 0.0)
+    assert cluster.advance(10.0) == [("long", 3.0)]
+
+
+def test_what_an_instance_was_busy_with_comes_first() -> None:
+    cluster = shadow()
+    cluster.preload("p0", [100, 0], free_s=0.25)
+    cluster.place("a", ("p0", 0), 10, 0.0)
+    assert cluster.advance(10.0) == [("a", 2.25)]
+
+
+def test_rules_place_as_they_say() -> None:
+    cluster = shadow(instances=2)
+    turn = RoundRobin()
+    places = [turn(cluster.instances) for _ in range(4)]
+    assert places == [("p0", 0), ("p1", 0), ("p0", 1), ("p1", 1)]
+    cluster.place("a", ("p0", 0), 50, 0.0)
+    cluster.place("b", ("p0", 1), 10, 0.0)
+    cluster.place("c", ("p1", 0), 20, 0.0)
+    cluster.place("d", ("p1", 1), 5, 0.0)
+    assert least_tokens(cluster.instances) == ("p1", 1)
+
+
+def test_an_instance_that_goes_takes_its_requests_along() -> None:
+    cluster = shadow(instances=2)
+    cluster.place("a", ("p0", 0), 50, 0.0)
+    cluster.place("b", ("p1", 0), 50, 0.0)
+    cluster.advance(0.5)
+    cluster.follow({"p1": Shape(2, 100, Steady())}, 0.5)
+    assert cluster.requests == 1
+    assert cluster.advance(2.0) == [("b", 1.0)]
+
+
+def test_the_comparison_is_of_the_same_requests() -> None:
+    ttft = TtftComparison()
+    ttft.follow({P0: Shape(2, 100, Steady())}, 0.0)
+    ttft.arrived("a", 50, 0.0, 0.0)
+    ttft.arrived("refused", 50, 0.0, 0.0)
+    ttft.ended("refused")
+    ttft.dispatched("a", P0, 0, 0, 0.4)  # held for 0.4 s
+    ttft.advance(1.5)
+    ttft.prefilled("a", 1.5, pass_ended_s=1.4)  # the way of the answer: 0.1 s
+    summary = ttft.summary(2.0)
+    assert summary["requests"] == 1
+    assert summary["unfinished"] == {"least_tokens": 0, "round_robin": 0}
+    figures = {name: one["p50"] for name, one in summary["figures"].items()}
+    assert figures["measured"] == 1.5
+    # Median of the ways seen so far: none, and 0.1 s.
+    assert figures["modelled"] == pytest.approx(1.45)
+    assert figures["least_tokens"] == figures["round_robin"] == pytest.approx(1.05)
+
+
+def test_immediate_dispatch_is_granted_the_cached_prefix() -> None:
+    ttft = TtftComparison()
+    ttft.follow({P0: Shape(1, 100, Steady())}, 0.0)
+    ttft.arrived("a", 250, 0.0, 0.0)
+    ttft.dispatched("a", P0, 0, 200, 0.0)
+    ttft.advance(5.0)
+    ttft.prefilled("a", 1.0, 1.0)
+    figures = ttft.summary(5.0)["figures"]
+    assert figures["least_tokens"]["p50"] == 1.0
+    assert figures["modelled"]["p50"] == 1.0
+
+
+# Alerts ---------------------------------------------------------------------------------------
+
+
+def scheduler_with(*events: tuple[Event, float], **config: Any) -> Scheduler:
+    scheduler = Scheduler(SchedulerConfig(**config))
+    for name, role, at in ((P0, "prefill", 0.0), (D0, "decode", 0.0)):
+        up = InstanceUp(instance=name, role=role, dp_size=2, chunk_tokens=100)
+        scheduler.handle(up, at)
+    for event, now_s in events:
+        scheduler.handle(event, now_s)
+    return scheduler
+
+
+def kinds(scheduler: Scheduler, now_s: float, recent: Recent | None = None) -> list[str]:
+    alerts = find_alerts(scheduler.snapshot(now_s), scheduler.config, recent or Recent())
+    assert all(alert.text for alert in alerts)
+    return [alert.kind for alert in alerts]
+
+
+def heard(role: str, rank: int, seq: int = 0) -> ForwardEnded:
+    name = P0 if role == "prefill" else D0
+    said = report(role=role, dp_rank=rank, kind="idle", boot_id=role, seq=seq)
+    return ForwardEnded(instance=name, report=said)
+
+
+ALL_HEARD = [(heard(role, rank), 1.0) for role in ("prefill", "decode") for rank in (0, 1)]
+
+
+def test_a_healthy_cluster_has_no_alerts() -> None:
+    assert kinds(scheduler_with(*ALL_HEARD), 2.0) == []
+
+
+def test_ranks_that_fall_silent() -> None:
+    scheduler = scheduler_with(*ALL_HEARD, (heard("prefill", 0, seq=1), 9.0))
+    alerts = find_alerts(scheduler.snapshot(9.5), scheduler.config, Recent())
+    assert [(one.kind, one.subject) for one in alerts] == [("stale", P0), ("stale", D0)]
+    assert alerts[0].text.startswith("1 of 2 DP ranks")
+    assert alerts[1].text.startswith("2 of 2 DP ranks")
+
+
+def test_instances_that_are_down() -> None:
+    down = scheduler_with(*ALL_HEARD, (InstanceDown(instance=D0), 1.0))
+    assert kinds(down, 1.0) == ["no_decode"]
+
+
+def test_a_queue_near_its_limit_and_flow_control() -> None:
+    arrivals = [(RequestArrived(rid=str(i), prompt_tokens=400), 1.0) for i in range(40)]
+    scheduler = scheduler_with(*ALL_HEARD, *arrivals, max_queue_requests=40)
+    waiting = scheduler.snapshot(1.0).queue_requests
+    limit = SchedulerConfig(max_queue_requests=int(waiting / 0.8))
+    assert [a.kind for a in find_alerts(scheduler.snapshot(1.0), limit, Recent())] == ["queue"]
+
+
+def test_what_the_last_minute_tells() -> None:
+    recent = Recent(
+        refusals={"queue_full": 3},
+        watchdog_fires={P0: 2},
+        problems=[(D0, "an SGLang before 0.5.10")],
+        scheduler_errors=1,
+        alone=True,
+    )
+    found = kinds(scheduler_with(*ALL_HEARD), 2.0, recent)
+    assert sorted(found) == ["alone", "problem", "refused", "scheduler_errors", "watchdog"]
+    assert found[:3] == ["alone", "watchdog", "scheduler_errors"], "critical ones first"
+
+
+def test_a_fallback_tier_is_told_only_where_feedback_matters() -> None:
+    silence = (RequestArrived(rid="a", prompt_tokens=10), 2.0)
+    answer = (PrefillDone(rid="a"), 2.5)
+    events = (silence, (TimerFired(), 2.3), answer)
+    assert "fallback" in kinds(scheduler_with(*events), 3.0)
+    assert "fallback" not in kinds(scheduler_with(*events, policy="round_robin"), 3.0)
+
+
+# Frames ---------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A scheduler with a recorder, as the pump has them."""
+
+    def __init__(self, now_s: float = 1.0, **config: Any) -> None:
+        self.scheduler = scheduler_with(*ALL_HEARD, **config)
+        self.recorder = Recorder(self.scheduler, self.scheduler.config, now_s)
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        commands = self.scheduler.handle(event, now_s)
+        self.recorder.observe(event, commands, now_s)
+        return commands
+
+
+def test_a_frame_has_what_is_new_and_a_history_everything() -> None:
+    watched = Watched()
+    watched.handle(RequestArrived(rid="a", prompt_tokens=60), 2.0)
+    launch = report(boot_id="prefill", seq=1, kind="launch", forward_id=1, tokens_per_rank=[60, 0])
+    watched.handle(ForwardEnded(instance=P0, report=launch), 2.1)
+    ended = report(boot_id="prefill", seq=2, forward_id=1, forward_s=0.4, tokens_per_rank=[60, 0])
+    watched.handle(ForwardEnded(instance=P0, report=ended), 2.5)
+    watched.handle(PrefillDone(rid="a"), 2.6)
+    frame = watched.recorder.frame(2.7)
+    assert frame["full"] is False
+    (gang,) = frame["gangs"]
+    assert (gang["requests"], gang["tokens"], gang["prefill"], gang["rids"]) == (1, 60, P0, ["a"])
+    assert gang["reason"]
+    (one,) = frame["passes"]
+    assert one[0] == P0
+    assert one[5] == [60, 0]
+    assert frame["hold"]["requests"] == 1
+    assert frame["prefill"][0]["chunk"] == 100
+    assert frame["decode"][0]["kv_capacity"] == 0, "unknown"
+    again = watched.recorder.frame(2.9)
+    assert again["gangs"] == again["passes"] == []
+    history = watched.recorder.history(3.0)
+    assert history["full"] is True
+    assert (history["gangs"], history["passes"]) == ([gang], [one])
+    assert [requests for _, requests in history["queue_trail"]] == [0, 0]
+
+
+def test_refusals_and_waiting_requests_are_shown() -> None:
+    watched = Watched(max_queue_requests=5)
+    refused = 0
+    for i in range(30):
+        commands = watched.handle(RequestArrived(rid=f"r{i}", prompt_tokens=90), 2.0)
+        refused += sum(isinstance(one, Refuse) for one in commands)
+    assert refused
+    frame = watched.recorder.frame(2.5)
+    assert frame["rates"]["refused_in_60_s"] == {"queue_full": refused}
+    waiting = frame["queue"]["oldest"]
+    assert len(waiting) == frame["queue"]["requests"] == 5
+    assert all(waits == 0.5 and tokens == 90 for _, tokens, waits in waiting)
+    for rid, _, _ in waiting:
+        watched.handle(RequestEnded(rid=rid, outcome="aborted"), 3.0)
+    assert watched.recorder.frame(3.0)["queue"]["oldest"] == []
+    assert watched.recorder.frame(100.0)["rates"]["refused_in_60_s"] == {}
+
+
+def test_memory_is_bounded_whatever_comes() -> None:
+    watched = Watched(policy="round_robin", max_queue_requests=10**6)
+    for i in range(25_000):
+        watched.recorder.observe(RequestArrived(rid=str(i), prompt_tokens=9), [], 2.0)
+        dispatch = Dispatch(
+            **{"rid": str(i), "prefill": P0, "prefill_rank": 0, "decode": D0, "decode_rank": 0},
+            **{"batch": i, "held_s": 0.0, "reason": "x"},
+        )
+        watched.recorder.observe(RequestArrived(rid=f"w{i}", prompt_tokens=9), [dispatch], 2.0)
+    frame = watched.recorder.frame(2.1)
+    assert len(frame["gangs"]) == 40
+    sizes = [
+        len(value)
+        for part in (watched.recorder, watched.recorder.ttft)
+        for value in vars(part).values()
+        if hasattr(value, "__len__")
+    ]
+    assert max(sizes) <= 20_000 + 25_000  # the undecided of the comparison leave with time
+    watched.recorder.frame(60.0)
+    undecided = watched.recorder.ttft._undecided
+    assert len(undecided) == 0
+
+
+def test_the_clock_of_waiting_runs_only_while_something_waits() -> None:
+    watched = Watched()
+    recorder = watched.recorder
+    recorder.observe(RequestArrived(rid="a", prompt_tokens=9), [], 2.0)
+    recorder.observe(RequestArrived(rid="b", prompt_tokens=9), [], 3.0)
+    recorder.observe(RequestEnded(rid="a", outcome="aborted"), [], 4.0)
+    recorder.observe(RequestEnded(rid="b", outcome="aborted"), [], 5.0)
+    recorder.frame(9.0)
+    assert recorder._waited_s == 3.0

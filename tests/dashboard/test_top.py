@@ -1,0 +1,168 @@
+"""``sglang-sbs top``: the dashboard in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import pty
+import signal
+import sys
+import termios
+from typing import Any
+
+import orjson
+import pytest
+from rich.console import Console
+from router_harness import TIMEOUT_S, cluster
+
+from sglang_sbs.dashboard.recorder import Recorder
+from sglang_sbs.dashboard.top import KEY_VARIABLE, main
+from sglang_sbs.dashboard.top_view import TopView, plain
+from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
+
+
+def frame_of(prefill: int, decode: int, dp_size: int = 8) -> dict[str, Any]:
+    """A real frame of a scheduler with so many instances and some requests."""
+    scheduler = Scheduler(SchedulerConfig())
+    recorder = Recorder(scheduler, scheduler.config, 1.0)
+    for role, count in (("prefill", prefill), ("decode", decode)):
+        for number in range(count):
+            name = f"http://{role}-{number}.example:30000"
+            up = InstanceUp(instance=name, role=role, dp_size=dp_size, chunk_tokens=4096)
+            scheduler.handle(up, 1.0)
+    for number in range(20):
+        event = RequestArrived(rid=f"r{number}", prompt_tokens=3000)
+        recorder.observe(event, scheduler.handle(event, 2.0), 2.0)
+    return recorder.frame(2.5)
+
+
+def drawn(frame: dict[str, Any], width: int, height: int) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=height, force_terminal=False)
+    console.print(TopView(frame, frame["gangs"], "here"))
+    return out.getvalue().rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(0, 0), (1, 1), (3, 1), (32, 8), (117, 2)])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (220, 90)])
+def test_it_fits_the_terminal(prefill: int, decode: int, width: int, height: int) -> None:
+    lines = drawn(frame_of(prefill, decode), width, height)
+    assert len(lines) < height
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for part in ("waiting", "prefill", "decode", "prefill's answer", "dispatch decisions"):
+        assert part in text
+
+
+def test_it_grows_with_the_terminal() -> None:
+    frame = frame_of(32, 8)
+    small, large = drawn(frame, 80, 24), drawn(frame, 200, 100)
+    assert sum("prefill-" in line for line in small) < 32
+    assert any("more: a higher terminal shows them" in line for line in small)
+    shown = [line for line in large if line.startswith("prefill-")]
+    assert len(shown) == 32
+    assert not any("a higher terminal" in line for line in large)
+
+
+def test_ranks_that_never_reported_are_told_from_silent_and_busy_ones() -> None:
+    frame = frame_of(1, 1, dp_size=4)
+    one = frame["prefill"][0]
+    one["age"] = [0.1, 9.0, None, 0.1]
+    one["c_avail"] = [0, 4096, 4096, 4096]
+    (line,) = [line for line in drawn(frame, 100, 40) if line.startswith("prefill-0")]
+    assert line.rstrip().endswith("█!?·")
+
+
+def test_alerts_come_before_everything_but_the_head() -> None:
+    lines = drawn(frame_of(0, 0), 80, 24)
+    assert lines[3].startswith("● no prefill instance is up")
+
+
+def test_text_of_others_cannot_drive_the_terminal() -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J[red]markup\n\u202eabc"
+    frame = frame_of(1, 1)
+    frame["policy"] = evil
+    frame["prefill"][0]["instance"] = evil
+    frame["alerts"] = [{"severity": "warning", "kind": "x", "subject": evil, "text": evil}]
+    frame["gangs"] = [frame["gangs"][0] | {"prefill": evil, "reason": evil}]
+    text = "\n".join(drawn(frame, 200, 40))
+    assert "owned" in text
+    assert "[red]markup" in text
+    assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert plain("a\x00b\x7fc\u200fd é") == "a·b·c·d é"
+
+
+async def run(*argv: str) -> int:
+    return await asyncio.to_thread(main, argv)
+
+
+async def test_json_is_one_snapshot(capfd: pytest.CaptureFixture[str]) -> None:
+    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+        assert await run("--router", running.url, "--json", "--for", "0.3") == 0
+        frame = orjson.loads(capfd.readouterr().out)
+        assert frame["policy"] == "sbs"
+        assert [one["instance"] for one in frame["prefill"]] == [running.prefill[0].url]
+        assert frame["gangs"] == []
+
+
+async def test_once_is_one_frame(capsys: pytest.CaptureFixture[str]) -> None:
+    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+        assert await run("--router", running.url, "--once", "--for", "0") == 0
+    text = capsys.readouterr().out
+    assert "waiting 0 (0 tokens)" in text
+    assert "127.0.0.1" in text
+
+
+async def test_the_key_comes_from_the_flag_or_the_environment(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    async with cluster("--admin-api-key", "secret") as running:
+        where = ("--router", running.url, "--json", "--for", "0")
+        assert await run(*where) == 1
+        assert KEY_VARIABLE in capfd.readouterr().err
+        assert await run(*where, "--admin-api-key", "wrong") == 1
+        assert "not accepted" in capfd.readouterr().err
+        assert await run(*where, "--admin-api-key", "secret") == 0
+        monkeypatch.setenv(KEY_VARIABLE, "secret")
+        assert await run(*where) == 0
+
+
+def test_no_router_and_bad_flags_are_told_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--router", "http://127.0.0.1:9", "--once"]) == 1
+    assert "is the router there?" in capsys.readouterr().err
+    for flags in (["--router", "localhost:30000"], ["--once", "--for", "-1"]):
+        with pytest.raises(SystemExit) as stop:
+            main(flags)
+        assert stop.value.code == 2
+    assert "http://HOST:PORT" in capsys.readouterr().err
+
+
+async def test_it_runs_in_a_terminal_until_interrupted() -> None:
+    terminal, inside = pty.openpty()
+    termios.tcsetwinsize(inside, (24, 80))
+    async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sglang_sbs.cli", "top", "--router", running.url),
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+        )
+        os.close(inside)
+        seen = bytearray()
+
+        def read() -> None:
+            """Until it has drawn twice."""
+            while seen.count(b"waiting 0") < 2:
+                seen.extend(os.read(terminal, 65536))
+
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.to_thread(read)
+            process.send_signal(signal.SIGINT)
+            code = await process.wait()
+    os.close(terminal)
+    assert code == 0
+    assert b"\x1b[?1049h" in seen, "on a screen of its own"
+    assert b"Traceback" not in seen
