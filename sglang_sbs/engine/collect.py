@@ -1,6 +1,6 @@
 """Reads SGLang's scheduler objects: the fields of EndForward, wherever a version keeps them.
 
-Owns attribute names of SGLang 0.5.11 to 0.5.23 (file names below are relative to ``sglang/srt``).
+Owns attribute names of SGLang 0.5.6 to 0.5.23 (file names below are relative to ``sglang/srt``).
 Must not know sockets, messages or time, and must not change anything but marks on its own
 ``_sbs_*`` attributes.
 
@@ -90,7 +90,8 @@ def read_placement(scheduler: Any) -> Placement:
     """Rank of this process, by the rule of ``disaggregation/kv_events.py`` (0.5.16+).
 
     The numbers live in ``runtime_context.get_parallel()`` (0.5.22+), ``scheduler.ps`` (0.5.14 to
-    0.5.20) or on the scheduler (0.5.11, 0.5.12, where ``attn_dp_size`` follows from the arguments).
+    0.5.20) or on the scheduler (until 0.5.12, where ``attn_dp_size`` follows from the arguments; no
+    context parallelism of attention before 0.5.10).
     """
     ranks = getattr(scheduler, "ps", None)
     if ranks is None and hasattr(scheduler, "attn_tp_rank"):
@@ -101,7 +102,8 @@ def read_placement(scheduler: Any) -> Placement:
     attn_dp_size = getattr(ranks, "attn_dp_size", None)
     if attn_dp_size is None:
         attn_dp_size = dp_size if scheduler.server_args.enable_dp_attention else 1
-    emits = ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and ranks.attn_cp_rank == 0
+    attn_cp_rank = getattr(ranks, "attn_cp_rank", 0)
+    emits = ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and attn_cp_rank == 0
     if attn_dp_size > 1:
         return Placement(int(ranks.attn_dp_rank), int(attn_dp_size), emits)
     return Placement(int(ranks.dp_rank or 0), max(1, dp_size), emits)
@@ -166,12 +168,8 @@ class SchedulerReader:
         self.placement = read_placement(scheduler)
         self.missing: list[str] = []
         """Fields this version cannot give."""
-        if hasattr(scheduler, "pool_stats_observer"):
-            self._pool: Callable[[], Any] | None = lambda: scheduler.pool_stats_observer
-        elif hasattr(scheduler, "get_pool_stats"):
-            self._pool = lambda: scheduler
-        else:
-            self._pool = None
+        self._used_tokens = _used_tokens_reader(scheduler)
+        if self._used_tokens is None:
             self.missing.append("kv_tokens")
         self._inquirer = hasattr(
             getattr(scheduler, "load_inquirer", None), "get_num_waiting_uncached_tokens"
@@ -196,7 +194,7 @@ class SchedulerReader:
         return [launched for launched in noted if launched is not None]
 
     def occupancy(self, role: Role) -> Occupancy:
-        """A few ``len()``; the same attributes from 0.5.11 to 0.5.23."""
+        """A few ``len()``; the same attributes from 0.5.6 to 0.5.23."""
         s = self.scheduler
         waiting, bootstrapping, transfer = len(s.waiting_queue), 0, 0
         if role == "prefill":
@@ -314,9 +312,28 @@ class SchedulerReader:
         return 0 if chunked is None else max(0, chunked.seqlen - _launched_len(chunked))
 
     def _kv_tokens(self) -> int:
-        if self._pool is None:
-            return 0
-        return int(self._pool().get_pool_stats().get_kv_token_stats()[0])
+        return 0 if self._used_tokens is None else int(self._used_tokens())
+
+
+def _used_tokens_reader(scheduler: Any) -> Callable[[], Any] | None:
+    """KV tokens in use, prefix cache excluded.
+
+    ``get_pool_stats`` of the ``pool_stats_observer`` (0.5.14+) or the scheduler (0.5.11, 0.5.12);
+    before, the first of the numbers of ``_get_token_info``, which models with two kinds of layers
+    have under other names (``managers/scheduler_runtime_checker_mixin.py``).
+    """
+    if hasattr(scheduler, "pool_stats_observer"):
+        return lambda: scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()[0]
+    if hasattr(scheduler, "get_pool_stats"):
+        return lambda: scheduler.get_pool_stats().get_kv_token_stats()[0]
+    if getattr(scheduler, "is_hybrid_swa", False):
+        name = "_get_swa_token_info"
+    elif getattr(scheduler, "is_hybrid_ssm", False) or getattr(scheduler, "is_ssm_model", False):
+        name = "_get_mamba_token_info"
+    else:
+        name = "_get_token_info"
+    reader = getattr(scheduler, name, None)
+    return None if reader is None else lambda: reader()[0]
 
 
 def _prefix_len(req: Any) -> int:

@@ -101,6 +101,8 @@ class RankHook:
         self._computed_tokens = 0
         self._aborted_requests = 0
         self._rids: list[str] = []
+        self._processing: Any = None
+        """The result SGLang is working on."""
         # The last pass that ended, and the last message.
         self._pass: Pass | None = None
         self._end_s = 0.0
@@ -145,18 +147,25 @@ class RankHook:
     ) -> Any:
         """Around ``Scheduler.process_batch_result(self, batch, result)``.
 
+        In 0.5.10 it calls ``process_batch_result_disagg_prefill``, which is hooked too there, as
+        releases before call that one instead: only the outer of the two counts.
+
         With ``copy_done``, waiting for it here is what the original does first; the message then
         leaves before the CPU work on the result. Without (overlap disabled), the original itself
         waits for the device, and the message follows it.
         """
-        if self.off:
+        if self.off or (result is not None and result is self._processing):
             return original(scheduler, batch, result, *args, **kwargs)
         pending = False
         try:
             pending = not self._on_result(scheduler, batch, result)
         except Exception:
             self._failed()
-        returned = original(scheduler, batch, result, *args, **kwargs)
+        self._processing = result
+        try:
+            returned = original(scheduler, batch, result, *args, **kwargs)
+        finally:
+            self._processing = None
         if pending:
             try:
                 self._on_end(scheduler, self._pass_of(scheduler, batch, result), self._clock())

@@ -1,6 +1,7 @@
-"""Puts the hooks into SGLang through its plugin framework.
+"""Puts the hooks into SGLang: through its plugin framework, or directly where it has none.
 
-Owns the hook targets and the ``sbs`` block of ``/server_info``. Must not know what the hooks do.
+Owns the hook targets by release and the ``sbs`` block of ``/server_info``. Must not know what the
+hooks do.
 """
 
 from __future__ import annotations
@@ -8,18 +9,33 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
+import sys
 from collections.abc import Callable
-from typing import Any
+from importlib import metadata
+from typing import Any, NamedTuple
 
 from sglang_sbs import __version__
+from sglang_sbs.engine import direct
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.hooks import RankHook
 
 logger = logging.getLogger(__name__)
 
 WIRE_VERSION = 1
-SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+REGISTRY = "sglang.srt.plugins.hook_registry"
+SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+SERVER_MODULE = "sglang.srt.entrypoints.http_server"
+SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
+GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
+
+
+class Hook(NamedTuple):
+    """``targets``: the same thing under its names in different releases, newest first."""
+
+    targets: tuple[str, ...]
+    function: Callable[..., Any]
+    kind: str
 
 
 def describe(config: HookConfig) -> dict[str, object]:
@@ -30,42 +46,108 @@ def describe(config: HookConfig) -> dict[str, object]:
         "instance_id": config.instance_id,
         "routers": list(config.routers),
         "bind": config.bind,
+        "encrypted": bool(config.secret),
         "sglang_sbs_version": __version__,
+        "sgl_kernel_version": _kernel_version(),
     }
 
 
+def _kernel_version() -> str:
+    """Of the package that was called ``sgl-kernel`` at first; empty without (on CPU)."""
+    for name in ("sglang-kernel", "sgl-kernel"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
 def install(config: HookConfig) -> None:
-    """Register the hooks with SGLang; ``load_plugins`` applies them when all plugins are loaded.
+    """Register the hooks. SGLang's ``load_plugins`` applies them when all plugins are loaded;
+    without a plugin framework they take effect here, in whatever of SGLang is loaded.
 
     Raises:
-        ImportError: no SGLang with a plugin framework (>= 0.5.11).
+        ImportError: no SGLang.
     """
-    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-    before, after, around = (getattr(registry.HookType, n) for n in ("BEFORE", "AFTER", "AROUND"))
     hook = RankHook(config)
+    try:
+        registry = importlib.import_module(REGISTRY)
+    except ImportError:
+        if not (SCHEDULER_MODULE in sys.modules or SERVER_MODULE in sys.modules):
+            raise  # called by something else than a patched SGLang
+        _register(direct, _direct_hooks(hook, config), direct.is_loaded)
+        return
+    _register(registry, _plugin_hooks(hook, config), _resolves)
 
+
+def _rank_hooks(hook: RankHook) -> list[Hook]:
+    return [
+        Hook((SCHEDULER + "run_batch",), hook.around_run_batch, "AROUND"),
+        Hook((SCHEDULER + "process_batch_result",), hook.around_process_batch_result, "AROUND"),
+        Hook(
+            (SCHEDULER + "on_idle", SCHEDULER + "self_check_during_idle"),
+            hook.before_on_idle,
+            "BEFORE",
+        ),
+        Hook((SCHEDULER + "_add_request_to_queue",), hook.around_add_request, "AROUND"),
+        Hook((SCHEDULER + "abort_request",), hook.before_abort_request, "BEFORE"),
+    ]
+
+
+def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
     def add_sbs_block(result: Any, *_args: Any, **_kwargs: Any) -> None:
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
-    wanted: list[tuple[str, Callable[..., Any], Any]] = [
-        (SERVER_INFO, add_sbs_block, after),
-        (SCHEDULER + "run_batch", hook.around_run_batch, around),
-        (SCHEDULER + "process_batch_result", hook.around_process_batch_result, around),
-        (SCHEDULER + "on_idle", hook.before_on_idle, before),
-        (SCHEDULER + "_add_request_to_queue", hook.around_add_request, around),
-        (SCHEDULER + "abort_request", hook.before_abort_request, before),
+    return [Hook((SERVER_INFO,), add_sbs_block, "AFTER"), *_rank_hooks(hook)]
+
+
+def _direct_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
+    """Before 0.5.11 ``/server_info`` shows the ``scheduler_info`` of the server's global state, and
+    until 0.5.9 the prefill loops hand results to ``process_batch_result_disagg_prefill``."""
+
+    def add_sbs_block(state: Any, *_args: Any, **_kwargs: Any) -> None:
+        if isinstance(state.scheduler_info, dict):
+            state.scheduler_info["sbs"] = describe(config)
+
+    return [
+        Hook((GLOBAL_STATE,), add_sbs_block, "BEFORE"),
+        *_rank_hooks(hook),
+        Hook(
+            (SCHEDULER + "process_batch_result_disagg_prefill",),
+            hook.around_process_batch_result,
+            "AROUND",
+        ),
     ]
+
+
+def _register(registry: Any, hooks: list[Hook], exists: Callable[[str], bool]) -> None:
+    """``registry``: SGLang's module of that name, or :mod:`sglang_sbs.engine.direct`."""
     missing = []
-    for target, function, hook_type in wanted:
-        try:
-            pkgutil.resolve_name(target)
-        except (ImportError, AttributeError):
-            missing.append(target)
-            continue
-        registry.HookRegistry.register(target, function, hook_type)
+    for hook in hooks:
+        target = next(filter(exists, hook.targets), None)
+        if target is not None:
+            kind = getattr(registry.HookType, hook.kind)
+            registry.HookRegistry.register(target, hook.function, kind)
+        elif registry is not direct or _module_is_loaded(hook.targets[0]):
+            missing.append(hook.targets[0])
     if missing:
         logger.warning(
             "This SGLang has no %s; EndForward goes without (see docs/endforward.md)",
             ", ".join(missing),
         )
+
+
+def _module_is_loaded(target: str) -> bool:
+    return any(
+        target.startswith(module + ".") and module in sys.modules
+        for module in (SCHEDULER_MODULE, SERVER_MODULE)
+    )
+
+
+def _resolves(target: str) -> bool:
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return True

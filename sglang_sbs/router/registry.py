@@ -30,6 +30,7 @@ from sglang_sbs.scheduling.events import (
     InstanceRole,
     InstanceUp,
     PrefixSource,
+    RankChoice,
 )
 from sglang_sbs.wire import EndForward
 
@@ -110,6 +111,15 @@ class Worker:
         if self.configured_bootstrap_port is not None:
             return self.configured_bootstrap_port
         return self.info.bootstrap_port if self.info is not None else None
+
+    @property
+    def coupled(self) -> bool:
+        """Its release couples prefill and decode ranks (``rank_contract``)."""
+        return self.info is not None and self.info.coupled
+
+    @property
+    def rank_choice(self) -> RankChoice:
+        return self.info.rank_choice if self.info is not None else "free"
 
     @property
     def dp_size(self) -> int:
@@ -457,6 +467,7 @@ class Registry:
             max_running_requests=info.max_running_requests,
             page_size=info.page_size,
             prefix_source=self.prefix_source_of(worker),
+            rank_choice=info.rank_choice if worker.role == "decode" else "free",
         )
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
@@ -506,7 +517,11 @@ def _why_mute(info: WorkerInfo) -> str:
     version = parse_version(info.version)
     if info.sbs is None and version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
         wanted = ".".join(map(str, PLUGIN_VERSION))
-        return f"SGLang {info.version} loads no plugins; upgrade the engine to {wanted} or later"
+        return (
+            f"SGLang {info.version} loads no plugins: pip install sglang-sbs next to it, run "
+            "'sglang-sbs patch apply' there and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, or "
+            f"upgrade the engine to {wanted} or later"
+        )
     if info.sbs is None:
         return (
             "the sglang-sbs plugin is not installed or not configured there: pip install "

@@ -37,6 +37,7 @@ from sglang_sbs.router.merge import (
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.pair import Pair, PairRequest
 from sglang_sbs.router.prompts import PromptReader, ReadPrompt
+from sglang_sbs.router.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.requests import (
     LegFields,
@@ -45,7 +46,6 @@ from sglang_sbs.router.requests import (
     Unit,
     leg_bodies,
     may_ask_cached,
-    pick_bootstrap_room,
     plan_request,
     session_header,
 )
@@ -380,13 +380,20 @@ class Relay:
                     "rank_out_of_range",
                     f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})",
                 )
+        ranks = (assignment.prefill_rank, prefill.dp_size)
+        if decode.rank_choice == "by_room":
+            room = pick_bootstrap_room(*ranks, assignment.decode_rank, decode.dp_size)
+        else:
+            room = pick_bootstrap_room(*ranks)
         fields = LegFields(
             rid=assignment.rid,
             bootstrap_host=prefill.bootstrap_host,
             bootstrap_port=prefill.bootstrap_port,
-            bootstrap_room=pick_bootstrap_room(assignment.prefill_rank, prefill.dp_size),
+            bootstrap_room=room,
             prefill_rank=assignment.prefill_rank,
             decode_rank=assignment.decode_rank,
+            prefill_coupled=prefill.coupled,
+            decode_coupled=decode.coupled,
         )
         plan = exchange.plan
         ids_json = exchange.prompts[unit.prompt_index].ids_json

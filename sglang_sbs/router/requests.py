@@ -7,7 +7,6 @@ so they become single requests here, each with a room of its own.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import orjson
 
 from sglang_sbs.router.block_names import PLAIN, Namespace
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.rank_contract import decode_members, prefill_members
 from sglang_sbs.wire.front_end import MAX_SESSION_CHARS
 
 RouteKind = Literal["generate", "completions", "chat"]
@@ -400,16 +400,9 @@ class LegFields:
     bootstrap_room: int
     prefill_rank: int
     decode_rank: int
-
-
-def pick_bootstrap_room(prefill_rank: int, prefill_dp_size: int) -> int:
-    """A fresh room below 2**63 with ``room % dp_size == rank``.
-
-    That is where SGLang's ``follow_bootstrap_room`` puts the request anyway; any other room makes
-    it fail with a conflict (``disaggregation/common/conn.py``).
-    """
-    slots = 2**63 // prefill_dp_size
-    return random.randrange(slots) * prefill_dp_size + prefill_rank
+    prefill_coupled: bool = False
+    """The engine is of a release that couples both ranks (``rank_contract``)."""
+    decode_coupled: bool = False
 
 
 def may_ask_cached(unit: Unit, plan: Plan) -> bool:
@@ -437,12 +430,15 @@ def leg_bodies(
         "bootstrap_host": fields.bootstrap_host,
         "bootstrap_port": fields.bootstrap_port,
         "bootstrap_room": fields.bootstrap_room,
-        "disagg_prefill_dp_rank": fields.prefill_rank,
     }
-    prefill = shared | {"routed_dp_rank": fields.prefill_rank, "stream": False}
+    prefill_ranks = prefill_members(fields.prefill_rank, coupled=fields.prefill_coupled)
+    prefill = shared | prefill_ranks | {"stream": False}
     if asks_cached:
         prefill[_ASK_CACHED] = True
-    decode = shared | {"routed_dp_rank": fields.decode_rank, "stream": plan.stream}
+    decode_ranks = decode_members(
+        fields.prefill_rank, fields.decode_rank, coupled=fields.decode_coupled
+    )
+    decode = shared | decode_ranks | {"stream": plan.stream}
     if plan.stream and plan.stream_options is not None:
         decode["stream_options"] = plan.stream_options
     prompt = plan.prompts[unit.prompt_index].member

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.scheduling.events import InstanceRole
+from sglang_sbs.router.rank_contract import is_coupled, rank_choice_of
+from sglang_sbs.scheduling.events import InstanceRole, RankChoice
 
-MIN_VERSION = (0, 5, 10)
-"""First SGLang release whose prefill and decode ranks can be chosen independently."""
+MIN_VERSION = (0, 5, 6)
+"""First SGLang release this router knows how to speak to."""
 
 PLUGIN_VERSION = (0, 5, 11)
 """First SGLang release that loads plugins."""
@@ -73,6 +74,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str = ""
     bootstrap_port: int | None = None
     load_balance_method: str = ""
+    coupled: bool = False
+    """Its release couples prefill and decode ranks (``rank_contract``)."""
+    rank_choice: RankChoice = "free"
+    """What can be chosen of its ranks as a decode instance."""
     sbs: SbsBlock | None = None
     """``None``: the plugin is not installed or not configured there."""
     radix_cache: bool = True
@@ -100,8 +105,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
         raise UnusableWorker(
-            f"runs SGLang {version}; prefill and decode DP ranks can be chosen independently only "
-            f"from SGLang {wanted} on. Upgrade the engine"
+            f"runs SGLang {version}; this router speaks to SGLang {wanted} and later. Upgrade the "
+            "engine, to 0.5.10 or later if you can: before, prefill and decode DP ranks cannot be "
+            "chosen independently"
         )
     mode = data.get("disaggregation_mode")
     if isinstance(mode, str) and mode not in ("", role):
@@ -121,6 +127,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
             "replicas, so batching them into one forward pass gains nothing"
         )
     method = str(data.get("load_balance_method") or "")
+    choice = rank_choice_of(numbers, method) if role == "decode" else "free"
+    if choice == "engine" and dp_size > 1:
+        warnings.append(_why_engine(version, method, numbers))
     model = data.get("served_model_name") or data.get("model_path") or ""
     chunk = _int(data.get("chunked_prefill_size"))
     max_prefill = _int(data.get("max_prefill_tokens"))
@@ -141,6 +150,8 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         model_id=str(model),
         bootstrap_port=_int(data.get("disaggregation_bootstrap_port")) or None,
         load_balance_method=method,
+        coupled=is_coupled(numbers),
+        rank_choice=choice,
         sbs=_sbs_block(data.get("sbs")),
         radix_cache=(
             data.get("disable_radix_cache") is not True
@@ -148,6 +159,15 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         ),
         kv_events=kv_events,
         warnings=tuple(warnings),
+    )
+
+
+def _why_engine(version: str, method: str, numbers: tuple[int, ...] | None) -> str:
+    wanted = "follow_bootstrap_room" if numbers and numbers >= (0, 5, 8) else "round_robin"
+    return (
+        f"SGLang {version} with --load-balance-method {method} chooses decode DP ranks itself. "
+        f"Relaunch it with --load-balance-method {wanted}, and the router chooses among those that "
+        "go with the prefill rank; from SGLang 0.5.10 on, among all"
     )
 
 

@@ -11,8 +11,8 @@ way is its prompt, which is what the engine allocates; admission counts what it 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import cast
 
 from sglang_sbs.scheduling.decode import UNLIMITED, DecodeLoad
 from sglang_sbs.scheduling.departures import Departures
@@ -90,8 +90,12 @@ class DecodeInstance:
         self.kv_capacity_tokens = UNLIMITED
         self.max_running = UNLIMITED
         self.ranks = [DecodeRank() for _ in range(up.dp_size)]
-        self._loads: list[DecodeLoad | None] = [None] * up.dp_size
-        """The state vectors as last worked out; None: changed since."""
+        self._loads = [DecodeLoad(0, 0)] * up.dp_size
+        """The state vectors as last worked out."""
+        self._rooms = [0] * up.dp_size
+        """The room of each of them."""
+        self._stale: set[int] = set()
+        """Ranks that have changed since."""
         self._room_tokens: int | None = None
         self.set_limits(up)
 
@@ -99,17 +103,26 @@ class DecodeInstance:
         """Take over the limits per rank; unknown ones are not enforced."""
         self.kv_capacity_tokens = up.kv_capacity_tokens or UNLIMITED
         self.max_running = up.max_running_requests or UNLIMITED
+        self.rank_choice = up.rank_choice
         self._all_changed()
 
+    def goes_with(self, rank: int, prefill_rank: int, prefill_dp_size: int) -> bool:
+        """Whether a request of that prefill rank can be had on this rank (``rank_choice``)."""
+        if self.rank_choice != "by_room":
+            return True
+        return (rank - prefill_rank) % math.gcd(self.dp_size, prefill_dp_size) == 0
+
     def loads(self) -> list[DecodeLoad]:
-        """Copies of the state vectors, own dispatches included before any feedback."""
-        return [load.copy() for load in self._known_loads()]
+        """The state vectors, own dispatches included before any feedback. Not to be changed."""
+        self._refresh()
+        return list(self._loads)
 
     @property
     def room_tokens(self) -> int:
         """The largest total length one of its ranks can admit."""
         if self._room_tokens is None:
-            self._room_tokens = max(load.room_tokens for load in self._known_loads())
+            self._refresh()
+            self._room_tokens = max(self._rooms)
         return self._room_tokens
 
     @property
@@ -127,6 +140,19 @@ class DecodeInstance:
         state.growth.add(rid, total_tokens - prompt_tokens)
         state.outstanding.add(rid, total_tokens)
         self._changed(rank)
+
+    def moved(self, rid: str, source: int, target: int) -> None:
+        """The engine put a request on another rank than the books say."""
+        old, new = self.ranks[source], self.ranks[target]
+        old.presumed.discard(rid)
+        for name in ("flight", "growth", "outstanding"):
+            tokens = getattr(old, name).pop(rid)
+            if tokens is not None:
+                getattr(new, name).add(rid, tokens)
+        if rid in old.sent_s:
+            new.sent_s[rid] = old.sent_s.pop(rid)
+        self._changed(source)
+        self._changed(target)
 
     def ended(self, rid: str, rank: int, kv_tokens: int) -> None:
         """The request is over, whatever state it was in; ``kv_tokens`` is what it held at its end.
@@ -191,17 +217,18 @@ class DecodeInstance:
         self._all_changed()
 
     def _changed(self, rank: int) -> None:
-        self._loads[rank] = self._room_tokens = None
-
-    def _all_changed(self) -> None:
-        self._loads = [None] * self.dp_size
+        self._stale.add(rank)
         self._room_tokens = None
 
-    def _known_loads(self) -> list[DecodeLoad]:
-        for index, load in enumerate(self._loads):
-            if load is None:
-                self._loads[index] = self._load(self.ranks[index])
-        return cast(list[DecodeLoad], self._loads)
+    def _all_changed(self) -> None:
+        self._stale.update(range(self.dp_size))
+        self._room_tokens = None
+
+    def _refresh(self) -> None:
+        for index in self._stale:
+            load = self._loads[index] = self._load(self.ranks[index])
+            self._rooms[index] = load.room_tokens
+        self._stale.clear()
 
     def _load(self, rank: DecodeRank) -> DecodeLoad:
         committed = rank.outstanding.total

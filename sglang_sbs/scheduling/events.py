@@ -25,6 +25,12 @@ PrefixSource = Literal["events", "approximate", "off"]
 """How it is known what an instance has cached: its KV events, or only what was sent there."""
 
 
+RankChoice = Literal["free", "by_room", "engine"]
+"""Which DP ranks of a decode instance go with a prefill rank: ``free`` all; ``by_room`` those with
+the same remainder by the greatest common divisor of both DP sizes; ``engine`` it takes none from
+outside, and only its reports tell (SGLang before 0.5.10, ``router/rank_contract.py``)."""
+
+
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     pass
 
@@ -108,6 +114,8 @@ class InstanceUp(_Message, frozen=True):
     """Per DP rank; 0: unknown, not enforced."""
     page_size: int = 1
     prefix_source: PrefixSource = "off"
+    rank_choice: RankChoice = "free"
+    """Of a decode instance."""
 
 
 class InstanceDown(_Message, frozen=True):

@@ -27,13 +27,14 @@ everywhere, so a late or repeated event is harmless.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode import UNLIMITED, DecodeLoad, schedule_decode
+from sglang_sbs.scheduling.decode import UNLIMITED, schedule_decode
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.observation import Observation
@@ -43,9 +44,11 @@ from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.request import Request, RequestQueue
 from sglang_sbs.scheduling.selection import make_decode_rule, make_policy
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
+from sglang_sbs.wire import EndForward
 
 _OUTPUT_STEP = 0.05
 _LATENCY_SAMPLES = 64
+_ADOPTED_S = 0.05
 _FORGET_DOWN_S = 600.0
 """A longer outage of an instance with nothing outstanding is taken for its removal."""
 
@@ -67,6 +70,10 @@ class Scheduler:
         self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill)
         self._down: dict[ev.InstanceId, float] = {}
         """Since when."""
+        self._up_prefill: list[PrefillInstance] = []
+        self._up_decode: list[DecodeInstance] = []
+        self._decode_targets: list[tuple[DecodeInstance, int]] = []
+        """The ranks of those that are up."""
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
@@ -77,6 +84,8 @@ class Scheduler:
         self.batches = 0
         """Gangs dispatched so far."""
         self._wake_s: float | None = None
+        self._short_of_room = False
+        """Something that waits was refused by decode when it was last asked."""
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
         """Take in one event at the driver's time and return what to do, in order.
@@ -86,17 +95,22 @@ class Scheduler:
         """
         out: list[ev.Command] = []
         self.prefix.advance(now_s)
+        # What only tells of decode moves nothing while nothing waits for room there, and in a large
+        # cluster it is most of what comes. What could change by itself has its WakeAt.
+        may_change = True
         match event:
             case ev.RequestArrived():
                 self._on_arrived(event, now_s, out)
             case ev.PrefillDone():
                 self._on_prefill_done(event, now_s)
             case ev.RequestEnded():
-                self._on_ended(event)
+                may_change = self._on_ended(event)
             case ev.RequestAdopted():
                 self._on_adopted(event, now_s)
+                may_change = False
             case ev.ForwardEnded():
                 self._on_report(event, now_s)
+                may_change = event.instance not in self.decode
             case ev.LoadPolled():
                 self._on_load_polled(event, now_s)
             case ev.InstanceUp():
@@ -110,7 +124,10 @@ class Scheduler:
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
                 self._wake_s = None
-        self._drive(now_s, out)
+        if may_change or self._short_of_room or (self._wake_s or math.inf) <= now_s:
+            self._drive(now_s, out)
+        elif isinstance(event, ev.RequestAdopted):
+            self._drive_soon(now_s, out)
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -164,7 +181,7 @@ class Scheduler:
         missing = self._missing()
         if missing is not None:
             return missing
-        up_decode = self._up_decode()
+        up_decode = self._up_decode
         if event.prompt_tokens > max(d.kv_capacity_tokens for d in up_decode):
             return "too_long", (
                 f"the prompt has {event.prompt_tokens} tokens, more than a decode DP rank can hold "
@@ -187,9 +204,9 @@ class Scheduler:
 
     def _missing(self) -> tuple[ev.RefuseCause, str] | None:
         """Why no request at all can be placed."""
-        if not self._up_prefill():
+        if not self._up_prefill:
             return "no_prefill", "no prefill instance is up"
-        if not self._up_decode():
+        if not self._up_decode:
             return "no_decode", "no decode instance is up"
         return None
 
@@ -216,10 +233,11 @@ class Scheduler:
         if instance is not None:
             self._learn(instance.prefilled(request.rid, request.prefill[1], now_s))
 
-    def _on_ended(self, event: ev.RequestEnded) -> None:
+    def _on_ended(self, event: ev.RequestEnded) -> bool:
+        """Whether that means something to anybody but its decode rank."""
         request = self._requests.pop(event.rid, None)
         if request is None:
-            return
+            return False
         self.queue.remove(event.rid)
         self.prefix.dropped(event.rid)
         if request.prefill is not None:
@@ -234,6 +252,7 @@ class Scheduler:
         if event.outcome == "completed" and event.completion_tokens is not None:
             difference = event.completion_tokens - self._expected_output
             self._expected_output += _OUTPUT_STEP * difference
+        return not request.prefilled
 
     def _on_adopted(self, event: ev.RequestAdopted, now_s: float) -> None:
         known = self._requests.get(event.rid)
@@ -328,9 +347,11 @@ class Scheduler:
                 self.decode.pop(gone, None)
                 self.prefill.pop(gone, None)
                 self.prefix.forget(gone)
-        instances = self._up_prefill()
-        self.interval.on_topology_change(len(instances))
-        self.policy.on_topology_change(instances)
+        self._up_prefill = [i for i in self.prefill.values() if i.id not in self._down]
+        self._up_decode = [d for d in self.decode.values() if d.id not in self._down]
+        self._decode_targets = [(d, rank) for d in self._up_decode for rank in range(d.dp_size)]
+        self.interval.on_topology_change(len(self._up_prefill))
+        self.policy.on_topology_change(self._up_prefill)
 
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> None:
         report = event.report
@@ -346,7 +367,22 @@ class Scheduler:
             return
         decode = self.decode.get(event.instance)
         if decode is not None:
+            if decode.rank_choice != "free":
+                self._follow(decode, report)
             decode.on_report(report, now_s)
+
+    def _follow(self, decode: DecodeInstance, report: EndForward) -> None:
+        """Enter requests where the engine put them, which chooses ranks itself."""
+        if not 0 <= report.dp_rank < decode.dp_size:
+            return
+        for rid in report.rids:
+            request = self._requests.get(rid)
+            if request is None or request.decode is None:
+                continue
+            instance, rank = request.decode
+            if instance == decode.id and 0 <= rank < decode.dp_size and rank != report.dp_rank:
+                decode.moved(rid, rank, report.dp_rank)
+                request.decode = (instance, report.dp_rank)
 
     def _on_load_polled(self, event: ev.LoadPolled, now_s: float) -> None:
         prefill = self.prefill.get(event.instance)
@@ -367,15 +403,10 @@ class Scheduler:
             )
         if observation.forward_s is not None:
             self.interval.on_end_forward(observation.forward_s)
+            self.policy.on_forward_learned()
             timeout_s = self.config.watchdog_factor * self.interval.mean_forward_s
             for instance in self.prefill.values():
                 instance.timeout_s = timeout_s
-
-    def _up_prefill(self) -> list[PrefillInstance]:
-        return [i for i in self.prefill.values() if i.id not in self._down]
-
-    def _up_decode(self) -> list[DecodeInstance]:
-        return [d for d in self.decode.values() if d.id not in self._down]
 
     # The loop -----------------------------------------------------------------------------
 
@@ -386,7 +417,7 @@ class Scheduler:
             out.append(
                 self._refuse(request.rid, "deadline", f"not scheduled within {waited_s:.1f} s")
             )
-        instances = self._up_prefill()
+        instances = self._up_prefill
         latency_s = self.interval.latency_s
         wakes: list[float | None] = []
         again: set[PrefillInstance] = set()
@@ -396,6 +427,7 @@ class Scheduler:
             if due_s is not None and due_s <= now_s:
                 again.add(instance)
         self.queue.reorder()
+        self._short_of_room = False
         while instances and len(self.queue):
             plan = self.policy.plan(self.queue, instances, self._admission(), now_s)
             dispatched = self._commit(plan, now_s, out)
@@ -411,39 +443,60 @@ class Scheduler:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
 
+    def _drive_soon(self, now_s: float, out: list[ev.Command]) -> None:
+        """Thousands are adopted at once when a front end comes back: one look for all of them."""
+        soon_s = now_s + _ADOPTED_S
+        if self._wake_s is None or self._wake_s > soon_s:
+            self._wake_s = soon_s
+            out.append(ev.WakeAt(time_s=soon_s))
+
     def _admission(self) -> Admissible:
-        """Whether some decode rank has room for a request."""
+        """Whether some decode rank has room for a request. Often nobody asks."""
         if not self.policy.holds:
             return lambda _request: True
-        room = max((decode.room_tokens for decode in self._up_decode()), default=0)
-        if room == UNLIMITED:
-            return lambda _request: True
-        return lambda request: self._total_tokens(request) <= room
+        room: int | None = None
+
+        def has_room(request: Request) -> bool:
+            nonlocal room
+            if room is None:
+                room = max([decode.room_tokens for decode in self._up_decode], default=0)
+            fits = room == UNLIMITED or self._total_tokens(request) <= room
+            self._short_of_room = self._short_of_room or not fits
+            return fits
+
+        return has_room
 
     def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> bool:
         """Choose decode ranks and dispatch; False if nothing could leave."""
         if not plan.placements:
             return False
-        targets: list[tuple[DecodeInstance, int]] = []
-        loads: list[DecodeLoad] = []
-        for decode in self._up_decode():
-            for rank, load in enumerate(decode.loads()):
-                targets.append((decode, rank))
-                loads.append(load)
+        targets = self._decode_targets
+        loads = [load for decode in self._up_decode for load in decode.loads()]
         for placement in plan.placements:
             request = placement.request
             request.total_tokens = self._total_tokens(request)
             request.decode_hits = self.prefix.decode_hits(request, targets)
-        ids = {decode.id for decode, _ in targets}
+        ids = {decode.id for decode in self._up_decode}
+        # Only where ranks are coupled does prefill's matter.
+        coupled = any(decode.rank_choice == "by_room" for decode in self._up_decode)
+        placed = {placement.request.rid: placement for placement in plan.placements}
+
+        def allowed(request: Request, index: int) -> bool:
+            decode, rank = targets[index]
+            if coupled:
+                _, prefill, prefill_rank = placed[request.rid]
+                if not decode.goes_with(rank, prefill_rank, prefill.dp_size):
+                    return False
+            return decode.id not in request.exclude or ids <= set(request.exclude)
+
         assigned = schedule_decode(
             [placement.request for placement in plan.placements],
             loads,
             self._choose_decode,
-            allowed=lambda request, i: (
-                targets[i][0].id not in request.exclude or ids <= set(request.exclude)
-            ),
+            allowed=allowed,
             admit=self.policy.holds,
         )
+        self._short_of_room = self._short_of_room or len(assigned) < len(plan.placements)
         if not assigned:
             return False
         self.batches += 1
@@ -504,6 +557,6 @@ class Scheduler:
         """Time until the prompt tokens that wait now are computed, at full passes; at least 1 s."""
         rate = sum(
             i.capacity_tokens / i.model.predict_s([i.chunk_tokens] * i.dp_size)
-            for i in self._up_prefill()
+            for i in self._up_prefill
         )
         return max(1.0, self.queue.tokens / rate) if rate else 5.0

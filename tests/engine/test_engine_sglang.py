@@ -92,7 +92,9 @@ def test_server_info_has_the_sbs_block(hooked: dict[str, object]) -> None:
         "instance_id": "",
         "routers": ["tcp://127.0.0.1:1"],
         "bind": None,
+        "encrypted": False,
         "sglang_sbs_version": "0.1.0",
+        "sgl_kernel_version": "",
     }
 
 

@@ -291,7 +291,7 @@ async def test_a_worker_that_is_not_ready_is_taken_down_after_the_threshold() ->
 @pytest.mark.parametrize(
     ("info", "kind", "word"),
     [
-        ({"version": "0.5.9"}, "unusable", "0.5.10"),
+        ({"version": "0.5.5"}, "unusable", "0.5.6"),
         ({"disaggregation_mode": "prefill"}, "unusable", "--disaggregation-mode"),
     ],
 )

@@ -61,14 +61,14 @@ def test_without_chunking_a_pass_is_limited_by_max_prefill_tokens() -> None:
     assert parse_server_info(data, "prefill").chunk_tokens == 16384
 
 
-@pytest.mark.parametrize("version", ["0.5.4", "0.5.9", "0.4.10.post2"])
-def test_engines_without_free_rank_choice_are_refused(version: str) -> None:
-    with pytest.raises(UnusableWorker, match=rf"{version}.*0\.5\.10"):
+@pytest.mark.parametrize("version", ["0.5.4", "0.5.5.post3", "0.4.10.post2"])
+def test_engines_too_old_to_be_spoken_to_are_refused(version: str) -> None:
+    with pytest.raises(UnusableWorker, match=rf"{version}.*0\.5\.6"):
         parse_server_info(INFO | {"version": version}, "prefill")
 
 
 @pytest.mark.parametrize(
-    "version", ["0.5.10", "0.5.23rc1", "0.6.0", "1.0", "0.0.0.dev0", "", "main"]
+    "version", ["0.5.6.post2", "0.5.10", "0.5.23rc1", "0.6.0", "1.0", "0.0.0.dev0", "", "main"]
 )
 def test_newer_and_unreleased_engines_are_used(version: str) -> None:
     assert parse_server_info(INFO | {"version": version}, "prefill").version == version
@@ -348,7 +348,7 @@ def test_a_problem_that_comes_and_goes_is_logged_once(caplog: pytest.LogCaptureF
     ("info", "words"),
     [
         ({"version": "0.5.23"}, ["pip install sglang-sbs", "SGLANG_SBS_ROUTERS"]),
-        ({"version": "0.5.10"}, ["0.5.10 loads no plugins", "0.5.11"]),
+        ({"version": "0.5.10"}, ["0.5.10 loads no plugins", "sglang-sbs patch apply", "0.5.11"]),
         (
             {"version": "0.5.23", "sbs": SbsBlock(boot_id="b", routers=("tcp://old:7600",))},
             ["speaks to tcp://old:7600", "--sbs-endforward-bind"],

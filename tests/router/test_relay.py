@@ -8,7 +8,7 @@ import orjson
 import pytest
 from router_harness import cluster, sse_events, until
 
-from sglang_sbs.router.requests import pick_bootstrap_room
+from sglang_sbs.router.rank_contract import pick_bootstrap_room
 from sglang_sbs.scheduling.events import Dispatch, PrefillDone, RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour
 

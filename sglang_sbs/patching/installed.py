@@ -1,0 +1,76 @@
+"""Which SGLang and ``sglang_router`` an environment has, read from its metadata.
+
+Owns the search and the recognition of editable installs and of a plugin framework. Must not know
+patches, and imports none of what it finds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+PACKAGES = ("sglang", "sglang-router")
+_PLUGIN_FRAMEWORK = "sglang/srt/plugins/hook_registry.py"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One distribution of an environment."""
+
+    package: str
+    version: str
+    root: Path
+    """The folder that has its import package."""
+    editable: Path | None
+    """Of an editable install: the checkout it stands for."""
+
+    @property
+    def has_plugins(self) -> bool:
+        """SGLang loads plugins by itself (0.5.11 and later)."""
+        return self.package == "sglang" and (self.root / _PLUGIN_FRAMEWORK).is_file()
+
+    @property
+    def is_source_build(self) -> bool:
+        """Builds from a checkout without tags call themselves 0.0.0."""
+        return self.version.startswith("0.0.0")
+
+
+def find_installed(site: Path | None = None) -> list[Installed]:
+    """What is there of :data:`PACKAGES`, in ``site`` or where this interpreter imports from."""
+    found: dict[str, Installed] = {}
+    for distribution in importlib.metadata.distributions(
+        path=sys.path if site is None else [str(site)]
+    ):
+        # Broken metadata, as an interrupted installation leaves it, has no name.
+        name = re.sub(r"[-_.]+", "-", str(distribution.metadata["Name"] or "")).lower()
+        if name in PACKAGES and name not in found:
+            found[name] = Installed(
+                name,
+                str(distribution.version),
+                Path(str(distribution.locate_file(""))).resolve(),
+                _editable(distribution),
+            )
+    return [found[name] for name in PACKAGES if name in found]
+
+
+def _editable(distribution: importlib.metadata.Distribution) -> Path | None:
+    """The checkout of an editable install (PEP 610)."""
+    text = distribution.read_text("direct_url.json")
+    try:
+        origin = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(origin, dict) or not (origin.get("dir_info") or {}).get("editable"):
+        return None
+    return Path(unquote(urlsplit(str(origin.get("url", ""))).path))
+
+
+def describe(packages: Sequence[str]) -> str:
+    """For messages: ``sglang or sglang-router``."""
+    return " or ".join(packages)

@@ -1,0 +1,141 @@
+"""The files a patch touches: which version of each is there, and exchanging them.
+
+Owns checksums before and after, and how a file is replaced. Must not know why, nor how that is told
+to people.
+
+A file is always either the old or the new one: the other version is written next to it and renamed
+over it, and each step of a patch leaves something that works. Renaming also leaves alone what other
+environments share with this one by hard link (uv's cache).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sglang_sbs.patching.patch_file import FilePatch, Patch, PatchError, sha256
+
+FileState = Literal["original", "patched", "unknown", "missing"]
+TreeState = Literal["original", "patched", "partly", "unknown"]
+
+
+@dataclass(frozen=True)
+class TouchedFile:
+    """One file of an installed package, as found."""
+
+    path: Path
+    patch: FilePatch
+    state: FileState
+    sha256: str
+    """Empty if it is missing."""
+
+
+def look(root: Path, patch: Patch) -> list[TouchedFile]:
+    """The files of a patch below ``root``. Raises: PatchError, one cannot be read."""
+    return [_look(root, file) for file in patch.files]
+
+
+def state_of(files: list[TouchedFile]) -> TreeState:
+    """``partly``: an earlier change of the files was interrupted."""
+    states = {file.state for file in files}
+    if states == {"original"}:
+        return "original"
+    if states == {"patched"}:
+        return "patched"
+    return "partly" if states == {"original", "patched"} else "unknown"
+
+
+def change(root: Path, patch: Patch, *, revert: bool = False) -> list[str]:
+    """Apply or revert; what is done already stays. Returns the paths that changed.
+
+    Everything is checked before anything is written.
+
+    Raises:
+        PatchError: a file is neither the released nor the patched one, or cannot be replaced.
+    """
+    done: FileState = "original" if revert else "patched"
+    files = look(root, patch)
+    strange = [file for file in files if file.state not in ("original", "patched")]
+    if strange:
+        raise PatchError(explain_unknown(strange))
+    # Reverting takes the steps of applying backwards.
+    todo = [file for file in (reversed(files) if revert else files) if file.state != done]
+    contents = [file.patch.apply(_read(file.path), revert=revert) for file in todo]
+    for file, data in zip(todo, contents, strict=True):
+        _replace(file.path, data)
+    return [file.patch.path for file in todo]
+
+
+def explain_unknown(files: list[TouchedFile]) -> str:
+    """Why these files are not touched, and what would help."""
+    names = ", ".join(
+        f"{file.path} " + ("is missing" if file.state == "missing" else f"({file.sha256[:12]}…)")
+        for file in files
+    )
+    return (
+        f"not the files of this release: {names}. They were changed by somebody else, or the "
+        "installation is damaged; nothing was touched. Reinstall the package, then try again"
+    )
+
+
+def _look(root: Path, patch: FilePatch) -> TouchedFile:
+    path = root / patch.path
+    if not path.is_file():
+        return TouchedFile(path, patch, "missing", "")
+    found = sha256(_read(path))
+    states: dict[str, FileState] = {patch.before: "original", patch.after: "patched"}
+    return TouchedFile(path, patch, states.get(found, "unknown"), found)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PatchError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Put new content in the place of a file, with its mode (and owner, where allowed)."""
+    temporary = None
+    try:
+        old = path.stat()
+        handle, temporary = tempfile.mkstemp(prefix=".sglang-sbs-", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, stat.S_IMODE(old.st_mode))
+        if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()) and os.geteuid() == 0:
+            os.chown(temporary, old.st_uid, old.st_gid)
+        _forget_bytecode(path)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise PatchError(
+            f"cannot replace {path}: {error.strerror}. Run this as the owner of that environment, "
+            "or where it is writable (in a container image: while it is built)"
+        ) from error
+
+
+def _forget_bytecode(path: Path) -> None:
+    """Remove compiled versions of a file that is about to change.
+
+    Python notices a new time stamp and size by itself, but not with bytecode that was compiled to
+    be trusted unseen (``compileall --invalidation-mode unchecked-hash``, as some images do).
+    """
+    cached = set(path.parent.glob(f"__pycache__/{path.stem}.*.pyc"))
+    cached.add(Path(importlib.util.cache_from_source(str(path))))
+    for bytecode in cached:
+        try:
+            bytecode.unlink(missing_ok=True)
+        except OSError as error:
+            raise PatchError(
+                f"cannot remove {bytecode}: {error.strerror}. Python might go on using it instead "
+                "of the changed file; remove it and run this again"
+            ) from error
