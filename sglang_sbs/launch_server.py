@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_sbs.cluster.local import (
-    DEFAULT_STARTUP_TIMEOUT_S,
-    ClusterStartError,
-    LocalCluster,
-)
+from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, LocalCluster
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
     ClusterOptions,
@@ -30,8 +24,7 @@ from sglang_sbs.cluster.plan import (
     plan_cluster,
 )
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
-from sglang_sbs.cluster.progress import show_progress
-from sglang_sbs.cluster.spawn import SpawnError
+from sglang_sbs.cluster.serve import serve_until_stopped
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 ROUTER_PREFIX = "--router-"
@@ -189,39 +182,10 @@ def describe(plan: ClusterPlan) -> str:
     return "\n\n".join(commands)
 
 
-async def run(plan: ClusterPlan, startup_timeout_s: float) -> int:
-    """Bring the cluster up, serve until a signal or a death, stop it; the exit code."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for handled in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(handled, stop.set)
-    with show_progress(plan) as on_progress:
-        cluster = LocalCluster(plan, startup_timeout_s, on_progress)
-        stopped = asyncio.create_task(stop.wait())
-        entering = asyncio.create_task(cluster.__aenter__())
-        await asyncio.wait({stopped, entering}, return_when=asyncio.FIRST_COMPLETED)
-        if not entering.done():
-            entering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await entering
-            return 0
-        try:
-            await entering
-        except (ClusterStartError, SpawnError) as error:
-            print(f"The cluster did not start. {error}", file=sys.stderr)
-            return 1
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_exit(cluster)
-        if plan.router is not None:
-            print(f"Ready: {plan.router.url} (logs: {plan.log_dir}). Ctrl-C stops it.", flush=True)
-        death = asyncio.create_task(cluster.wait_for_death())
-        await asyncio.wait({stopped, death}, return_when=asyncio.FIRST_COMPLETED)
-        if death.done():
-            print(death.result(), file=sys.stderr)
-            return 1
-        death.cancel()
-        print("Stopping", flush=True)
-        return 0
+async def _say_ready(cluster: LocalCluster) -> None:
+    if cluster.router is not None:
+        logs = cluster.plan.log_dir
+        print(f"Ready: {cluster.router.url} (logs: {logs}). Ctrl-C stops it.", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -232,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not is_port_free(own.port):
         sys.exit(f"port {own.port} is in use: choose another with --port")
-    sys.exit(asyncio.run(run(plan, own.startup_timeout)))
+    sys.exit(asyncio.run(serve_until_stopped(plan, own.startup_timeout, _say_ready)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from sglang_sbs.bench.keep import KeepOptions, keep
 from sglang_sbs.bench.load import Latency, Workload
 from sglang_sbs.bench.passes import pass_statistics
 from sglang_sbs.bench.rig import Rig, running_rig
@@ -29,10 +30,14 @@ from sglang_sbs.bench.timeline import draw_timeline
 from sglang_sbs.bench.tokens import match_tokens
 from sglang_sbs.scheduling import POLICIES, TRIGGERS
 
+LOAD = 0.8
+LIGHT_LOAD = 0.3
+
 _EXAMPLE = """\
 example:
   sglang-sbs demo                                  3P1D, SBS against round_robin
   sglang-sbs demo --load 0.9 --policy sbs --baseline least_tokens --json out.json
+  sglang-sbs demo --keep                           the cluster to look at, until Ctrl-C
 
 The engines are SGLang itself with a tiny MoE model, DP attention and real KV transfer. Their
 forward passes take the time a GPU would need (virtual GPU), so that a cluster's timing can be seen
@@ -57,8 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--load",
         type=float,
-        default=0.8,
-        help="arrival rate as a share of the prefill capacity (default 0.8)",
+        help="arrival rate as a share of the prefill capacity "
+        f"(default {LOAD}; {LIGHT_LOAD} with --keep)",
     )
     parser.add_argument("--policy", choices=POLICIES, default="sbs", help="default sbs")
     parser.add_argument(
@@ -77,6 +82,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--skip-token-match", action="store_true", help="leave the real-compute check out"
+    )
+    keeping = parser.add_argument_group("a cluster to look at")
+    keeping.add_argument(
+        "--keep",
+        action="store_true",
+        help="no comparison: cluster, router and dashboard under light load until Ctrl-C",
+    )
+    keeping.add_argument(
+        "--port", type=int, default=30000, help="of the router, with --keep (default 30000)"
+    )
+    keeping.add_argument(
+        "--prometheus-port", type=int, default=29000, help="of its metrics (default 29000)"
     )
     return parser
 
@@ -101,10 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.topology_counts = parse_topology(args.topology)
     except ValueError as error:
         parser.error(str(error))
+    if args.load is None:
+        args.load = LIGHT_LOAD if args.keep else LOAD
     if args.requests < 1 or args.load <= 0 or args.dp < 1:
         parser.error("--requests, --load and --dp must be greater than 0")
+    _check_keep(args, parser)
     console = Console()
     try:
+        if args.keep:
+            return _keep(args, console)
         result = asyncio.run(_demo(args, console))
     except KeyboardInterrupt:
         console.print("interrupted; everything started was stopped")
@@ -118,6 +140,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"written: {args.json}")
     failed = sum(p["failed"] for p in result["policies"].values())
     return 0 if failed == 0 and result["token_match"] is not False else 1
+
+
+def _check_keep(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with code 2 for a flag that means nothing with, or without, ``--keep``."""
+    meaningless, why = (
+        (("requests", "baseline", "json", "skip_token_match"), "--keep compares nothing")
+        if args.keep
+        else (("port", "prometheus_port"), "only --keep serves at a fixed port")
+    )
+    for name in meaningless:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')}: {why}; leave it out")
+    for name in ("port", "prometheus_port"):
+        if not 1 <= getattr(args, name) <= 65535:
+            parser.error(f"--{name.replace('_', '-')} must be a number in 1..65535")
+    if args.port == args.prometheus_port:
+        parser.error("--port and --prometheus-port must differ")
+
+
+def _keep(args: argparse.Namespace, console: Console) -> int:
+    prefill, decode = args.topology_counts
+    options = KeepOptions(
+        prefill=prefill,
+        decode=decode,
+        dp_size=args.dp,
+        router_flags=_policy_flags(args.policy, args.trigger),
+        load=args.load,
+        seed=args.seed,
+        port=args.port,
+        prometheus_port=args.prometheus_port,
+        out=args.out,
+    )
+    return keep(options, console)
 
 
 async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:

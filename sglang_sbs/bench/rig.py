@@ -70,9 +70,7 @@ class Rig:
     @property
     def capacity_qps(self) -> float:
         """Requests per second when every pass has a full chunk on every rank."""
-        pass_s = COST.prefill_s([CHUNK_TOKENS] * self.dp_size)
-        tokens_per_s = self.prefill_instances * self.dp_size * CHUNK_TOKENS / pass_s
-        return tokens_per_s / (MEAN_PROMPT_SHARE * CHUNK_TOKENS)
+        return capacity_qps(self.prefill_instances, self.dp_size)
 
     async def run(self, label: str, flags: Sequence[str], workload: Workload) -> Run:
         """One policy under one load (prompts up to a chunk), after a warm-up at half the rate."""
@@ -91,6 +89,13 @@ class Rig:
             self.log_dir,
             warm_up=warm_up.arrivals(),
         )
+
+
+def capacity_qps(prefill_instances: int, dp_size: int) -> float:
+    """Requests per second when every pass of this rig's engines has a full chunk on every rank."""
+    pass_s = COST.prefill_s([CHUNK_TOKENS] * dp_size)
+    tokens_per_s = prefill_instances * dp_size * CHUNK_TOKENS / pass_s
+    return tokens_per_s / (MEAN_PROMPT_SHARE * CHUNK_TOKENS)
 
 
 @asynccontextmanager

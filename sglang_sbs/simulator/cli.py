@@ -27,6 +27,7 @@ from sglang_sbs.simulator.arguments import (
     seeds,
     write_json,
 )
+from sglang_sbs.simulator.bound import main as bound_main
 from sglang_sbs.simulator.cluster_arguments import (
     add_cluster,
     add_topology,
@@ -40,6 +41,7 @@ from sglang_sbs.simulator.paper import main as paper_main
 from sglang_sbs.simulator.plan import main as plan_main
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.scenario import SCENARIOS, ScenarioError, make_scenario
+from sglang_sbs.simulator.scheduler_arguments import add_scheduler, scheduler_fields
 from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, Row, Task, max_load, run_job
 from sglang_sbs.simulator.tables import (
     ResultTable,
@@ -71,6 +73,7 @@ examples:
 more (each has --help):
   sglang-sbs simulate paper       the paper's claims beside ours, with its figures
   sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
+  sglang-sbs simulate bound       how small the mean TTFT could be, whoever schedules
   sglang-sbs simulate plan        how many instances and what chunk a workload needs
 """
 
@@ -104,6 +107,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
         "--slo-ttft", type=positive_number, help="mean TTFT in seconds (the scenario's)"
     )
     parser.add_argument("--replay", type=Path, metavar="LOG", help="re-run a router's event log")
+    add_scheduler(parser)
     return parser, [*add_cluster(parser), *add_topology(parser)]
 
 
@@ -116,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return plan_main(words[1:])
     if words[:1] == ["matrix"]:
         return matrix_main(words[1:])
+    if words[:1] == ["bound"]:
+        return bound_main(words[1:])
     parser, cluster_actions = build_parser()
     args = parser.parse_args(words)
     console = open_console()
@@ -154,7 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
     default = ",".join(DECODE_POLICIES)
     policies = names(args.policies or default, DECODE_POLICIES, "--policies", parser)
-    return [(run_decode, (DecodeJob(p, s, args.step_cost),)) for p in policies for s in seeds(args)]
+    config = scheduler_fields(args)
+    return [
+        (run_decode, (DecodeJob(p, s, args.step_cost, config=config),))
+        for p in policies
+        for s in seeds(args)
+    ]
 
 
 def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
@@ -168,13 +179,14 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     except ValueError as error:
         parser.error(f"--at {error}")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
+    config = scheduler_fields(args)
     tasks: list[Task] = []
     for cost in costs:
         for chunk in args.chunks or [None]:
             shape = spec if chunk is None else {**spec, "chunk_tokens": chunk}
             for seed in seeds(args):
                 for policy in policies:
-                    job = Job(args.scenario, policy, 1.0, seed, args.duration, cost, shape)
+                    job = Job(args.scenario, policy, 1.0, seed, args.duration, cost, shape, config)
                     if args.max_qps:
                         tasks.append((max_load, (job, slo_s)))
                     else:

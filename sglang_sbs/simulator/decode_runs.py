@@ -5,7 +5,8 @@ Owns the named decode policies. Must not know how rows are printed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.scheduling import SchedulerConfig
@@ -34,12 +35,14 @@ class DecodeJob:
     cost: str = "h100"
     steps: int = DecodeSpec().steps
     warm_up_steps: int = DecodeSpec().warm_up_steps
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the :class:`SchedulerConfig`."""
 
 
 def run_decode_outcome(job: DecodeJob) -> DecodeOutcome:
     """Simulate."""
     settings, skew = DECODE_POLICIES[job.policy]
-    config = SchedulerConfig(**{**NO_FLOW_CONTROL, **settings})
+    config = SchedulerConfig(**{**NO_FLOW_CONTROL, **settings, **job.config})
     spec = DecodeSpec(
         seed=job.seed,
         cost=STEP_COSTS[job.cost],

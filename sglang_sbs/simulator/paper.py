@@ -49,6 +49,9 @@ The baseline is random_rank: SGLang's default placement under PD disaggregation.
 rate at which the mean TTFT reaches 0.8 s (chunk 3K), 1.0 s (5K) or 4 s (3-64K; the paper gives
 none). QPS are per prefill instance; for the whole 3P cluster Table 1 would need passes longer than
 the TTFT it reports. "skewed" is decode placement with persistent rank weights from 0.3 to 1.7.
+
+example:
+  sglang-sbs simulate paper --quick --out out/paper
 """
 
 

@@ -42,8 +42,8 @@ def mean_of(rows: Sequence[Row], key: str) -> float:
 
 
 def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """Mean and p99 TTFT and chunk utilisation: a row per policy, a column per load; a table per
-    cost model and chunk size."""
+    """Mean and p99 TTFT, chunk utilisation and what was refused: a row per policy, a column per
+    load; a table per cost model and chunk size."""
     tables = []
     for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in rows):
         shown = [r for r in rows if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
@@ -61,9 +61,13 @@ def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
                 if math.isnan(mean_s):
                     cells.append("nothing completed")
                     continue
+                refused = sum(r["rejected"] for r in mine) / sum(
+                    r["completed"] + r["rejected"] for r in mine
+                )
                 cells.append(
                     f"{mean_s:.3f}/{mean_of(mine, 'ttft_p99_s'):.2f} "
                     f"{mean_of(mine, 'chunk_utilization'):.0%}"
+                    + (f" ({refused:.0%} refused)" if refused else "")
                     + (" (saturated)" if saturated else "")
                 )
             table.rows.append([policy, *cells])

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -102,3 +103,18 @@ async def send_legs(
         generate(http, prefill.url, prompt, new_tokens, routed_dp_rank=prefill_rank, **pair),
         generate(http, decode.url, prompt, new_tokens, routed_dp_rank=decode_rank, **pair),
     )
+
+
+def writers(log_dir: Path) -> dict[int, Path]:
+    """Pids of the processes whose standard error is a file in `log_dir`, with that file."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            log = Path(os.readlink(process / "fd" / "2"))
+        except OSError:
+            continue
+        if log.parent == log_dir:
+            found[int(process.name)] = log
+    return found

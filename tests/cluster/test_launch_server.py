@@ -13,27 +13,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from cluster_requests import ENGINE_FLAGS, STARTUP_TIMEOUT_S
+from cluster_requests import ENGINE_FLAGS, STARTUP_TIMEOUT_S, writers
 
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
-
-
-def writers(log_dir: Path) -> dict[int, Path]:
-    """Pids of the processes whose standard error is a file in `log_dir`, with that file."""
-    found = {}
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        try:
-            log = Path(os.readlink(process / "fd" / "2"))
-        except OSError:
-            continue
-        if log.parent == log_dir:
-            found[int(process.name)] = log
-    return found
 
 
 @asynccontextmanager

@@ -33,6 +33,21 @@ def test_loads_are_printed_and_written(tmp_path, capsys):
     assert "load 0.2" in capsys.readouterr().out
 
 
+def test_the_router_s_limits_refuse_in_a_simulation_too(capsys: pytest.CaptureFixture[str]) -> None:
+    overload = ["paper-3k", *SMALL, "--policies", "sbs", "--loads", "3"]
+    assert main(overload) == 0
+    assert "refused" not in capsys.readouterr().out
+    for limit in ("--sbs-max-queue-requests 5", "--sbs-max-queue-tokens 4000", "--sbs-n-limit 1"):
+        assert main([*overload, *limit.split()]) == 0
+        assert "refused)" in capsys.readouterr().out, limit
+
+
+def test_k_of_algorithm_3_changes_decode(tmp_path: Path) -> None:
+    decode = "paper-decode --policies sbs_iqr"
+    at = {k: simulate_rows(f"{decode} --sbs-iqr-k {k}", tmp_path / f"{k}.json") for k in ("0", "9")}
+    assert at["0"] != at["9"]
+
+
 def simulate_rows(flags: str, path: Path) -> list[dict]:
     """The rows that the command as installed writes, read by a parser that knows no NaN."""
     argv = [sys.executable, "-m", "sglang_sbs.cli", "simulate", *flags.split(), "--json", str(path)]

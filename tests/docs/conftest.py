@@ -1,0 +1,36 @@
+"""What a reader of the documentation has at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sglang_sbs.simulator.cost import PassCost, save_cost
+
+
+@pytest.fixture
+def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files that commands of the documentation take for granted."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("key", "endforward.key"):
+        (tmp_path / name).write_text("0" * 64)
+    rows = [(0.1 * i, 100 + i, 20) for i in range(100)]
+    mooncake = "".join(
+        json.dumps({"timestamp": round(t * 1e3), "input_length": i, "output_length": o}) + "\n"
+        for t, i, o in rows
+    )
+    azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"2023-11-16 18:17:{t:010.7f},{i},{o}\n" for t, i, o in rows
+    )
+    for name in ("requests.jsonl", "conversation_trace.jsonl", "conversation.jsonl"):
+        (tmp_path / name).write_text(mooncake)
+    for name in ("requests.csv", "AzureLLMInferenceTrace_code.csv", "azure-code.csv"):
+        (tmp_path / name).write_text(azure)
+    cost = PassCost(fixed_s=0.1, mean_s=1e-5)
+    save_cost(cost, tmp_path / "measured.json")
+    fitted = {"cost": msgspec.to_builtins(cost), "virtual_gpu": {"prefill_base_s": 0.1}}
+    (tmp_path / "cost.json").write_text(json.dumps(fitted))
+    return tmp_path

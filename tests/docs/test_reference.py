@@ -1,0 +1,208 @@
+"""What the documentation names exists, and what must be documented is: flags, variables, metrics,
+generated parts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import sglang_parser
+from command_checks import our_variables
+from doc_commands import ROOT, pages
+
+from sglang_sbs.engine import config as hook
+from sglang_sbs.router.arguments import build_parser
+from sglang_sbs.router.stock_flags import REFUSED_FLAGS
+from sglang_sbs.simulator.cli import build_parser as build_simulate_parser
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])")
+SMG_SECTION = re.compile(r"^## Flags of smg 1\.13.*?(?=^## )", re.MULTILINE | re.DOTALL)
+"""Names flags that nothing here has, on purpose."""
+OF_OTHERS = {
+    "--directory",
+    "--file",
+    "--from-literal",
+    "--replicas",
+    "--namespace",
+    "--profile",
+    "--build",
+    "--rm",
+    "--wait",
+    "--tag",
+    "--target",
+    "--upgrade",
+}
+"""Flags of pip, docker, kubectl, patch and the like."""
+MOST_PICTURE_BYTES = 200 * 1024
+QUOTED_WITHIN = 0.05
+"""What a quoted simulation may differ from the present scheduler's."""
+
+
+def named(pattern: re.Pattern[str]) -> dict[str, str]:
+    """What matches in the documentation, with a page that has it."""
+    return {
+        match: str(page.relative_to(ROOT))
+        for page in pages()
+        for match in pattern.findall(SMG_SECTION.sub("", page.read_text()))
+    }
+
+
+def router_flags(*, hidden: bool = True) -> set[str]:
+    actions = build_parser()._actions
+    shown = [a for a in actions if hidden or a.help != argparse.SUPPRESS]
+    return {flag for action in shown for flag in action.option_strings}
+
+
+@cache
+def flags_in_source() -> set[str]:
+    """Of every parser of this project: read in the source, since some are in scripts."""
+    sources = [*(ROOT / "sglang_sbs").rglob("*.py"), *(ROOT / "scripts").iterdir()]
+    sources += [path for path in (ROOT / "examples").rglob("*") if path.is_file()]
+    return {
+        flag
+        for path in sources
+        if path.suffix in ("", ".py", ".sh", ".env")
+        for flag in re.findall(r"[\"'\s(\[](--[a-z][a-z0-9-]*)", path.read_text(errors="replace"))
+    }
+
+
+def test_every_sbs_flag_of_the_router_is_documented() -> None:
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("router.md", "tuning.md"))
+    flags = {flag for flag in router_flags(hidden=False) if flag.startswith("--sbs-")}
+    assert len(flags) > 15
+    assert {flag for flag in flags if not re.search(rf"{flag}(?![\w-])", text)} == set()
+
+
+def test_every_documented_sbs_flag_is_the_router_s_or_the_simulator_s() -> None:
+    simulate, _ = build_simulate_parser()
+    known = router_flags() | {f for a in simulate._actions for f in a.option_strings}
+    documented = {flag: page for flag, page in named(FLAG).items() if flag.startswith("--sbs-")}
+    assert {flag: page for flag, page in documented.items() if flag not in known} == {}
+
+
+def test_the_simulator_s_sbs_flags_are_the_router_s() -> None:
+    simulate, _ = build_simulate_parser()
+    flags = {f for a in simulate._actions for f in a.option_strings if f.startswith("--sbs-")}
+    assert flags
+    assert flags <= router_flags()
+
+
+def test_every_other_documented_flag_exists() -> None:
+    """In one of our parsers, in SGLang's or in sglang_router's."""
+    if not sglang_parser.is_installed():
+        pytest.skip("SGLang is not installed (scripts/install --router-only)")
+    known = router_flags() | flags_in_source() | {f"--{name}" for name in REFUSED_FLAGS} | OF_OTHERS
+    unknown = {
+        flag: page
+        for flag, page in named(FLAG).items()
+        if flag not in known
+        and "unrecognized" in sglang_parser.refusal(["--model-path", "MODEL", flag])
+        and "unrecognized" in sglang_parser.refusal(["--model-path", "MODEL", flag, "1"])
+    }
+    assert unknown == {}
+
+
+def test_variables_exist_and_those_of_the_hook_are_documented() -> None:
+    own = {v for v in vars(hook).values() if isinstance(v, str) and v.startswith("SGLANG_SBS_")}
+    endforward = (ROOT / "docs" / "endforward.md").read_text()
+    assert {name for name in own if name not in endforward} == set()
+    assert set(named(re.compile(r"SGLANG_SBS_[A-Z_]*[A-Z]"))) <= our_variables()
+
+
+def test_every_documented_metric_is_exported() -> None:
+    """By its name in the source; a counter's there may lack the ``_total``."""
+    source = "".join(
+        path.read_text()
+        for folder in ("router", "dashboard")
+        for path in (ROOT / "sglang_sbs" / folder).rglob("*.py")
+    )
+    exported = set(re.findall(r"\"((?:sbs|smg)_[a-z_0-9]+)\"", source))
+    assert len(exported) > 40
+    metric = re.compile(r"`((?:sbs|smg)_[a-z_0-9]+[a-z0-9])(?:\{[^`]*\})?`")
+    policies = {"sbs_paper", "sbs_basic", "sbs_iqr", "sbs_potential"}
+    suffixes = re.compile(r"_(total|bucket|sum|count)$")
+    assert {
+        name: page
+        for name, page in named(metric).items()
+        if name not in exported | policies and suffixes.sub("", name) not in exported
+    } == {}
+
+
+def test_the_table_of_stock_flags_is_what_the_parsers_say() -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "migration-table"), "--check"]
+    result = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_timeline_can_be_drawn_again(tmp_path: Path) -> None:
+    committed = ROOT / "docs" / "images" / "timeline.png"
+    drawn = tmp_path / "timeline.png"
+    script = [sys.executable, str(ROOT / "scripts" / "draw-timeline"), "--out", str(drawn)]
+    result = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert drawn.stat().st_size < MOST_PICTURE_BYTES
+    assert committed.stat().st_size < MOST_PICTURE_BYTES
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    quoted = re.search(r"(\d+) ms and (\d+) ms", page)
+    assert quoted is not None
+    simulated = [int(ms) for ms in re.findall(r"mean TTFT (\d+) ms", result.stdout)]
+    assert simulated == pytest.approx([int(ms) for ms in quoted.groups()], rel=QUOTED_WITHIN)
+
+
+def test_pictures_are_small() -> None:
+    pictures = [p for p in (ROOT / "docs").rglob("*") if p.suffix in (".png", ".svg", ".gif")]
+    assert {p.name for p in pictures if p.stat().st_size > MOST_PICTURE_BYTES} == set()
+
+
+def test_the_readme_stays_short_and_pictured() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    picture = next(i for i, line in enumerate(lines) if line.startswith("!["))
+    assert picture < 30
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/architecture.md", "docs/router.md", "CONTRIBUTING.md", "SECURITY.md"]
+)
+def test_named_modules_exist(page: str) -> None:
+    files = {str(p.relative_to(ROOT)) for p in (ROOT / "sglang_sbs").rglob("*.py")}
+    files |= {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
+    named_files = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())
+    assert [n for n in named_files if not any(f"/{f}".endswith(f"/{n}") for f in files)] == []
+
+
+def test_named_scripts_exist() -> None:
+    scripts = named(re.compile(r"(?<![\w/])scripts/[a-z][\w-]*[a-z](?![\w*-])"))
+    assert {name: page for name, page in scripts.items() if not (ROOT / name).exists()} == {}
+
+
+def test_the_tuning_guide_gives_the_router_s_defaults() -> None:
+    defaults = {f: a.default for a in build_parser()._actions for f in a.option_strings}
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    rows = re.findall(r"^\| \[[^|]*\| (`--[^|]*) \| ([^|]*) \|", page, re.MULTILINE)
+    told = {
+        flag.strip("`"): default.strip("`")
+        for flags, values in rows
+        for flag, default in zip(flags.split(", "), values.split(", "), strict=True)
+        if flag.startswith("`--sbs-")
+    }
+    assert len(told) > 8
+    router = {
+        flag: f"{defaults[flag]:g}"
+        if isinstance(defaults[flag], float)
+        else str(defaults[flag] or "none")
+        for flag in told
+    }
+    assert told == router
+
+
+def test_the_router_s_module_map_is_complete() -> None:
+    _, _, module_map = (ROOT / "docs" / "router.md").read_text().partition("## Module map")
+    modules = {path.stem for path in (ROOT / "sglang_sbs" / "router").glob("*.py")} - {"__init__"}
+    mapped = set(re.findall(r"`(\w+)`", module_map))
+    assert (modules - mapped, mapped - modules) == (set(), set())
