@@ -98,7 +98,8 @@ class Running:
     """Resident before its first request."""
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens at now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for sock in sockets:
@@ -116,7 +117,7 @@ async def running(contender: Contender, prefill: int, decode: int) -> AsyncItera
     Raises:
         RuntimeError: it does not get ready; with the end of what it said.
     """
-    port, metrics_port = _free_ports(2)
+    port, metrics_port = free_ports(2)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", contender.module, "--pd-disaggregation"),
         *("--prefill", f"http://127.0.0.1:{prefill}", "8998"),
@@ -128,16 +129,15 @@ async def running(contender: Contender, prefill: int, decode: int) -> AsyncItera
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await _until_ready(process, port, contender)
+        await until_ready(process, port, contender)
         processes = Processes(process.pid)
         yield Running(contender, port, processes, processes.resident_bytes())
     finally:
-        await _end(process)
+        await end_process(process)
 
 
-async def _until_ready(
-    process: asyncio.subprocess.Process, port: int, contender: Contender
-) -> None:
+async def until_ready(process: asyncio.subprocess.Process, port: int, contender: Contender) -> None:
+    """Raises: RuntimeError, it does not get ready."""
     end_s = time.monotonic() + _START_S
     request = f"GET {contender.ready_path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
     while time.monotonic() < end_s and process.returncode is None:
@@ -153,7 +153,7 @@ async def _until_ready(
     raise RuntimeError(f"{contender.name} ({contender.module}) {what}; run it by hand to see why")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_process(process: asyncio.subprocess.Process) -> None:
     """Its children go with it, or are killed by the ids they had."""
     descendants = Processes(process.pid).pids()[1:]
     if process.returncode is None:
@@ -162,7 +162,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(5.0):
             await process.wait()
     except TimeoutError:
-        process.kill()
+        with suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
         for pid in descendants:
             with suppress(ProcessLookupError):
@@ -184,7 +185,7 @@ async def raw_engines() -> AsyncIterator[tuple[int, int]]:
         yield prefill, decode
     finally:
         process.stdin.close()
-        await _end(process)
+        await end_process(process)
 
 
 async def set_pace(port: int, interval_s: float) -> None:

@@ -41,7 +41,7 @@ def _event(finish: str | None) -> bytes:
 
 TOKEN = _event(None)
 LAST_TOKEN = _event("length") + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-_STREAM_HEAD = (
+STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
@@ -61,14 +61,14 @@ _ANSWER = orjson.dumps(
 )
 
 
-def _reply(body: bytes, status: bytes = b"200 OK") -> bytes:
+def reply(body: bytes, status: bytes = b"200 OK") -> bytes:
     return (
         b"HTTP/1.1 %b\r\nserver: uvicorn\r\ncontent-length: %d\r\ncontent-type: application/json"
         b"\r\n\r\n%b" % (status, len(body), body)
     )
 
 
-_COMPLETE = _reply(_ANSWER)
+COMPLETE = reply(_ANSWER)
 
 
 class RawEngine:
@@ -108,11 +108,11 @@ class RawEngine:
             self._timer.cancel()
             self._next_s = self.loop.time()
             self._tick()
-            return _reply(b"{}")
+            return reply(b"{}")
         if path in (b"/server_info", b"/get_server_info"):
-            return _reply(orjson.dumps(self._server_info()))
+            return reply(orjson.dumps(self._server_info()))
         if path in (b"/model_info", b"/get_model_info"):
-            return _reply(b'{"model_path":"raw","is_generation":true}')
+            return reply(b'{"model_path":"raw","is_generation":true}')
         if path.startswith(b"/v1/loads"):
             running = sum(map(len, self.groups))
             load = {
@@ -123,9 +123,9 @@ class RawEngine:
                 "num_total_tokens": 8 * running,
                 "num_waiting_uncached_tokens": 0,
             }
-            return _reply(orjson.dumps({"loads": [load], "version": "0.5.23"}))
+            return reply(orjson.dumps({"loads": [load], "version": "0.5.23"}))
         known = (b"/ready", b"/ping", b"/health", b"/abort_request", b"/flush_cache")
-        return _reply(b"{}") if path in known else _reply(b"{}", b"404 Not Found")
+        return reply(b"{}") if path in known else reply(b"{}", b"404 Not Found")
 
     def _server_info(self) -> dict[str, Any]:
         return {
@@ -182,15 +182,15 @@ class _Connection(asyncio.Protocol):
             self._write(self._engine.control(path, body))
             return
         if self._engine.role == "prefill":
-            self._write(_COMPLETE)
+            self._write(COMPLETE)
             return
         asked = orjson.loads(body)
         if not asked.get("stream"):
-            self._write(_COMPLETE)
+            self._write(COMPLETE)
             return
         # The Rust router passes a chat request's max_tokens on under its newer name.
         self._left = (asked.get("max_completion_tokens") or asked["max_tokens"]) - 1
-        self._write(_STREAM_HEAD + TOKEN)
+        self._write(STREAM_HEAD + TOKEN)
         if self._left < SHORT_TOKENS:
             self._engine.loop.call_later(_SHORT_GAP_S, self.token)
         else:

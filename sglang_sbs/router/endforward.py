@@ -4,15 +4,24 @@ Owns binding a message to a worker: by configured instance id, by a boot id alre
 request ids the message echoes. Must not know the scheduler's use of it. Whatever arrives from the
 network is counted, never raised. The socket has no authentication, so nothing a message says is
 believed beyond what an engine could mean, and none takes a worker down by itself.
+
+A thousand ranks send tens of thousands of messages per second. What has come is received first, and
+worked on for ``_TURN_S`` at a time, so that a storm does not keep the rest of the process waiting.
+While it lasts, a message that says how a rank is replaces the one before it that was not looked at
+yet: everything in it is absolute, and the request ids it echoes are put together. Launches and ends
+of prefill passes are all looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable
+from operator import attrgetter
 
+import msgspec
 import zmq
 
 from sglang_sbs.router.registry import Registry, Worker
@@ -21,12 +30,18 @@ from sglang_sbs.router.urls import bracketed, split_worker_url
 from sglang_sbs.scheduling.events import Event, ForwardEnded
 from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
-from sglang_sbs.wire.endforward import MAX_RIDS
+from sglang_sbs.wire.endforward import FRAMES, MAX_RIDS
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_LIMIT = 512
-"""Messages handled before other callbacks of the event loop get a turn."""
+_DRAIN_LIMIT = 4096
+"""Messages received before other callbacks of the event loop get a turn."""
+_TURN_S = 0.01
+"""And time spent on them."""
+_RECEIVE_HWM = 128
+_RECEIVE_BYTES = 64 << 10
+"""Unread messages per sender, and what the kernel holds besides: seconds of a rank's reports. More
+would be of the past, and with a thousand ranks it would be gigabytes."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_BOOTS = 10_000
 _MAX_STRANGERS = 64
@@ -42,10 +57,20 @@ _COUNTS = (
     *("kv_capacity_tokens", "chunk_tokens", "max_running_requests", "accepted_requests"),
     *("accepted_tokens", "computed_tokens", "aborted_requests"),
 )
+_counts_of = attrgetter(*_COUNTS)
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 
 FindOwner = Callable[[str, str], str | None]
 """``(rid, role) -> worker URL``: where the router sent that leg, if it knows the request."""
+
+
+class _Slot:
+    """An unread message; ``key``: the rank whose later one may take its place."""
+
+    __slots__ = ("key", "report")
+
+    def __init__(self, report: EndForward, key: tuple[str, int] | None) -> None:
+        self.report, self.key = report, key
 
 
 class EndForwardListener:
@@ -64,7 +89,13 @@ class EndForwardListener:
         self._unbound_warned: set[str] = set()
         self._connected: set[str] = set()
         self.counts: Counter[str] = Counter()
-        """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``."""
+        """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
+        ``superseded`` (before anybody looked at it)."""
+        self.busy_s = 0.0
+        """Time spent on them, what they caused included."""
+        self._unread: deque[_Slot] = deque()
+        self._newest: dict[tuple[str, int], _Slot] = {}
+        """The last unread message of each rank that a later one may replace."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         """By file descriptor."""
@@ -110,7 +141,8 @@ class EndForwardListener:
         sock = self._context.socket(zmq.SUB)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
-        sock.setsockopt(zmq.RCVHWM, 100_000)
+        sock.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        sock.setsockopt(zmq.RCVBUF, _RECEIVE_BYTES)
         sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
         return sock
@@ -155,15 +187,23 @@ class EndForwardListener:
 
     def receive(self, frames: list[bytes]) -> None:
         """Handle one message."""
+        report = self._parse(frames)
+        if report is not None:
+            self._handle(report)
+
+    def _parse(self, frames: list[bytes]) -> EndForward | None:
         try:
             report = decode_endforward(frames)
         except (MalformedMessage, ValueError, RecursionError) as error:
             self._refused("malformed", str(error))
-            return
+            return None
         nonsense = implausible(report)
         if nonsense is not None:
             self._refused("implausible", nonsense)
-            return
+            return None
+        return report
+
+    def _handle(self, report: EndForward) -> None:
         worker = self._bind(report)
         if worker is None:
             self.counts["unbound"] += 1
@@ -186,13 +226,49 @@ class EndForwardListener:
         sock = self._sockets.get(fd)
         if sock is None:
             return
+        started_s = time.monotonic()
+        # Otherwise what comes stays where it is bounded: in the socket, then at its sender.
+        drained = len(self._unread) < _DRAIN_LIMIT and self._take_in(sock)
+        received_s = time.monotonic()
+        until_s = received_s + max(_TURN_S, received_s - started_s)
+        while self._unread and time.monotonic() < until_s:
+            slot = self._unread.popleft()
+            if slot.key is not None:
+                del self._newest[slot.key]
+            self._handle(slot.report)
+        self.busy_s += time.monotonic() - started_s
+        if self._unread or not drained:
+            asyncio.get_running_loop().call_soon(self._drain, fd)
+
+    def _take_in(self, sock: zmq.Socket[bytes]) -> bool:
+        """Receive what is there, up to the limit; whether that was all."""
         for _ in range(_DRAIN_LIMIT):
-            try:
-                frames = sock.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self.receive(frames)
-        asyncio.get_running_loop().call_soon(self._drain, fd)
+            frames = _receive(sock)
+            if not frames:
+                return True
+            report = self._parse(frames)
+            if report is not None:
+                self._queue(report)
+        return False
+
+    def _queue(self, report: EndForward) -> None:
+        key = (report.boot_id, report.dp_rank)
+        earlier = self._newest.get(key)
+        if earlier is not None and earlier.report.seq < report.seq:
+            rids = earlier.report.rids
+            if rids:
+                report = msgspec.structs.replace(report, rids=[*rids, *report.rids])
+            self.counts["superseded"] += 1
+            earlier.report = report
+            if not _is_state(report) or len(report.rids) > MAX_RIDS // 2:
+                del self._newest[key]
+                earlier.key = None
+            return
+        slot = _Slot(report, None)
+        if earlier is None and _is_state(report):
+            slot.key = key
+            self._newest[key] = slot
+        self._unread.append(slot)
 
     def _bind(self, report: EndForward) -> Worker | None:
         url = self._boots.get(report.boot_id)
@@ -236,11 +312,38 @@ class EndForwardListener:
         return None
 
 
+def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
+    """The frames of one message, as many as it should have; empty if there is none.
+
+    Asking after each frame whether another follows (``recv_multipart``) costs more than all the
+    rest. A message of another length is noticed by what comes where its parts should be, and costs
+    the one behind it at most, which the next of that rank makes good.
+    """
+    frames: list[bytes] = []
+    try:
+        frames.append(sock.recv(zmq.NOBLOCK))
+        if frames[0] == TOPIC:
+            while len(frames) < FRAMES:
+                frames.append(sock.recv(zmq.NOBLOCK))
+        else:
+            while sock.getsockopt(zmq.RCVMORE):
+                frames.append(sock.recv(zmq.NOBLOCK))
+    except zmq.Again:
+        pass
+    return frames
+
+
+def _is_state(report: EndForward) -> bool:
+    """Whether it says how a rank is, and nothing about a prefill pass."""
+    return report.role == "decode" or report.kind == "heartbeat"
+
+
 def implausible(report: EndForward) -> str | None:
     """What no engine can mean, though it has the right types; ``None`` if there is nothing."""
-    for name in _COUNTS:
-        if not 0 <= getattr(report, name) <= _MAX_COUNT:
-            return f"{name} is {getattr(report, name)}"
+    counts = _counts_of(report)
+    if min(counts) < 0 or max(counts) > _MAX_COUNT:
+        wrong = next(i for i, count in enumerate(counts) if not 0 <= count <= _MAX_COUNT)
+        return f"{_COUNTS[wrong]} is {counts[wrong]}"
     for name, low, high in (
         ("launch_s", 0.0, _MAX_CLOCK_S),
         ("end_s", 0.0, _MAX_CLOCK_S),

@@ -5,6 +5,7 @@ Owns adding them up. Must not know how they were fetched.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -34,6 +35,10 @@ class _Family:
             self.values[key] = known + value
             self.counts[key] += 1
 
+    def take(self, family: Metric) -> None:
+        for sample in family.samples:
+            self.add((sample.name, tuple(sorted(sample.labels.items()))), sample.value)
+
     def metric(self) -> Metric:
         out = Metric(self.name, self.text, self.kind)
         for key, value in self.values.items():
@@ -43,36 +48,47 @@ class _Family:
         return out
 
 
-class _Sum:
-    """A collector of what was added."""
+class _One:
+    """A collector of one family."""
 
-    def __init__(self) -> None:
-        self.families: dict[str, _Family] = {}
+    def __init__(self, family: Metric) -> None:
+        self._family = family
 
     def collect(self) -> Iterator[Metric]:
-        for family in self.families.values():
-            yield family.metric()
+        yield self._family
 
 
-def add_pages(pages: Iterable[str], *, lasting_only: bool = False) -> str:
+def add_pages(
+    pages: Iterable[str], *, own: Iterable[Metric] = (), lasting_only: bool = False
+) -> str:
     """One page with the sum of every series; a page that cannot be read is left out.
 
-    ``lasting_only``: without gauges, for processes that are gone.
+    ``own``: families of this process, which need no reading. ``lasting_only``: without gauges, for
+    processes that are gone.
     """
-    total = _Sum()
+    return "".join(page_parts(pages, own=own, lasting_only=lasting_only))
+
+
+def page_parts(
+    pages: Iterable[str], *, own: Iterable[Metric] = (), lasting_only: bool = False
+) -> Iterator[str]:
+    """:func:`add_pages` family by family: with a thousand ranks the whole takes a while, and who
+    has other things to do can do them between two parts."""
+    alone = {family.name: family for family in own}
+    sums: dict[str, _Family] = {}
     for text in pages:
-        try:
-            parsed = list(text_string_to_metric_families(text))
-        except (ValueError, KeyError, IndexError):
-            continue
-        for family in parsed:
-            if lasting_only and family.type not in _LASTING:
-                continue
-            into = total.families.setdefault(
-                family.name, _Family(family.name, family.documentation, family.type)
-            )
-            for sample in family.samples:
-                into.add((sample.name, tuple(sorted(sample.labels.items()))), sample.value)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(total)
-    return generate_latest(registry).decode()
+        read: list[Metric] = []
+        with contextlib.suppress(ValueError, KeyError, IndexError):
+            read = list(text_string_to_metric_families(text))
+        for family in read:
+            if family.name not in sums:
+                sums[family.name] = _Family(family.name, family.documentation, family.type)
+                mine = alone.pop(family.name, None)
+                if mine is not None:
+                    sums[family.name].take(mine)
+            sums[family.name].take(family)
+    for family in [*alone.values(), *(one.metric() for one in sums.values())]:
+        if not lasting_only or family.type in _LASTING:
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(_One(family))
+            yield generate_latest(registry).decode()

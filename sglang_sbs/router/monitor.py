@@ -144,6 +144,7 @@ class Monitor:
     async def _watch(self, worker: Worker) -> None:
         started_s = time.monotonic()
         while not await self._describe(worker):
+            self._go_on(worker)
             waited_s = time.monotonic() - started_s
             if waited_s > self._config.startup_timeout_s:
                 self._registry.report_problem(
@@ -162,8 +163,15 @@ class Monitor:
             await self._pause(worker)
             await self._check(worker)
 
+    def _go_on(self, worker: Worker) -> None:
+        """Raises: CancelledError, if it was stopped. In the moment a probe times out the probe
+        tells of the time-out only, and the task would outlive its end."""
+        if worker.url not in self._tasks:
+            raise asyncio.CancelledError
+
     async def _pause(self, worker: Worker) -> None:
         """Until the next regular check, or until something casts doubt on the worker."""
+        self._go_on(worker)
         doubt = self._doubts[worker.url]
         doubt.clear()
         regular = self._config.health_enabled
@@ -179,6 +187,7 @@ class Monitor:
         while True:
             asked_s = time.monotonic()
             problem = await self._probe(worker)
+            self._go_on(worker)
             self.checks[worker.role, "failure" if problem else "success"] += 1
             if problem is None:
                 failures, successes = 0, successes + 1

@@ -5,7 +5,6 @@ Owns the fits. Must not know policies.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,10 +13,13 @@ import msgspec
 
 from sglang_sbs.simulator.cost import CostError, PassCost
 from sglang_sbs.simulator.recording import RecordedPass, RecordedRequest, Recording
+from sglang_sbs.simulator.regression import Fit, robust_fit
 
-_OUTLIER_SHARE = 0.05
-"""Passes left out of the second fit: those the first one explains worst."""
-_ITERATIONS = 5
+_TERMS = ("fixed_s", "mean_s", "max_s", "pair_s", "request_s")
+_LEAST_T = 2.0
+_LEAST_SHARE = 0.005
+_FOLDS = 5
+_LEAST_PER_FOLD = 6
 _IDLE_S = 0.1
 """A device that was free for longer than this before a launch had nothing to do."""
 _LATENCIES_S = [0.0005 * 1.07**i for i in range(120)]
@@ -32,15 +34,25 @@ _NORMAL = [(z / 2, 0.5 * math.exp(-(z**2) / 8) / math.sqrt(2 * math.pi)) for z i
 """Points and weights of the standard normal."""
 
 
-class FitErrors(msgspec.Struct, frozen=True):
-    """How well a fitted cost explains the forward times it was fitted to."""
+class FitErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """How well a fitted cost explains the forward times it was fitted to, and others."""
 
     passes: int
+    outliers: int
+    """Of them, those that had no say: another thing than the model's terms made them long."""
+    r2: float
+    """Of those that are no outliers."""
+    standard_errors: dict[str, float | None]
+    """Of each coefficient; ``None``: it is 0, as the passes show no such term."""
     median_share: float
     """Median of |predicted - measured| / measured."""
     p95_share: float
     mean_share: float
     """Mean of (predicted - measured) / measured: positive if predicted too long."""
+    held_out_median_share: float | None
+    """As ``median_share``, each fifth of the passes predicted with a fit to the others; ``None``:
+    too few passes."""
+    held_out_p95_share: float | None
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,11 +81,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
-    """Least squares with all coefficients >= 0, once more without the worst 5 % of the passes.
+    """Robust least squares with all coefficients >= 0 (:mod:`.regression`).
 
     Which rank is the slowest depends on the coefficients, so the fit is repeated with the ranks the
-    previous one names. What the passes cannot tell apart (mean and maximum of ranks that are always
-    equal) ends up in one of the two, which predicts the same.
+    previous one names. A term is left out if it is within two standard errors of 0, or makes less
+    than half a percent of a pass, least significant first: what the passes cannot tell apart (mean
+    and maximum of ranks that are always equal) ends up in one of the two, which predicts the same.
 
     Raises:
         CostError: no two different passes.
@@ -81,85 +94,88 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
     usable = [one for one in passes if one.complete and one.forward_s > 0 and any(one.tokens)]
     if len({(tuple(one.tokens)) for one in usable}) < 2:
         raise CostError("a cost needs at least two different prefill passes with EndForward")
-    cost = _fit(usable)
-    usable.sort(key=lambda one: abs(_relative_error(cost, one)))
-    kept = usable[: max(2, math.ceil((1 - _OUTLIER_SHARE) * len(usable)))]
-    if len({(tuple(one.tokens)) for one in kept}) >= 2:
-        cost = _fit(kept)
+    fit = _fit(usable)
+    cost = _cost_of(fit)
     errors = [_relative_error(cost, one) for one in usable]
-    shares = sorted(abs(error) for error in errors)
+    shares = sorted(map(abs, errors))
+    held_out = _held_out_shares(usable)
     return cost, FitErrors(
         passes=len(usable),
+        outliers=sum(weight == 0 for weight in fit.weights),
+        r2=fit.r2,
+        standard_errors=dict(zip(_TERMS, fit.standard_errors, strict=True)),
         median_share=statistics.median(shares),
         p95_share=shares[int(0.95 * (len(shares) - 1))],
         mean_share=statistics.fmean(errors),
+        held_out_median_share=statistics.median(held_out) if held_out else None,
+        held_out_p95_share=held_out[int(0.95 * (len(held_out) - 1))] if held_out else None,
     )
 
 
 def _relative_error(cost: PassCost, one: RecordedPass) -> float:
-    return cost.pass_s(one.tokens, one.pairs) / one.forward_s - 1
+    return cost.pass_s(one.tokens, one.pairs, one.requests) / one.forward_s - 1
 
 
-def _fit(passes: Sequence[RecordedPass]) -> PassCost:
-    cost = PassCost(fixed_s=0.0, max_s=1.0)
-    for _ in range(_ITERATIONS):
-        rows = []
-        for one in passes:
-            slowest = max(
-                range(len(one.tokens)),
-                key=lambda d: cost.max_s * one.tokens[d] + cost.pair_s * one.pairs[d],
-            )
-            mean = sum(one.tokens) / len(one.tokens)
-            rows.append([1.0, mean, float(one.tokens[slowest]), one.pairs[slowest]])
-        fixed_s, mean_s, max_s, pair_s = _non_negative_least_squares(
-            rows, [one.forward_s for one in passes]
-        )
-        cost = PassCost(fixed_s=fixed_s, mean_s=mean_s, max_s=max_s, pair_s=pair_s)
-    return cost
+def _held_out_shares(passes: Sequence[RecordedPass]) -> list[float]:
+    """Sorted |relative errors| of passes a fit has not seen; empty if there are too few."""
+    if len(passes) < _FOLDS * _LEAST_PER_FOLD:
+        return []
+    shares = []
+    for fold in range(_FOLDS):
+        cost = _cost_of(_fit([one for i, one in enumerate(passes) if i % _FOLDS != fold]))
+        shares += [abs(_relative_error(cost, one)) for one in passes[fold::_FOLDS]]
+    return sorted(shares)
 
 
-def _non_negative_least_squares(rows: list[list[float]], values: list[float]) -> list[float]:
-    """Exact for few columns: the best of the ordinary solutions over all subsets of columns."""
-    columns = len(rows[0])
-    scale = [max(abs(row[c]) for row in rows) or 1.0 for c in range(columns)]
-    scaled = [[x / s for x, s in zip(row, scale, strict=True)] for row in rows]
-    best, best_error = [0.0] * columns, math.inf
-    for size in range(1, columns + 1):
-        for subset in itertools.combinations(range(columns), size):
-            chosen = [[row[c] for c in subset] for row in scaled]
-            solution = _solve(chosen, values)
-            if solution is None or min(solution) < 0:
-                continue
-            error = sum(
-                (sum(a * x for a, x in zip(row, solution, strict=True)) - value) ** 2
-                for row, value in zip(chosen, values, strict=True)
-            )
-            if error < best_error * (1 - 1e-9):
-                best_error = error
-                best = [0.0] * columns
-                for c, x in zip(subset, solution, strict=True):
-                    best[c] = x / scale[c]
-    return best
+def _fit(passes: Sequence[RecordedPass]) -> Fit:
+    values = [one.forward_s for one in passes]
+
+    def rows_for(coefficients: list[float] | None) -> list[list[float]]:
+        cost = PassCost(fixed_s=0.0, max_s=1.0)
+        if coefficients is not None and any(coefficients[2:]):
+            cost = PassCost(**dict(zip(_TERMS, coefficients, strict=True)))
+        return [_row(one, cost) for one in passes]
+
+    terms = list(range(len(_TERMS)))
+    while True:
+        fit = robust_fit(values, rows_for, terms)
+        weakest = _weakest(fit, rows_for(fit.coefficients), statistics.median(values))
+        if weakest is None:
+            return fit
+        terms.remove(weakest)
 
 
-def _solve(rows: list[list[float]], values: list[float]) -> list[float] | None:
-    """Least squares by the normal equations; None if the columns are not independent."""
-    n = len(rows[0])
-    matrix = [
-        [sum(row[i] * row[j] for row in rows) for j in range(n)]
-        + [sum(row[i] * value for row, value in zip(rows, values, strict=True))]
-        for i in range(n)
+def _weakest(fit: Fit, rows: list[list[float]], pass_s: float) -> int | None:
+    """The term to leave out, if any; never the fixed one, nor the last."""
+    found: list[tuple[float, int]] = []
+    active = [i for i, value in enumerate(fit.coefficients) if value > 0 and i > 0]
+    for i in active:
+        share = fit.coefficients[i] * max(row[i] for row in rows) / pass_s
+        error = fit.standard_errors[i] or 0.0
+        t = fit.coefficients[i] / error if error > 0 else math.inf
+        if t < _LEAST_T or share < _LEAST_SHARE:
+            found.append((t, i))
+    return min(found)[1] if found and len(active) > 1 else None
+
+
+def _row(one: RecordedPass, cost: PassCost) -> list[float]:
+    requests = one.requests or [0] * len(one.tokens)
+    slowest = max(
+        range(len(one.tokens)),
+        key=lambda d: cost.rank_s(one.tokens[d], one.pairs[d], requests[d]),
+    )
+    mean = sum(one.tokens) / len(one.tokens)
+    return [
+        1.0,
+        mean,
+        float(one.tokens[slowest]),
+        one.pairs[slowest],
+        float(requests[slowest]),
     ]
-    for i in range(n):
-        pivot = max(range(i, n), key=lambda r: abs(matrix[r][i]))
-        if abs(matrix[pivot][i]) < 1e-9 * len(rows):
-            return None
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        for r in range(n):
-            if r != i:
-                factor = matrix[r][i] / matrix[i][i]
-                matrix[r] = [a - factor * b for a, b in zip(matrix[r], matrix[i], strict=True)]
-    return [matrix[i][n] / matrix[i][i] for i in range(n)]
+
+
+def _cost_of(fit: Fit) -> PassCost:
+    return PassCost(**dict(zip(_TERMS, fit.coefficients, strict=True)))
 
 
 # Latencies ------------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ class CostError(ValueError):
 
 
 class PassCost(msgspec.Struct, frozen=True, kw_only=True):
-    """T = fixed_s + mean_s * mean_d(n_d) + max_d(max_s * n_d + pair_s * pairs_d).
+    """T = fixed_s + mean_s * mean_d(n_d) + max_d(max_s * n_d + pair_s * pairs_d + request_s * r_d).
 
     ``n_d``: extend tokens of rank d. ``pairs_d``: causal attention pairs of rank d, the sum over
-    its requests of chunk * (context + chunk / 2).
+    its requests of chunk * (context + chunk / 2). ``r_d``: its requests.
     """
 
     fixed_s: float
@@ -32,11 +32,20 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
     """Per token of the heaviest rank."""
     pair_s: float = 0.0
     """Per attention pair of the heaviest rank."""
+    request_s: float = 0.0
+    """Per request of the heaviest rank."""
 
-    def pass_s(self, tokens: Sequence[int], pairs: Sequence[float]) -> float:
-        """Forward time of a pass."""
-        slowest = max(self.max_s * n + self.pair_s * p for n, p in zip(tokens, pairs, strict=True))
+    def pass_s(
+        self, tokens: Sequence[int], pairs: Sequence[float], requests: Sequence[int] = ()
+    ) -> float:
+        """Forward time of a pass; ``requests`` may be left out where nothing is paid for them."""
+        counts = requests or (0,) * len(tokens)
+        slowest = max(map(self.rank_s, tokens, pairs, counts))
         return self.fixed_s + self.mean_s * sum(tokens) / len(tokens) + slowest
+
+    def rank_s(self, tokens: int, pairs: float, requests: int) -> float:
+        """What one rank brings to the barrier."""
+        return self.max_s * tokens + self.pair_s * pairs + self.request_s * requests
 
     def full_chunk_s(self, chunk_tokens: int) -> float:
         """Forward time with a full chunk on every rank, without attention pairs."""

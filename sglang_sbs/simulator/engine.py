@@ -251,7 +251,7 @@ class SimulatedPrefill:
             cached.append(hit)
         if not any(requests):
             return None
-        forward_s = self._cost.pass_s(tokens, pairs)
+        forward_s = self._cost.pass_s(tokens, pairs, requests)
         if self._jitter:
             forward_s *= math.exp(self._rng.gauss(0.0, self._jitter))
         self._forward_id += 1

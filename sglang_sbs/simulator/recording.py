@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +65,8 @@ class RecordedPass:
     forward_s: float = math.nan
     pairs: list[float] = field(default_factory=list)
     """Causal attention pairs per rank, as far as its requests are known."""
+    requests: list[int] = field(default_factory=list)
+    """In it, per rank."""
     left_over: list[bool] = field(default_factory=list)
     """Per rank: requests that could have run did not fit."""
     previous: RecordedPass | None = None
@@ -106,12 +108,24 @@ def read_recording(path: Path) -> Recording:
     records = list(read_event_log(path))
     if not records or records[0].config is None:
         raise ValueError(f"{path} does not start with a configuration")
-    recording = Recording(records[0].config)
+    try:
+        return recording_of(records[1:], records[0].config)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+
+
+def recording_of(records: Sequence[LogRecord], config: SchedulerConfig) -> Recording:
+    """The run that events with their times tell of.
+
+    Raises:
+        ValueError: there is no EndForward of a prefill pass among them.
+    """
+    recording = Recording(config)
     offsets_s = _clock_offsets(records)
     if not offsets_s:
-        raise ValueError(f"{path} has no EndForward message of a prefill engine (no plugin?)")
+        raise ValueError("has no EndForward message of a prefill engine (no plugin?)")
     reader = _Reader(recording, offsets_s)
-    for record in records[1:]:
+    for record in records:
         reader.read(record)
     return recording
 
@@ -173,6 +187,7 @@ class _Reader:
             one = self._passes.get(key) or self._open(name, report, stamp_s)
             one.launch_s = max(one.launch_s, stamp_s)
             one.tokens[report.dp_rank] = report.extend_tokens
+            one.requests[report.dp_rank] = report.batch_size
             one.left_over[report.dp_rank] = report.chunk_remainder_tokens > 0
             _attribute(one, report, queue)
         elif key in self._passes:
@@ -188,6 +203,7 @@ class _Reader:
             launch_s,
             report.inflight_passes,
             pairs=[0.0] * report.dp_size,
+            requests=[0] * report.dp_size,
             left_over=[False] * report.dp_size,
             previous=self._newest.get(name),
         )
@@ -224,6 +240,7 @@ def _attribute(one: RecordedPass, report: EndForward, queue: list[_Queued]) -> N
     """
     left = report.extend_tokens + report.cached_tokens
     may_cut = report.chunk_remainder_tokens > 0
+    rank = report.dp_rank
     for queued in list(queue):
         if left <= 0:
             return
@@ -232,10 +249,12 @@ def _attribute(one: RecordedPass, report: EndForward, queue: list[_Queued]) -> N
         if not fits and not may_cut:
             continue
         part = min(queued.remaining, left)
-        one.pairs[report.dp_rank] += part * (queued.computed + part / 2)
+        one.pairs[rank] += part * (queued.computed + part / 2)
         queued.request.first_pass = queued.request.first_pass or one
         queued.computed += part
         left -= part
         if queued.remaining == 0:
             queued.request.last_pass = one
             queue.remove(queued)
+    # Of requests nobody knows: as if all of the rank's were of one size.
+    one.pairs[rank] += max(0, left) * left / 2 / max(1, report.batch_size)

@@ -16,7 +16,7 @@ from sglang_sbs.simulator.calibration import Calibration
 from sglang_sbs.simulator.cluster import simulate
 from sglang_sbs.simulator.cost import PassCost
 from sglang_sbs.simulator.outcome import Outcome
-from sglang_sbs.simulator.recording import Recording
+from sglang_sbs.simulator.recording import RecordedPass, Recording
 from sglang_sbs.simulator.spec import ClusterSpec
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
@@ -50,6 +50,32 @@ def virtual_gpu_pass_cost(cost: VirtualGpuCost, dp_size: int) -> PassCost:
         fixed_s=cost.prefill_base_s,
         max_s=cost.prefill_per_max_token_s,
         mean_s=cost.prefill_per_total_token_s * dp_size,
+    )
+
+
+def virtual_gpu_cost(cost: PassCost, passes: Sequence[RecordedPass]) -> VirtualGpuCost:
+    """The simulator's cost as the virtual GPU's prefill cost, decode left at its defaults.
+
+    The virtual GPU knows tokens only. What attention pairs and requests cost is spread over the
+    tokens of the slowest rank, as in these passes. Raises: ValueError, there is none.
+    """
+    tokens, extra_s = 0, 0.0
+    for one in passes:
+        requests = one.requests or [0] * len(one.tokens)
+        slowest = max(
+            range(len(one.tokens)),
+            key=lambda d, one=one, requests=requests: cost.rank_s(  # type: ignore[misc]
+                one.tokens[d], one.pairs[d], requests[d]
+            ),
+        )
+        tokens += one.tokens[slowest]
+        extra_s += cost.pair_s * one.pairs[slowest] + cost.request_s * requests[slowest]
+    if not tokens:
+        raise ValueError("no prefill pass to take the mix of requests from")
+    return VirtualGpuCost(
+        prefill_base_s=cost.fixed_s,
+        prefill_per_max_token_s=cost.max_s + extra_s / tokens,
+        prefill_per_total_token_s=cost.mean_s / statistics.fmean(len(p.tokens) for p in passes),
     )
 
 

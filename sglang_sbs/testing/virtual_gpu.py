@@ -73,6 +73,8 @@ class VirtualGpuCost:
     def from_json(cls, text: str) -> VirtualGpuCost:
         """Parse a JSON object of field names to seconds; missing fields keep their default.
 
+        What ``scripts/calibrate`` writes is taken too: there they are under ``virtual_gpu``.
+
         Raises:
             ValueError: not a JSON object, an unknown field, or a value that is not a duration.
         """
@@ -86,6 +88,8 @@ class VirtualGpuCost:
                 f"{VIRTUAL_GPU_ENV} must be a JSON object with fields among {', '.join(names)}, "
                 f"got {text!r}"
             )
+        if isinstance(content.get("virtual_gpu"), dict):
+            content = content["virtual_gpu"]
         unknown = sorted(set(content) - set(names))
         if unknown:
             raise ValueError(

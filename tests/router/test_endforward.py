@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import cluster, until
@@ -15,7 +17,7 @@ from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.server_info import SbsBlock, WorkerInfo
 from sglang_sbs.scheduling.events import Event, ForwardEnded, InstanceDown, InstanceUp, LoadPolled
 from sglang_sbs.testing.mock_engine import MockEngine
-from sglang_sbs.wire import TOPIC, encode_endforward
+from sglang_sbs.wire import TOPIC, EndForward, encode_endforward
 
 
 class Setup:
@@ -220,3 +222,89 @@ async def test_loads_are_polled_while_an_instance_works_without_endforward() -> 
         assert polled.kv_tokens[1] == 100
         c.decode[0].gate.open()
         assert (await task)[0] == 200
+
+
+async def storm(setup: Setup, reports: list[EndForward], *odd: list[bytes]) -> None:
+    """The messages come while the router is busy elsewhere: all are there when it looks."""
+    endpoint = setup.listener.open("tcp://127.0.0.1:*")
+    context = zmq.Context()
+    sock = context.socket(zmq.PUB)
+    try:
+        sock.connect(endpoint)
+        first = setup.listener.counts.total()
+        while setup.listener.counts.total() == first:  # a subscription takes a while
+            sock.send_multipart([TOPIC, b"12345678", b"hello"])
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        setup.events.clear()
+        setup.listener.counts.clear()
+        for frames in [*odd, *map(encode_endforward, reports)]:
+            sock.send_multipart(frames)
+        time.sleep(0.3)  # noqa: ASYNC251 - the event loop is what is kept busy
+        wanted = len(reports) + len(odd)
+        await until(lambda: setup.listener.counts.total() >= wanted)
+    finally:
+        sock.close(0)
+        context.term()
+        setup.listener.close()
+
+
+async def test_in_a_storm_the_newest_state_of_a_rank_counts_and_no_request_id_is_lost() -> None:
+    setup = Setup()
+    engine = MockEngine("decode")
+    mine = {"instance_id": setup.decode.url}
+    reports = [
+        engine.report(rank, **mine, running_requests=number, rids=[f"{number}-{rank}"])
+        for number in range(20)
+        for rank in (0, 1)
+    ]
+    await storm(setup, reports)
+    seen = [event.report for event in setup.events if isinstance(event, ForwardEnded)]
+    assert len(seen) + setup.listener.counts["superseded"] == 40
+    assert setup.listener.counts["superseded"] > 0
+    for rank in (0, 1):
+        last = [report for report in seen if report.dp_rank == rank]
+        assert last[-1].running_requests == 19
+        assert [rid for report in last for rid in report.rids] == [f"{n}-{rank}" for n in range(20)]
+
+
+async def test_in_a_storm_every_pass_of_a_prefill_rank_counts() -> None:
+    setup = Setup()
+    engine = MockEngine("prefill")
+    mine = {"instance_id": setup.prefill.url}
+    kinds = ["heartbeat", "heartbeat", "launch", "heartbeat", "forward", "launch", "forward"]
+    await storm(setup, [engine.report(0, **mine, kind=kind) for kind in kinds])
+    seen = [event.report.kind for event in setup.events if isinstance(event, ForwardEnded)]
+    assert [kind for kind in seen if kind != "heartbeat"] == [
+        "launch",
+        "forward",
+        "launch",
+        "forward",
+    ]
+
+
+async def test_messages_of_another_length_cost_one_of_their_neighbours_at_most() -> None:
+    setup = Setup()
+    engine = MockEngine("prefill")
+    reports = [
+        engine.report(0, instance_id=setup.prefill.url, kind="forward", forward_id=number)
+        for number in range(5)
+    ]
+    short, long = [TOPIC, b"12345678"], [TOPIC, b"12345678", b"x", b"y", b"z"]
+    endpoint = setup.listener.open("tcp://127.0.0.1:*")
+    context = zmq.Context()
+    sock = context.socket(zmq.PUB)
+    try:
+        sock.connect(endpoint)
+        while not setup.listener.counts["malformed"]:
+            sock.send_multipart([TOPIC, b"12345678", b"hello"])
+            await asyncio.sleep(0.01)
+        for frames in (long, short, *map(encode_endforward, reports)):
+            sock.send_multipart(frames)
+        await until(lambda: len(setup.bound()) >= 4)
+    finally:
+        sock.close(0)
+        context.term()
+        setup.listener.close()
+    ids = [event.report.forward_id for event in setup.events if isinstance(event, ForwardEnded)]
+    assert ids[-4:] == [1, 2, 3, 4]

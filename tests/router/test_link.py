@@ -335,6 +335,26 @@ async def test_what_waits_is_placed_at_once_when_the_scheduler_is_silent(world: 
     await until(lambda: side.books == (0, 0, 0))
 
 
+async def test_a_scheduler_that_was_only_slow_is_given_longer_and_a_new_one_is_not(
+    world: World,
+) -> None:
+    await world.boot()
+    front_end = await world.front_end()
+    patience_s = [front_end.link._patience_s]
+    for _ in range(2):
+        world.net.frozen = True
+        await until(lambda: not front_end.link.connected)
+        world.net.thaw()
+        await until(lambda: front_end.link.connected)
+        patience_s.append(front_end.link._patience_s)
+    assert patience_s == pytest.approx([0.1, 0.2, 0.4])
+    world.crash()
+    await until(lambda: not front_end.link.connected)
+    await world.boot()
+    await until(lambda: front_end.link.connected)
+    assert front_end.link._patience_s == 0.1
+
+
 async def test_a_restarted_scheduler_learns_everything_from_its_front_ends(world: World) -> None:
     await world.boot()
     front_ends = [await world.front_end() for _ in range(2)]

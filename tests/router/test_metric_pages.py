@@ -49,3 +49,16 @@ def test_what_a_dead_process_counted_stays_and_its_gauges_go():
 def test_a_page_that_cannot_be_read_is_left_out():
     text = add_pages(["no metrics {{{ here\n", page(4, 0.7, 4.0)])
     assert value(text, "sbs_aborts_total") == 4
+
+
+def test_own_families_are_added_without_being_read():
+    own = RouterMetrics()
+    own.aborts.inc(5)
+    own.ttft_seconds.observe(0.1)
+    text = add_pages([page(3, 0.2, 2.0)], own=own.registry.collect())
+    assert value(text, "sbs_aborts_total") == 8
+    assert value(text, "smg_pd_ttft_seconds_count") == 2
+    assert value(text, 'smg_pd_ttft_seconds_bucket{le="0.1"}') == 1
+    assert text.count("# TYPE smg_pd_ttft_seconds histogram") == 1
+    alone = add_pages([], own=own.registry.collect())
+    assert alone == add_pages([own.render().decode()])

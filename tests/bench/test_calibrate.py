@@ -1,0 +1,283 @@
+"""Calibration: known costs are found again, from every source, through noise and outliers."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from sglang_sbs.bench.calibrate import main, parse_arguments
+from sglang_sbs.bench.contenders import free_ports
+from sglang_sbs.bench.endforward_capture import capture
+from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import EventLogWriter
+from sglang_sbs.simulator.calibration import fit_cost
+from sglang_sbs.simulator.captured import Captured, read_capture
+from sglang_sbs.simulator.cost import PassCost, load_cost, save_cost
+from sglang_sbs.simulator.recording import RecordedPass
+from sglang_sbs.simulator.validation import virtual_gpu_cost
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from sglang_sbs.wire import EndForward, encode_endforward
+
+COST = PassCost(fixed_s=0.09, mean_s=3e-5, max_s=5e-5, pair_s=2e-9, request_s=1e-3)
+DP = 4
+
+
+def made(tokens: list[int], contexts: list[int], requests: list[int], forward_s: float):
+    pairs = [n * c + n * n / 2 / r for n, c, r in zip(tokens, contexts, requests, strict=True)]
+    return RecordedPass(
+        "p0", 1, tokens, 0.0, 0, end_s=1.0, forward_s=forward_s, pairs=pairs, requests=requests
+    )
+
+
+def passes(
+    count: int, noise: float = 0.0, outliers: float = 0.0, seed: int = 1, cost: PassCost = COST
+) -> list[RecordedPass]:
+    """``noise``: lognormal sigma; ``outliers``: share of passes that take three to eight times."""
+    rng = random.Random(seed)
+    out = []
+    for _ in range(count):
+        tokens = [rng.randint(0, 3072) for _ in range(DP)]
+        one = made(
+            tokens,
+            [rng.choice((0, 0, 4000, 12_000)) for _ in tokens],
+            [rng.randint(1, 12) for _ in tokens],
+            1.0,
+        )
+        forward_s = cost.pass_s(one.tokens, one.pairs, one.requests)
+        forward_s *= rng.lognormvariate(0.0, noise)
+        if rng.random() < outliers:
+            forward_s *= rng.uniform(3, 8)
+        one.forward_s = forward_s
+        out.append(one)
+    return out
+
+
+def test_exact_passes_give_the_exact_cost_and_no_error():
+    cost, errors = fit_cost(passes(200))
+    for name in PassCost.__struct_fields__:
+        assert getattr(cost, name) == pytest.approx(getattr(COST, name), rel=1e-6), name
+    assert errors.r2 == pytest.approx(1.0)
+    assert errors.outliers == 0
+    assert errors.held_out_p95_share < 1e-6
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("outliers", [0.0, 0.1])
+def test_through_noise_and_outliers_the_truth_is_within_the_errors(seed, outliers):
+    cost, errors = fit_cost(passes(600, noise=0.03, outliers=outliers, seed=seed))
+    for name in PassCost.__struct_fields__:
+        found, truth = getattr(cost, name), getattr(COST, name)
+        error = errors.standard_errors[name]
+        assert error is not None, name
+        assert abs(found - truth) < 5 * error, name
+        assert error < 0.5 * truth, name
+    unseen = passes(200, seed=99)
+    off = [abs(cost.pass_s(p.tokens, p.pairs, p.requests) / p.forward_s - 1) for p in unseen]
+    assert sum(off) / len(off) < 0.01
+    assert errors.held_out_median_share == pytest.approx(0.02, abs=0.01)
+    if outliers:
+        assert 0.05 < errors.outliers / errors.passes < 0.2
+
+
+def test_terms_that_are_not_there_are_not_invented():
+    truth = PassCost(fixed_s=0.1, max_s=8e-5)
+    cost, errors = fit_cost(passes(300, noise=0.02, cost=truth))
+    assert (cost.mean_s, cost.pair_s, cost.request_s) == (0.0, 0.0, 0.0)
+    assert errors.standard_errors["mean_s"] is None
+    assert cost.max_s == pytest.approx(truth.max_s, rel=0.03)
+
+
+def test_the_virtual_gpu_takes_as_long_in_the_mean():
+    known = passes(100)
+    virtual = virtual_gpu_cost(COST, known)
+    theirs = sum(virtual.prefill_s(p.tokens) for p in known)
+    assert theirs == pytest.approx(sum(p.forward_s for p in known), rel=0.05)
+
+
+# From messages ----------------------------------------------------------------------------------
+
+
+def messages(count: int) -> list[tuple[EndForward, list[tuple[str, int]]]]:
+    """Two ranks, one prompt each per pass; with each message the requests it accepts."""
+    rng = random.Random(5)
+    out = []
+    seq, accepted, tokens_so_far = [0, 0], [0, 0], [0, 0]
+    clock_s = 100.0
+    for number in range(1, count + 1):
+        tokens = [rng.randint(1, 3000), rng.randint(1, 3000)]
+        forward_s = COST.pass_s(tokens, [n * n / 2 for n in tokens], [1, 1])
+        for kind in ("launch", "forward"):
+            for rank in (0, 1):
+                rids = [(f"{number}-{rank}", tokens[rank])] if kind == "launch" else []
+                accepted[rank] += len(rids)
+                tokens_so_far[rank] += sum(n for _, n in rids)
+                report = EndForward(
+                    instance_id="http://p0:1",
+                    boot_id="boot",
+                    role="prefill",
+                    dp_rank=rank,
+                    dp_size=2,
+                    seq=seq[rank],
+                    kind=kind,
+                    forward_id=number,
+                    mode="extend",
+                    launch_s=clock_s,
+                    end_s=clock_s + forward_s if kind == "forward" else 0.0,
+                    forward_s=forward_s if kind == "forward" else 0.0,
+                    extend_tokens=tokens[rank],
+                    batch_size=1,
+                    accepted_requests=accepted[rank],
+                    accepted_tokens=tokens_so_far[rank],
+                    rids=[rid for rid, _ in rids],
+                )
+                seq[rank] += 1
+                out.append((report, rids))
+        clock_s += forward_s + 0.01
+    return out
+
+
+def test_a_capture_of_messages_alone_gives_the_cost(tmp_path: Path, capsys):
+    path, out = tmp_path / "run.jsonl", tmp_path / "cost.json"
+    path.write_bytes(
+        b"".join(Captured(report.launch_s, report).line() for report, _ in messages(120))
+    )
+    save_cost(COST, tmp_path / "truth.json")
+    truth = str(tmp_path / "truth.json")
+    assert main([str(path), "--expect", truth, "--out", str(out), "--note", "made up"]) == 0
+    found = load_cost(out)
+    tokens = [2000, 500]
+    pairs = [n * n / 2 for n in tokens]
+    expected_s = COST.pass_s(tokens, pairs, [1, 1])
+    assert found.pass_s(tokens, pairs, [1, 1]) == pytest.approx(expected_s, rel=0.01)
+    content = json.loads(out.read_text())
+    assert content["provenance"]["note"] == "made up"
+    assert content["provenance"]["dp_size"] == 2
+    assert VirtualGpuCost.from_json(out.read_text()).prefill_base_s == pytest.approx(
+        content["cost"]["fixed_s"]
+    )
+    assert "passes are off by 0." in capsys.readouterr().out
+
+
+def test_an_event_log_gives_the_same_as_a_capture(tmp_path: Path):
+    made_messages = messages(60)
+    writer = EventLogWriter(tmp_path / "run.events", SchedulerConfig())
+    for report, rids in made_messages:
+        for rid, tokens in rids:
+            event = RequestArrived(rid=rid, prompt_tokens=tokens)
+            writer.write(report.launch_s, event, [])
+        writer.write(report.launch_s, ForwardEnded(instance="p0", report=report), [])
+    writer.close()
+    (tmp_path / "run.jsonl").write_bytes(
+        b"".join(Captured(r.launch_s, r).line() for r, _ in made_messages)
+    )
+    for name in ("events", "jsonl"):
+        assert main([str(tmp_path / f"run.{name}"), "--out", str(tmp_path / f"{name}.json")]) == 0
+    assert load_cost(tmp_path / "events.json") == load_cost(tmp_path / "jsonl.json")
+
+
+def test_a_live_cluster_is_listened_to(tmp_path: Path):
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    known = messages(20)
+    stop = threading.Event()
+
+    def publish() -> None:
+        context = zmq.Context()
+        sock = context.socket(zmq.PUB)
+        sock.connect(endpoint)
+        while not stop.is_set():
+            for report, _ in known:
+                sock.send_multipart(encode_endforward(report))
+            time.sleep(0.05)
+        sock.close(0)
+        context.term()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        got = capture(2.0, listen=endpoint)
+    finally:
+        stop.set()
+        thread.join()
+    path = tmp_path / "live.jsonl"
+    path.write_bytes(b"".join(message.line() for message in got))
+    recorded = read_capture(path).passes
+    assert 0 < len(recorded) <= 20
+    truth = {report.forward_id: report.forward_s for report, _ in known if report.forward_s}
+    for one in recorded:
+        if one.complete:
+            assert one.forward_s == truth[one.forward_id]
+
+
+def test_a_silent_cluster_and_a_taken_port_are_said(capsys):
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    assert main(["--listen", endpoint, "--seconds", "0.3"]) == 2
+    assert "in SGLANG_SBS_ROUTERS of the prefill engines" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    context = zmq.Context()
+    sock = context.socket(zmq.SUB)
+    sock.bind(endpoint)
+    try:
+        assert main(["--listen", endpoint, "--seconds", "0.3"]) == 2
+    finally:
+        sock.close(0)
+        context.term()
+    assert endpoint in capsys.readouterr().out
+
+
+# From layers ------------------------------------------------------------------------------------
+
+
+def test_layers_are_timed_on_a_cpu_too(tmp_path: Path):
+    pytest.importorskip("torch")
+    out = tmp_path / "tiny.json"
+    flags = ["--gpu", "--device", "cpu", "--shape", "tiny", "--dtype", "float32"]
+    flags += ["--chunk", "128", "--passes", "12", "--repeats", "1", "--out", str(out)]
+    assert main(flags) == 0
+    assert load_cost(out).pass_s([100, 50], [5000.0, 1250.0], [1, 1]) > 0
+    provenance = json.loads(out.read_text())["provenance"]
+    assert provenance["command"].startswith("scripts/calibrate --gpu --device cpu")
+    assert provenance["shape"]["experts"] == 8
+    assert provenance["dtype"] == "float32"
+    assert {"torch", "device", "date", "chunk_tokens"} <= set(provenance)
+
+
+def test_a_chunk_behind_a_context_attends_to_all_of_it():
+    torch = pytest.importorskip("torch")
+    from sglang_sbs.bench.gpu_layers import TINY, Layers, LayerShape
+
+    layers = Layers(TINY, "cpu", torch.float32)
+    layers.attention([(0, 7), (40, 3)])
+    layers.experts(tokens=20, rank_tokens=10)
+    layers.dense(10)
+    with pytest.raises(ValueError, match="--tp 3 must be a multiple of --dp 2"):
+        LayerShape(tp=3, dp=2)
+    with pytest.raises(ValueError, match="--ep 7 must divide"):
+        LayerShape(ep=7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ([], "give one source"),
+        (["a.events", "--gpu"], "give one source"),
+        (["--gpu", "--passes", "0"], "--passes must be more than 0"),
+    ],
+)
+def test_bad_flags_say_what_to_write(flags, what, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(flags)
+    assert what in capsys.readouterr().err
+
+
+def test_a_file_that_is_neither_is_refused_with_its_line(tmp_path: Path, capsys):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"received_s": 1.0}\n')
+    assert main([str(path)]) == 2
+    assert "line 1: no EndForward message" in " ".join(capsys.readouterr().out.split())
