@@ -1,8 +1,8 @@
 """Choosing decode DP ranks: Algorithm 3 of the paper, and the potential, the default.
 
 Owns the rules that map requests to ranks given ⟨B_i, K_i⟩. Pure functions over a list of
-:class:`DecodeLoad`, which they update as they assign. Must not know instances, time or admission
-beyond "this rank has room".
+:class:`DecodeLoad`, in which they replace the one they assign to. Must not know instances, time or
+admission beyond "this rank has room".
 """
 
 from __future__ import annotations
@@ -55,68 +55,94 @@ class DecodeLoad:
             return 0
         return self.kv_capacity_tokens - max(self.kv_tokens, self.committed_tokens)
 
-    def copy(self) -> DecodeLoad:
-        """One that can be assigned to without changing this."""
+    def plus(self, request: Request, cached_tokens: int = 0) -> DecodeLoad:
+        """With one more request: its prompt now, its total length in the end, both less what of it
+        the rank's prefix cache holds (it is shared)."""
         return DecodeLoad(
-            self.running,
-            self.kv_tokens,
-            self.committed_tokens,
+            self.running + 1,
+            self.kv_tokens + request.prompt_tokens - cached_tokens,
+            self.committed_tokens + request.total_tokens - cached_tokens,
             self.kv_capacity_tokens,
             self.max_running,
         )
-
-    def add(self, request: Request, cached_tokens: int = 0) -> None:
-        """Account for one more request: its prompt now, its total length in the end, both less what
-        of it the rank's prefix cache holds (it is shared)."""
-        self.running += 1
-        self.kv_tokens += request.prompt_tokens - cached_tokens
-        self.committed_tokens += request.total_tokens - cached_tokens
 
 
 class DecodeBoard:
     """The ranks of a batch's assignment, kept in the orders the rules ask for.
 
-    Building it costs n log n; a question costs no more than the number of distinct batch sizes.
+    An order is made when it is first asked for: a rule rarely looks further than the smallest batch
+    sizes. After that a question costs no more than the number of distinct batch sizes.
     """
 
-    def __init__(self, loads: Sequence[DecodeLoad]) -> None:
+    def __init__(self, loads: list[DecodeLoad]) -> None:
+        """``loads``: one per rank; the one that is assigned to is replaced."""
         self.loads = loads
-        self.kv_sorted = sorted(load.kv_tokens for load in loads)
-        self.running_total = sum(load.running for load in loads)
-        self.kv_total = sum(self.kv_sorted)
-        self._by_running: dict[int, list[tuple[int, int]]] = {}
+        self._kv_sorted: list[int] | None = None
+        by_running: dict[int, list[tuple[int, int]]] = {}
+        running_total = kv_total = 0
         for index, load in enumerate(loads):
-            self._by_running.setdefault(load.running, []).append((load.kv_tokens, index))
-        for bucket in self._by_running.values():
-            bucket.sort()
-        self._sizes = sorted(self._by_running)
+            running, kv_tokens = load.running, load.kv_tokens
+            running_total += running
+            kv_total += kv_tokens
+            bucket = by_running.get(running)
+            if bucket is None:
+                by_running[running] = [(kv_tokens, index)]
+            else:
+                bucket.append((kv_tokens, index))
+        self.running_total = running_total
+        self.kv_total = kv_total
+        self._by_running = by_running
+        self._unsorted = set(by_running)
+        self.sizes = sorted(by_running)
+        """B_i that occur, ascending."""
+
+    @property
+    def kv_sorted(self) -> list[int]:
+        """K_i of all ranks, ascending."""
+        if self._kv_sorted is None:
+            self._kv_sorted = sorted([load.kv_tokens for load in self.loads])
+        return self._kv_sorted
 
     def frontier(self, fits: Fits) -> Iterator[int]:
         """For each batch size, smallest first: the feasible rank with the smallest K."""
-        for size in self._sizes:
-            for _, index in self._by_running[size]:
-                if fits(index):
-                    yield index
-                    break
+        for size in self.sizes:
+            index = self.first(size, fits)
+            if index is not None:
+                yield index
+
+    def first(self, running: int, fits: Fits) -> int | None:
+        """Of the feasible ranks with this batch size the one with the smallest K."""
+        for _, index in self._sorted(running):
+            if fits(index):
+                return index
+        return None
 
     def assign(self, index: int, request: Request) -> None:
         """Account for a request on a rank."""
-        load = self.loads[index]
-        bucket = self._by_running[load.running]
-        del bucket[bisect_left(bucket, (load.kv_tokens, index))]
+        before = self.loads[index]
+        bucket = self._sorted(before.running)
+        del bucket[bisect_left(bucket, (before.kv_tokens, index))]
         if not bucket:
-            del self._by_running[load.running]
-            del self._sizes[bisect_left(self._sizes, load.running)]
-        del self.kv_sorted[bisect_left(self.kv_sorted, load.kv_tokens)]
-        before = load.kv_tokens
-        load.add(request, request.decode_hits.get(index, 0))
+            del self._by_running[before.running]
+            del self.sizes[bisect_left(self.sizes, before.running)]
+        load = self.loads[index] = before.plus(request, request.decode_hits.get(index, 0))
         self.running_total += 1
-        self.kv_total += load.kv_tokens - before
-        insort(self.kv_sorted, load.kv_tokens)
+        self.kv_total += load.kv_tokens - before.kv_tokens
+        if self._kv_sorted is not None:
+            del self._kv_sorted[bisect_left(self._kv_sorted, before.kv_tokens)]
+            insort(self._kv_sorted, load.kv_tokens)
         if load.running not in self._by_running:
             self._by_running[load.running] = []
-            insort(self._sizes, load.running)
-        insort(self._by_running[load.running], (load.kv_tokens, index))
+            insort(self.sizes, load.running)
+        insort(self._sorted(load.running), (load.kv_tokens, index))
+
+    def _sorted(self, running: int) -> list[tuple[int, int]]:
+        """K_i and index of the ranks with this batch size, ascending."""
+        bucket = self._by_running[running]
+        if running in self._unsorted:
+            self._unsorted.remove(running)
+            bucket.sort()
+        return bucket
 
 
 Fits = Callable[[int], bool]
@@ -188,12 +214,14 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
                 chosen, least = index, log_growth
     k_step = k_step_of(request.prompt_tokens)
     # It grows faster the larger K is, so for each batch size only the smallest K can win.
-    for index in board.frontier(fits):
-        if (board.loads[index].running - mean_b) / _TEMPERATURE + b_step >= least:
+    for running in board.sizes:
+        if (running - mean_b) / _TEMPERATURE + b_step >= least:
             break  # larger batches only grow faster
-        log_growth = log_growth_of(index, k_step)
-        if log_growth < least:
-            chosen, least = index, log_growth
+        smallest = board.first(running, fits)
+        if smallest is not None:
+            log_growth = log_growth_of(smallest, k_step)
+            if log_growth < least:
+                chosen, least = smallest, log_growth
     return chosen
 
 
@@ -224,7 +252,7 @@ class RoundRobinDecode:
 
 def schedule_decode(
     requests: Sequence[Request],
-    loads: Sequence[DecodeLoad],
+    loads: list[DecodeLoad],
     choose: DecodeRuleFunction,
     allowed: Callable[[Request, int], bool] = lambda _request, _rank: True,
     admit: bool = True,
@@ -233,7 +261,7 @@ def schedule_decode(
 
     Args:
         requests: the batch; ``total_tokens`` must be set.
-        loads: one per rank; updated with what is assigned.
+        loads: one per rank; those that are assigned to are replaced.
         choose: the rule that picks among feasible ranks.
         allowed: whether a request may go to the rank with this index at all.
         admit: whether a rank without room is infeasible.

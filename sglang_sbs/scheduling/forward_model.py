@@ -20,6 +20,8 @@ itself grows by the clipped residuals, so a lasting change gets through in some 
 _RELATIVE_ERROR = 0.05
 """The error counts as at least this share of the prediction when clipping."""
 _ERROR_STEP = 0.1
+_USUAL_IMBALANCE = 1.1
+"""The heaviest rank of a batch, as a multiple of the mean."""
 
 
 class ForwardModel:
@@ -39,19 +41,26 @@ class ForwardModel:
         ]
         self._targets = [weight[i] * prior[i] for i in range(_FEATURES)]
         self._weights: list[float] = list(prior)
+        self._learned()
         self.passes = 0
         self.error_s = 0.1 * t_default_s
         """Smoothed absolute prediction error."""
 
-    @property
-    def fixed_s(self) -> float:
-        """a: the time of an empty pass."""
-        return max(0.0, self._weights[0]) * self._time_unit_s
-
-    def slope_s_per_token(self, imbalance: float = 1.1) -> float:
+    def slope_s_per_token(self, imbalance: float = _USUAL_IMBALANCE) -> float:
         """Time per mean token of a pass whose heaviest rank has ``imbalance`` times the mean."""
+        if imbalance == _USUAL_IMBALANCE:
+            return self._usual_slope_s
+        return self._slope_s(imbalance)
+
+    def _slope_s(self, imbalance: float) -> float:
         slope = self._weights[1] * imbalance + self._weights[2]
         return max(1e-9, slope * self._time_unit_s / self._token_unit)
+
+    def _learned(self) -> None:
+        """Asked far more often than it changes."""
+        self.fixed_s = max(0.0, self._weights[0]) * self._time_unit_s
+        """a: the time of an empty pass."""
+        self._usual_slope_s = self._slope_s(_USUAL_IMBALANCE)
 
     def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
         """Forward time of a pass with these extend tokens on each rank; at least 1 ms.
@@ -92,6 +101,7 @@ class ForwardModel:
             self._moments[i][i] += 1e-4
             self._targets[i] = _FORGET * self._targets[i] + x[i] * y + 1e-4 * self._weights[i]
         self._weights = _non_negative_solution(self._moments, self._targets)
+        self._learned()
 
     def _features(
         self, tokens_per_rank: Sequence[int], pairs: Sequence[float]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
@@ -31,6 +32,17 @@ NEAREST = 6
 """Instances compared for each request, those that start next."""
 MOST_HOLDERS = 2
 """Other instances compared because they have most of its prompt cached."""
+
+
+class Terms(NamedTuple):
+    """What the completion of a request is weighed against."""
+
+    waiting: float = 0.0
+    """How many requests a pass keeps waiting that are not here yet."""
+    again_weight: float = 0.0
+    """A second of computing what another rank has cached counts as so many."""
+    impatience: float = 1.0
+    """Its own completion counts as so many seconds. The same wherever it goes."""
 
 
 class _Pass:
@@ -82,18 +94,10 @@ class PassForecast:
         """Nothing more fits into the next pass."""
         return min(self._ahead) >= self.instance.chunk_tokens
 
-    def cost_s(self, request: Request, waiting: float, again_weight: float = 0.0) -> float:
-        """When a request would be done here, plus what it delays others by, weighted, seconds.
-
-        Args:
-            request: on the rank that is best for it.
-            waiting: how many requests a pass keeps waiting that are not here yet.
-            again_weight: a second of computing what another rank has cached counts as so many.
-        """
-        return min(
-            self._cost_on_s(request, rank, waiting, again_weight)
-            for rank in self._ranks_for(request)
-        )
+    def cost_s(self, request: Request, terms: Terms) -> float:
+        """When a request would be done on the best rank here, plus what it delays others by,
+        weighted, seconds."""
+        return min(self._cost_on_s(request, rank, terms) for rank in self._ranks_for(request))
 
     def _ranks_for(self, request: Request) -> set[int]:
         """The emptiest rank, and the emptiest of those that have most of it cached."""
@@ -105,14 +109,14 @@ class PassForecast:
         holders = [d for d, tokens in enumerate(hits) if tokens == most]
         return {emptiest, min(holders, key=self._ahead.__getitem__)}
 
-    def _cost_on_s(self, request: Request, rank: int, waiting: float, again_weight: float) -> float:
+    def _cost_on_s(self, request: Request, rank: int, terms: Terms) -> float:
         instance, passes = self.instance, self._passes
         model, chunk = instance.model, instance.chunk_tokens
         at = self._ahead[rank]
         tokens = request.prompt_tokens
         first = at // chunk
         done_s = self._start_s + sum(one.length_s for one in passes[:first])
-        delayed = waiting + sum(one.ends for one in passes[first:])
+        delayed = terms.waiting + sum(one.ends for one in passes[first:])
         delays_s = 0.0
         cached = context = request.hit_tokens(instance.id, rank)
         for index in range(first, (at + tokens - context - 1) // chunk + 1):
@@ -129,20 +133,18 @@ class PassForecast:
                 delayed -= one.ends
             else:
                 length_s = model.pass_s(part / instance.dp_size, model.rank_s(part, pairs))
-                delays_s += length_s * waiting
+                delays_s += length_s * terms.waiting
             done_s += length_s
             context += part
             at += part
         again = tokens - cached - request.uncached_tokens
-        again_s = again_weight * again * model.slope_s_per_token() / instance.dp_size
-        return done_s * self._weight_of(request.uncached_tokens) + delays_s + again_s
+        again_s = terms.again_weight * again * model.slope_s_per_token() / instance.dp_size
+        weight = terms.impatience * self._weight_of(request.uncached_tokens)
+        return done_s * weight + delays_s + again_s
 
-    def add(self, request: Request, waiting: float, again_weight: float = 0.0) -> None:
+    def add(self, request: Request, terms: Terms) -> None:
         """A request goes here."""
-        rank = min(
-            self._ranks_for(request),
-            key=lambda d: self._cost_on_s(request, d, waiting, again_weight),
-        )
+        rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, terms))
         cached = request.hit_tokens(self.instance.id, rank)
         weight = self._weight_of(request.uncached_tokens)
         self._lay(rank, request.prompt_tokens - cached, cached, weight)
@@ -178,8 +180,7 @@ def homes(
     nearest: Sequence[PassForecast],
     forecast_of: Callable[[InstanceId], PassForecast | None],
     requests: Iterable[Request],
-    waiting: float,
-    again_weight: float,
+    terms_of: Callable[[Request], Terms],
     may_go: Callable[[Request, PrefillInstance], bool],
 ) -> dict[str, InstanceId]:
     """Where each request costs least, by request id.
@@ -192,7 +193,7 @@ def homes(
             it may not be used. The same object each time.
         requests: in the order in which they choose. Ends when the next passes of ``nearest`` are
             all full.
-        waiting: see :meth:`PassForecast.cost_s`, as for ``again_weight``.
+        terms_of: of a request that nobody shares a prefix with.
         may_go: whether a request is allowed on an instance.
     """
     chosen: dict[str, InstanceId] = {}
@@ -210,15 +211,15 @@ def homes(
                 allowed.append(holder)
         if allowed:
             sharing[request.cached_until] += 1
+            terms = terms_of(request)
             # What is computed again is there afterwards: all that share it pay for it.
-            weight = again_weight / sharing[request.cached_until]
-            best = _cheapest(allowed, request, waiting, weight)
-            best.add(request, waiting, weight)
+            weight = terms.again_weight / sharing[request.cached_until]
+            terms = terms._replace(again_weight=weight)
+            best = _cheapest(allowed, request, terms)
+            best.add(request, terms)
             chosen[request.rid] = best.instance.id
     return chosen
 
 
-def _cheapest(
-    forecasts: Sequence[PassForecast], request: Request, waiting: float, again_weight: float
-) -> PassForecast:
-    return min(forecasts, key=lambda one: one.cost_s(request, waiting, again_weight))
+def _cheapest(forecasts: Sequence[PassForecast], request: Request, terms: Terms) -> PassForecast:
+    return min(forecasts, key=lambda one: one.cost_s(request, terms))

@@ -64,6 +64,9 @@ class PrefillPolicy(ABC):
     ) -> None:
         """A rank launched: see :class:`~sglang_sbs.scheduling.prefill_instance.Observation`."""
 
+    def on_forward_learned(self) -> None:  # noqa: B027
+        """The forward model of some instance has changed."""
+
     @abstractmethod
     def plan(
         self,

@@ -176,6 +176,7 @@ class PrefillInstance:
         """A request leaves for a rank; arms the watchdog if none did before it."""
         target = self.ranks[rank]
         target.sent[rid] = Sent(now_s, not self.passes and target.backlog_tokens == 0)
+        self.has_flight = True
         self.adopted(rid, rank, prompt_tokens, now_s, cached_tokens)
 
     def adopted(
@@ -185,13 +186,18 @@ class PrefillInstance:
         if not self.has_outstanding:
             self.watchdog_s = now_s + self.timeout_s
         target = self.ranks[rank]
+        before, requests = target.backlog_tokens, len(target.outstanding)
         tokens = max(1, prompt_tokens - cached_tokens)
         target.flight.add(rid, tokens)
         target.outstanding.add(rid, tokens)
         target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
         target.has_cached = target.has_cached or cached_tokens > 0
         target.received_tokens += tokens
-        self._recount()
+        self._next_pass_s = self._longest_prompt_tokens = None
+        self.backlog_tokens += target.backlog_tokens - before
+        if before == self._least_backlog_tokens:
+            self._least_backlog_tokens = min([one.backlog_tokens for one in self.ranks])
+        self._outstanding += len(target.outstanding) - requests
         self.last_dispatch_s = now_s
         self.ready = False
 
@@ -379,7 +385,7 @@ class PrefillInstance:
     ) -> Observation:
         sent = [rank.land(rid) for rid in report.rids]
         learned = Observation()
-        if report.kind == "launch":
+        if report.kind == "launch" and not self._is_over(report.forward_id):
             learned = observe_launch(
                 [one for one in sent if one is not None],
                 rank.sent.values(),
@@ -404,6 +410,10 @@ class PrefillInstance:
             rank.acknowledge_lost(lost_requests - len(here))
         return learned
 
+    def _is_over(self, forward_id: int) -> bool:
+        """Another rank has said so: the message about its launch is late, nobody knows how much."""
+        return forward_id <= max([rank.last_forward_id for rank in self.ranks])
+
     def _launched_s(self, report: EndForward, now_s: float) -> float:
         """When the reported pass was launched. The barrier: its first rank to say so knows best,
         the messages of the others may have taken longer."""
@@ -426,8 +436,8 @@ class PrefillInstance:
 
     def _on_launch(self, report: EndForward, now_s: float) -> None:
         self._drop_presumed()
-        if report.forward_id <= max(rank.last_forward_id for rank in self.ranks):
-            return  # a late message: the pass is over, as another rank has said
+        if self._is_over(report.forward_id):
+            return
         for rank in self.ranks:
             # The barrier: no rank is idle while a pass runs. Its own next report says otherwise.
             rank.idle = False

@@ -103,7 +103,9 @@ class PrefixIndex:
     def __init__(self, *, max_blocks: int = 2_000_000) -> None:
         """``max_blocks``: bound of the table, some 200 bytes each with hundreds of ranks."""
         self.version = 0
-        """Counts changes: what was found before may differ now."""
+        """Counts changes: what :meth:`find` found before may differ now."""
+        self.upcoming_version = 0
+        """The same for :meth:`upcoming`."""
         self._max_blocks = max_blocks
         self._device: dict[int, int] = {}
         self._host: dict[int, int] = {}
@@ -170,7 +172,7 @@ class PrefixIndex:
         """Not to be used for now; what it has is not forgotten."""
         place = self._places.get(instance)
         if place is not None:
-            self.version += 1
+            self._changed()
             place.is_up = False
             for rank in place.ranks:
                 self._live[place.block_tokens] &= ~rank.bit
@@ -206,7 +208,7 @@ class PrefixIndex:
         """The rank evicted these blocks from that tier."""
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
-            _unset(self._device if tier == "device" else self._host, blocks, held.bit)
+            self._unset(self._device if tier == "device" else self._host, blocks, held.bit)
 
     # Requests -----------------------------------------------------------------------------
 
@@ -226,7 +228,7 @@ class PrefixIndex:
         sent = self._sent[rid] = _Sent(place, rank, blocks, visible_s)
         heappush(self._upcoming, (visible_s, rid))
         self._by_root.setdefault(blocks[0], []).append(sent)
-        self.version += 1
+        self.upcoming_version += 1
 
     def prefilled(
         self,
@@ -367,7 +369,7 @@ class PrefixIndex:
         return depths
 
     def _not_upcoming(self, sent: _Sent) -> None:
-        self.version += 1
+        self.upcoming_version += 1
         root = sent.blocks[0]
         others = [one for one in self._by_root.get(root, ()) if one is not sent]
         if others:
@@ -384,7 +386,6 @@ class PrefixIndex:
         if place is None or place.source != "events" or not 0 <= rank < len(place.ranks):
             return None
         held = place.ranks[rank]
-        self.version += 1
         if tier == "device" and held.claims:
             for block in blocks:
                 held.claims.pop(block, None)
@@ -405,7 +406,6 @@ class PrefixIndex:
         held = self._held(sent)
         if held is None:
             return
-        self.version += 1
         claims = held.claims
         if sent.place.source == "events":
             bit = held.bit
@@ -425,7 +425,7 @@ class PrefixIndex:
                 break
             del claims[block]
             lapsed.append(block)
-        _unset(self._device, lapsed, held.bit)
+        self._unset(self._device, lapsed, held.bit)
 
     def _correct(self, place: _Place, rank: int, cached_tokens: int) -> None:
         """An approximate rank had less than was claimed."""
@@ -439,11 +439,9 @@ class PrefixIndex:
         """Take back what was claimed of these blocks and never published."""
         claims = held.claims
         mine = [block for block in blocks if block in claims]
-        if mine:
-            self.version += 1
-            for block in mine:
-                del claims[block]
-            _unset(self._device, mine, held.bit)
+        for block in mine:
+            del claims[block]
+        self._unset(self._device, mine, held.bit)
 
     def _set(self, table: dict[int, int], blocks: Sequence[int], bit: int) -> None:
         for block in blocks:
@@ -453,10 +451,23 @@ class PrefixIndex:
                     # Many at once: a dict finds its oldest entry in linear time.
                     _drop_oldest(table, 1 + self._max_blocks // _DROPPED_SHARE)
                 table[block] = bit
+                self.version += 1
                 if block in self._watched:
                     self._appeared += self._watched.pop(block)
             elif not mask & bit:
                 table[block] = mask | bit
+                self.version += 1
+
+    def _unset(self, table: dict[int, int], blocks: Sequence[int], bits: int) -> None:
+        for block in blocks:
+            mask = table.get(block, 0)
+            if mask & bits:
+                self.version += 1
+                left = mask & ~bits
+                if left:
+                    table[block] = left
+                else:
+                    del table[block]
 
     def _take_bit(self, place: _Place, rank: int) -> int:
         if self._free_bits:
@@ -469,14 +480,19 @@ class PrefixIndex:
         self._live[place.block_tokens] = live | bit if place.is_up else live
         return bit
 
-    def _enable(self, place: _Place) -> None:
+    def _changed(self) -> None:
+        """Which ranks are in use."""
         self.version += 1
+        self.upcoming_version += 1
+
+    def _enable(self, place: _Place) -> None:
+        self._changed()
         place.is_up = True
         for rank in place.ranks:
             self._live[place.block_tokens] |= rank.bit
 
     def _retire(self, place: _Place, rank: _Rank) -> None:
-        self.version += 1
+        self._changed()
         self._rank_of.pop(rank.bit)
         self._live[place.block_tokens] &= ~rank.bit
         self._retired |= rank.bit
@@ -487,7 +503,7 @@ class PrefixIndex:
             self._to_sweep = [*self._device, *self._host]
         some, self._to_sweep = self._to_sweep[-_SWEEP:], self._to_sweep[:-_SWEEP]
         for table in (self._device, self._host):
-            _unset(table, some, self._sweeping)
+            self._unset(table, some, self._sweeping)
         if not self._to_sweep:
             self._free_bits += _bits(self._sweeping)
             self._sweeping = 0
@@ -503,17 +519,6 @@ def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _unset(table: dict[int, int], blocks: Sequence[int], bits: int) -> None:
-    for block in blocks:
-        mask = table.get(block, 0)
-        if mask & bits:
-            left = mask & ~bits
-            if left:
-                table[block] = left
-            else:
-                del table[block]
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -38,6 +38,7 @@ class Request:
     upcoming: Sequence[Upcoming] = ()
     """Ranks that will have some of it, as of then."""
     hits_version: int = -1
+    upcoming_version: int = -1
     cached_tokens: int = 0
     """L_hit of the rank it was sent to."""
     decode_hits: dict[int, int] = field(default_factory=dict)
@@ -153,16 +154,18 @@ class RequestQueue:
 
     def look_up(self, request: Request) -> None:
         """What ranks have of its prompt now."""
-        if self.prefix is not None and request.hits_version != self.prefix.version:
-            request.hits_version = self.prefix.version
-            if request.blocks:
-                request.hits = self.prefix.find(
-                    request.blocks, request.block_tokens, request.prompt_tokens
-                )
-                request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
-                request.upcoming = self.prefix.upcoming(
-                    request.blocks, request.block_tokens, request.prompt_tokens
-                )
+        prefix = self.prefix
+        if prefix is None or not request.blocks:
+            return
+        if request.hits_version != prefix.version:
+            request.hits_version = prefix.version
+            request.hits = prefix.find(request.blocks, request.block_tokens, request.prompt_tokens)
+            request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
+        if request.upcoming_version != prefix.upcoming_version:
+            request.upcoming_version = prefix.upcoming_version
+            request.upcoming = prefix.upcoming(
+                request.blocks, request.block_tokens, request.prompt_tokens
+            )
 
     def reorder(self) -> None:
         """Give requests their new place of which more is cached than when they got the old one."""

@@ -8,12 +8,13 @@ import pytest
 from test_scheduler import Driver
 
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
-from sglang_sbs.scheduling.pass_forecast import PassForecast, homes
+from sglang_sbs.scheduling.pass_forecast import PassForecast, Terms, homes
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.prefix_index import Hits
 from sglang_sbs.scheduling.request import Request
 
 CHUNK = 1000
+DEFAULT = Terms(again_weight=1.0)
 FIXED_S, TOKEN_S, PAIR_S = 0.1, 1e-4, 1e-7
 
 
@@ -39,10 +40,16 @@ def request(rid: str, tokens: int) -> Request:
 
 
 def at(
-    name: str, forecasts, queue, *, may_go=True, far=lambda _name: None, again_weight=1.0
+    name: str,
+    forecasts,
+    queue,
+    *,
+    may_go=True,
+    far=lambda _name: None,
+    terms=DEFAULT,
 ) -> set[str]:
     """Those that cost least there."""
-    home_of = homes(forecasts, far, queue, 0.0, again_weight, lambda _r, _i: may_go)
+    home_of = homes(forecasts, far, queue, lambda _: terms, lambda _r, _i: may_go)
     return {rid for rid, home in home_of.items() if home == name}
 
 
@@ -52,9 +59,9 @@ def pass_s(tokens: int, context: int = 0) -> float:
 
 def test_on_an_empty_instance_a_request_costs_its_passes():
     one = forecast(instance(), start_s=5.0)
-    assert one.cost_s(request("r", 500), 0.0) == pytest.approx(5.0 + pass_s(500), rel=0.02)
+    assert one.cost_s(request("r", 500), Terms()) == pytest.approx(5.0 + pass_s(500), rel=0.02)
     chunks_s = pass_s(1000) + pass_s(1000, 1000) + pass_s(500, 2000)
-    weight = one.cost_s(request("r", 2500), 0.0) / (5.0 + chunks_s)
+    weight = one.cost_s(request("r", 2500), Terms()) / (5.0 + chunks_s)
     assert weight > 1, "the delays of long prompts are the tail"
 
 
@@ -63,9 +70,9 @@ def test_a_short_prompt_that_joins_a_long_one_waits_for_its_chunk():
     it.dispatched("long", 0, 5000, now_s=0.0)
     it.ranks[0].prompts.compute(3000)
     it.ranks[0].flight.reduce("long", 3000)
-    cost_s = forecast(it).cost_s(request("r", 200), 0.0)
+    cost_s = forecast(it).cost_s(request("r", 200), Terms())
     assert cost_s >= 0.9 * pass_s(1000, 2000)
-    assert forecast(instance()).cost_s(request("r", 200), 0.0) < 0.5 * cost_s
+    assert forecast(instance()).cost_s(request("r", 200), Terms()) < 0.5 * cost_s
 
 
 def test_who_is_delayed_counts():
@@ -74,8 +81,8 @@ def test_who_is_delayed_counts():
         busy.dispatched(f"r{index}", index % 2, 100, now_s=0.0)
     two_s = 2 * (pass_s(100) - FIXED_S)
     expected_s = two_s + pass_s(600) + 4 * (pass_s(600) - FIXED_S)
-    assert forecast(busy).cost_s(request("r", 600), 0.0) == pytest.approx(expected_s, rel=0.02)
-    assert forecast(alone).cost_s(request("r", 600), 2.0) == pytest.approx(
+    assert forecast(busy).cost_s(request("r", 600), Terms()) == pytest.approx(expected_s, rel=0.02)
+    assert forecast(alone).cost_s(request("r", 600), Terms(waiting=2.0)) == pytest.approx(
         3 * pass_s(600), rel=0.02
     )
 
@@ -84,7 +91,7 @@ def test_a_closed_pass_takes_nothing_more():
     it = instance()
     it.dispatched("r", 0, 300, now_s=0.0)
     open_s, closed_s = (
-        forecast(it, closed=closed).cost_s(request("r", 100), 0.0) for closed in (False, True)
+        forecast(it, closed=closed).cost_s(request("r", 100), Terms()) for closed in (False, True)
     )
     assert closed_s == pytest.approx(pass_s(300) + pass_s(100), rel=0.05)
     assert open_s < closed_s
@@ -110,6 +117,19 @@ def test_each_chooses_after_those_before_it():
     assert at("here", [forecast(here), forecast(there)], queue, may_go=False) == set()
 
 
+def test_who_has_waited_long_may_delay_others_more():
+    busy, free = instance("busy"), instance("free")
+    for index in range(6):
+        busy.dispatched(f"r{index}", index % 2, 100, now_s=0.0)
+
+    def goes_to_busy(impatience: float) -> bool:
+        forecasts = [forecast(busy), forecast(free, 0.3)]
+        return bool(at("busy", forecasts, [request("r", 500)], terms=Terms(0, 1, impatience)))
+
+    assert not goes_to_busy(1.0)
+    assert goes_to_busy(3.0)
+
+
 def test_it_goes_where_most_of_it_is_cached_unless_that_takes_longer():
     near, holder = instance("near"), instance("holder")
     one = request("r", 9000)
@@ -118,7 +138,9 @@ def test_it_goes_where_most_of_it_is_cached_unless_that_takes_longer():
 
     def goes_to_holder(at_s: float, again_weight: float = 1.0) -> bool:
         far = {"holder": forecast(holder, at_s)}.get
-        return bool(at("holder", [forecast(near)], [one], far=far, again_weight=again_weight))
+        return bool(
+            at("holder", [forecast(near)], [one], far=far, terms=Terms(again_weight=again_weight))
+        )
 
     assert goes_to_holder(1.0)
     assert not goes_to_holder(20.0)
@@ -130,7 +152,7 @@ def test_on_the_rank_that_holds_it_only_the_rest_is_computed():
     one = request("r", 2500)
     one.blocks, one.block_tokens = range(25), 100
     one.hits, one.uncached_tokens = Hits({"p0": [0, 2000]}, 2000), 500
-    assert forecast(it).cost_s(one, 0.0) == pytest.approx(pass_s(500, 2000), rel=0.02)
+    assert forecast(it).cost_s(one, Terms()) == pytest.approx(pass_s(500, 2000), rel=0.02)
 
 
 def test_long_prompts_leave_the_other_instance_to_the_short_ones():

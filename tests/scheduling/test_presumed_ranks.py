@@ -300,6 +300,23 @@ def test_a_launch_heard_after_the_end_of_its_pass_starts_nothing():
     assert all(rank.idle for rank in rig.books.ranks)
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_a_launch_heard_after_the_end_of_its_pass_says_nothing_of_who_was_late_for_it(over: bool):
+    rig = Rig()
+    rig.send("a", 0, 300)
+    rig.send("b", 1, 300)
+    launched = rig.launch()
+    ended = rig.finish()
+    if over:
+        rig.hear(ended[0])
+    # On its way to the next pass: nobody left it behind.
+    rig.send("next", 1, 300, arrives=False)
+    rig.now_s += 0.05
+    learned = rig.hear(launched[1])
+    assert bool(learned.left_behind_s) is not over
+    assert bool(learned.latencies_s) is not over
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(
