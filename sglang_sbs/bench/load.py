@@ -55,6 +55,8 @@ class Arrival:
     at_s: float
     input_ids: list[int]
     max_new_tokens: int
+    text: str | None = None
+    """Sent instead of the ids, which are then the tokens it has."""
 
 
 @dataclass(slots=True)
@@ -124,9 +126,10 @@ async def send_one(
 ) -> Sample:
     """Send one request now, whatever its arrival time, and read its answer to the end."""
     sample = Sample(arrival.at_s, len(arrival.input_ids))
+    prompt = {"input_ids": arrival.input_ids} if arrival.text is None else {"text": arrival.text}
     body = orjson.dumps(
         {
-            "input_ids": arrival.input_ids,
+            **prompt,
             "sampling_params": {
                 "max_new_tokens": arrival.max_new_tokens,
                 "temperature": 0,

@@ -17,6 +17,7 @@ import msgspec
 
 from sglang_sbs.scheduling import Dispatch, ForwardEnded
 from sglang_sbs.scheduling.eventlog import read_event_log
+from sglang_sbs.wire import EndForward
 
 _GAP_SHARE = 0.5
 """A pause longer than this share of a pass is a lack of requests, not the engine's own gap."""
@@ -31,6 +32,7 @@ class ForwardPass:
     end_s: float
     tokens: tuple[int, ...]
     """Extend tokens per DP rank."""
+    forward_id: int = field(default=0, compare=False)
 
     @property
     def active_ranks(self) -> int:
@@ -55,6 +57,32 @@ class EngineRecord:
     chunk_tokens: int = 0
 
 
+class PassBuilder:
+    """Puts the reports of all DP ranks about a prefill pass together."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str, int], list[int]] = {}
+        self._seen: set[tuple[str, str, int]] = set()
+
+    def add(self, instance: str, report: EndForward, end_s: float) -> ForwardPass | None:
+        """The pass, at the first report of its end; ``end_s`` on the receiver's clock."""
+        if report.role != "prefill":
+            return None
+        key = (instance, report.boot_id, report.forward_id)
+        if report.kind == "launch":
+            tokens = self._open.setdefault(key, [0] * report.dp_size)
+            tokens[report.dp_rank] = report.extend_tokens
+        if report.kind != "forward":
+            return None
+        tokens = self._open.pop(key, [])
+        if key in self._seen or not any(tokens):
+            return None
+        self._seen.add(key)
+        return ForwardPass(
+            instance, end_s - report.forward_s, end_s, tuple(tokens), report.forward_id
+        )
+
+
 class PassStatistics(msgspec.Struct, frozen=True):
     """Over all prefill instances, between the first launch and the last end of each."""
 
@@ -75,8 +103,7 @@ class PassStatistics(msgspec.Struct, frozen=True):
 def read_engines(log: Path, names: Mapping[str, str]) -> EngineRecord:
     """Read an event log; ``names`` maps worker URLs to short names (``p0``)."""
     record = EngineRecord()
-    open_passes: dict[tuple[str, int], list[int]] = {}
-    seen: set[tuple[str, str, int]] = set()
+    builder = PassBuilder()
     for entry in read_event_log(log):
         for command in entry.commands:
             if isinstance(command, Dispatch):
@@ -92,22 +119,13 @@ def read_engines(log: Path, names: Mapping[str, str]) -> EngineRecord:
         name = names[entry.event.instance]
         if report.hook_us:
             record.hook_us.append(report.hook_us)
-        if report.kind == "launch":
-            tokens = open_passes.setdefault((name, report.forward_id), [0] * report.dp_size)
-            tokens[report.dp_rank] = report.extend_tokens
-        if report.kind != "forward":
-            continue
-        record.endforward[f"{name}/{report.dp_rank}"] += 1
-        if report.role != "prefill":
-            continue
-        record.chunk_tokens = report.chunk_tokens or record.chunk_tokens
-        key = (name, report.boot_id, report.forward_id)
-        tokens = open_passes.pop((name, report.forward_id), [])
-        if key in seen or not any(tokens):
-            continue
-        seen.add(key)
-        end_s = entry.now_s - report.age_s
-        record.passes.append(ForwardPass(name, end_s - report.forward_s, end_s, tuple(tokens)))
+        if report.kind == "forward":
+            record.endforward[f"{name}/{report.dp_rank}"] += 1
+            if report.role == "prefill":
+                record.chunk_tokens = report.chunk_tokens or record.chunk_tokens
+        one = builder.add(name, report, entry.now_s - report.age_s)
+        if one is not None:
+            record.passes.append(one)
     return record
 
 

@@ -1,0 +1,207 @@
+"""One run: a contender's router in front of the engines, a load, its row.
+
+Owns the router process and the order warm-up, load, measuring. Must not know which runs there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from sglang_sbs.bench.contenders import Processes
+from sglang_sbs.bench.load import Arrival, Sample, run_load
+from sglang_sbs.bench.runs import ROUTER_TIMEOUT_S
+from sglang_sbs.bench.versus import measure
+from sglang_sbs.bench.versus.clients import send_load
+from sglang_sbs.bench.versus.engines import Engines
+from sglang_sbs.bench.versus.field import OPTIONAL_PACKAGE_HINT, Contender
+from sglang_sbs.bench.versus.prompts import Prompts
+from sglang_sbs.bench.versus.rows import Key, Row
+from sglang_sbs.bench.versus.workloads import arrivals
+from sglang_sbs.cluster.logs import last_log_lines
+from sglang_sbs.cluster.plan import ProcessPlan
+from sglang_sbs.cluster.readiness import NotReadyError, wait_until_ready
+from sglang_sbs.cluster.spawn import ChildSpawner
+from sglang_sbs.cluster.supervise import Supervisor
+
+WARM_UP_REQUESTS = 24
+_WARM_UP_LOAD = 0.5
+_WARM_UP_SEED = 10_000
+_STOP_GRACE_S = 1.5
+"""Nothing is in flight when a router is stopped; some wait for longer all the same."""
+_LAG_STEP_S = 0.02
+_RECONNECT_S = 2.5
+"""Engines look every 2 s at most for a router that was away, as ours is between two of its runs."""
+_WARM_UP_TIMEOUT_S = 20.0
+_MOST_FAILED_SHARE = 0.25
+"""Of the warm-up; a contender that fails more is not measured."""
+_SETTLE_S = 0.3
+"""After the last answer, for the last messages of the engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all runs of a comparison have in common."""
+
+    client: str
+    prompts: Prompts
+    model: Path | None
+    """Folder with the tokenizer; ``None``: requests carry token ids and routers get none."""
+    slo_ttft_s: float
+    slo_tpot_s: float
+    timeout_s: float
+    log_dir: Path
+    salt: str
+    """Of the prompts' words: engines that ran a comparison before must not have them cached."""
+    event_logs: bool = False
+    """Whether ours write one per run, for ``sglang-sbs simulate --replay`` and the like."""
+
+
+class DoesNotWorkError(RuntimeError):
+    """The contender serves nothing on these engines; the message says what it said."""
+
+
+async def run_cell(
+    contender: Contender,
+    key: Key,
+    requests: int,
+    engines: Engines,
+    setting: Setting,
+) -> Row:
+    """Run it, with a warm-up that is in no figure.
+
+    A contender that does not start, or fails much of the warm-up, gives a row with ``error``.
+    """
+    begun_s = time.monotonic()
+    try:
+        load = _load(key, requests, engines, setting)
+        warm_key = Key(key.kind, "paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
+        warm_up = _load(warm_key, WARM_UP_REQUESTS, engines, setting)
+        async with _running(contender, key, engines, setting) as (url, processes):
+            if contender.ours:
+                await asyncio.sleep(_RECONNECT_S)
+            warmed = await run_load(url, warm_up, timeout_s=_WARM_UP_TIMEOUT_S)
+            _check(warmed)
+            engines.listener.take()
+            cpu_s = processes.cpu_s()
+            load_begun_s = time.monotonic()
+            lag = asyncio.create_task(_watch_lag(), name="host lag")
+            try:
+                samples = await send_load(
+                    setting.client,
+                    url,
+                    load,
+                    timeout_s=setting.timeout_s,
+                    model=setting.model or Path(),
+                    log=setting.log_dir / f"bench_serving-{_file_name(contender.name)}.log",
+                )
+            finally:
+                lag.cancel()
+            await asyncio.sleep(_SETTLE_S)
+            heard = engines.listener.take()
+            cpu_s = processes.cpu_s() - cpu_s
+    except DoesNotWorkError as error:
+        return Row(key=key, client=setting.client, requests=requests, error=str(error))
+    if setting.client != "open-loop":
+        # The other process says nothing of when it began; its first request is launched at once.
+        first = (one.at_s for one in heard if one.report.kind == "launch")
+        load_begun_s = next(first, load_begun_s)
+    load_s = load[-1].at_s
+    figures, trace = measure.engines(heard, engines.names, load_begun_s, load_s)
+    return Row(
+        key=key,
+        client=setting.client,
+        requests=requests,
+        qps=requests / load_s,
+        wall_s=time.monotonic() - begun_s,
+        host_lag_ms=1e3 * await lag,
+        cpu_ms_per_request=1e3 * cpu_s / requests,
+        answers=measure.answers(samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
+        engines=figures,
+        trace=trace,
+    )
+
+
+def _load(key: Key, requests: int, engines: Engines, setting: Setting) -> list[Arrival]:
+    return arrivals(
+        key.workload,
+        seed=key.seed,
+        requests=requests,
+        tokens_per_s=key.load * engines.capacity_tokens_per_s,
+        chunk_tokens=engines.chunk_tokens,
+        prompts=setting.prompts,
+        content=f"{setting.salt}/{key}",
+    )
+
+
+async def _watch_lag() -> float:
+    """How late a short sleep ends, seconds, 99th percentile; until it is cancelled."""
+    late_s = [0.0]
+    with suppress(asyncio.CancelledError):
+        while True:
+            begun_s = time.monotonic()
+            await asyncio.sleep(_LAG_STEP_S)
+            late_s.append(time.monotonic() - begun_s - _LAG_STEP_S)
+    return sorted(late_s)[int(0.99 * (len(late_s) - 1))]
+
+
+def _check(warmed: list[Sample]) -> None:
+    """Raises: DoesNotWorkError."""
+    errors = [one.error for one in warmed if one.error]
+    if len(errors) > _MOST_FAILED_SHARE * len(warmed):
+        raise DoesNotWorkError(
+            f"{len(errors)} of {len(warmed)} requests failed at half load: {errors[0][:500]}"
+        )
+
+
+@asynccontextmanager
+async def _running(
+    contender: Contender, key: Key, engines: Engines, setting: Setting
+) -> AsyncIterator[tuple[str, Processes]]:
+    """Its URL once it is ready, and its processes. Raises: DoesNotWorkError."""
+    if not contender.installed:
+        raise DoesNotWorkError(f"{contender.package} is not installed; {OPTIONAL_PACKAGE_HINT}")
+    ports = engines.ports
+    argv = contender.command(engines.prefill, engines.decode, ports.http, ports.prometheus)
+    if contender.ours:
+        argv += ["--sbs-endforward-bind", f"tcp://127.0.0.1:{ports.endforward}"]
+        if setting.model is not None:
+            argv += ["--tokenizer-path", str(setting.model)]
+        if setting.event_logs:
+            name = f"{key.kind}-{key.workload}-{key.load:g}-{key.seed}-{key.policy}.events"
+            argv += ["--sbs-event-log", str(setting.log_dir / name)]
+    log = setting.log_dir / f"router-{_file_name(contender.name)}.log"
+    plan = ProcessPlan(contender.name, tuple(argv), dict(os.environ), log)
+    url = f"http://127.0.0.1:{ports.http}"
+    supervisor = Supervisor()
+    try:
+        process = await supervisor.start(plan, ChildSpawner())
+        async with aiohttp.ClientSession() as session:
+            waiting = asyncio.create_task(
+                wait_until_ready(session, url, (contender.ready_path,), ROUTER_TIMEOUT_S)
+            )
+            either: list[asyncio.Future[Any]] = [waiting, process.exited]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                waiting.cancel()
+                raise DoesNotWorkError(f"it ended at its start: {last_log_lines(log)}")
+            try:
+                waiting.result()
+            except NotReadyError as error:
+                raise DoesNotWorkError(f"{error}: {last_log_lines(log)}") from error
+        yield url, Processes(process.pid)
+    finally:
+        await supervisor.stop(_STOP_GRACE_S)
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"\W+", "-", name)

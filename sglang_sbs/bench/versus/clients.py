@@ -1,0 +1,130 @@
+"""The two clients that send a load: our open-loop one, and SGLang's own ``bench_serving``.
+
+Owns how each is started and its outcome as samples. Must not know who answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from sglang_sbs.bench.load import Arrival, Sample, run_load
+from sglang_sbs.cluster.logs import last_log_lines
+from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
+
+CLIENTS = ("open-loop", "bench_serving")
+_SERVING_MODULE = "sglang_sbs.bench.versus.serving_client"
+
+
+async def send_load(
+    client: str,
+    url: str,
+    arrivals: Sequence[Arrival],
+    *,
+    timeout_s: float,
+    model: Path,
+    log: Path,
+) -> list[Sample]:
+    """Send every request at its time; one sample each, in the order of arrival.
+
+    ``model`` and ``log`` are for ``bench_serving``: its tokenizer, and what it prints.
+
+    Raises:
+        RuntimeError: ``bench_serving`` did not finish; with the end of what it said.
+    """
+    if client == "open-loop":
+        return await run_load(url, arrivals, timeout_s=timeout_s)
+    with tempfile.TemporaryDirectory(prefix="sbs-bench-serving-") as folder:
+        result = await _run_serving(url, arrivals, timeout_s, model, log, Path(folder))
+    return samples_of(result, arrivals)
+
+
+async def _run_serving(
+    url: str,
+    arrivals: Sequence[Arrival],
+    timeout_s: float,
+    model: Path,
+    log: Path,
+    folder: Path,
+) -> dict[str, Any]:
+    dataset, output = folder / "arrivals.jsonl", folder / "result.jsonl"
+    dataset.write_bytes(
+        b"\n".join(
+            orjson.dumps(
+                {
+                    "at_ms": 1e3 * one.at_s,
+                    "prompt": one.input_ids if one.text is None else one.text,
+                    "prompt_tokens": len(one.input_ids),
+                    "output_tokens": one.max_new_tokens,
+                }
+            )
+            for one in arrivals
+        )
+    )
+    with log.open("ab") as out:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", _SERVING_MODULE, url, str(model), str(dataset), str(output)),
+            stdout=out,
+            stderr=out,
+            env=_serving_environment(),
+        )
+    try:
+        async with asyncio.timeout(arrivals[-1].at_s + timeout_s + _START_S):
+            code = await process.wait()
+    except TimeoutError:
+        code = -1
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code != 0 or not output.is_file():
+        raise RuntimeError(f"bench_serving did not finish. It said:\n{last_log_lines(log)}")
+    # SGLang writes NaN, which only the standard library reads.
+    result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
+    return result
+
+
+def _serving_environment() -> dict[str, str]:
+    """Offline; where SGLang lacks its GPU packages, with the stand-ins that CPU engines have."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if find_spec("triton") is None:
+        environment |= cpu_engine_environment(1, None, environment)
+    return environment
+
+
+_START_S = 120.0
+"""SGLang's benchmark imports torch before it sends anything."""
+
+
+def samples_of(result: dict[str, Any], arrivals: Sequence[Arrival]) -> list[Sample]:
+    """Samples from what ``--output-details`` writes."""
+    samples = []
+    columns = zip(
+        arrivals,
+        result["ttfts"],
+        result["itls"],
+        result["output_lens"],
+        result["errors"],
+        strict=True,
+    )
+    for arrival, ttft_s, gaps_s, output_tokens, error in columns:
+        sample = Sample(arrival.at_s, len(arrival.input_ids))
+        sample.error = str(error or "")
+        if not sample.error and output_tokens != arrival.max_new_tokens:
+            sample.error = f"finished after {output_tokens} tokens"
+        if ttft_s:
+            sample.ttft_s = float(ttft_s)
+            sample.e2e_s = float(ttft_s) + math.fsum(gaps_s)
+            sample.output_tokens = int(output_tokens)
+        samples.append(sample)
+    return samples

@@ -1,0 +1,152 @@
+"""Who is compared: names, command lines, and the engine flags each of them needs.
+
+Owns the list of contenders. Must not know how they are run or measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+STOCK = "stock"
+OPTIONAL_PACKAGE_HINT = "install the bench extra: pip install 'sglang-sbs[bench]'"
+
+_NO_FLOW_CONTROL = ("--sbs-n-limit", "1000000")
+"""A run in overload measures waiting; a refusal would look like a short wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVariant:
+    """Flags the engines are started with for some contenders."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    prefill_flags: tuple[str, ...] = ()
+
+
+ENGINE_VARIANTS = {
+    variant.name: variant
+    for variant in (
+        EngineVariant(STOCK),
+        EngineVariant("total_tokens", flags=("--load-balance-method", "total_tokens")),
+        EngineVariant("delayer", prefill_flags=("--enable-prefill-delayer",)),
+    )
+}
+"""By name. ``total_tokens``: the engine and not the bootstrap room chooses the prefill DP rank.
+``delayer``: ranks wait for each other before a prefill pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A router with its flags, on engines with theirs."""
+
+    name: str
+    module: str
+    flags: tuple[str, ...]
+    engines: str = STOCK
+    """Name of the :class:`EngineVariant` it runs on."""
+    ready_path: str = "/readiness"
+    ours: bool = False
+    """From this package; needs the tokenizer to count tokens, and takes EndForward."""
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def installed(self) -> bool:
+        return find_spec(self.package) is not None
+
+    def command(
+        self,
+        prefill: Sequence[tuple[str, int | None]],
+        decode: Sequence[str],
+        port: int,
+        prometheus_port: int,
+    ) -> list[str]:
+        """Argv in front of engines at these URLs (prefill with bootstrap port), on loopback."""
+        argv = [sys.executable, "-m", self.module, "--pd-disaggregation"]
+        for url, bootstrap_port in prefill:
+            argv += ["--prefill", url, *([] if bootstrap_port is None else [str(bootstrap_port)])]
+        for url in decode:
+            argv += ["--decode", url]
+        argv += ["--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)]
+        return [*argv, *self.flags]
+
+
+def _stock(policy: str, engines: str = STOCK) -> Contender:
+    suffix = "" if engines == STOCK else f"@{engines}"
+    return Contender(
+        f"sglang_router:{policy}{suffix}",
+        "sglang_router.launch_router",
+        ("--policy", policy, "--worker-startup-check-interval", "1"),
+        engines,
+    )
+
+
+def _ours(name: str, *flags: str) -> Contender:
+    return Contender(
+        name, "sglang_sbs.launch_router", (*flags, *_NO_FLOW_CONTROL), STOCK, ours=True
+    )
+
+
+def _smg(name: str, *flags: str, engines: str = STOCK) -> Contender:
+    return Contender(
+        name, "smg.launch_router", ("--worker-startup-check-interval", "1", *flags), engines
+    )
+
+
+_MIN_TOKENS = "--dp-minimum-tokens-scheduler"
+
+FIELD: tuple[Contender, ...] = (
+    _ours("sbs", "--policy", "sbs"),
+    _ours("sbs_paper", "--policy", "sbs", "--sbs-trigger", "paper"),
+    # Without `session`: no two requests of these loads are of one conversation.
+    *(
+        _ours(policy, "--policy", policy)
+        for policy in (
+            *("eta", "least_tokens", "least_requests", "stale_tokens"),
+            *("random_rank", "round_robin", "power_of_two", "random"),
+        )
+    ),
+    _stock("random"),
+    _stock("round_robin"),
+    _stock("power_of_two"),
+    _stock("cache_aware"),
+    Contender(
+        "mini_lb",
+        "sglang_router.launch_router",
+        ("--mini-lb", "--policy", "random"),
+        ready_path="/health",
+    ),
+    _smg("smg"),
+    _smg("smg:round_robin", "--policy", "round_robin"),
+    _smg("smg:min_tokens", _MIN_TOKENS),
+    _stock("round_robin", "total_tokens"),
+    _stock("power_of_two", "total_tokens"),
+    # Its own choice of the prefill rank is refused by engines that follow the bootstrap room.
+    _smg("smg:min_tokens@total_tokens", _MIN_TOKENS, engines="total_tokens"),
+    _stock("round_robin", "delayer"),
+    _stock("power_of_two", "delayer"),
+)
+
+BY_NAME = {contender.name: contender for contender in FIELD}
+
+
+def chosen(words: str) -> list[Contender]:
+    """The contenders of a comma-separated list, in the order of :data:`FIELD`; ``all`` is all.
+
+    Raises:
+        ValueError: an unknown name; the message has the known ones.
+    """
+    if words == "all":
+        return list(FIELD)
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown or not names:
+        what = repr(unknown[0]) if unknown else "nothing"
+        raise ValueError(f"{what} is not one of all, {', '.join(BY_NAME)}")
+    return [contender for contender in FIELD if contender.name in names]

@@ -1,0 +1,121 @@
+"""Every EndForward message of the engines, whichever router is in front of them.
+
+Owns the socket, the place of a message in time, and which instance sent it. Must not know what the
+messages are used for. Engines are told this address beside the router's (``SGLANG_SBS_ROUTERS``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import zmq
+import zmq.asyncio
+
+from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_QUEUED_MESSAGES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A message and when it came, seconds of this process's monotonic clock."""
+
+    at_s: float
+    report: EndForward
+
+
+class ReportListener:
+    """Collects messages while it is open."""
+
+    def __init__(self, bind: str) -> None:
+        """Opens the socket at ``tcp://HOST:PORT``.
+
+        Raises:
+            OSError: it cannot be bound.
+        """
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise OSError(error.errno, f"cannot listen at {bind}: {error.strerror}") from error
+        self._heard: list[Heard] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._listen(), name="EndForward listener")
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._context.destroy(0)
+
+    def take(self) -> list[Heard]:
+        """What came since the last call."""
+        heard, self._heard = self._heard, []
+        return heard
+
+    async def _listen(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            with suppress(MalformedMessage, ValueError):
+                self._heard.append(Heard(monotonic(), decode_endforward(frames)))
+
+
+def engine_clocks(heard: Sequence[Heard]) -> dict[str, float]:
+    """What to add to an engine's clock to have ours, by ``boot_id``.
+
+    The quickest message has the least delay in it; on one host the clocks are the same one.
+    """
+    offsets: dict[str, float] = {}
+    for one in heard:
+        report = one.report
+        if report.kind == "forward" and report.end_s:
+            offset_s = one.at_s - report.age_s - report.end_s
+            known_s = offsets.get(report.boot_id, offset_s)
+            offsets[report.boot_id] = min(known_s, offset_s)
+    return offsets
+
+
+async def boots(names: Mapping[str, str]) -> dict[str, str]:
+    """``boot_id`` -> short name, asked of every engine (worker URL -> short name).
+
+    Raises:
+        RuntimeError: an engine does not run the hook.
+    """
+    found: dict[str, str] = {}
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+        for url, name in names.items():
+            try:
+                async with session.get(f"{url}/server_info") as response:
+                    response.raise_for_status()
+                    info = await response.json()
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                raise RuntimeError(f"{url}/server_info does not answer: {error}") from error
+            boot_id = (info.get("sbs") or {}).get("boot_id")
+            if not boot_id:
+                raise RuntimeError(
+                    f"{url} does not report its passes: install sglang-sbs next to SGLang there "
+                    "and set SGLANG_SBS_ROUTERS (docs/endforward.md)"
+                )
+            found[boot_id] = name
+    return found

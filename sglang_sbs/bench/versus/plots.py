@@ -1,0 +1,170 @@
+"""Pictures of a comparison, as PNG in memory.
+
+Owns the drawing; needs matplotlib (the ``sim`` extra). Must not know files or HTML.
+"""
+
+from __future__ import annotations
+
+import io
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_sbs.bench.passes import EngineRecord
+from sglang_sbs.bench.runs import Run
+from sglang_sbs.bench.timeline import draw_timeline
+from sglang_sbs.bench.versus.ratios import cells_of, in_order, is_foreign, is_peer, ranking
+from sglang_sbs.bench.versus.rows import Row
+
+_DPI = 100
+_COMPARED = 3
+"""Rows of the timeline and lines of the KV picture."""
+
+
+def pictures(rows: Sequence[Row], chunk_tokens: int) -> dict[str, bytes]:
+    """Title -> PNG; empty without matplotlib. ``chunk_tokens`` 0: not known."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return {}
+    out = {
+        "TTFT by load": _by_load(
+            pyplot,
+            rows,
+            {
+                "mean TTFT, ms": lambda row: row.answers.ttft_ms.mean if row.answers else 0.0,
+                "p99 TTFT, ms": lambda row: row.answers.ttft_ms.p99 if row.answers else 0.0,
+            },
+            log=True,
+        ),
+        "Chunk utilization and busy ranks by load": _by_load(
+            pyplot,
+            rows,
+            {
+                "chunk use": lambda r: r.engines.passes.chunk_utilization if r.engines else 0.0,
+                "ranks busy": lambda r: r.engines.passes.active_ranks if r.engines else 0.0,
+            },
+            log=False,
+        ),
+    }
+    compared = _compared(rows)
+    if compared:
+        out["Prefill passes"] = _timeline(compared, chunk_tokens)
+        out["Decode KV band"] = _kv(pyplot, compared)
+    return {title: png for title, png in out.items() if png}
+
+
+def _compared(rows: Sequence[Row]) -> list[Row]:
+    """First seed of the highest load: SBS, the best peer, and the best of other projects."""
+    cells = cells_of(rows)
+    if not cells:
+        return []
+    highest = max(load for _, load in cells)
+    mine = next(mine for (_, load), mine in cells.items() if load == highest)
+    seed = min(row.key.seed for row in mine)
+    sbs = [name for name in ("sbs", "sbs_paper") if any(r.key.policy == name for r in mine)][:1]
+    peers = ranking(rows)
+    names = dict.fromkeys([*sbs, *peers[:1], *filter(is_foreign, peers)][:_COMPARED])
+    first = {row.key.policy: row for row in mine if row.key.seed == seed}
+    return [first[name] for name in names if name in first]
+
+
+def _png(pyplot: Any, figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    pyplot.close(figure)
+    return buffer.getvalue()
+
+
+def _by_load(
+    pyplot: Any, rows: Sequence[Row], figures: dict[str, Callable[[Row], float]], *, log: bool
+) -> bytes:
+    cells = cells_of(rows)
+    workloads = list(dict.fromkeys(workload for workload, _ in cells))
+    if not workloads:
+        return b""
+    figure, axes = pyplot.subplots(
+        len(workloads),
+        len(figures),
+        figsize=(6 * len(figures), 3.6 * len(workloads)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for line, workload in enumerate(workloads):
+        for column, (title, get) in enumerate(figures.items()):
+            axis = axes[line][column]
+            mine = [
+                row for (name, _), row_list in cells.items() if name == workload for row in row_list
+            ]
+            for policy in in_order(row.key.policy for row in mine):
+                by_load: dict[float, list[float]] = {}
+                for row in mine:
+                    if row.key.policy == policy:
+                        by_load.setdefault(row.key.load, []).append(get(row))
+                loads = sorted(by_load)
+                axis.plot(
+                    loads,
+                    [statistics.fmean(by_load[load]) for load in loads],
+                    marker="o",
+                    markersize=3,
+                    linewidth=1.2 if is_peer(policy) else 2.4,
+                    linestyle="--" if is_peer(policy) else "-",
+                    label=policy,
+                )
+            if log:
+                axis.set_yscale("log")
+            axis.set_title(f"{workload}: {title}", fontsize=9)
+            axis.set_xlabel("load (share of full-chunk capacity)", fontsize=8)
+            axis.grid(alpha=0.3)
+    axes[0][-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return _png(pyplot, figure)
+
+
+def _timeline(rows: Sequence[Row], chunk_tokens: int) -> bytes:
+    most = [max(one.tokens) for row in rows if row.trace is not None for one in row.trace.passes]
+    chunk_tokens = chunk_tokens or max(most, default=1)
+    runs = [
+        Run(
+            f"{row.key.policy} ({row.key.workload}, load {row.key.load:g})",
+            [],
+            EngineRecord(passes=row.trace.passes, chunk_tokens=chunk_tokens),
+        )
+        for row in rows
+        if row.trace is not None
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.png"
+        return path.read_bytes() if runs and draw_timeline(runs, path) else b""
+
+
+def _kv(pyplot: Any, rows: Sequence[Row]) -> bytes:
+    figure, axes = pyplot.subplots(
+        len(rows),
+        1,
+        figsize=(12, 2.2 * len(rows)),
+        squeeze=False,
+        sharex=True,
+        layout="constrained",
+    )
+    for axis, row in zip(axes[:, 0], rows, strict=True):
+        series = row.trace.kv if row.trace is not None else []
+        times = [at_s for at_s, ranks in series if ranks]
+        means = [statistics.fmean(ranks) for _, ranks in series if ranks]
+        sigmas = [statistics.pstdev(ranks) for _, ranks in series if ranks]
+        axis.plot(times, means, linewidth=1)
+        axis.fill_between(
+            times,
+            [mean - sigma for mean, sigma in zip(means, sigmas, strict=True)],
+            [mean + sigma for mean, sigma in zip(means, sigmas, strict=True)],
+            alpha=0.35,
+        )
+        axis.set_title(
+            f"{row.key.policy}: KV tokens per decode rank, mean and ±1σ over ranks", fontsize=9
+        )
+    axes[-1][0].set_xlabel("seconds")
+    return _png(pyplot, figure)

@@ -1,0 +1,168 @@
+"""From rows to ratios: ours against the best peer of each cell, with the spread over seeds.
+
+Owns which peer is the best and what a ratio is. Must not know how rows are made or shown.
+
+The best peer of a cell is the one we look worst against: for every peer the ratio is taken seed by
+seed on the same arrivals and averaged, and the largest average counts. It is looked for anew for
+the mean, the 99th percentile and everything else, so no single peer has to be best at all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from sglang_sbs.bench.versus.field import BY_NAME
+from sglang_sbs.bench.versus.rows import Row, figures
+
+Figure = Callable[[Row], float]
+MOST_FAILED_SHARE = 0.01
+"""A peer that fails more of its requests than this is no peer to be measured against: what it
+does not serve does not wait."""
+
+
+def _mean_ms(row: Row) -> float:
+    assert row.answers is not None
+    return row.answers.ttft_ms.mean
+
+
+def _p99_ms(row: Row) -> float:
+    assert row.answers is not None
+    return row.answers.ttft_ms.p99
+
+
+def _kv_sigma(row: Row) -> float:
+    assert row.engines is not None
+    return row.engines.kv.sigma_tokens
+
+
+FIGURES: dict[str, Figure] = {"mean": _mean_ms, "p99": _p99_ms, "kv_band": _kv_sigma}
+
+
+def is_peer(policy: str) -> bool:
+    """Whether ratios are taken against this contender."""
+    return not policy.startswith("sbs")
+
+
+def is_foreign(policy: str) -> bool:
+    """Whether it is a router of another project."""
+    return is_peer(policy) and not (policy in BY_NAME and BY_NAME[policy].ours)
+
+
+def cells_of(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
+    """Rows with figures by workload and load, in order."""
+    cells: dict[tuple[str, float], list[Row]] = {}
+    for row in figures(rows):
+        if row.key.kind == "cell":
+            cells.setdefault((row.key.workload, row.key.load), []).append(row)
+    return dict(sorted(cells.items()))
+
+
+def serves(rows: Sequence[Row]) -> bool:
+    """Whether a contender answers what it is sent."""
+    sent = sum(row.requests for row in rows)
+    failed = sum(row.answers.failed for row in rows if row.answers is not None)
+    return failed <= MOST_FAILED_SHARE * sent
+
+
+def best_peer(
+    rows: Sequence[Row],
+    policy: str,
+    figure: Figure,
+    among: Callable[[str], bool] = is_peer,
+) -> tuple[str, list[float]] | None:
+    """The peer in a cell that ``policy`` looks worst against, and the ratio of every seed.
+
+    ``None``: no peer ran on the same arrivals.
+    """
+    ours = {row.key.seed: figure(row) for row in rows if row.key.policy == policy}
+    best: tuple[str, list[float]] | None = None
+    for peer in sorted({row.key.policy for row in rows if among(row.key.policy)}):
+        mine = [row for row in rows if row.key.policy == peer]
+        if not serves(mine):
+            continue
+        ratios = [
+            ours[row.key.seed] / figure(row)
+            for row in sorted(mine, key=lambda row: row.key.seed)
+            if row.key.seed in ours and figure(row) > 0
+        ]
+        ratios = [one for one in ratios if math.isfinite(one)]
+        if ratios and (best is None or statistics.fmean(ratios) > statistics.fmean(best[1])):
+            best = (peer, ratios)
+    return best
+
+
+def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One object per workload, load and policy of SBS.
+
+    ``foreign_*``: against the best router of another project, which has not our relay.
+    """
+    out = []
+    for (workload, load), mine in cells_of(rows).items():
+        for policy in sorted({r.key.policy for r in mine if not is_peer(r.key.policy)}):
+            mean = best_peer(mine, policy, _mean_ms)
+            if mean is None:
+                continue
+            cell: dict[str, Any] = {
+                "workload": workload,
+                "load": load,
+                "policy": policy,
+                "peer": mean[0],
+                "seeds": len(mean[1]),
+            }
+            for kind, among in (("", is_peer), ("foreign_", is_foreign)):
+                for name, figure in FIGURES.items():
+                    found = best_peer(mine, policy, figure, among)
+                    peer, ratios = found if found is not None else (None, [])
+                    cell |= {
+                        f"{kind}{name}_ratio": statistics.fmean(ratios) if ratios else None,
+                        f"{kind}{name}_ratio_spread": (
+                            [min(ratios), max(ratios)] if ratios else None
+                        ),
+                        f"{kind}{name}_peer": peer,
+                    }
+            out.append(cell)
+    return out
+
+
+def ranking(rows: Sequence[Row]) -> list[str]:
+    """Peers from best to worst: by mean TTFT over the best of each cell, averaged over cells.
+
+    Only peers that ran in all cells and answered are in it.
+    """
+    cells = cells_of(rows)
+    means: dict[str, list[float]] = {}
+    for mine in cells.values():
+        for peer in {row.key.policy for row in mine if is_peer(row.key.policy)}:
+            of = [row for row in mine if row.key.policy == peer]
+            mean_ms = statistics.fmean(map(_mean_ms, of))
+            if serves(of) and math.isfinite(mean_ms):
+                means.setdefault(peer, []).append(mean_ms)
+    whole = {peer: one for peer, one in means.items() if len(one) == len(cells)}
+    best = [min(column) for column in zip(*whole.values(), strict=True)]
+    return sorted(
+        whole,
+        key=lambda peer: sum(ms / least for ms, least in zip(whole[peer], best, strict=True)),
+    )
+
+
+def failed_requests(rows: Iterable[Row], *, peers: bool) -> int:
+    """Requests that were not answered as asked, of the peers or of SBS."""
+    return sum(
+        row.answers.failed
+        for row in rows
+        if row.answers is not None and is_peer(row.key.policy) == peers
+    )
+
+
+def errors(rows: Iterable[Row]) -> dict[str, str]:
+    """Contender -> why it has no figures."""
+    return {row.key.policy: row.error for row in rows if row.error}
+
+
+def in_order(policies: Iterable[str]) -> list[str]:
+    """Contenders in the order of the field."""
+    order = list(BY_NAME)
+    return sorted(set(policies), key=lambda name: order.index(name) if name in order else 99)

@@ -1,0 +1,659 @@
+"""What `scripts/compare-routers` sends, compares and writes; the real cluster is in
+`test_compare_routers_cluster.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import orjson
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from sglang_sbs.bench.load import Latency, Sample
+from sglang_sbs.bench.passes import ForwardPass, PassStatistics
+from sglang_sbs.bench.versus import campaign, clients, command, measure, ratios, report, search
+from sglang_sbs.bench.versus.cell import Setting
+from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S, scaled_cost
+from sglang_sbs.bench.versus.field import BY_NAME, FIELD, Contender, chosen
+from sglang_sbs.bench.versus.listener import Heard
+from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
+from sglang_sbs.bench.versus.prompts import id_prompts, text_prompts
+from sglang_sbs.bench.versus.rows import Header, Key, Row, RowFile
+from sglang_sbs.bench.versus.workloads import WORKLOADS, arrivals, mooncake_slice
+from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.testing.tiny_model import cached_tiny_model
+from sglang_sbs.wire import EndForward
+
+NAN = math.nan
+HEADER = Header(
+    settings={"slo_ttft_s": 1.0, "chunk_tokens": 1024}, machine={"cpu_cores": 2}, begun="2026"
+)
+
+
+def row(
+    policy: str,
+    mean: float,
+    *,
+    load: float = 0.8,
+    seed: int = 1,
+    p99: float | None = None,
+    failed: int = 0,
+    kind: str = "cell",
+    sigma: float = 10.0,
+) -> Row:
+    passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01)
+    return Row(
+        key=Key(kind, "paper", load, seed, policy),
+        client="open-loop",
+        requests=100,
+        qps=load * 30,
+        answers=Answers(
+            completed=100 - failed,
+            failed=failed,
+            errors=["HTTP 500"] if failed else [],
+            ttft_ms=Latency(mean, mean, 2 * mean if p99 is None else p99),
+            tpot_ms=Latency(20, 20, 30),
+            e2e_ms=Latency(mean + 100, mean, mean),
+            goodput_qps=20.0,
+        ),
+        engines=Engines(passes, NAN, NAN, KvBand(100.0, sigma)),
+        trace=Trace([ForwardPass("p0", 0.1, 0.5, (100, 0))], [(0.0, [10, 20]), (0.1, [30, 40])]),
+    )
+
+
+# ---- workloads
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_offered_load_is_exact_and_the_same_for_the_same_seed(name: str) -> None:
+    def draw(seed: int, content: str) -> list[tuple[float, int, int]]:
+        sent = arrivals(
+            name,
+            seed=seed,
+            requests=120,
+            tokens_per_s=5000.0,
+            chunk_tokens=1024,
+            prompts=id_prompts(),
+            content=content,
+        )
+        assert sent[-1].at_s == pytest.approx(sum(len(a.input_ids) for a in sent) / 5000.0)
+        assert [a.at_s for a in sent] == sorted(a.at_s for a in sent)
+        return [(a.at_s, len(a.input_ids), a.max_new_tokens) for a in sent]
+
+    assert draw(1, "a") == draw(1, "b") != draw(2, "a")
+
+
+def test_other_content_has_no_common_beginning() -> None:
+    one, two = (
+        arrivals(
+            "paper",
+            seed=1,
+            requests=50,
+            tokens_per_s=1e4,
+            chunk_tokens=1024,
+            prompts=id_prompts(),
+            content=content,
+        )
+        for content in ("sbs", "peer")
+    )
+    assert not [1 for a, b in zip(one, two, strict=True) if a.input_ids[:8] == b.input_ids[:8]]
+
+
+def test_paper_prompts_are_at_most_a_chunk_and_long_tail_ones_are_not() -> None:
+    paper = [r.prompt_tokens for r in WORKLOADS["paper"](1, 2000, 1024)]
+    tail = [r.prompt_tokens for r in WORKLOADS["long-tail"](1, 2000, 1024)]
+    assert max(paper) <= 1024
+    assert sum(paper) / len(paper) == pytest.approx(1024 / 3, rel=0.05)
+    assert 4 * 1024 < max(tail) <= 8 * 1024
+    assert sorted(tail)[1000] == pytest.approx(1024 / 5, rel=0.1)
+
+
+def test_bursts_are_burstier_than_poisson() -> None:
+    def variation(name: str) -> float:
+        times = [r.at for r in WORKLOADS[name](1, 2000, 1024)]
+        gaps = [b - a for a, b in pairwise(times)]
+        mean = sum(gaps) / len(gaps)
+        return math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps)) / mean
+
+    assert variation("paper") == pytest.approx(1.0, abs=0.15)
+    assert variation("bursty") > 2.3
+
+
+def test_mooncake_prompts_that_share_blocks_share_their_beginning() -> None:
+    drawn = WORKLOADS["mooncake"](1, 800, 1024)
+    sent = arrivals(
+        "mooncake",
+        seed=1,
+        requests=800,
+        tokens_per_s=1e4,
+        chunk_tokens=1024,
+        prompts=id_prompts(),
+        content="x",
+    )
+    assert len(mooncake_slice()) == 800
+    by_start: dict[tuple[int, ...], list[int]] = {}
+    for number, one in enumerate(drawn):
+        by_start.setdefault(one.blocks[:4], []).append(number)
+    groups = [numbers for start, numbers in by_start.items() if len(start) == 4 < 2 + len(numbers)]
+    assert len(groups) > 10
+    for first, second, *_ in groups:
+        common = round(4 * drawn[first].block_tokens)
+        assert sent[first].input_ids[:common] == sent[second].input_ids[:common]
+    other = [numbers[0] for numbers in groups[:2]]
+    assert sent[other[0]].input_ids[:85] != sent[other[1]].input_ids[:85]
+
+
+def test_too_many_requests_for_the_trace_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 800 requests, not 801"):
+        WORKLOADS["mooncake"](1, 801, 1024)
+
+
+def test_text_prompts_have_exactly_the_tokens_they_say() -> None:
+    from tokenizers import Tokenizer
+
+    model = cached_tiny_model()
+    sent = arrivals(
+        "paper",
+        seed=3,
+        requests=20,
+        tokens_per_s=1e4,
+        chunk_tokens=1024,
+        prompts=text_prompts(model),
+        content="x",
+    )
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert all(a.text and tokenizer.encode(a.text).ids == a.input_ids for a in sent)
+
+
+def test_a_model_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--prompts ids"):
+        text_prompts(tmp_path)
+
+
+# ---- contenders
+
+
+def test_every_contender_has_a_name_of_its_own_and_peers_are_not_sbs() -> None:
+    assert len(BY_NAME) == len(FIELD)
+    assert {c.name for c in FIELD if not ratios.is_peer(c.name)} == {"sbs", "sbs_paper"}
+    assert {c.package for c in FIELD if ratios.is_foreign(c.name)} == {"sglang_router", "smg"}
+
+
+def test_a_command_line_has_every_engine_with_its_bootstrap_port() -> None:
+    argv = BY_NAME["sglang_router:random"].command(
+        [("http://p0", 8998), ("http://p1", None)], ["http://d0"], 7000, 7001
+    )
+    words = " ".join(argv)
+    assert "sglang_router.launch_router --pd-disaggregation" in words
+    assert "--prefill http://p0 8998 --prefill http://p1 --decode http://d0" in words
+    assert "--policy random" in words
+
+
+def test_an_unknown_contender_is_named() -> None:
+    with pytest.raises(ValueError, match="'nginx' is not one of all, sbs"):
+        chosen("sbs,nginx")
+    assert [c.name for c in chosen("smg,sbs")] == ["sbs", "smg"]
+
+
+# ---- figures
+
+
+def report_of(rank: int, forward_id: int, kind: str, **changed: object) -> EndForward:
+    fields: dict[str, object] = {
+        "instance_id": "",
+        "boot_id": "boot",
+        "role": "prefill",
+        "dp_rank": rank,
+        "dp_size": 2,
+        "seq": 0,
+        "kind": kind,
+        "forward_id": forward_id,
+        "chunk_tokens": 100,
+        **changed,
+    }
+    return EndForward(**fields)  # type: ignore[arg-type]
+
+
+def passes_of(*times: tuple[float, float, int]) -> list[Heard]:
+    """Passes of (start, end, tokens left behind), on an engine clock 1000 s ahead of ours."""
+    heard = []
+    for number, (start_s, end_s, left) in enumerate(times):
+        for rank, tokens in enumerate((80, 40)):
+            heard.append(Heard(start_s, report_of(rank, number, "launch", extend_tokens=tokens)))
+        for rank in range(2):
+            done = report_of(
+                rank,
+                number,
+                "forward",
+                end_s=end_s + 1000,
+                forward_s=end_s - start_s,
+                waiting_tokens=left,
+            )
+            heard.append(Heard(end_s + 0.01 * number, done))
+    return heard
+
+
+def test_pauses_with_work_in_hand_are_the_engines_own_and_no_bubble() -> None:
+    heard = passes_of((1, 2, 5), (2.1, 3.1, 5), (3.2, 4.2, 5), (4.3, 5.3, 0), (5.6, 6.6, 0))
+    figures, trace = measure.engines(heard, {"boot": "p0"}, begin_s=0.0, load_s=10.0)
+    assert figures.own_gap_ms == pytest.approx(100.0)
+    assert figures.bubble_beyond_share == pytest.approx(0.2 / 5.6)
+    assert figures.passes.chunk_utilization == pytest.approx(0.6)
+    # By the engine's clock, not by when the message came.
+    assert [one.end_s for one in trace.passes] == pytest.approx([2, 3.1, 4.2, 5.3, 6.6])
+
+
+def test_messages_of_strangers_are_ignored() -> None:
+    figures, trace = measure.engines(passes_of((1, 2, 0)), {}, begin_s=0.0, load_s=10.0)
+    assert figures.passes.passes == 0
+    assert trace.passes == []
+
+
+def test_the_kv_band_is_the_deviation_over_ranks() -> None:
+    heard = [
+        Heard(0.0, report_of(rank, 0, "heartbeat", role="decode", kv_tokens=tokens))
+        for rank, tokens in enumerate((100, 300))
+    ]
+    figures, trace = measure.engines(heard, {"boot": "d0"}, begin_s=0.0, load_s=1.0)
+    assert figures.kv == KvBand(200.0, 100.0)
+    assert trace.kv[0] == (0.0, [100, 300])
+
+
+def test_answers_count_what_was_within_the_slo() -> None:
+    samples = [Sample(0.0, 10, ttft_s=t, e2e_s=t + 0.7, output_tokens=8) for t in (0.1, 0.2, 3.0)]
+    samples.append(Sample(0.0, 10, error="HTTP 503"))
+    found = measure.answers(samples, slo_ttft_s=1.0, slo_tpot_s=0.2, load_s=2.0)
+    assert (found.completed, found.failed, found.errors) == (3, 1, ["HTTP 503"])
+    assert found.goodput_qps == pytest.approx(1.0)
+    assert found.tpot_ms.mean == pytest.approx(100.0)
+    slow = measure.answers(samples, slo_ttft_s=1.0, slo_tpot_s=0.05, load_s=2.0)
+    assert slow.goodput_qps == 0.0
+
+
+def test_bench_serving_details_become_samples() -> None:
+    sent = arrivals(
+        "paper",
+        seed=1,
+        requests=3,
+        tokens_per_s=1e4,
+        chunk_tokens=100,
+        prompts=id_prompts(),
+        content="",
+    )
+    result = {
+        "ttfts": [0.5, 0.0, 0.25],
+        "itls": [[0.1, 0.2], [], [0.1]],
+        "output_lens": [8, 8, 2],
+        "errors": ["", "refused", ""],
+    }
+    good, refused, short = clients.samples_of(result, sent)
+    assert (good.ttft_s, good.e2e_s, good.error) == (0.5, pytest.approx(0.8), "")
+    assert refused.error == "refused"
+    assert short.error == "finished after 2 tokens"
+
+
+# ---- ratios
+
+
+def test_the_best_peer_is_the_one_we_look_worst_against() -> None:
+    rows = [
+        row("sbs", 50, p99=200),
+        row("smg", 100, p99=150),
+        row("mini_lb", 80, p99=400),
+        row("sbs_paper", 60),
+    ]
+    cell = next(c for c in ratios.ratio_cells(rows) if c["policy"] == "sbs")
+    assert (cell["workload"], cell["load"]) == ("paper", 0.8)
+    assert (cell["peer"], cell["mean_ratio"]) == ("mini_lb", pytest.approx(50 / 80))
+    assert (cell["p99_peer"], cell["p99_ratio"]) == ("smg", pytest.approx(200 / 150))
+
+
+def test_routers_of_other_projects_have_ratios_of_their_own() -> None:
+    rows = [row("sbs", 50), row("eta", 60), row("smg", 100), row("mini_lb", 200)]
+    (cell,) = ratios.ratio_cells(rows)
+    assert (cell["peer"], cell["foreign_mean_peer"]) == ("eta", "smg")
+    assert cell["foreign_mean_ratio"] == pytest.approx(0.5)
+
+
+def test_ratios_are_taken_seed_by_seed() -> None:
+    rows = [
+        row("sbs", 50, seed=1),
+        row("sbs", 300, seed=2),
+        row("smg", 100, seed=1),
+        row("smg", 400, seed=2),
+        row("mini_lb", 90, seed=3),
+    ]
+    (cell,) = ratios.ratio_cells(rows)
+    assert cell["mean_ratio"] == pytest.approx((0.5 + 0.75) / 2)
+    assert cell["mean_ratio_spread"] == pytest.approx([0.5, 0.75])
+    assert cell["seeds"] == 2
+
+
+def test_a_peer_that_fails_requests_is_no_best_peer() -> None:
+    rows = [row("sbs", 50), row("smg", 10, failed=40), row("mini_lb", 100)]
+    (cell,) = ratios.ratio_cells(rows)
+    assert cell["peer"] == "mini_lb"
+    assert ratios.failed_requests(rows, peers=True) == 40
+    assert ratios.failed_requests(rows, peers=False) == 0
+
+
+def test_peers_are_ranked_over_all_cells() -> None:
+    rows = [
+        row("smg", 100, load=0.4),
+        row("smg", 300, load=0.8),
+        row("mini_lb", 110, load=0.4),
+        row("mini_lb", 200, load=0.8),
+        row("least_tokens", 1, load=0.4),
+    ]
+    assert ratios.ranking(rows) == ["mini_lb", "smg"]
+
+
+# ---- search
+
+
+def searched(policy: str, load: float, mean_ms: float) -> Row:
+    return row(policy, mean_ms, load=load, kind="search")
+
+
+def test_the_search_halves_the_interval() -> None:
+    rows: list[Row] = []
+    tried = []
+    while (load := search.next_load(rows, "sbs", 1, slo_ttft_s=1.0, steps=4)) is not None:
+        tried.append(load)
+        rows.append(searched("sbs", load, 500 if load < 0.9 else 2000))
+    assert tried == [0.8, 0.95, 0.875, 0.912]
+    found = search.capacity(rows, "sbs", 1, 1.0)
+    assert found is not None
+    assert found.load == pytest.approx(0.875 + (0.912 - 0.875) / 3)
+    assert not found.bounded
+
+
+def test_a_search_that_never_meets_the_slo_has_a_bound() -> None:
+    rows = [searched("smg", 0.8, 3000), searched("smg", 0.65, 2000)]
+    found = search.capacity(rows, "smg", 1, 1.0)
+    assert found == search.Capacity(0.65, pytest.approx(0.65 * 30), bounded=True)
+
+
+def test_the_best_peers_load_is_not_ours() -> None:
+    rows = [
+        searched("sbs", 1.0, 500),
+        searched("smg", 0.5, 500),
+        searched("smg", 0.7, 1500),
+        searched("mini_lb", 0.4, 500),
+        searched("mini_lb", 0.6, 1500),
+    ]
+    assert search.best_peer_load(rows, 1.0) == pytest.approx(0.6)
+
+
+# ---- order of runs
+
+
+def test_contenders_take_turns_and_share_engines() -> None:
+    field = chosen("sbs,smg,mini_lb,sglang_router:round_robin@delayer")
+    cells = [("paper", load) for load in (0.4, 0.8, 1.0)]
+    keys = campaign.cell_keys(field, cells, seed=1)
+    first = [keys[n].policy for n in (0, 3, 6)]
+    assert sorted(first) == ["mini_lb", "sbs", "smg"]
+    assert [k.policy for k in keys[-3:]] == ["sglang_router:round_robin@delayer"] * 3
+    assert len(set(keys)) == 12
+    # The next seed begins on the engines that are up.
+    assert campaign.cell_keys(field, cells, seed=2)[0].policy == keys[-1].policy
+
+
+def test_only_sbs_and_the_best_peers_go_on() -> None:
+    scope = campaign.Scope(
+        contenders=chosen("sbs,sbs_paper,smg,mini_lb,least_tokens"),
+        workloads=["paper"],
+        loads=[0.8],
+        seeds=3,
+        field_loads=[0.8],
+        best_peers=1,
+        requests=10,
+        search_requests=10,
+        search_steps=0,
+        search_seeds=1,
+        share_of_capacity=0.8,
+        slo_ttft_s=1.0,
+    )
+    rows = [row("smg", 100), row("mini_lb", 90), row("least_tokens", 95), row("sbs", 50)]
+    rows += [row("mini_lb", 500, load=0.4), row("smg", 10, load=0.4)]
+    assert [c.name for c in campaign.focus_of(scope, rows)] == ["sbs", "sbs_paper", "mini_lb"]
+
+
+def small_campaign(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, rows: list[Row]
+) -> tuple[campaign.Campaign, list[str], list[Key]]:
+    """A campaign whose runs are made up; what was started, and what was run."""
+    started: list[str] = []
+    ran: list[Key] = []
+
+    @asynccontextmanager
+    async def start(variant: str) -> AsyncIterator[object]:
+        started.append(variant)
+        yield object()
+
+    async def run_cell(contender: Contender, key: Key, requests: int, *_: object) -> Row:
+        if key.seed == 0:
+            return row(contender.name, 1.0)
+        ran.append(key)
+        if contender.name == "mini_lb":
+            return Row(key=key, client="open-loop", requests=requests, error="it ended")
+        mean_ms = {"sbs": 50.0, "smg": 100.0}.get(contender.name, 80.0) * 10 * key.load
+        return replace(row(contender.name, mean_ms), key=key, qps=30 * key.load)
+
+    monkeypatch.setattr(campaign, "run_cell", run_cell)
+    scope = campaign.Scope(
+        contenders=chosen("sbs,smg,mini_lb,sglang_router:round_robin@delayer"),
+        workloads=["paper"],
+        loads=[0.4, 1.0],
+        seeds=2,
+        field_loads=[1.0],
+        best_peers=1,
+        requests=10,
+        search_requests=10,
+        search_steps=2,
+        search_seeds=1,
+        share_of_capacity=0.8,
+        slo_ttft_s=0.7,
+    )
+    setting = Setting("open-loop", id_prompts(), None, 1.0, 0.1, 60.0, directory, "")
+    file = RowFile(directory / "rows.jsonl")
+    file.begin(HEADER)
+    console = Console(quiet=True)
+    made = campaign.Campaign(scope, setting, file, start, lambda *_: 1.0, console, rows)  # type: ignore[arg-type]
+    return made, started, ran
+
+
+async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, started, ran = small_campaign(tmp_path, monkeypatch, rows=[])
+    await work.run()
+    best = "sglang_router:round_robin@delayer"
+    of = {name: [k for k in ran if k.policy == name] for name in ("sbs", "smg", "mini_lb", best)}
+    assert len(of["smg"]) == len(of["mini_lb"]) == 1
+    # Two seeds of two loads and of 0.8 of its load at the SLO, and two runs to find that.
+    assert len(of["sbs"]) == len(of[best]) == 2 * 3 + 2
+    assert [k.load for k in of[best] if k.kind == "search"] == [0.8, 0.95]
+    assert sorted({k.load for k in of["sbs"] if k.kind == "cell"}) == [0.4, pytest.approx(0.7), 1.0]
+    # Field, search, and the two seeds, of which the second begins where the first ended.
+    assert started == ["stock", "delayer", "stock", "delayer", "stock", "delayer", "stock"]
+    assert len(work.file.read()[1]) == len(ran)
+    assert ratios.errors(work.rows) == {"mini_lb": "it ended"}
+
+    again, started, ran = small_campaign(tmp_path, monkeypatch, rows=work.rows)
+    await again.run()
+    # What did not work is tried again: something may have been installed.
+    assert [k.policy for k in ran] == ["mini_lb"]
+    assert started == ["stock"]
+
+
+# ---- files
+
+
+def test_rows_survive_the_file_and_a_cut_off_line(tmp_path: Path) -> None:
+    file = RowFile(tmp_path / "rows.jsonl")
+    file.begin(HEADER)
+    broken = Row(
+        key=Key("cell", "paper", 0.8, 1, "smg"), client="open-loop", requests=5, error="no"
+    )
+    file.add(row("sbs", 50))
+    file.add(broken)
+    with file.path.open("ab") as out:
+        out.write(b'{"key":{"kind":"ce')
+    header, rows = file.read()
+    assert header == HEADER
+    assert rows[1] == broken
+    assert rows[0].answers == row("sbs", 50).answers
+    assert rows[0].engines is not None
+    assert math.isnan(rows[0].engines.own_gap_ms)
+    assert rows[0].trace == row("sbs", 50).trace
+    file.mend()
+    file.add(row("mini_lb", 70))
+    assert [r.key.policy for r in file.read()[1]] == ["sbs", "smg", "mini_lb"]
+
+
+def rows_of_a_comparison() -> list[Row]:
+    rows = [
+        row(policy, mean * (1 + load), load=load, seed=seed)
+        for policy, mean in (("sbs", 50), ("sbs_paper", 70), ("smg", 100), ("mini_lb", 120))
+        for load in (0.4, 0.8)
+        for seed in (1, 2)
+    ]
+    rows += [searched("sbs", 0.8, 900), searched("sbs", 0.95, 1100)]
+    rows += [searched("smg", 0.5, 900), searched("smg", 0.65, 1100)]
+    rows.append(
+        Row(
+            key=Key("cell", "paper", 0.8, 1, "sglang_router:random"),
+            client="open-loop",
+            requests=5,
+            error="it ended at its start: <b>",
+        )
+    )
+    return rows
+
+
+def test_the_json_has_the_ratios_under_their_names(tmp_path: Path) -> None:
+    report.write_json(HEADER, rows_of_a_comparison(), tmp_path / "deep" / "out.json")
+    found = orjson.loads((tmp_path / "deep" / "out.json").read_bytes())
+    assert set(found) >= {"cells", "max_qps_ratio", "failed_requests"}
+    assert {"workload", "load", "policy", "peer", "mean_ratio", "p99_ratio"} <= set(
+        found["cells"][0]
+    )
+    assert found["max_qps_ratio"] == pytest.approx(0.875 / 0.575)
+    assert found["max_qps_is_bound"] == []
+    assert found["failed_requests"] == 0
+    assert found["not_compared"] == {"sglang_router:random": "it ended at its start: <b>"}
+    assert found["rows"][0]["engines"]["own_gap_ms"] is None
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    report.write_report(HEADER, rows_of_a_comparison(), tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "http://" not in page
+    assert "https://" not in page
+    assert page.count('src="data:image/png;base64,') == 4
+    assert 'class="better"' in page
+    assert "&lt;b&gt;" in page
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| paper | 0.4 | sbs | 0.50 (0.50-0.50) | smg |" in text
+    assert all((tmp_path / name).is_file() for name in ("ttft-by-load.png", "prefill-passes.png"))
+
+
+def test_tables_go_between_the_marks_of_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "results.md"
+    path.write_text(f"before\n{report.BEGIN_MARK}\nold\n{report.END_MARK}\nafter\n")
+    report.write_into_docs(HEADER, rows_of_a_comparison(), path)
+    report.write_into_docs(HEADER, rows_of_a_comparison(), path)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "(results/ttft-by-load.png)" in text
+    assert (tmp_path / "results" / "ttft-by-load.png").is_file()
+    path.write_text("no marks")
+    with pytest.raises(ValueError, match="must contain the lines"):
+        report.write_into_docs(HEADER, [], path)
+
+
+# ---- command line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workload", "papers"], "--workload: 'papers' is not one of paper"),
+        (["--contenders", "sbs,nginx"], "--contenders: 'nginx' is not one of"),
+        (["--contenders", "smg,mini_lb"], "needs sbs or sbs_paper, and a peer"),
+        (["--loads", "0.4;0.8"], "write e.g. 0.4,0.8,1.0"),
+        (["--loads", "0"], "--loads must be shares of capacity"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--topology", "3P"], "write e.g. 3P1D"),
+        (["--cost", "h900"], "'h900' is not one of table"),
+        (["--real"], "--real needs --prefill URL PORT"),
+        (["--decode", "http://d0"], "add --real"),
+        (["--tokenizer-path", "x"], "add --real"),
+        (["--resume"], "cannot read"),
+        (["--report-only"], "cannot read"),
+    ],
+)
+def test_says_what_is_wrong_before_anything_starts(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--report", str(tmp_path), *words])
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
+REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
+
+
+def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
+    parser = command.build_parser()
+    plan = command.Plan(
+        parser.parse_args([*REAL, "--capacity", "150000", "--report", str(tmp_path)])
+    )
+    assert plan.capacity_tokens_per_s == 150000
+    assert all(c.engines == "stock" for c in plan.scope.contenders)
+    assert plan.model is None
+
+
+def test_resume_refuses_rows_of_another_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = command.build_parser()
+    file = RowFile(tmp_path / "rows.jsonl")
+    words = ["--report", str(tmp_path), "--requests", "10"]
+    command.Plan(parser.parse_args(words)).begin(file)
+    file.add(row("sbs", 50))
+    _header, rows = command.Plan(parser.parse_args([*words, "--resume"])).begin(file)
+    assert [r.key.policy for r in rows] == ["sbs"]
+    with pytest.raises(SystemExit):
+        command.main(["--report", str(tmp_path), "--requests", "11", "--resume"])
+    assert "was measured with requests 10, not 11" in capsys.readouterr().err
+
+
+def test_quick_is_one_seed_of_paper_at_two_loads_against_two_peers() -> None:
+    plan = command.Plan(command.build_parser().parse_args(["--quick"]))
+    assert plan.scope.seeds == 1
+    assert len(plan.scope.loads) == 2
+    assert plan.scope.workloads == ["paper"]
+    assert len([c for c in plan.scope.contenders if ratios.is_peer(c.name)]) == 2
+    file = RowFile(Path("unused"))
+    work = plan.campaign(file, [], Console())
+    assert work.expected_total_s() < 10 * 60
+
+
+def test_the_scaled_cost_keeps_its_proportions() -> None:
+    cost = scaled_cost(COSTS["mixed"], 2, H800_CHUNK_TOKENS)
+    assert cost.prefill_s([1024, 1024]) == pytest.approx(PASS_S)
+    whole = COSTS["mixed"].full_chunk_s(H800_CHUNK_TOKENS)
+    assert cost.prefill_base_s / PASS_S == pytest.approx(COSTS["mixed"].fixed_s / whole)
+    assert cost.prefill_s([1024, 0]) < PASS_S
