@@ -180,8 +180,9 @@ def test_a_model_without_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_every_contender_has_a_name_of_its_own_and_peers_are_not_sbs() -> None:
     assert len(BY_NAME) == len(FIELD)
-    assert {c.name for c in FIELD if not ratios.is_peer(c.name)} == {"sbs", "sbs_paper"}
-    assert {c.package for c in FIELD if ratios.is_foreign(c.name)} == {"sglang_router", "smg"}
+    assert {c.name for c in FIELD if ratios.is_sbs(c.name)} == {"sbs", "sbs_paper"}
+    assert {c.package for c in FIELD if ratios.is_peer(c.name)} == {"sglang_router", "smg"}
+    assert {c.package for c in FIELD if ratios.is_immediate(c.name)} == {"sglang_sbs"}
 
 
 def test_a_command_line_has_every_engine_with_its_bootstrap_port() -> None:
@@ -313,11 +314,12 @@ def test_the_best_peer_is_the_one_we_look_worst_against() -> None:
     assert (cell["p99_peer"], cell["p99_ratio"]) == ("smg", pytest.approx(200 / 150))
 
 
-def test_routers_of_other_projects_have_ratios_of_their_own() -> None:
+def test_our_own_immediate_policies_have_ratios_of_their_own() -> None:
     rows = [row("sbs", 50), row("eta", 60), row("smg", 100), row("mini_lb", 200)]
     (cell,) = ratios.ratio_cells(rows)
-    assert (cell["peer"], cell["foreign_mean_peer"]) == ("eta", "smg")
-    assert cell["foreign_mean_ratio"] == pytest.approx(0.5)
+    assert (cell["peer"], cell["own_mean_peer"]) == ("smg", "eta")
+    assert cell["mean_ratio"] == pytest.approx(0.5)
+    assert cell["own_mean_ratio"] == pytest.approx(50 / 60)
 
 
 def test_ratios_are_taken_seed_by_seed() -> None:

@@ -29,7 +29,7 @@ from rich.progress import (
 from sglang_sbs.bench.versus.cell import Setting, run_cell
 from sglang_sbs.bench.versus.engines import Engines
 from sglang_sbs.bench.versus.field import BY_NAME, STOCK, Contender
-from sglang_sbs.bench.versus.ratios import is_peer, ranking
+from sglang_sbs.bench.versus.ratios import is_immediate, is_peer, is_sbs, ranking
 from sglang_sbs.bench.versus.rows import Key, Row, RowFile
 from sglang_sbs.bench.versus.search import best_peer_load, next_load
 from sglang_sbs.cluster.local import ClusterStartError
@@ -55,7 +55,8 @@ class Scope:
     field_loads: Sequence[float]
     """Loads at which every contender runs, with the first seed."""
     best_peers: int
-    """Everything else is of SBS and of this many peers: the best there, by mean TTFT."""
+    """Everything else is of SBS, of this many peers and of one immediate policy of ours: the best
+    there, by mean TTFT."""
     requests: int
     search_requests: int
     search_steps: int
@@ -75,10 +76,11 @@ class Scope:
 
 
 def focus_of(scope: Scope, rows: Sequence[Row]) -> list[Contender]:
-    """SBS, and the best peers of what all contenders ran."""
+    """SBS, and the best peers and immediate policy of what all contenders ran."""
     keys = set(cell_keys(scope.contenders, scope.field_cells, 1))
-    best = ranking([row for row in rows if row.key in keys])[: scope.best_peers]
-    return [one for one in scope.contenders if not is_peer(one.name) or one.name in best]
+    field_rows = [row for row in rows if row.key in keys]
+    best = ranking(field_rows)[: scope.best_peers] + ranking(field_rows, is_immediate)[:1]
+    return [one for one in scope.contenders if is_sbs(one.name) or one.name in best]
 
 
 def cell_keys(
@@ -155,8 +157,9 @@ class Campaign:
         """Seconds of everything, before it is known who goes on after the first seed."""
         scope = self.scope
         peers = [one for one in scope.contenders if is_peer(one.name)]
-        sbs = [one for one in scope.contenders if not is_peer(one.name)]
-        later = [*sbs, *peers[: scope.best_peers]]
+        immediate = [one for one in scope.contenders if is_immediate(one.name)]
+        sbs = [one for one in scope.contenders if is_sbs(one.name)]
+        later = [*sbs, *peers[: scope.best_peers], *immediate[:1]]
         keys = set(cell_keys(scope.contenders, scope.field_cells, 1))
         cells = scope.cells
         if scope.share_of_capacity > 0 and scope.search_steps:

@@ -36,7 +36,7 @@ from sglang_sbs.bench.versus.engines import (
 )
 from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, STOCK, Contender, chosen
 from sglang_sbs.bench.versus.prompts import Prompts, id_prompts, text_prompts
-from sglang_sbs.bench.versus.ratios import is_peer, ratio_cells
+from sglang_sbs.bench.versus.ratios import is_sbs, ratio_cells
 from sglang_sbs.bench.versus.report import summary, write_into_docs, write_json, write_report
 from sglang_sbs.bench.versus.rows import Header, Row, RowFile
 from sglang_sbs.bench.versus.workloads import WORKLOADS, duration_s
@@ -44,9 +44,10 @@ from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.simulator.cost import COSTS, CostError, find_cost
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
-QUICK_PEERS = ("eta", "sglang_router:power_of_two@delayer")
-"""The best peers of the whole field by mean TTFT: of our own immediate policies, and of routers of
-other projects (which goes with engines that delay passes). docs/results.md has the field."""
+QUICK_PEERS = ("mini_lb", "sglang_router:power_of_two")
+QUICK_OWN = "eta"
+"""The two best routers of other projects by mean TTFT on engines with default flags, and the best
+of our own immediate policies. docs/results.md has the field."""
 _H800 = "mixed"
 _SLO_PASSES = 2.4
 """The paper's SLO of 0.8 s, in full passes of its deployment (0.33 s)."""
@@ -63,12 +64,14 @@ examples:
       --decode http://d0:30000 --capacity 180000 --tokenizer-path /models/DeepSeek-V3
 
 contenders: {", ".join(BY_NAME)}
-Peers are all that are not called sbs*. A name with @ needs engines with other flags:
+Peers are the routers of other projects; ours that are not called sbs* are its immediate policies,
+and SBS is measured against the best of them too. A name with @ needs engines with other flags:
 @total_tokens --load-balance-method total_tokens, @delayer --enable-prefill-delayer.
 
 The engines are SGLang with a tiny MoE on CPU, DP attention and real KV transfer; a pass takes the
 time a GPU would need (virtual GPU). So ratios can be read, milliseconds cannot. Every contender
-runs once at --field-loads; SBS and the --best-peers then run at all loads and seeds. Every run is
+runs once at --field-loads; SBS, the --best-peers and our best immediate policy
+then run at all loads and seeds. Every run is
 written to DIR/rows.jsonl at once.
 """
 
@@ -104,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--best-peers",
         type=int,
         default=2,
-        help="of those, by mean TTFT, that go on to all loads and seeds, with SBS (2)",
+        help="of those, by mean TTFT, that go on to all loads and seeds (2)",
     )
     what.add_argument("--requests", type=int, default=200, help="per run (200)")
     what.add_argument(
@@ -249,11 +252,14 @@ def _finish(args: argparse.Namespace, header: Header, rows: list[Row], console: 
         write_into_docs(header, rows, args.docs)
         console.print(f"written: {args.docs}")
     for cell in ratio_cells(rows):
-        console.print(
-            f"{cell['workload']} {cell['load']:g} {cell['policy']}: mean {cell['mean_ratio']:.2f} "
-            f"of {cell['peer']}, p99 {cell['p99_ratio']:.2f} of {cell['p99_peer']}",
-            highlight=False,
-        )
+        for kind in ("", "own_"):
+            if cell[f"{kind}p99_ratio"] is not None:
+                console.print(
+                    f"{cell['workload']} {cell['load']:g} {cell['policy']}: "
+                    f"mean {cell[f'{kind}mean_ratio']:.2f} of {cell[f'{kind}mean_peer']}, "
+                    f"p99 {cell[f'{kind}p99_ratio']:.2f} of {cell[f'{kind}p99_peer']}",
+                    highlight=False,
+                )
     console.print(f"report: {args.report / 'report.html'}")
 
 
@@ -264,7 +270,7 @@ class Plan:
         """Raises: ValueError: with the flag and what to write instead."""
         self._args = args
         if args.quick:
-            args.contenders = ",".join(("sbs", *QUICK_PEERS))
+            args.contenders = ",".join(("sbs", QUICK_OWN, *QUICK_PEERS))
             args.workload, args.loads, args.seeds = "paper", "0.8,1.0", 1
             args.search_steps, args.share_of_capacity = 3, 0.0
         self._check()
@@ -434,7 +440,7 @@ def _version(package: str) -> str:
 
 
 def _sbs(contender: Contender) -> bool:
-    return not is_peer(contender.name)
+    return is_sbs(contender.name)
 
 
 def _words(text: str, known: Sequence[str] | dict[str, Any], flag: str) -> list[str]:

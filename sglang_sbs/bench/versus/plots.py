@@ -15,7 +15,7 @@ from typing import Any
 from sglang_sbs.bench.passes import EngineRecord
 from sglang_sbs.bench.runs import Run
 from sglang_sbs.bench.timeline import draw_timeline
-from sglang_sbs.bench.versus.ratios import cells_of, in_order, is_foreign, is_peer, ranking
+from sglang_sbs.bench.versus.ratios import cells_of, in_order, is_immediate, is_sbs, ranking
 from sglang_sbs.bench.versus.rows import Row
 
 _DPI = 100
@@ -60,7 +60,7 @@ def pictures(rows: Sequence[Row], chunk_tokens: int) -> dict[str, bytes]:
 
 
 def _compared(rows: Sequence[Row]) -> list[Row]:
-    """First seed of the highest load: SBS, the best peer, and the best of other projects."""
+    """First seed of the highest load: SBS, our best immediate policy, and the best peers."""
     cells = cells_of(rows)
     if not cells:
         return []
@@ -68,8 +68,7 @@ def _compared(rows: Sequence[Row]) -> list[Row]:
     mine = next(mine for (_, load), mine in cells.items() if load == highest)
     seed = min(row.key.seed for row in mine)
     sbs = [name for name in ("sbs", "sbs_paper") if any(r.key.policy == name for r in mine)][:1]
-    peers = ranking(rows)
-    names = dict.fromkeys([*sbs, *peers[:1], *filter(is_foreign, peers)][:_COMPARED])
+    names = [*sbs, *ranking(rows, is_immediate)[:1], *ranking(rows)][:_COMPARED]
     first = {row.key.policy: row for row in mine if row.key.seed == seed}
     return [first[name] for name in names if name in first]
 
@@ -112,8 +111,8 @@ def _by_load(
                     [statistics.fmean(by_load[load]) for load in loads],
                     marker="o",
                     markersize=3,
-                    linewidth=1.2 if is_peer(policy) else 2.4,
-                    linestyle="--" if is_peer(policy) else "-",
+                    linewidth=2.4 if is_sbs(policy) else 1.2,
+                    linestyle="-" if is_sbs(policy) else "--",
                     label=policy,
                 )
             if log:

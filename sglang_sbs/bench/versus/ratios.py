@@ -41,14 +41,19 @@ def _kv_sigma(row: Row) -> float:
 FIGURES: dict[str, Figure] = {"mean": _mean_ms, "p99": _p99_ms, "kv_band": _kv_sigma}
 
 
+def is_sbs(policy: str) -> bool:
+    """Whether ratios are taken of this contender."""
+    return policy.startswith("sbs")
+
+
+def is_immediate(policy: str) -> bool:
+    """Whether it is an immediate policy of this package, which has SBS's relay and signals."""
+    return not is_sbs(policy) and policy in BY_NAME and BY_NAME[policy].ours
+
+
 def is_peer(policy: str) -> bool:
-    """Whether ratios are taken against this contender."""
-    return not policy.startswith("sbs")
-
-
-def is_foreign(policy: str) -> bool:
     """Whether it is a router of another project."""
-    return is_peer(policy) and not (policy in BY_NAME and BY_NAME[policy].ours)
+    return not is_sbs(policy) and not is_immediate(policy)
 
 
 def cells_of(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
@@ -97,22 +102,23 @@ def best_peer(
 def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One object per workload, load and policy of SBS.
 
-    ``foreign_*``: against the best router of another project, which has not our relay.
+    ``own_*``: against the best of our own immediate policies.
     """
     out = []
     for (workload, load), mine in cells_of(rows).items():
-        for policy in sorted({r.key.policy for r in mine if not is_peer(r.key.policy)}):
-            mean = best_peer(mine, policy, _mean_ms)
+        for policy in sorted({r.key.policy for r in mine if is_sbs(r.key.policy)}):
+            peer_mean = best_peer(mine, policy, _mean_ms)
+            mean = peer_mean or best_peer(mine, policy, _mean_ms, is_immediate)
             if mean is None:
                 continue
             cell: dict[str, Any] = {
                 "workload": workload,
                 "load": load,
                 "policy": policy,
-                "peer": mean[0],
+                "peer": None if peer_mean is None else peer_mean[0],
                 "seeds": len(mean[1]),
             }
-            for kind, among in (("", is_peer), ("foreign_", is_foreign)):
+            for kind, among in (("", is_peer), ("own_", is_immediate)):
                 for name, figure in FIGURES.items():
                     found = best_peer(mine, policy, figure, among)
                     peer, ratios = found if found is not None else (None, [])
@@ -127,15 +133,15 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return out
 
 
-def ranking(rows: Sequence[Row]) -> list[str]:
-    """Peers from best to worst: by mean TTFT over the best of each cell, averaged over cells.
+def ranking(rows: Sequence[Row], among: Callable[[str], bool] = is_peer) -> list[str]:
+    """From best to worst: by mean TTFT over the best of each cell, averaged over cells.
 
-    Only peers that ran in all cells and answered are in it.
+    Only those that ran in all cells and answered are in it.
     """
     cells = cells_of(rows)
     means: dict[str, list[float]] = {}
     for mine in cells.values():
-        for peer in {row.key.policy for row in mine if is_peer(row.key.policy)}:
+        for peer in {row.key.policy for row in mine if among(row.key.policy)}:
             of = [row for row in mine if row.key.policy == peer]
             mean_ms = statistics.fmean(map(_mean_ms, of))
             if serves(of) and math.isfinite(mean_ms):
@@ -148,12 +154,10 @@ def ranking(rows: Sequence[Row]) -> list[str]:
     )
 
 
-def failed_requests(rows: Iterable[Row], *, peers: bool) -> int:
-    """Requests that were not answered as asked, of the peers or of SBS."""
+def failed_requests(rows: Iterable[Row], among: Callable[[str], bool]) -> int:
+    """Requests that were not answered as asked."""
     return sum(
-        row.answers.failed
-        for row in rows
-        if row.answers is not None and is_peer(row.key.policy) == peers
+        row.answers.failed for row in rows if row.answers is not None and among(row.key.policy)
     )
 
 

@@ -77,7 +77,7 @@ def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
     slo_ttft_s = header.settings["slo_ttft_s"]
     qps = max_qps(rows, slo_ttft_s)
     best = max(((one, name) for name, one in qps.items() if ratios.is_peer(name)), default=None)
-    over = {name: one / best[0] for name, one in qps.items() if best and not ratios.is_peer(name)}
+    over = {name: one / best[0] for name, one in qps.items() if best and ratios.is_sbs(name)}
     return {
         "cells": ratios.ratio_cells(rows),
         "max_qps_ratio": over.get("sbs", max(over.values(), default=None)),
@@ -89,10 +89,11 @@ def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
             for name, found in capacities(rows, slo_ttft_s).items()
             if any(one.bounded for one in found)
         ],
-        "failed_requests": ratios.failed_requests(rows, peers=False),
-        "peer_failed_requests": ratios.failed_requests(rows, peers=True),
+        "failed_requests": ratios.failed_requests(rows, ratios.is_sbs),
+        "peer_failed_requests": ratios.failed_requests(rows, ratios.is_peer),
         "not_compared": ratios.errors(rows),
         "peers_by_mean_ttft": ratios.ranking(rows),
+        "own_by_mean_ttft": ratios.ranking(rows, ratios.is_immediate),
         "settings": header.settings,
         "machine": header.machine,
         "begun": header.begun,
@@ -152,7 +153,7 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     minutes = math.fsum(row.wall_s for row in rows) / 60
     lags_ms = sorted(row.host_lag_ms for row in figures(rows)) or [0.0]
     lag_ms, worst_ms = lags_ms[len(lags_ms) // 2], lags_ms[-1]
-    failed = ratios.failed_requests(rows, peers=False), ratios.failed_requests(rows, peers=True)
+    failed = [ratios.failed_requests(rows, one) for one in (ratios.is_sbs, ratios.is_peer)]
     return [
         *facts,
         ("host lag", f"{lag_ms:.0f} ms in the median run, {worst_ms:.0f} ms in the worst"),

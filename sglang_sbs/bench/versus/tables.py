@@ -50,13 +50,13 @@ def ratio_table(rows: Sequence[Row]) -> Table:
                 f"{cell['load']:g}",
                 cell["policy"],
                 _ratio(cell, "mean"),
-                cell["peer"],
+                cell["peer"] or "",
                 _ratio(cell, "p99"),
                 cell["p99_peer"] or "",
                 _ratio(cell, "kv_band"),
-                _ratio(cell, "foreign_mean"),
-                _ratio(cell, "foreign_p99"),
-                cell["foreign_mean_peer"] or "",
+                _ratio(cell, "own_mean"),
+                _ratio(cell, "own_p99"),
+                cell["own_mean_peer"] or "",
                 str(cell["seeds"]),
                 judged,
             ]
@@ -73,12 +73,12 @@ def ratio_table(rows: Sequence[Row]) -> Table:
                 "p99 TTFT",
                 "best peer (p99)",
             ),
-            *("decode KV band", "mean, others", "p99, others", "best of others", "seeds", ""),
+            *("decode KV band", "mean, own", "p99, own", "best of own", "seeds", ""),
         ),
         out,
         "Below 1 is better. The best peer is the one SBS looks worst against, for every figure "
         "anew. "
-        "others: routers that are not of this package, and have not its relay. "
+        "own: the same against our own immediate policies, which have this relay too. "
         f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}.",
         marks,
     )
