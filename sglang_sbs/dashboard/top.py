@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -109,6 +111,19 @@ async def _once(router: str, key: str | None, seconds: float, *, as_json: bool) 
 
 
 async def _live(router: str, key: str | None) -> int:
+    watching = asyncio.ensure_future(_watch(router, key))
+    loop = asyncio.get_running_loop()
+    # Also where SIGINT is ignored, as in what a script starts in the background; and either way the
+    # terminal gets its own screen back.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, watching.cancel)
+    with suppress(asyncio.CancelledError):
+        await watching
+    return 0
+
+
+async def _watch(router: str, key: str | None) -> None:
+    """Draw until cancelled. Raises: DashboardError."""
     console = Console()
     gangs: deque[dict[str, Any]] = deque(maxlen=_GANGS)
     connected = False

@@ -9,6 +9,7 @@ import pty
 import signal
 import sys
 import termios
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -139,7 +140,8 @@ def test_no_router_and_bad_flags_are_told_plainly(capsys: pytest.CaptureFixture[
     assert "http://HOST:PORT" in capsys.readouterr().err
 
 
-async def test_it_runs_in_a_terminal_until_interrupted() -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+async def test_it_runs_in_a_terminal_until_interrupted(ending: signal.Signals) -> None:
     terminal, inside = pty.openpty()
     termios.tcsetwinsize(inside, (24, 80))
     async with cluster(scheduler=Scheduler(SchedulerConfig())) as running:
@@ -149,6 +151,8 @@ async def test_it_runs_in_a_terminal_until_interrupted() -> None:
             stdout=inside,
             stderr=inside,
             env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+            # As in the background of a script: asyncio by itself leaves it ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         )
         os.close(inside)
         seen = bytearray()
@@ -158,10 +162,16 @@ async def test_it_runs_in_a_terminal_until_interrupted() -> None:
             while seen.count(b"waiting 0") < 2:
                 seen.extend(os.read(terminal, 65536))
 
+        def drain() -> None:
+            """So that nobody waits for room in the terminal."""
+            with suppress(OSError):  # the other side is closed
+                while chunk := os.read(terminal, 65536):
+                    seen.extend(chunk)
+
         async with asyncio.timeout(TIMEOUT_S):
             await asyncio.to_thread(read)
-            process.send_signal(signal.SIGINT)
-            code = await process.wait()
+            process.send_signal(ending)
+            code, _ = await asyncio.gather(process.wait(), asyncio.to_thread(drain))
     os.close(terminal)
     assert code == 0
     assert b"\x1b[?1049h" in seen, "on a screen of its own"
