@@ -468,6 +468,7 @@ class Registry:
             page_size=info.page_size,
             prefix_source=self.prefix_source_of(worker),
             rank_choice=info.rank_choice if worker.role == "decode" else "free",
+            overlap=info.overlap and worker.role == "prefill",
         )
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:

@@ -85,6 +85,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: KvEventsBlock | None = None
     """``None``: what the cache holds is not published, or not so that it can be subscribed to."""
     warnings: tuple[str, ...] = ()
+    overlap: bool = True
+    """Overlap scheduling, SGLang's default."""
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
@@ -152,6 +154,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         load_balance_method=method,
         coupled=is_coupled(numbers),
         rank_choice=choice,
+        overlap=data.get("disable_overlap_schedule") is not True,
         sbs=_sbs_block(data.get("sbs")),
         radix_cache=(
             data.get("disable_radix_cache") is not True

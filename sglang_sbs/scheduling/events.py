@@ -116,6 +116,9 @@ class InstanceUp(_Message, frozen=True):
     prefix_source: PrefixSource = "off"
     rank_choice: RankChoice = "free"
     """Of a decode instance."""
+    overlap: bool = False
+    """One-batch lookahead (SGLang's overlap scheduling): what is left over of a pass is launched as
+    the next one in the moment it starts, without what arrives while it runs."""
 
 
 class InstanceDown(_Message, frozen=True):

@@ -61,6 +61,7 @@ class PrefillInstance:
         self.dp_size = up.dp_size
         self.chunk_tokens = up.chunk_tokens or default_chunk_tokens
         self.page_size = max(1, up.page_size)
+        self.overlap = up.overlap
         self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
         self.ranks = [PrefillRank() for _ in range(up.dp_size)]
         self.passes: list[Pass] = []

@@ -310,8 +310,9 @@ class Scheduler:
                     t_default_s=self.config.t_default_s,
                     default_chunk_tokens=self.config.default_chunk_tokens,
                 )
-            elif event.chunk_tokens:
-                known.chunk_tokens = event.chunk_tokens
+            else:
+                known.chunk_tokens = event.chunk_tokens or known.chunk_tokens
+                known.overlap = event.overlap
         else:
             self.prefill.pop(event.instance, None)
             known_decode = self.decode.get(event.instance)

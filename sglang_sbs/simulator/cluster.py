@@ -171,6 +171,7 @@ class _Simulation:
                 page_size=spec.block_tokens or spec.page_size,
                 kv_capacity_tokens=spec.kv_capacity_tokens if spec.block_tokens else 0,
                 prefix_source=spec.prefix_source if spec.block_tokens else "off",
+                overlap=spec.overlap,
             )
         )
 
