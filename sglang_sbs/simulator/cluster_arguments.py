@@ -41,6 +41,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             help="engine work between a pass and the next (0)",
         ),
         add(
+            "--overlap",
+            action="store_true",
+            help="engines look one batch ahead, as SGLang does by default: what waits when a pass "
+            "starts is the next one, without what arrives while it runs. Without: a pass takes all "
+            "that waits when it starts",
+        ),
+        add(
             "--decode-kv-tokens",
             type=_tokens,
             default=0,
@@ -179,6 +186,7 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
         "dispatch_latency_s": args.latency_ms / 1e3,
         "pass_jitter": args.jitter,
         "launch_gap_s": args.gap_ms / 1e3,
+        "overlap": args.overlap,
         "decode_kv_capacity_tokens": args.decode_kv_tokens,
         "decode_max_running_requests": args.decode_running,
         "decode_s": args.decode_seconds,

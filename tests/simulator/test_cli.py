@@ -183,6 +183,7 @@ def test_knobs_reach_the_cluster(tmp_path):
     for flags in (
         "--jitter 0.3",
         "--gap-ms 20",
+        "--overlap",
         "--latency-ms 30",
         "--burstiness 3",
         "--length-error 0.3",
