@@ -44,6 +44,8 @@ def test_attn_dp_size_counts_where_dp_size_is_one() -> None:
     assert parse_server_info(INFO, "prefill").dp_size == 8
     assert parse_server_info(INFO | {"attn_dp_size": 1, "dp_size": 4}, "prefill").dp_size == 4
     assert parse_server_info({"version": "0.5.23"}, "prefill").dp_size == 1
+    assert parse_server_info(INFO, "prefill").overlap
+    assert not parse_server_info(INFO | {"disable_overlap_schedule": True}, "prefill").overlap
 
 
 def test_limits_are_per_rank() -> None:
@@ -174,7 +176,14 @@ def test_a_worker_is_announced_once_described_and_healthy() -> None:
     setup.registry.described(worker, WorkerInfo(dp_size=2, chunk_tokens=512, page_size=16))
     setup.registry.refresh(worker)
     assert setup.events == [
-        InstanceUp(instance="http://p:1", role="prefill", dp_size=2, chunk_tokens=512, page_size=16)
+        InstanceUp(
+            instance="http://p:1",
+            role="prefill",
+            dp_size=2,
+            chunk_tokens=512,
+            page_size=16,
+            overlap=True,
+        )
     ]
     assert not setup.registry.ready
     setup.up("http://d:1", "decode")
