@@ -44,6 +44,9 @@ def test_attn_dp_size_counts_where_dp_size_is_one() -> None:
     assert parse_server_info(INFO, "prefill").dp_size == 8
     assert parse_server_info(INFO | {"attn_dp_size": 1, "dp_size": 4}, "prefill").dp_size == 4
     assert parse_server_info({"version": "0.5.23"}, "prefill").dp_size == 1
+
+
+def test_overlap_scheduling_is_on_unless_the_engine_says_otherwise() -> None:
     assert parse_server_info(INFO, "prefill").overlap
     assert not parse_server_info(INFO | {"disable_overlap_schedule": True}, "prefill").overlap
 
