@@ -44,10 +44,11 @@ from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.simulator.cost import COSTS, CostError, find_cost
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
-QUICK_PEERS = ("mini_lb", "sglang_router:power_of_two")
+QUICK_PEERS = ("smg:round_robin", "mini_lb", "sglang_router:round_robin")
+"""The best routers of other projects by mean TTFT on engines with default flags, best first
+(docs/results.md has the field); the first two that are installed are taken."""
 QUICK_OWN = "eta"
-"""The two best routers of other projects by mean TTFT on engines with default flags, and the best
-of our own immediate policies. docs/results.md has the field."""
+"""The best of our own immediate policies."""
 _H800 = "mixed"
 _SLO_PASSES = 2.4
 """The paper's SLO of 0.8 s, in full passes of its deployment (0.33 s)."""
@@ -270,7 +271,8 @@ class Plan:
         """Raises: ValueError: with the flag and what to write instead."""
         self._args = args
         if args.quick:
-            args.contenders = ",".join(("sbs", QUICK_OWN, *QUICK_PEERS))
+            peers = [name for name in QUICK_PEERS if BY_NAME[name].installed][:2]
+            args.contenders = ",".join(("sbs", QUICK_OWN, *peers))
             args.workload, args.loads, args.seeds = "paper", "0.8,1.0", 1
             args.search_steps, args.share_of_capacity = 3, 0.0
         self._check()
