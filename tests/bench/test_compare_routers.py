@@ -340,8 +340,8 @@ def test_a_peer_that_fails_requests_is_no_best_peer() -> None:
     rows = [row("sbs", 50), row("smg", 10, failed=40), row("mini_lb", 100)]
     (cell,) = ratios.ratio_cells(rows)
     assert cell["peer"] == "mini_lb"
-    assert ratios.failed_requests(rows, peers=True) == 40
-    assert ratios.failed_requests(rows, peers=False) == 0
+    assert ratios.failed_requests(rows, ratios.is_peer) == 40
+    assert ratios.failed_requests(rows, ratios.is_sbs) == 0
 
 
 def test_peers_are_ranked_over_all_cells() -> None:
@@ -407,9 +407,9 @@ def test_contenders_take_turns_and_share_engines() -> None:
     assert campaign.cell_keys(field, cells, seed=2)[0].policy == keys[-1].policy
 
 
-def test_only_sbs_and_the_best_peers_go_on() -> None:
+def test_only_sbs_the_best_peers_and_our_best_immediate_policy_go_on() -> None:
     scope = campaign.Scope(
-        contenders=chosen("sbs,sbs_paper,smg,mini_lb,least_tokens"),
+        contenders=chosen("sbs,sbs_paper,smg,mini_lb,eta,least_tokens"),
         workloads=["paper"],
         loads=[0.8],
         seeds=3,
@@ -423,8 +423,9 @@ def test_only_sbs_and_the_best_peers_go_on() -> None:
         slo_ttft_s=1.0,
     )
     rows = [row("smg", 100), row("mini_lb", 90), row("least_tokens", 95), row("sbs", 50)]
-    rows += [row("mini_lb", 500, load=0.4), row("smg", 10, load=0.4)]
-    assert [c.name for c in campaign.focus_of(scope, rows)] == ["sbs", "sbs_paper", "mini_lb"]
+    rows += [row("mini_lb", 500, load=0.4), row("smg", 10, load=0.4), row("eta", 96)]
+    names = [c.name for c in campaign.focus_of(scope, rows)]
+    assert names == ["sbs", "sbs_paper", "least_tokens", "mini_lb"]
 
 
 def small_campaign(
