@@ -5,17 +5,49 @@ Owns the questions. Must not judge the answers.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 from sglang_sbs.doctor.facts import Failure, RouterFacts, Target
 from sglang_sbs.doctor.gather import Answer, Asker, NoAnswer
 from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.flags import FEEDBACK_POLICIES
 from sglang_sbs.router.urls import normalise_worker_url
 from sglang_sbs.scheduling.events import InstanceRole
 
+_ASK_AGAIN_S = 0.5
+
 
 async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
-    """Never raises for what the router does."""
+    """What it knows, once every rank was heard there or ``options.wait_s`` is over.
+
+    Engines connect to a router that has just started within 2 s, one rank after another. Never
+    raises for what the router does.
+    """
+    until_s = time.monotonic() + options.wait_s
+    facts = await _ask(asker, options, url)
+    while _unheard(facts) and time.monotonic() < until_s:
+        await asyncio.sleep(_ASK_AGAIN_S)
+        facts = await _ask(asker, options, url)
+    return facts
+
+
+def _unheard(facts: RouterFacts) -> bool:
+    """It would use reports, and some rank of an engine that answers has sent none yet."""
+    if facts.state.get("policy") not in FEEDBACK_POLICIES:
+        return False
+    answering = {entry.get("url") for entry in facts.workers if entry.get("usable") is True}
+    return any(
+        rank.get("age_s") is None
+        for role in ("prefill", "decode")
+        for instance in facts.state.get(role, ())
+        if instance.get("instance") in answering
+        for rank in instance["ranks"]
+    )
+
+
+async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
     facts = RouterFacts(url)
     flags = options.router_flags
     admin = [key.key for key in flags.control_plane_keys if key.role == "admin"]

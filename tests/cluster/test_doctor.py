@@ -130,9 +130,7 @@ async def test_a_running_router_is_asked_what_arrives(patient: Patient) -> None:
     instances = (patient.prefill, patient.decode)
     async with running_router(instances, patient.ports, (), patient.folder) as url:
         report = await patient.doctor("router", "--router", url)
-        # Engines connect to a new router within 2 s, and those that do not know their URL are
-        # recognised by their boot id.
-        assert report.worse_than_notes() <= {"router.polls", "router.problem"}, report.text
+        # Engines connect to a new router within 2 s, later on a busy machine.
         async with asyncio.timeout(60):
             while report.worse_than_notes():
                 report = await patient.doctor("router", "--router", url)

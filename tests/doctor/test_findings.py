@@ -549,6 +549,18 @@ async def test_a_rank_that_a_router_never_heard_is_missing() -> None:
         assert "endforward.ok" in ids(findings, r.decode.url)
 
 
+async def test_a_router_that_has_just_started_is_given_time_to_hear_every_rank() -> None:
+    async with rig() as r:
+        router_age(None)(r)
+        examined = asyncio.create_task(r.examine())
+        await asyncio.sleep(0.3)
+        assert "/server_info" in r.router.keys  # it was asked once
+        r.router_state()["prefill"][0]["ranks"][1]["age_s"] = 0.1
+        findings = await examined
+        assert "endforward.rank-missing" not in ids(findings)
+        assert "endforward.ok" in ids(findings, r.prefill[0].url)
+
+
 async def test_a_router_that_does_not_use_reports_may_lack_them() -> None:
     async with rig() as r:
         r.serve_router()[0]["signal"] = "polls"
