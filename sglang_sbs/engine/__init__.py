@@ -11,6 +11,7 @@ the engine.
 | ``collect`` | reading SGLang's objects, across its versions |
 | ``publish`` | the PUB socket, addresses of routers |
 | ``hooks`` | when to send what; the hooks themselves |
+| ``gang_gate`` | the wait for the rest of a batch before SGLang forms its own |
 | ``install`` | the registration with SGLang, the block in ``/server_info`` |
 """
 

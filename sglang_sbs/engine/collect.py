@@ -93,11 +93,7 @@ def read_placement(scheduler: Any) -> Placement:
     0.5.20) or on the scheduler (until 0.5.12, where ``attn_dp_size`` follows from the arguments; no
     context parallelism of attention before 0.5.10).
     """
-    ranks = getattr(scheduler, "ps", None)
-    if ranks is None and hasattr(scheduler, "attn_tp_rank"):
-        ranks = scheduler
-    if ranks is None:
-        ranks = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    ranks = _parallel(scheduler)
     dp_size = int(ranks.dp_size)
     attn_dp_size = getattr(ranks, "attn_dp_size", None)
     if attn_dp_size is None:
@@ -107,6 +103,30 @@ def read_placement(scheduler: Any) -> Placement:
     if attn_dp_size > 1:
         return Placement(int(ranks.attn_dp_rank), int(attn_dp_size), emits)
     return Placement(int(ranks.dp_rank or 0), max(1, dp_size), emits)
+
+
+class Processes(NamedTuple):
+    """How many processes there are."""
+
+    of_rank: int
+    """Of a DP rank (attention TP x CP), per pipeline stage; 0: this SGLang does not say."""
+    pipeline: int
+
+
+def rank_processes(scheduler: Any) -> Processes:
+    ranks = _parallel(scheduler)
+    of_rank = int(getattr(ranks, "attn_tp_size", 0)) * int(getattr(ranks, "attn_cp_size", 1))
+    return Processes(of_rank, int(getattr(ranks, "pp_size", 1)))
+
+
+def _parallel(scheduler: Any) -> Any:
+    """The object that has the parallel ranks and sizes (:func:`read_placement`)."""
+    ranks = getattr(scheduler, "ps", None)
+    if ranks is None and hasattr(scheduler, "attn_tp_rank"):
+        ranks = scheduler
+    if ranks is None:
+        ranks = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    return ranks
 
 
 def read_role(scheduler: Any) -> Role:

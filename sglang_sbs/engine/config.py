@@ -19,6 +19,8 @@ BOOT_ID = "SGLANG_SBS_BOOT_ID"
 DECODE_INTERVAL_MS = "SGLANG_SBS_DECODE_INTERVAL_MS"
 HEARTBEAT_S = "SGLANG_SBS_HEARTBEAT_S"
 KEY_FILE = "SGLANG_SBS_KEY_FILE"
+GANG_GATE_MS = "SGLANG_SBS_GANG_GATE_MS"
+MOST_GATE_MS = 200.0
 MIN_SECRET_CHARS = 32
 
 
@@ -38,6 +40,8 @@ class HookConfig:
     boot_id: str
     decode_interval_s: float = 0.05
     heartbeat_s: float = 1.0
+    gang_gate_ms: float | None = None
+    """How long a batch waits for its late requests (``gang_gate``); None: what suits the engine."""
     secret: str = field(default="", repr=False)
     """Shared with the router: messages are encrypted and only for who has it. Empty: in the
     clear."""
@@ -60,6 +64,15 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
         _check_bind(bind)
     decode_interval_ms = _number(environ, DECODE_INTERVAL_MS, default=50.0, least=0.0)
     heartbeat_s = _number(environ, HEARTBEAT_S, default=1.0, least=0.05)
+    gate = environ.get(GANG_GATE_MS, "").strip()
+    gang_gate_ms = None
+    if gate:
+        gang_gate_ms = _number(environ, GANG_GATE_MS, default=20.0, least=0.0)
+        if gang_gate_ms > MOST_GATE_MS:
+            raise ConfigError(
+                f"{GANG_GATE_MS}: {gate!r} is more than {MOST_GATE_MS:g}, longer than any batch "
+                "should wait; write e.g. 20, 0 for never, or unset it"
+            )
     boot_id = environ.get(BOOT_ID, "").strip()
     if not boot_id:
         boot_id = environ[BOOT_ID] = uuid.uuid4().hex
@@ -71,6 +84,7 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
         boot_id=boot_id,
         decode_interval_s=decode_interval_ms / 1000,
         heartbeat_s=heartbeat_s,
+        gang_gate_ms=gang_gate_ms,
     )
 
 

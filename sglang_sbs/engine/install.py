@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from sglang_sbs import __version__
 from sglang_sbs.engine import direct
 from sglang_sbs.engine.config import HookConfig
+from sglang_sbs.engine.gang_gate import GangGate
 from sglang_sbs.engine.hooks import RankHook
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ REGISTRY = "sglang.srt.plugins.hook_registry"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
+NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
 
@@ -36,6 +38,8 @@ class Hook(NamedTuple):
     targets: tuple[str, ...]
     function: Callable[..., Any]
     kind: str
+    optional: bool = False
+    """EndForward is complete without it."""
 
 
 def describe(config: HookConfig) -> dict[str, object]:
@@ -47,6 +51,7 @@ def describe(config: HookConfig) -> dict[str, object]:
         "routers": list(config.routers),
         "bind": config.bind,
         "encrypted": bool(config.secret),
+        "gang_gate_ms": config.gang_gate_ms,
         "sglang_sbs_version": __version__,
         "sgl_kernel_version": _kernel_version(),
     }
@@ -99,7 +104,12 @@ def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
-    return [Hook((SERVER_INFO,), add_sbs_block, "AFTER"), *_rank_hooks(hook)]
+    gate = GangGate(config.gang_gate_ms)
+    return [
+        Hook((SERVER_INFO,), add_sbs_block, "AFTER"),
+        *_rank_hooks(hook),
+        Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
+    ]
 
 
 def _direct_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
@@ -129,6 +139,8 @@ def _register(registry: Any, hooks: list[Hook], exists: Callable[[str], bool]) -
         if target is not None:
             kind = getattr(registry.HookType, hook.kind)
             registry.HookRegistry.register(target, hook.function, kind)
+        elif hook.optional:
+            continue
         elif registry is not direct or _module_is_loaded(hook.targets[0]):
             missing.append(hook.targets[0])
     if missing:

@@ -193,6 +193,14 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         default=_DEFAULTS.max_hold_s * 1000,
     )
     add(
+        "sbs-gang-gate",
+        "engines with the plugin let a batch wait a moment for requests sent with it that are "
+        "still in the handshake with decode (SGLANG_SBS_GANG_GATE_MS there, 20 by default where a "
+        "DP rank is one process). off: they never do",
+        choices=("on", "off"),
+        default="on",
+    )
+    add(
         "sbs-prefix-source",
         "how it is known what each rank has cached. events: the KV events engines publish "
         "(--kv-events-config). approximate: from what was sent where. auto: events of instances "

@@ -234,6 +234,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             backoff_multiplier=args.retry_backoff_multiplier,
             jitter_factor=args.retry_jitter_factor,
             max_payload_bytes=args.max_payload_size,
+            sends_gangs=policy == "sbs" and args.sbs_gang_gate == "on",
         ),
         breaker=BreakerConfig(
             enabled=not args.disable_circuit_breaker,

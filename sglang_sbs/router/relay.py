@@ -51,6 +51,7 @@ from sglang_sbs.router.requests import (
 )
 from sglang_sbs.router.upstream import Pool
 from sglang_sbs.scheduling.events import Outcome
+from sglang_sbs.wire.endforward import GANG_RID_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class RelayConfig:
     backoff_multiplier: float = 1.5
     jitter_factor: float = 0.2
     max_payload_bytes: int = 512 * 1024 * 1024
+    sends_gangs: bool = False
+    """The policy holds requests: engines may wait a moment for those sent together."""
 
 
 @dataclass(slots=True)
@@ -319,6 +322,8 @@ class Relay:
         make_sink: Callable[[], Callable[[bytes], None]] | None,
     ) -> Pair:
         rid = uuid.uuid4().hex
+        if self._config.sends_gangs:
+            rid = GANG_RID_PREFIX + rid
         prompt = exchange.prompts[unit.prompt_index]
         self._in_flight.announce(rid, prompt.length)
         outcome: Outcome = "failed"

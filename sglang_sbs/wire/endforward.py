@@ -124,6 +124,9 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 MAX_RIDS = 1024
+GANG_RID_PREFIX = "sbs-"
+"""Request ids that begin so were sent by a router that holds requests and sends them in batches: an
+engine may wait a moment for those that came together (``engine.gang_gate``)."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EndForward)

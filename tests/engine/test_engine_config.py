@@ -61,6 +61,8 @@ def test_boot_id_is_made_once_and_left_for_child_processes() -> None:
         ("SGLANG_SBS_DECODE_INTERVAL_MS", "-1", ">= 0"),
         ("SGLANG_SBS_HEARTBEAT_S", "0", ">= 0.05"),
         ("SGLANG_SBS_HEARTBEAT_S", "nan", "write e.g. 1"),
+        ("SGLANG_SBS_GANG_GATE_MS", "-1", "write e.g. 20"),
+        ("SGLANG_SBS_GANG_GATE_MS", "500", "more than 200"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_what_to_write(

@@ -104,6 +104,7 @@ _MIN_TOKENS = "--dp-minimum-tokens-scheduler"
 FIELD: tuple[Contender, ...] = (
     _ours("sbs", "--policy", "sbs"),
     _ours("sbs_paper", "--policy", "sbs", "--sbs-trigger", "paper"),
+    _ours("sbs_no_gate", "--policy", "sbs", "--sbs-gang-gate", "off"),
     # Without `session`: no two requests of these loads are of one conversation.
     *(
         _ours(policy, "--policy", policy)
