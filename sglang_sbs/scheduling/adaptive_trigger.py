@@ -12,7 +12,8 @@ before is learned from what either costs (``dispatch_lead``). Then, per decision
 
 1. candidates: idle instances, busy ones within the lead of their predicted end, and any with room
    when more waits than it and all that start before it can hold (nothing is lost by committing
-   early), in the order in which a batch sent now would start;
+   early), in the order in which a batch sent now would start. Under overlap scheduling and with
+   more waiting than all can take, first those that could run on without a gap (``lookahead``);
 2. spacing: instances are kept apart in phase by a fraction of the pass time that the arrival rate
    calls for. Never while all are idle, the queue is long, or the candidate will run anyway;
 3. order: short first, with an ageing that bounds how long anything is overtaken. A prompt of
@@ -36,6 +37,7 @@ from collections.abc import Mapping, Sequence
 from sglang_sbs.scheduling.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.lookahead import lookahead
 from sglang_sbs.scheduling.pass_forecast import (
     MOST_PLANNED,
     NEAREST,
@@ -219,9 +221,14 @@ class AdaptiveTrigger(PrefillPolicy):
             else:
                 wakes.append(open_s)
         all_idle = all(instance.idle for instance in instances)
-        chunked = bool(candidates) and self._chunked(queue, instances)
+        ahead, due_s = lookahead(instances, queue.tokens, lead_s, now_s)
+        if due_s is not None:
+            wakes.append(due_s)
+        chunked = bool(candidates or ahead) and self._chunked(queue, instances)
         if not overdue and not all_idle and not chunked:
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
+        if not chunked:  # prompts of many chunks keep every pass full as it is
+            candidates = list(dict.fromkeys([*ahead, *candidates]))
         # With unequal chunks the first may all be too small for what waits; with cached prefixes
         # what waits may be better off elsewhere.
         decision = self._decision_at(candidates, instances, len(queue), now_s)
@@ -234,7 +241,16 @@ class AdaptiveTrigger(PrefillPolicy):
             if not (tried < MAX_TRIED or every or decision.is_wanted(instance)):
                 continue
             plan = self._batch_for(
-                instance, instances, queue, admissible, decision, overdue, all_idle, home_of, now_s
+                instance,
+                instances,
+                queue,
+                admissible,
+                decision,
+                overdue,
+                all_idle,
+                home_of,
+                now_s,
+                passes=2 if instance in ahead and len(instance.passes) == 1 else 1,
             )
             if plan.placements:
                 self._last_s = now_s
@@ -304,10 +320,11 @@ class AdaptiveTrigger(PrefillPolicy):
         all_idle: bool,
         home_of: Mapping[str, str] | None,
         now_s: float,
+        passes: int = 1,
     ) -> Plan:
         """``home_of``: the instance each request should go to; None: any, for a fair share of the
-        queue."""
-        c_avail = instance.c_avail()
+        queue. ``passes``: for so many together."""
+        c_avail = instance.c_avail(passes)
         room = sum(c for c in c_avail if c > 0)
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take;
         # under overlap only when the rest, which runs at once and all but alone, does not matter.
@@ -339,7 +356,13 @@ class AdaptiveTrigger(PrefillPolicy):
                 taken += request.uncached_tokens_on(instance.id)
         its_tokens = queue.tokens * len(instances) * tokens_per_s(instance) / self._tokens_per_s
         long_queue = its_tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
-        if home_of is None and len(instances) > 1 and not overdue and not long_queue:
+        if (
+            home_of is None
+            and len(instances) > 1
+            and not overdue
+            and not long_queue
+            and passes == 1
+        ):
             others = [i for i in instances if i is not instance]
             arrives_s = now_s + self._interval.latency_s
             share = fair_share(

@@ -91,9 +91,11 @@ class PrefillInstance:
 
     # Questions ----------------------------------------------------------------------------
 
-    def c_avail(self) -> list[int]:
-        """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens."""
-        return [self.chunk_tokens - rank.backlog_tokens for rank in self.ranks]
+    def c_avail(self, passes: int = 1) -> list[int]:
+        """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens; for
+        several, what fits into them together and no more than a chunk."""
+        room = [passes * self.chunk_tokens - rank.backlog_tokens for rank in self.ranks]
+        return room if passes == 1 else [min(self.chunk_tokens, tokens) for tokens in room]
 
     @property
     def capacity_tokens(self) -> int:

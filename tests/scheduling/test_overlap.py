@@ -1,11 +1,17 @@
-"""Engines with overlap scheduling: the rest of a split prompt runs at once, and alone."""
+"""Engines with overlap scheduling: the rest of a split prompt runs at once, and alone; what waits
+when a pass starts is launched behind it without a gap."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
 
 import pytest
 from test_scheduler import Driver
 
 from sglang_sbs.scheduling import InstanceUp
+from sglang_sbs.scheduling.lookahead import lookahead
+from sglang_sbs.scheduling.prefill_instance import Pass, PrefillInstance
 
 
 def second_batch(overlap: bool, waiting: list[int]) -> set[str]:
@@ -41,3 +47,82 @@ def test_with_more_waiting_than_another_pass_takes_it_is_all_the_same():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_fits_whole_fills_the_hole_either_way(overlap: bool):
     assert second_batch(overlap, [700, 600, 250]) >= {"w2"}
+
+
+def sent_before_the_end(overlap: bool, waiting: list[int], prefill: int = 1) -> list[str]:
+    """What has left by the predicted end of a pass of 0.3 s that runs on ``p0``, in order."""
+    it = Driver(policy="sbs", trigger="adaptive", max_hold_s=10.0, t_default_s=0.3)
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=1))
+    for index in range(prefill):
+        up = InstanceUp(
+            instance=f"p{index}", role="prefill", dp_size=1, chunk_tokens=1000, overlap=overlap
+        )
+        it.tell(up)
+    it.arrive("first", 900)
+    it.wait(0.02)
+    it.report("p0", dp=1, kind="launch", forward_id=1, extend_tokens=900, rids=["first"])
+    for number, tokens in enumerate(waiting):
+        it.arrive(f"w{number}", tokens)
+    it.wait(0.299)
+    return [one.rid for one in it.dispatched if one.prefill == "p0"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_at_saturation_the_pass_after_the_next_waits_in_the_engine_before_that_one_starts(
+    overlap: bool,
+):
+    sent = sent_before_the_end(overlap, [950, 950, 950, 950, 950])
+    assert sent == ["first", "w0", "w1"] if overlap else ["first", "w0"]
+
+
+def test_with_little_more_than_a_pass_waiting_the_choice_is_kept():
+    assert sent_before_the_end(True, [950, 700]) == ["first", "w0"]
+
+
+@dataclass
+class Instance:
+    """What :func:`lookahead` asks of one, with passes of 0.3 s that end at these times."""
+
+    ends_s: list[float]
+    backlog_tokens: int = 0
+    capacity_tokens: int = 1000
+    overlap: bool = True
+    has_flight: bool = False
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [Pass(end_s - 0.3, end_s, [900], None) for end_s in self.ends_s]
+
+
+def asked(*instances: Instance, queue_tokens: int, now_s: float = 0.98):
+    found, due_s = lookahead(cast(list[PrefillInstance], instances), queue_tokens, 0.03, now_s)
+    return [instances.index(cast(Instance, one)) for one in found], due_s
+
+
+def test_the_batch_after_the_next_must_be_there_when_the_running_pass_ends():
+    assert asked(Instance([1.0], 900), queue_tokens=1000) == ([0], None)
+    assert asked(Instance([1.0], 900), queue_tokens=1000, now_s=0.8) == ([], 0.97)
+
+
+def test_what_other_instances_can_take_is_not_committed_ahead():
+    full, free = Instance([1.0], 900), Instance([1.2])
+    assert asked(full, free, queue_tokens=1900) == ([], None)
+    assert asked(full, free, queue_tokens=2000) == ([0], None)
+    assert asked(full, Instance([1.2], 950), queue_tokens=1100) == ([0], 1.17)
+
+
+@pytest.mark.parametrize(
+    ("instance", "wanted"),
+    [
+        (Instance([1.0], 100), False),  # its next pass is empty: that comes first
+        (Instance([1.0], 1900), False),  # has both
+        (Instance([1.0], 900, overlap=False), False),
+        (Instance([], 900), False),  # about to start: too late
+        (Instance([1.0, 1.3]), True),  # a pass is queued: the one behind it is formed at 1.0
+        (Instance([1.0, 1.3], 900), False),
+        (Instance([1.0, 1.3], 200, has_flight=True), False),  # on its way
+    ],
+)
+def test_who_lacks_a_batch(instance: Instance, wanted: bool):
+    found, _ = asked(instance, queue_tokens=10_000)
+    assert found == [0] * wanted

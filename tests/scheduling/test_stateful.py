@@ -179,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 chunk_tokens=limit,
                 page_size=PAGE,
                 prefix_source=self.prefix_source,
+                overlap=name != "p2",
             )
         else:
             up = InstanceUp(instance=name, role="decode", dp_size=dp_size, kv_capacity_tokens=limit)

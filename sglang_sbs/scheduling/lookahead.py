@@ -1,0 +1,74 @@
+"""When a batch is to wait in the engine before the pass in front of it has even started.
+
+Owns that question, for engines with overlap scheduling. Must not know which requests are in the
+batch.
+
+Such an engine forms the batch of a pass when the pass before it *starts*, if anything waits by
+then, and launches it without a gap. What comes later it takes in when that pass *ends*, and the
+device is idle while it does: 20 to 30 ms on the CPU cluster, 6 % of the time at saturation. Late
+binding wants the second, as it knows more by then. With more waiting in the router than all
+instances can take in their next passes there is nothing to be known: the batch runs in that pass
+whenever it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+
+FACTOR = 1.0
+"""What must wait, in passes of the instance, beyond what all others can take. On simulated engines
+(3 x 2 ranks, gaps of 28 ms, 1.1 of capacity, 300 requests, 8 seeds) the mean TTFT was 1.65 s
+without and 1.57 s with anything from 0.5 to 1.25; at 0.8 of capacity 0.5 made it 2 % longer."""
+FILLED = 0.5
+"""Its next pass must hold so much already: only a pass that runs long covers the forming of the
+next."""
+MOST_FILLED = 1.25
+LEFT_OVER = 0.25
+"""With a pass queued behind the running one, nothing more may wait for the next than this."""
+_EPSILON_S = 1e-9
+
+
+def lookahead(
+    instances: Sequence[PrefillInstance], queue_tokens: int, lead_s: float, now_s: float
+) -> tuple[list[PrefillInstance], float | None]:
+    """The instances that should get a batch now, for the pass after their next.
+
+    Args:
+        queue_tokens: uncached tokens that wait in the router.
+        lead_s: how long a batch takes to be there, with its margin.
+
+    Returns:
+        Them, and when the next one is due.
+    """
+    if queue_tokens < FACTOR * min([one.capacity_tokens for one in instances]):
+        return [], None
+    room_tokens = sum([_room_tokens(one) for one in instances])
+    found: list[PrefillInstance] = []
+    due_s: float | None = None
+    for one in instances:
+        others_tokens = room_tokens - _room_tokens(one)
+        if queue_tokens < FACTOR * (one.capacity_tokens + others_tokens) or not _wants_one(one):
+            continue
+        open_s = one.passes[0].end_s - lead_s
+        if open_s <= now_s + _EPSILON_S:
+            found.append(one)
+        elif due_s is None or open_s < due_s:
+            due_s = open_s
+    return found, due_s
+
+
+def _room_tokens(instance: PrefillInstance) -> int:
+    return max(0, instance.capacity_tokens - instance.backlog_tokens)
+
+
+def _wants_one(instance: PrefillInstance) -> bool:
+    """Whether the batch that is formed at the end of its running pass lacks something: the one
+    after the next if the next waits already, else the one after the pass that is queued."""
+    if not instance.overlap:
+        return False
+    filled = instance.backlog_tokens / instance.capacity_tokens
+    if len(instance.passes) == 1:
+        return FILLED <= filled < MOST_FILLED
+    return len(instance.passes) == 2 and filled <= LEFT_OVER and not instance.has_flight
