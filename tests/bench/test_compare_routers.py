@@ -24,6 +24,7 @@ from sglang_sbs.bench.versus.listener import Heard
 from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
 from sglang_sbs.bench.versus.prompts import id_prompts, text_prompts
 from sglang_sbs.bench.versus.rows import Header, Key, Row, RowFile
+from sglang_sbs.bench.versus.tables import ratio_table
 from sglang_sbs.bench.versus.workloads import WORKLOADS, arrivals, mooncake_slice
 from sglang_sbs.simulator.cost import COSTS
 from sglang_sbs.testing.tiny_model import cached_tiny_model
@@ -334,6 +335,12 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     assert cell["mean_ratio"] == pytest.approx((0.5 + 0.75) / 2)
     assert cell["mean_ratio_spread"] == pytest.approx([0.5, 0.75])
     assert cell["seeds"] == 2
+
+
+def test_without_a_peer_among_the_contenders_the_table_judges_nothing() -> None:
+    table = ratio_table([row("sbs", 50), row("eta", 60)])
+    assert table.rows[0][-1] == ""
+    assert not table.marks
 
 
 def test_a_peer_that_fails_requests_is_no_best_peer() -> None:

@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.decode import (
     schedule_decode,
 )
 from sglang_sbs.scheduling.interval import IntervalController
-from sglang_sbs.scheduling.pbaa import pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.pbaa import OVERLOOKED, pbaa, place_fitting, top_up
 from sglang_sbs.scheduling.request import Request
 
 
@@ -112,6 +112,12 @@ class TestPbaa:
                 full_chunks, first_part = divmod(mine[0], 1000)
                 assert full_chunks >= 1
                 assert free >= (first_part or 1000)
+
+    def test_who_was_left_out_often_is_placed_before_longer_ones(self):
+        batch = [request("short", 300, order=0), request("a", 800, order=1), request("b", 700)]
+        assert [r.rid for r, _ in place_fitting(batch, [1000, 700], 1000).placed] == ["a", "b"]
+        batch[0].waited_cycles = OVERLOOKED
+        assert [r.rid for r, _ in place_fitting(batch, [1000, 700], 1000).placed] == ["short", "b"]
 
     def test_top_up_splits_the_oldest_leftover_only_under_backlog(self):
         batch = [request("a", 600, order=0), request("b", 600, order=1), request("c", 900, order=2)]

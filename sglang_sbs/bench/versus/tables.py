@@ -41,8 +41,10 @@ def ratio_table(rows: Sequence[Row]) -> Table:
     """Ours over the best peer of every cell."""
     out, marks = [], {}
     for number, cell in enumerate(ratio_cells(rows)):
-        judged = verdict(max(cell["mean_ratio"], cell["p99_ratio"] or 0.0))
-        if judged != "equal":
+        # Without a peer among the contenders there is nothing to judge by.
+        worst = [one for one in (cell["mean_ratio"], cell["p99_ratio"]) if one is not None]
+        judged = verdict(max(worst)) if worst else ""
+        if judged in ("better", "worse"):
             marks[number] = judged
         out.append(
             [
