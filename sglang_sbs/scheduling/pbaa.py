@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
-OVERLOOKED = 4
-"""A request of 267 tokens waited 2.2 s at 1.1 of capacity while twelve batches left (3 x 2 ranks of
-the CPU cluster). With 1 the simulated mean TTFT at saturation (3 x 8 ranks) is 4 to 13 % longer,
-with 4 it is the same."""
+MOST_TURNS = 8
+"""So many of those that were left out before, the oldest, are let in instead of newer ones; looking
+for a place costs as much as there are requests in the batch."""
 PrefixHit = Callable[[Request, int], int]
 """L_hit(r, d): tokens of the prompt the rank's cache already holds."""
 
@@ -96,8 +95,7 @@ def place_fitting(
 
     A prompt longer than a chunk is cut anyway: it goes where it takes no more passes than it has
     chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
-    Those that were left out ``OVERLOOKED`` times come first: the short ones are placed last, and
-    with a full pass every time nothing but luck would let them in.
+    Who was left out of an earlier batch takes the place of a newer one (:func:`_take_turns`).
 
     Args:
         requests: longest first is by their uncached tokens.
@@ -113,9 +111,7 @@ def place_fitting(
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
     rank: int | None
-    for request in sorted(
-        requests, key=lambda r: (r.waited_cycles < OVERLOOKED, -r.uncached_tokens)
-    ):
+    for request in sorted(requests, key=lambda r: -r.uncached_tokens):
         hits = hits_of(request)
         if hits is None or rank_of is None:
             need = request.prompt_tokens
@@ -130,7 +126,60 @@ def place_fitting(
         else:
             placed.append((request, rank))
             capacity[rank] -= need
+    if any(request.waited_cycles for request in left):
+        left = _take_turns(placed, left, capacity, chunk_tokens)
     return Allocation(placed, left)
+
+
+def _take_turns(
+    placed: list[tuple[Request, int]],
+    left: list[Request],
+    capacity: list[int],
+    chunk_tokens: int,
+) -> list[Request]:
+    """Let those in that were left out of an earlier batch, each for the shortest newer one that
+    makes room.
+
+    Short requests are placed last, and with full passes it would be luck that lets them in: on the
+    CPU cluster one of 267 tokens waited 2.2 s while twelve batches left. Placing them first instead
+    packs passes less tightly. Of requests of up to a chunk that have nothing cached. Changes
+    ``placed`` and ``capacity``; returns who is left out now.
+    """
+
+    def may_move(request: Request) -> bool:
+        return request.prompt_tokens <= chunk_tokens and not request.hits.best_tokens
+
+    still: list[Request] = []
+    turns = 0
+    for old in sorted(left, key=lambda r: r.order):
+        at = None
+        if old.waited_cycles and turns < MOST_TURNS and may_move(old):
+            turns += 1
+            for index, (one, rank) in enumerate(placed):
+                if (
+                    one.order > old.order
+                    and one.waited_cycles < old.waited_cycles
+                    and capacity[rank] + one.prompt_tokens >= old.prompt_tokens
+                    and may_move(one)
+                    and (at is None or one.prompt_tokens < placed[at][0].prompt_tokens)
+                ):
+                    at = index
+        if at is None:
+            still.append(old)
+        else:
+            one, rank = placed[at]
+            placed[at] = (old, rank)
+            capacity[rank] += one.prompt_tokens - old.prompt_tokens
+            still.append(one)
+    left = []
+    for request in sorted(still, key=lambda r: -r.uncached_tokens):
+        rank = _emptiest(capacity, None)
+        if may_move(request) and request.prompt_tokens <= capacity[rank]:
+            placed.append((request, rank))
+            capacity[rank] -= request.prompt_tokens
+        else:
+            left.append(request)
+    return left
 
 
 def _emptiest(capacity: Sequence[int], received_tokens: Sequence[int] | None) -> int:

@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.decode import (
     schedule_decode,
 )
 from sglang_sbs.scheduling.interval import IntervalController
-from sglang_sbs.scheduling.pbaa import OVERLOOKED, pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.pbaa import pbaa, place_fitting, top_up
 from sglang_sbs.scheduling.request import Request
 
 
@@ -113,11 +113,41 @@ class TestPbaa:
                 assert full_chunks >= 1
                 assert free >= (first_part or 1000)
 
-    def test_who_was_left_out_often_is_placed_before_longer_ones(self):
-        batch = [request("short", 300, order=0), request("a", 800, order=1), request("b", 700)]
-        assert [r.rid for r, _ in place_fitting(batch, [1000, 700], 1000).placed] == ["a", "b"]
-        batch[0].waited_cycles = OVERLOOKED
-        assert [r.rid for r, _ in place_fitting(batch, [1000, 700], 1000).placed] == ["short", "b"]
+    def test_who_was_left_out_takes_the_place_of_the_shortest_newer_one_that_makes_room(self):
+        old, long, short = batch = [
+            request("old", 300, order=0),
+            request("long", 600, order=1),
+            request("short", 400, order=2),
+        ]
+        assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
+        old.waited_cycles = 1
+        fitted = place_fitting(batch, [1000], 1000)
+        assert fitted.placed == [(long, 0), (old, 0)]
+        assert fitted.left == [short]
+        # It finds another place if there is one.
+        assert place_fitting([*batch, request("r", 90, order=3)], [1000, 95], 1000).left == [short]
+        assert place_fitting(batch, [1000, 299], 1000).left == [short]
+        assert place_fitting(batch, [1000, 300], 1000).left == []
+
+    def test_nobody_gives_way_to_one_that_came_later(self):
+        batch = [request("a", 900, order=0), request("b", 300, order=1)]
+        batch[1].waited_cycles = 1
+        assert place_fitting(batch, [1000], 1000).placed == [(batch[0], 0)]
+
+    @given(
+        tokens=st.lists(st.tuples(st.integers(1, 1200), st.integers(0, 3)), max_size=40),
+        capacity=st.lists(st.integers(0, 1000), min_size=1, max_size=8),
+    )
+    def test_turns_lose_nobody_and_overfill_no_rank(self, tokens, capacity):
+        batch = [request(str(i), t, order=i) for i, (t, _) in enumerate(tokens)]
+        for one, (_, waited) in zip(batch, tokens, strict=True):
+            one.waited_cycles = waited
+        placed, left = place_fitting(batch, capacity, chunk_tokens=1000)
+        rids = [r.rid for r, _ in placed] + [r.rid for r in left]
+        assert sorted(rids) == sorted(r.rid for r in batch)
+        for rank, free in enumerate(capacity):
+            mine = [r.prompt_tokens for r, d in placed if d == rank]
+            assert sum(mine) <= free or len(mine) == 1
 
     def test_top_up_splits_the_oldest_leftover_only_under_backlog(self):
         batch = [request("a", 600, order=0), request("b", 600, order=1), request("c", 900, order=2)]
