@@ -63,7 +63,8 @@ class GangGate:
             self._polled.clear()
             return
         running = len(getattr(scheduler, "result_queue", ())) > 0
-        if running and not scheduler.waiting_queue and scheduler.chunked_req is None:
+        chunked = getattr(scheduler, "chunked_req", None)
+        if running and not scheduler.waiting_queue and chunked is None:
             return
         mine = [req.rid for req in queue.queue if req.rid.startswith(GANG_RID_PREFIX)]
         self._polled = {rid: self._polled.get(rid, 0) for rid in mine}

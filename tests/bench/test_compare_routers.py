@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import orjson
@@ -14,21 +13,17 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from sglang_sbs.bench.load import Latency, Sample
+from sglang_sbs.bench.load import Latency
 from sglang_sbs.bench.passes import ForwardPass, PassStatistics
-from sglang_sbs.bench.versus import campaign, clients, command, measure, ratios, report, search
+from sglang_sbs.bench.versus import campaign, command, ratios, report, search
 from sglang_sbs.bench.versus.cell import Setting
 from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S, scaled_cost
 from sglang_sbs.bench.versus.field import BY_NAME, FIELD, Contender, chosen
-from sglang_sbs.bench.versus.listener import Heard
 from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
-from sglang_sbs.bench.versus.prompts import id_prompts, text_prompts
+from sglang_sbs.bench.versus.prompts import id_prompts
 from sglang_sbs.bench.versus.rows import Header, Key, Row, RowFile
 from sglang_sbs.bench.versus.tables import ratio_table
-from sglang_sbs.bench.versus.workloads import WORKLOADS, arrivals, mooncake_slice
 from sglang_sbs.simulator.cost import COSTS
-from sglang_sbs.testing.tiny_model import cached_tiny_model
-from sglang_sbs.wire import EndForward
 
 NAN = math.nan
 HEADER = Header(
@@ -67,115 +62,6 @@ def row(
     )
 
 
-# ---- workloads
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_the_offered_load_is_exact_and_the_same_for_the_same_seed(name: str) -> None:
-    def draw(seed: int, content: str) -> list[tuple[float, int, int]]:
-        sent = arrivals(
-            name,
-            seed=seed,
-            requests=120,
-            tokens_per_s=5000.0,
-            chunk_tokens=1024,
-            prompts=id_prompts(),
-            content=content,
-        )
-        assert sent[-1].at_s == pytest.approx(sum(len(a.input_ids) for a in sent) / 5000.0)
-        assert [a.at_s for a in sent] == sorted(a.at_s for a in sent)
-        return [(a.at_s, len(a.input_ids), a.max_new_tokens) for a in sent]
-
-    assert draw(1, "a") == draw(1, "b") != draw(2, "a")
-
-
-def test_other_content_has_no_common_beginning() -> None:
-    one, two = (
-        arrivals(
-            "paper",
-            seed=1,
-            requests=50,
-            tokens_per_s=1e4,
-            chunk_tokens=1024,
-            prompts=id_prompts(),
-            content=content,
-        )
-        for content in ("sbs", "peer")
-    )
-    assert not [1 for a, b in zip(one, two, strict=True) if a.input_ids[:8] == b.input_ids[:8]]
-
-
-def test_paper_prompts_are_at_most_a_chunk_and_long_tail_ones_are_not() -> None:
-    paper = [r.prompt_tokens for r in WORKLOADS["paper"](1, 2000, 1024)]
-    tail = [r.prompt_tokens for r in WORKLOADS["long-tail"](1, 2000, 1024)]
-    assert max(paper) <= 1024
-    assert sum(paper) / len(paper) == pytest.approx(1024 / 3, rel=0.05)
-    assert 4 * 1024 < max(tail) <= 8 * 1024
-    assert sorted(tail)[1000] == pytest.approx(1024 / 5, rel=0.1)
-
-
-def test_bursts_are_burstier_than_poisson() -> None:
-    def variation(name: str) -> float:
-        times = [r.at for r in WORKLOADS[name](1, 2000, 1024)]
-        gaps = [b - a for a, b in pairwise(times)]
-        mean = sum(gaps) / len(gaps)
-        return math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps)) / mean
-
-    assert variation("paper") == pytest.approx(1.0, abs=0.15)
-    assert variation("bursty") > 2.3
-
-
-def test_mooncake_prompts_that_share_blocks_share_their_beginning() -> None:
-    drawn = WORKLOADS["mooncake"](1, 800, 1024)
-    sent = arrivals(
-        "mooncake",
-        seed=1,
-        requests=800,
-        tokens_per_s=1e4,
-        chunk_tokens=1024,
-        prompts=id_prompts(),
-        content="x",
-    )
-    assert len(mooncake_slice()) == 800
-    by_start: dict[tuple[int, ...], list[int]] = {}
-    for number, one in enumerate(drawn):
-        by_start.setdefault(one.blocks[:4], []).append(number)
-    groups = [numbers for start, numbers in by_start.items() if len(start) == 4 < 2 + len(numbers)]
-    assert len(groups) > 10
-    for first, second, *_ in groups:
-        common = round(4 * drawn[first].block_tokens)
-        assert sent[first].input_ids[:common] == sent[second].input_ids[:common]
-    other = [numbers[0] for numbers in groups[:2]]
-    assert sent[other[0]].input_ids[:85] != sent[other[1]].input_ids[:85]
-
-
-def test_too_many_requests_for_the_trace_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 800 requests, not 801"):
-        WORKLOADS["mooncake"](1, 801, 1024)
-
-
-def test_text_prompts_have_exactly_the_tokens_they_say() -> None:
-    from tokenizers import Tokenizer
-
-    model = cached_tiny_model()
-    sent = arrivals(
-        "paper",
-        seed=3,
-        requests=20,
-        tokens_per_s=1e4,
-        chunk_tokens=1024,
-        prompts=text_prompts(model),
-        content="x",
-    )
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    assert all(a.text and tokenizer.encode(a.text).ids == a.input_ids for a in sent)
-
-
-def test_a_model_without_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--prompts ids"):
-        text_prompts(tmp_path)
-
-
 # ---- contenders
 
 
@@ -200,103 +86,6 @@ def test_an_unknown_contender_is_named() -> None:
     with pytest.raises(ValueError, match="'nginx' is not one of all, sbs"):
         chosen("sbs,nginx")
     assert [c.name for c in chosen("smg,sbs")] == ["sbs", "smg"]
-
-
-# ---- figures
-
-
-def report_of(rank: int, forward_id: int, kind: str, **changed: object) -> EndForward:
-    fields: dict[str, object] = {
-        "instance_id": "",
-        "boot_id": "boot",
-        "role": "prefill",
-        "dp_rank": rank,
-        "dp_size": 2,
-        "seq": 0,
-        "kind": kind,
-        "forward_id": forward_id,
-        "chunk_tokens": 100,
-        **changed,
-    }
-    return EndForward(**fields)  # type: ignore[arg-type]
-
-
-def passes_of(*times: tuple[float, float, int]) -> list[Heard]:
-    """Passes of (start, end, tokens left behind), on an engine clock 1000 s ahead of ours."""
-    heard = []
-    for number, (start_s, end_s, left) in enumerate(times):
-        for rank, tokens in enumerate((80, 40)):
-            heard.append(Heard(start_s, report_of(rank, number, "launch", extend_tokens=tokens)))
-        for rank in range(2):
-            done = report_of(
-                rank,
-                number,
-                "forward",
-                end_s=end_s + 1000,
-                forward_s=end_s - start_s,
-                waiting_tokens=left,
-            )
-            heard.append(Heard(end_s + 0.01 * number, done))
-    return heard
-
-
-def test_pauses_with_work_in_hand_are_the_engines_own_and_no_bubble() -> None:
-    heard = passes_of((1, 2, 5), (2.1, 3.1, 5), (3.2, 4.2, 5), (4.3, 5.3, 0), (5.6, 6.6, 0))
-    figures, trace = measure.engines(heard, {"boot": "p0"}, begin_s=0.0, load_s=10.0)
-    assert figures.own_gap_ms == pytest.approx(100.0)
-    assert figures.bubble_beyond_share == pytest.approx(0.2 / 5.6)
-    assert figures.passes.chunk_utilization == pytest.approx(0.6)
-    # By the engine's clock, not by when the message came.
-    assert [one.end_s for one in trace.passes] == pytest.approx([2, 3.1, 4.2, 5.3, 6.6])
-
-
-def test_messages_of_strangers_are_ignored() -> None:
-    figures, trace = measure.engines(passes_of((1, 2, 0)), {}, begin_s=0.0, load_s=10.0)
-    assert figures.passes.passes == 0
-    assert trace.passes == []
-
-
-def test_the_kv_band_is_the_deviation_over_ranks() -> None:
-    heard = [
-        Heard(0.0, report_of(rank, 0, "heartbeat", role="decode", kv_tokens=tokens))
-        for rank, tokens in enumerate((100, 300))
-    ]
-    figures, trace = measure.engines(heard, {"boot": "d0"}, begin_s=0.0, load_s=1.0)
-    assert figures.kv == KvBand(200.0, 100.0)
-    assert trace.kv[0] == (0.0, [100, 300])
-
-
-def test_answers_count_what_was_within_the_slo() -> None:
-    samples = [Sample(0.0, 10, ttft_s=t, e2e_s=t + 0.7, output_tokens=8) for t in (0.1, 0.2, 3.0)]
-    samples.append(Sample(0.0, 10, error="HTTP 503"))
-    found = measure.answers(samples, slo_ttft_s=1.0, slo_tpot_s=0.2, load_s=2.0)
-    assert (found.completed, found.failed, found.errors) == (3, 1, ["HTTP 503"])
-    assert found.goodput_qps == pytest.approx(1.0)
-    assert found.tpot_ms.mean == pytest.approx(100.0)
-    slow = measure.answers(samples, slo_ttft_s=1.0, slo_tpot_s=0.05, load_s=2.0)
-    assert slow.goodput_qps == 0.0
-
-
-def test_bench_serving_details_become_samples() -> None:
-    sent = arrivals(
-        "paper",
-        seed=1,
-        requests=3,
-        tokens_per_s=1e4,
-        chunk_tokens=100,
-        prompts=id_prompts(),
-        content="",
-    )
-    result = {
-        "ttfts": [0.5, 0.0, 0.25],
-        "itls": [[0.1, 0.2], [], [0.1]],
-        "output_lens": [8, 8, 2],
-        "errors": ["", "refused", ""],
-    }
-    good, refused, short = clients.samples_of(result, sent)
-    assert (good.ttft_s, good.e2e_s, good.error) == (0.5, pytest.approx(0.8), "")
-    assert refused.error == "refused"
-    assert short.error == "finished after 2 tokens"
 
 
 # ---- ratios

@@ -1,0 +1,107 @@
+"""What `scripts/compare-routers` makes of EndForward and of answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_sbs.bench.load import Sample
+from sglang_sbs.bench.versus import clients, measure
+from sglang_sbs.bench.versus.listener import Heard
+from sglang_sbs.bench.versus.measure import KvBand
+from sglang_sbs.bench.versus.prompts import id_prompts
+from sglang_sbs.bench.versus.workloads import arrivals
+from sglang_sbs.wire import EndForward
+
+
+def report_of(rank: int, forward_id: int, kind: str, **changed: object) -> EndForward:
+    fields: dict[str, object] = {
+        "instance_id": "",
+        "boot_id": "boot",
+        "role": "prefill",
+        "dp_rank": rank,
+        "dp_size": 2,
+        "seq": 0,
+        "kind": kind,
+        "forward_id": forward_id,
+        "chunk_tokens": 100,
+        **changed,
+    }
+    return EndForward(**fields)  # type: ignore[arg-type]
+
+
+def passes_of(*times: tuple[float, float, int]) -> list[Heard]:
+    """Passes of (start, end, tokens left behind), on an engine clock 1000 s ahead of ours."""
+    heard = []
+    for number, (start_s, end_s, left) in enumerate(times):
+        for rank, tokens in enumerate((80, 40)):
+            heard.append(Heard(start_s, report_of(rank, number, "launch", extend_tokens=tokens)))
+        for rank in range(2):
+            done = report_of(
+                rank,
+                number,
+                "forward",
+                end_s=end_s + 1000,
+                forward_s=end_s - start_s,
+                waiting_tokens=left,
+            )
+            heard.append(Heard(end_s + 0.01 * number, done))
+    return heard
+
+
+def test_pauses_with_work_in_hand_are_the_engines_own_and_no_bubble() -> None:
+    heard = passes_of((1, 2, 5), (2.1, 3.1, 5), (3.2, 4.2, 5), (4.3, 5.3, 0), (5.6, 6.6, 0))
+    figures, trace = measure.engines(heard, {"boot": "p0"}, begin_s=0.0, load_s=10.0)
+    assert figures.own_gap_ms == pytest.approx(100.0)
+    assert figures.bubble_beyond_share == pytest.approx(0.2 / 5.6)
+    assert figures.passes.chunk_utilization == pytest.approx(0.6)
+    # By the engine's clock, not by when the message came.
+    assert [one.end_s for one in trace.passes] == pytest.approx([2, 3.1, 4.2, 5.3, 6.6])
+
+
+def test_messages_of_strangers_are_ignored() -> None:
+    figures, trace = measure.engines(passes_of((1, 2, 0)), {}, begin_s=0.0, load_s=10.0)
+    assert figures.passes.passes == 0
+    assert trace.passes == []
+
+
+def test_the_kv_band_is_the_deviation_over_ranks() -> None:
+    heard = [
+        Heard(0.0, report_of(rank, 0, "heartbeat", role="decode", kv_tokens=tokens))
+        for rank, tokens in enumerate((100, 300))
+    ]
+    figures, trace = measure.engines(heard, {"boot": "d0"}, begin_s=0.0, load_s=1.0)
+    assert figures.kv == KvBand(200.0, 100.0)
+    assert trace.kv[0] == (0.0, [100, 300])
+
+
+def test_answers_count_what_was_within_the_slo() -> None:
+    samples = [Sample(0.0, 10, ttft_s=t, e2e_s=t + 0.7, output_tokens=8) for t in (0.1, 0.2, 3.0)]
+    samples.append(Sample(0.0, 10, error="HTTP 503"))
+    found = measure.answers(samples, slo_ttft_s=1.0, slo_tpot_s=0.2, load_s=2.0)
+    assert (found.completed, found.failed, found.errors) == (3, 1, ["HTTP 503"])
+    assert found.goodput_qps == pytest.approx(1.0)
+    assert found.tpot_ms.mean == pytest.approx(100.0)
+    slow = measure.answers(samples, slo_ttft_s=1.0, slo_tpot_s=0.05, load_s=2.0)
+    assert slow.goodput_qps == 0.0
+
+
+def test_bench_serving_details_become_samples() -> None:
+    sent = arrivals(
+        "paper",
+        seed=1,
+        requests=3,
+        tokens_per_s=1e4,
+        chunk_tokens=100,
+        prompts=id_prompts(),
+        content="",
+    )
+    result = {
+        "ttfts": [0.5, 0.0, 0.25],
+        "itls": [[0.1, 0.2], [], [0.1]],
+        "output_lens": [8, 8, 2],
+        "errors": ["", "refused", ""],
+    }
+    good, refused, short = clients.samples_of(result, sent)
+    assert (good.ttft_s, good.e2e_s, good.error) == (0.5, pytest.approx(0.8), "")
+    assert refused.error == "refused"
+    assert short.error == "finished after 2 tokens"

@@ -1,0 +1,119 @@
+"""What `scripts/compare-routers` sends: loads, lengths, prompts."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from sglang_sbs.bench.versus.prompts import id_prompts, text_prompts
+from sglang_sbs.bench.versus.workloads import WORKLOADS, arrivals, mooncake_slice
+from sglang_sbs.testing.tiny_model import cached_tiny_model
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_offered_load_is_exact_and_the_same_for_the_same_seed(name: str) -> None:
+    def draw(seed: int, content: str) -> list[tuple[float, int, int]]:
+        sent = arrivals(
+            name,
+            seed=seed,
+            requests=120,
+            tokens_per_s=5000.0,
+            chunk_tokens=1024,
+            prompts=id_prompts(),
+            content=content,
+        )
+        assert sent[-1].at_s == pytest.approx(sum(len(a.input_ids) for a in sent) / 5000.0)
+        assert [a.at_s for a in sent] == sorted(a.at_s for a in sent)
+        return [(a.at_s, len(a.input_ids), a.max_new_tokens) for a in sent]
+
+    assert draw(1, "a") == draw(1, "b") != draw(2, "a")
+
+
+def test_other_content_has_no_common_beginning() -> None:
+    one, two = (
+        arrivals(
+            "paper",
+            seed=1,
+            requests=50,
+            tokens_per_s=1e4,
+            chunk_tokens=1024,
+            prompts=id_prompts(),
+            content=content,
+        )
+        for content in ("sbs", "peer")
+    )
+    assert not [1 for a, b in zip(one, two, strict=True) if a.input_ids[:8] == b.input_ids[:8]]
+
+
+def test_paper_prompts_are_at_most_a_chunk_and_long_tail_ones_are_not() -> None:
+    paper = [r.prompt_tokens for r in WORKLOADS["paper"](1, 2000, 1024)]
+    tail = [r.prompt_tokens for r in WORKLOADS["long-tail"](1, 2000, 1024)]
+    assert max(paper) <= 1024
+    assert sum(paper) / len(paper) == pytest.approx(1024 / 3, rel=0.05)
+    assert 4 * 1024 < max(tail) <= 8 * 1024
+    assert sorted(tail)[1000] == pytest.approx(1024 / 5, rel=0.1)
+
+
+def test_bursts_are_burstier_than_poisson() -> None:
+    def variation(name: str) -> float:
+        times = [r.at for r in WORKLOADS[name](1, 2000, 1024)]
+        gaps = [b - a for a, b in pairwise(times)]
+        mean = sum(gaps) / len(gaps)
+        return math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps)) / mean
+
+    assert variation("paper") == pytest.approx(1.0, abs=0.15)
+    assert variation("bursty") > 2.3
+
+
+def test_mooncake_prompts_that_share_blocks_share_their_beginning() -> None:
+    drawn = WORKLOADS["mooncake"](1, 800, 1024)
+    sent = arrivals(
+        "mooncake",
+        seed=1,
+        requests=800,
+        tokens_per_s=1e4,
+        chunk_tokens=1024,
+        prompts=id_prompts(),
+        content="x",
+    )
+    assert len(mooncake_slice()) == 800
+    by_start: dict[tuple[int, ...], list[int]] = {}
+    for number, one in enumerate(drawn):
+        by_start.setdefault(one.blocks[:4], []).append(number)
+    groups = [numbers for start, numbers in by_start.items() if len(start) == 4 < 2 + len(numbers)]
+    assert len(groups) > 10
+    for first, second, *_ in groups:
+        common = round(4 * drawn[first].block_tokens)
+        assert sent[first].input_ids[:common] == sent[second].input_ids[:common]
+    other = [numbers[0] for numbers in groups[:2]]
+    assert sent[other[0]].input_ids[:85] != sent[other[1]].input_ids[:85]
+
+
+def test_too_many_requests_for_the_trace_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 800 requests, not 801"):
+        WORKLOADS["mooncake"](1, 801, 1024)
+
+
+def test_text_prompts_have_exactly_the_tokens_they_say() -> None:
+    from tokenizers import Tokenizer
+
+    model = cached_tiny_model()
+    sent = arrivals(
+        "paper",
+        seed=3,
+        requests=20,
+        tokens_per_s=1e4,
+        chunk_tokens=1024,
+        prompts=text_prompts(model),
+        content="x",
+    )
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert all(a.text and tokenizer.encode(a.text).ids == a.input_ids for a in sent)
+
+
+def test_a_model_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--prompts ids"):
+        text_prompts(tmp_path)
