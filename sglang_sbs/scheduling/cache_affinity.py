@@ -9,7 +9,8 @@ Each rank is judged by when the request would be done there, plus what its compu
 ``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
 which delays everybody who waits for that instance, and at load ``rho`` those who come while it
 catches up. So prefixes are computed again on an idle cluster, and rather waited for when a queue
-would pay for it. All that share a prefix share the price of having it in one more place.
+would pay for it. All that share a prefix share the price of having it in one more place. Nobody
+waits for less than ``LEAST_HIT_SHARE`` of a chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.pbaa import first_part
+from sglang_sbs.scheduling.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.prefix_index import Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
@@ -137,7 +138,8 @@ class CacheAffinity:
         least_s = self.home_of(request).cost_s
         for one in request.upcoming:
             at = self._by_id.get(one.instance)
-            if at is None or one.tokens <= request.prompt_tokens - request.uncached_tokens:
+            gain = one.tokens - request.hits.best_tokens
+            if at is None or gain < LEAST_HIT_SHARE * at.chunk_tokens:
                 continue
             view = self.view(at)
             start_s = max(one.visible_s, view.start_s)
@@ -261,10 +263,8 @@ class BatchAffinity:
 
     def _is_elsewhere(self, request: Request) -> bool:
         here = self._instance.id
-        if (
-            not self._chooses_instance
-            or request.uncached_tokens_on(here) == request.uncached_tokens
-        ):
+        gain = request.uncached_tokens_on(here) - request.uncached_tokens
+        if not self._chooses_instance or gain < LEAST_HIT_SHARE * self._instance.chunk_tokens:
             return False
         home = self._decision.home_of(request).instance
         # Where nothing of it is cached, one instance is as good as the other.
@@ -300,7 +300,8 @@ class BatchAffinity:
         most = (request.prompt_tokens - 1) // request.block_tokens
         for twin in twins:
             tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
-            if tokens > request.prompt_tokens - request.uncached_tokens:
+            gain = tokens - request.hits.best_tokens
+            if gain >= LEAST_HIT_SHARE * self._instance.chunk_tokens:
                 after_s = here.start_s + decision.alone_s(twin, here, 0, 0)
                 if after_s + decision.done_s(request, here, tokens, 0) < least_s:
                     return True
