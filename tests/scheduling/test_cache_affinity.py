@@ -14,6 +14,9 @@ from sglang_sbs.scheduling import (
     PrefillDone,
     RequestEnded,
 )
+from sglang_sbs.scheduling.cache_affinity import BatchAffinity, CacheAffinity
+from sglang_sbs.scheduling.prefix_index import Hits, Upcoming
+from sglang_sbs.scheduling.request import Request
 
 PAGE = 10
 PREFIX = list(range(1, 81))
@@ -270,6 +273,27 @@ def test_a_short_common_beginning_is_not_waited_for():
         arrive(it, f"r{i}", 900, [1, 2, *range(1000 * (i + 1), 1000 * (i + 1) + 80)])
     assert [one.rid for one in it.dispatched] == ["r0", "r1"]
     assert it.dispatched[0].prefill != it.dispatched[1].prefill
+
+
+@pytest.mark.parametrize(("tokens", "waits"), [(10, False), (19, False), (20, True), (800, True)])
+def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits: bool):
+    """With pages of one token, two prompts that begin with the same one had waited for each other
+    for more than a second."""
+    it = cluster()
+    p0, p1 = it.scheduler.prefill.values()
+    blocks = list(range(1, 900))
+
+    def decision() -> CacheAffinity:
+        # p1, for which the batch is, starts much later than p0: whatever is there would be sooner.
+        starts_s = {"p0": 100.0, "p1": 105.0}
+        return CacheAffinity([p0, p1], p1, lambda one: starts_s[one.id], load=0.9, waiting=1000)
+
+    coming = Upcoming("p0", 0, tokens, visible_s=100.0)
+    cached = Hits({"p0": [tokens, 0]}, tokens)
+    for fields in ({"upcoming": [coming]}, {"hits": cached}):
+        request = Request("r", 1, 900, None, 100.0, 200.0, blocks=blocks, block_tokens=1, **fields)
+        here = BatchAffinity(decision(), p1)
+        assert here.belongs_here(request) is not waits
 
 
 def test_many_that_wait_for_one_instance_do_not_hide_those_of_another(monkeypatch):
