@@ -15,6 +15,7 @@ import sglang_parser
 from command_checks import our_variables
 from doc_commands import ROOT, pages
 
+from sglang_sbs.bench.versus.field import BY_NAME
 from sglang_sbs.engine import config as hook
 from sglang_sbs.router.arguments import build_parser
 from sglang_sbs.router.stock_flags import REFUSED_FLAGS
@@ -124,7 +125,7 @@ def test_every_documented_metric_is_exported() -> None:
     exported = set(re.findall(r"\"((?:sbs|smg)_[a-z_0-9]+)\"", source))
     assert len(exported) > 40
     metric = re.compile(r"`((?:sbs|smg)_[a-z_0-9]+[a-z0-9])(?:\{[^`]*\})?`")
-    policies = {"sbs_paper", "sbs_basic", "sbs_iqr", "sbs_potential"}
+    policies = {"sbs_paper", "sbs_basic", "sbs_iqr", "sbs_potential"} | set(BY_NAME)
     suffixes = re.compile(r"_(total|bucket|sum|count)$")
     assert {
         name: page
