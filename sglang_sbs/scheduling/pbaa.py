@@ -144,10 +144,11 @@ def _take_turns(
     """Let those in that were left out of an earlier batch, each for the shortest newer one that
     makes room.
 
-    Short requests are placed last, and with full passes it would be luck that lets them in: on the
-    CPU cluster one of 267 tokens waited 2.2 s while twelve batches left. Placing them first instead
-    packs passes less tightly. Of requests of up to a chunk that have next to nothing cached.
-    Changes ``placed`` and ``capacity``; returns who is left out now.
+    Short requests are placed last, and with full passes it would be luck that lets them in.
+    Simulated (3 x 2 ranks, 0.8 of capacity, 12 seeds) the p99 TTFT is 1.40 s with this and 1.53 s
+    without, the mean equal; placing them first instead packs passes less tightly. Of requests of
+    up to a chunk that have next to nothing cached. Changes ``placed`` and ``capacity``; returns who
+    is left out now.
     """
     least_hit = LEAST_HIT_SHARE * chunk_tokens
 
