@@ -11,6 +11,7 @@ from router_harness import cluster, sse_events, until
 from sglang_sbs.router.rank_contract import pick_bootstrap_room
 from sglang_sbs.scheduling.events import Dispatch, PrefillDone, RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour
+from sglang_sbs.wire.endforward import GANG_RID_PREFIX
 
 CHAT = {"model": "mock", "messages": [{"role": "user", "content": "hello there"}]}
 
@@ -32,12 +33,22 @@ async def test_both_legs_get_the_rank_contract() -> None:
             assert p["bootstrap_host"] == d["bootstrap_host"] == "127.0.0.1"
             assert p["bootstrap_port"] == d["bootstrap_port"] == 9000
             assert p["rid"] == d["rid"]
-            assert len(p["rid"]) == 32
+            assert p["rid"].startswith(GANG_RID_PREFIX)
         assert len({p.body["bootstrap_room"] for p, _ in pairs}) == 6
         assert len({p.rid for p, _ in pairs}) == 6
         assert {p.body["routed_dp_rank"] for p, _ in pairs} == {0, 1}
         assert {d.body["routed_dp_rank"] for _, d in pairs} == {0, 1, 2, 3}
         c.check_books()
+
+
+@pytest.mark.parametrize(
+    "flags", [("--sbs-gang-gate", "off"), ("--policy", "round_robin")], ids=["off", "immediate"]
+)
+async def test_engines_wait_only_for_the_gangs_of_a_holding_policy(flags: tuple[str, str]) -> None:
+    async with cluster(*flags) as c:
+        await c.generate(input_ids=[1, 2, 3])
+        (request,) = c.prefill[0].requests
+        assert not request.body["rid"].startswith(GANG_RID_PREFIX)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 7, 8, 32])
