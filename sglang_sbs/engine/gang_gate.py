@@ -7,9 +7,9 @@ Why
 ---
 The requests of a batch that SBS sends are ready within some 20 ms of each other: each waits for
 decode to take it in, which happens once per decode pass. SGLang launches on the first that is
-ready. Under overlap scheduling the rest follows at once, in a pass of its own that costs nearly as
-much as a full one and shuts out what comes meanwhile. Waiting is cheap in comparison, and other DP
-ranks need no telling: they wait at the barrier in front of every pass.
+ready. Under overlap scheduling the rest follows at once, in a pass of its own that shuts out what
+comes meanwhile: 0.17 to 0.24 s on the CPU cluster, where a full one takes 0.61 s. Waiting is cheap
+in comparison, and other DP ranks need no telling: they wait at the barrier in front of every pass.
 
 While a pass runs and this rank has nothing to put behind it, it does not wait. A request is waited
 for only so often in its life, so one that decode has no room for costs a single wait.

@@ -227,8 +227,9 @@ class AdaptiveTrigger(PrefillPolicy):
         chunked = bool(candidates or ahead) and self._chunked(queue, instances)
         if not overdue and not all_idle and not chunked:
             candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
-        if not chunked:  # prompts of many chunks keep every pass full as it is
-            candidates = list(dict.fromkeys([*ahead, *candidates]))
+        if chunked:
+            ahead = []  # prompts of many chunks keep every pass full as it is
+        candidates = list(dict.fromkeys([*ahead, *candidates]))
         # With unequal chunks the first may all be too small for what waits; with cached prefixes
         # what waits may be better off elsewhere.
         decision = self._decision_at(candidates, instances, len(queue), now_s)
