@@ -144,12 +144,12 @@ def _take_turns(
     """Let those in that were left out of an earlier batch, each for the shortest newer one that
     makes room.
 
-    Short requests are placed last, and with full passes it would be luck that lets them in. Fairness
-    has its price near saturation. Mean/p99 TTFT (simulate paper-3k --dp 2 --overlap --latency-ms 20
-    --gap-ms 16 --policies sbs --loads 0.253,0.3,0.316 --seeds 6 --first-seed 1 --duration 50):
-    0.469/0.94, 0.974/1.65, 1.673/2.51 s, without this 0.466/0.96, 0.940/1.63, 1.626/2.45 s. Of
-    requests of up to a chunk that have next to nothing cached. Changes ``placed`` and ``capacity``;
-    returns who is left out now.
+    Short requests are placed last, and with full passes it would be luck that lets them in.
+    Fairness has its price near saturation. Mean/p99 TTFT (simulate paper-3k --dp 2 --overlap
+    --latency-ms 20 --gap-ms 16 --policies sbs --loads 0.253,0.3,0.316 --seeds 6 --first-seed 1
+    --duration 50): 0.469/0.94, 0.974/1.65, 1.673/2.51 s, without this 0.466/0.96, 0.940/1.63,
+    1.626/2.45 s. Of requests of up to a chunk that have next to nothing cached. Changes ``placed``
+    and ``capacity``; returns who is left out now.
     """
     least_hit = LEAST_HIT_SHARE * chunk_tokens
 
