@@ -34,8 +34,8 @@ def test_cpu_time_includes_children() -> None:
         own = cpu_s(child.pid)
         both = cpu_s(os.getpid())
         child.communicate(b"\n")
-    assert own >= 0.29
-    assert both - before >= 0.29
+    assert own >= 0.25
+    assert both - before >= 0.25
     assert cpu_s(child.pid) == 0.0, "it is gone"
 
 

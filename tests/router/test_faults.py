@@ -150,7 +150,7 @@ async def test_nothing_is_retried_after_the_first_byte() -> None:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_hanging_leg_ends_with_the_request_timeout(leg: str) -> None:
-    async with cluster("--request-timeout-secs", "0.3") as c:
+    async with cluster("--request-timeout-secs", "2") as c:
         engine_of(c, leg).behaviour = Behaviour(fault="hang_before_head")
         other_of(c, leg).gate.close()
         status, body = await c.generate(text="x")
@@ -162,7 +162,7 @@ async def test_a_hanging_leg_ends_with_the_request_timeout(leg: str) -> None:
 
 
 async def test_a_stream_that_stalls_ends_with_an_error_event() -> None:
-    async with cluster("--request-timeout-secs", "0.3") as c:
+    async with cluster("--request-timeout-secs", "2") as c:
         c.decode[0].behaviour = Behaviour(fault="hang_mid_body")
         async with c.post("/generate", {"text": "x", "stream": True}) as response:
             events = sse_events(await response.read())
@@ -348,7 +348,7 @@ async def test_refusals(cause: Any, status: int, code: str, retry_after: str | N
 
 
 async def test_the_front_door_queues_then_refuses() -> None:
-    flags = ("--max-concurrent-requests", "1", "--queue-size", "1", "--queue-timeout-secs", "0.2")
+    flags = ("--max-concurrent-requests", "1", "--queue-size", "1", "--queue-timeout-secs", "2")
     async with cluster(*flags) as c:
         c.decode[0].gate.close()
         inside = asyncio.create_task(c.generate(text="a"))
