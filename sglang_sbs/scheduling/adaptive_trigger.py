@@ -212,10 +212,13 @@ class AdaptiveTrigger(PrefillPolicy):
                 continue
             open_s = now_s
             if not (instance.idle or long_queue):
-                open_s = start_s - lead_s
+                forms_s = max(now_s, instance.forms_at_s(now_s, self._interval.latency_s))
+                if forms_s < now_s + self._interval.latency_s:
+                    forms_s = start_s  # too late for that one
+                open_s = forms_s - lead_s
                 if instance.backlog_tokens:
                     error_s = LEFTOVER_ERRORS * instance.model.error_s
-                    open_s = min(open_s, start_s - self._interval.latency_s - error_s)
+                    open_s = min(open_s, forms_s - self._interval.latency_s - error_s)
             if open_s <= now_s + _EPSILON_S:
                 candidates.append(instance)
             else:
@@ -462,7 +465,8 @@ class AdaptiveTrigger(PrefillPolicy):
     def _forecast(self, instance: PrefillInstance, now_s: float, *, closed: bool) -> PassForecast:
         arrives_s = now_s + self._interval.latency_s
         free_s = self._free_at_s(instance, now_s)
-        if free_s < arrives_s and instance.backlog_tokens:
+        forms_s = max(now_s, instance.forms_at_s(now_s, self._interval.latency_s))
+        if forms_s < arrives_s and instance.backlog_tokens:
             # It starts the next one before, with what it has.
             return PassForecast(instance, free_s, closed=True)
         return PassForecast(instance, max(free_s, arrives_s), closed=closed)
@@ -480,7 +484,7 @@ class AdaptiveTrigger(PrefillPolicy):
         starts = []
         for index, instance in enumerate(instances):
             passes = instance.passes
-            if passes and passes[-1].end_s >= arrives_s:
+            if len(passes) == 1 and passes[-1].end_s >= arrives_s:
                 end_s = passes[-1].end_s
                 starts.append((end_s, end_s, index))
             else:
@@ -492,7 +496,7 @@ class AdaptiveTrigger(PrefillPolicy):
         """When the pass starts that a batch sent now would be in, and when the instance is free."""
         arrives_s = now_s + self._interval.latency_s
         free_s = self._free_at_s(instance, now_s)
-        if free_s >= arrives_s:
+        if max(now_s, instance.forms_at_s(now_s, self._interval.latency_s)) >= arrives_s:
             return free_s, free_s
         if instance.backlog_tokens:
             # It starts the next one before, with what it has.

@@ -138,6 +138,17 @@ class PrefillInstance:
             return start_s + self.next_pass_s()
         return now_s
 
+    def forms_at_s(self, now_s: float, latency_s: float) -> float:
+        """When the batch is formed that what is sent now could still be in.
+
+        Under overlap scheduling a pass that follows another without a gap is formed when that one
+        starts: with something left over behind a pass that is queued, at the end of the running
+        one. Else it is formed when the instance is free.
+        """
+        if self.overlap and len(self.passes) > 1 and self.backlog_tokens:
+            return self.passes[-1].start_s
+        return self.free_at_s(now_s, latency_s)
+
     @property
     def has_outstanding(self) -> bool:
         """Whether any dispatched request is not prefilled yet."""

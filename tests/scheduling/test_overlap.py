@@ -4,7 +4,7 @@ when a pass starts is launched behind it without a gap."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from test_scheduler import Driver
@@ -126,3 +126,48 @@ def test_what_other_instances_can_take_is_not_committed_ahead():
 def test_who_lacks_a_batch(instance: Instance, wanted: bool):
     found, _ = asked(instance, queue_tokens=10_000)
     assert found == [0] * wanted
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_behind_a_long_prompt_a_batch_is_there_when_the_running_pass_ends(overlap: bool):
+    """With the next chunk queued on the device, the pass behind it is formed as soon as that one
+    starts. A moment before the queued one ends is a pass too late."""
+    it = Driver(policy="sbs", trigger="adaptive", max_hold_s=10.0, t_default_s=0.3)
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=1))
+    it.tell(
+        InstanceUp(instance="p0", role="prefill", dp_size=2, chunk_tokens=1000, overlap=overlap)
+    )
+    for forward_id in range(1, 11):  # how long a pass takes
+        it.arrive(f"warm{forward_id}", 1000)
+        it.wait(0.02)
+        tell_of_a_pass(it, "launch", forward_id, rids=[f"warm{forward_id}"])
+        it.wait(0.3)
+        tell_of_a_pass(it, "forward", forward_id, forward_s=0.3)
+        tell_of_a_pass(it, "idle", forward_id)
+        it.wait(0.1)
+    it.arrive("long", 3000)
+    it.wait(0.02)
+    tell_of_a_pass(it, "launch", 11, rids=["long"], chunk_remainder_tokens=2000)
+    tell_of_a_pass(it, "launch", 12, inflight_passes=1, chunk_remainder_tokens=1000)
+    it.arrive("short", 500)
+    it.wait(0.2)
+    assert it.dispatched[-1].rid == "long"
+    it.wait(0.099)
+    assert it.dispatched[-1].rid == ("short" if overlap else "long")
+
+
+def tell_of_a_pass(it: Driver, kind: str, forward_id: int, **fields: Any) -> None:
+    """Both ranks of ``p0``, of a full chunk on that of the last request; ``fields``: of that one."""
+    busy = it.dispatched[-1].prefill_rank
+    tokens = [1000 * (rank == busy) for rank in range(2)]
+    for rank in range(2):
+        own = fields if rank == busy else {}
+        pass_s = {name: fields[name] for name in ("forward_s", "inflight_passes") if name in fields}
+        it.report(
+            *("p0", rank),
+            kind=kind,
+            forward_id=forward_id,
+            extend_tokens=tokens[rank],
+            tokens_per_rank=tokens,
+            **{**pass_s, **own},
+        )
