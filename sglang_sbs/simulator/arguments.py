@@ -111,6 +111,19 @@ def cost_words(text: str, parser: argparse.ArgumentParser) -> list[str]:
     return words
 
 
+def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> argparse.Action:
+    """``--overlap``, ``--no-overlap``: how the simulated engines launch their passes."""
+    return group.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=default,
+        help="engines look one batch ahead, as SGLang does by default: what waits when a pass "
+        "starts is the next one, without what arrives while it runs. --no-overlap, SGLang's "
+        "--disable-overlap-schedule: a pass takes all that waits when it starts "
+        f"(--{'' if default else 'no-'}overlap)",
+    )
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Flags every simulation has."""
     parser.add_argument("--seeds", type=positive, default=1, help="seeds per cell (default 1)")

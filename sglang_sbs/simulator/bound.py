@@ -37,6 +37,7 @@ from dataclasses import dataclass
 
 from sglang_sbs.simulator.arguments import (
     add_common,
+    add_overlap,
     cost_words,
     names,
     numbers,
@@ -199,6 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--duration", type=positive_number, default=80.0, help="simulated seconds (80)"
     )
     parser.add_argument("--prefill", type=positive, default=3, help="prefill instances (3)")
+    add_overlap(parser)
     add_common(parser)
     return parser
 
@@ -211,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
     policies = names(args.policies, POLICY_CONFIGS, "--policies", parser)
     costs = cost_words(args.cost, parser)
-    spec = {"prefill_instances": args.prefill}
+    spec = {"prefill_instances": args.prefill, "overlap": args.overlap}
     jobs = [
         Job(args.scenario, policy, load, seed, args.duration, cost, spec)
         for cost in costs

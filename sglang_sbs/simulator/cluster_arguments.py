@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from sglang_sbs.scheduling.events import PrefixSource
-from sglang_sbs.simulator.arguments import not_negative, positive, positive_number
+from sglang_sbs.simulator.arguments import add_overlap, not_negative, positive, positive_number
 from sglang_sbs.simulator.scenario import LOAD_COUNTS
 from sglang_sbs.simulator.spec import ACTIONS, KV_CAPACITY_TOKENS, Action, TopologyChange
 
@@ -24,7 +24,8 @@ _INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float]]] = {
 
 def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Flags for latencies, faults and decode room; equal instances of ``--dp`` ranks."""
-    add = parser.add_argument_group("cluster").add_argument
+    group = parser.add_argument_group("cluster")
+    add = group.add_argument
     actions = [
         add("--dp", type=positive, default=8, help="DP ranks per prefill instance (8)"),
         add("--latency-ms", type=not_negative, default=5.0, help="dispatch latency (5)"),
@@ -40,13 +41,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             default=0.0,
             help="engine work between a pass and the next (0)",
         ),
-        add(
-            "--overlap",
-            action="store_true",
-            help="engines look one batch ahead, as SGLang does by default: what waits when a pass "
-            "starts is the next one, without what arrives while it runs. Without: a pass takes all "
-            "that waits when it starts",
-        ),
+        add_overlap(group),
         add(
             "--decode-kv-tokens",
             type=_tokens,

@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_sbs.simulator.arguments import (
     add_common,
+    add_overlap,
     cost_words,
     names,
     open_console,
@@ -132,6 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also this trace, compressed to several loads, without prefix caches (repeatable)",
     )
+    add_overlap(parser)
     add_common(parser)
     return parser
 
@@ -159,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cells:
         parser.error("--regimes none needs a --trace")
     tasks: list[Task] = [
-        (_run_cell, (cell.name, job_of(cell, one, seed, cost)))
+        (_run_cell, (cell.name, job_of(cell, one, seed, cost, overlap=args.overlap)))
         for cost in costs
         for cell in cells
         for seed in seeds(args)
@@ -177,10 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def job_of(cell: Cell, policy: str, seed: int, cost: str) -> Job:
+def job_of(cell: Cell, policy: str, seed: int, cost: str, *, overlap: bool = True) -> Job:
     """The run of a policy in a cell."""
     duration_s = max(cell.duration_s, WARM_UP_S + 1)
-    return Job(cell.scenario, policy, cell.load, seed, duration_s, cost, cell.spec)
+    spec = {**cell.spec, "overlap": overlap}
+    return Job(cell.scenario, policy, cell.load, seed, duration_s, cost, spec)
 
 
 def _run_cell(name: str, job: Job) -> Row:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import orjson
 
 from sglang_sbs.simulator.arguments import (
     add_common,
+    add_overlap,
     cost_words,
     open_console,
     run_with_progress,
@@ -70,6 +71,13 @@ class Effort:
     """Loads between which the capacity of the 0-3K workload is searched first."""
     tolerance: float = 0.01
     """Of the capacities, as a share."""
+    overlap: bool = False
+    """The paper's analysis has passes that take what waits when they start."""
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The cluster."""
+        return {"prefill_instances": self.prefill_instances, "overlap": self.overlap}
 
 
 QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000, picture_steps=4_000)
@@ -85,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_common(parser)
+    add_overlap(parser, default=False)
     parser.add_argument("--quick", action="store_true", help="shorter runs, rougher figures")
     parser.add_argument(
         "--out", type=Path, default=Path("out/paper"), help="page and pictures (out/paper)"
@@ -100,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report(
         costs,
         seeds(args),
-        QUICK if args.quick else Effort(),
+        replace(QUICK if args.quick else Effort(), overlap=args.overlap),
         args.out,
         json=args.json,
         workers=args.workers,
@@ -156,7 +165,6 @@ def report(
 def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -> list[Task]:
     """The searches for Table 1 and for the baseline's peaks."""
     tasks: list[Task] = []
-    spec = {"prefill_instances": effort.prefill_instances}
     for cost in costs:
         for seed in seeds:
             for name, policies, duration_s in (
@@ -170,7 +178,7 @@ def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -
                     (
                         max_load,
                         (
-                            Job(name, policy, 1.0, seed, duration_s, cost, spec),
+                            Job(name, policy, 1.0, seed, duration_s, cost, effort.spec),
                             slo_s,
                             low,
                             high,
@@ -194,12 +202,11 @@ def ttft_tasks(
 ) -> list[Task]:
     """Every policy at shares of the baseline's peak."""
     tasks: list[Task] = []
-    spec = {"prefill_instances": effort.prefill_instances}
     for cost in costs:
         for name, duration_s in (("paper-3k", effort.short_s), ("paper-long", effort.long_s)):
             peak = peak_load(rows, name, cost_name(cost))
             tasks += [
-                (run_job, (Job(name, policy, share * peak, seed, duration_s, cost, spec),))
+                (run_job, (Job(name, policy, share * peak, seed, duration_s, cost, effort.spec),))
                 for seed in seeds
                 for share in TTFT_SHARES
                 for policy in PAPER_POLICIES
@@ -269,7 +276,7 @@ def write_out(
 
     loads = [r for r in rows if "peak_share" in r]
     gantt: dict[str, Any] = {}
-    scenario = make_scenario("paper-3k", cost=find_cost(costs[0]))
+    scenario = make_scenario("paper-3k", cost=find_cost(costs[0]), **effort.spec)
     for policy in _GANTT_POLICIES:
         gantt[policy] = run_outcome(scenario, Job("paper-3k", policy, 1.0, seed, 20.0, costs[0]))
     kv = {

@@ -157,9 +157,9 @@ def test_behind_a_long_prompt_a_batch_is_there_when_the_running_pass_ends(overla
 
 
 def tell_of_a_pass(it: Driver, kind: str, forward_id: int, **fields: Any) -> None:
-    """Both ranks of ``p0``, of a full chunk on that of the last request; ``fields``: of that one."""
+    """Both ranks of ``p0`` do, of a full chunk on the last request's; ``fields``: of that one."""
     busy = it.dispatched[-1].prefill_rank
-    tokens = [1000 * (rank == busy) for rank in range(2)]
+    tokens = [1000 if rank == busy else 0 for rank in range(2)]
     for rank in range(2):
         own = fields if rank == busy else {}
         pass_s = {name: fields[name] for name in ("forward_s", "inflight_passes") if name in fields}
