@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.decode import (
     schedule_decode,
 )
 from sglang_sbs.scheduling.interval import IntervalController
-from sglang_sbs.scheduling.pbaa import pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
 from sglang_sbs.scheduling.request import Request
 
 
@@ -120,7 +120,9 @@ class TestPbaa:
             request("short", 400, order=2),
         ]
         assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
-        old.waited_cycles = 1
+        old.waited_cycles = LEFT_OUT - 1
+        assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
+        old.waited_cycles = LEFT_OUT
         fitted = place_fitting(batch, [1000], 1000)
         assert fitted.placed == [(long, 0), (old, 0)]
         assert fitted.left == [short]
@@ -131,11 +133,11 @@ class TestPbaa:
 
     def test_nobody_gives_way_to_one_that_came_later(self):
         batch = [request("a", 900, order=0), request("b", 300, order=1)]
-        batch[1].waited_cycles = 1
+        batch[1].waited_cycles = LEFT_OUT
         assert place_fitting(batch, [1000], 1000).placed == [(batch[0], 0)]
 
     @given(
-        tokens=st.lists(st.tuples(st.integers(1, 1200), st.integers(0, 3)), max_size=40),
+        tokens=st.lists(st.tuples(st.integers(1, 1200), st.integers(0, LEFT_OUT + 1)), max_size=40),
         capacity=st.lists(st.integers(0, 1000), min_size=1, max_size=8),
     )
     def test_turns_lose_nobody_and_overfill_no_rank(self, tokens, capacity):
