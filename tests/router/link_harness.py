@@ -1,0 +1,261 @@
+"""Front ends and schedulers in one process, with a network that loses messages on command."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from sglang_sbs.router.breaker import BreakerConfig
+from sglang_sbs.router.hub import Hub
+from sglang_sbs.router.link import SchedulerLink
+from sglang_sbs.router.mirror import MirroredRegistry
+from sglang_sbs.router.pump import SchedulerPump
+from sglang_sbs.router.registry import Registry, Worker
+from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.scheduling import Command, Dispatch, Refuse, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.events import (
+    Event,
+    InstanceRole,
+    RequestArrived,
+    RequestEnded,
+)
+from sglang_sbs.wire.front_end import (
+    FromScheduler,
+    ToScheduler,
+    decode_from_scheduler,
+    decode_to_scheduler,
+    encode,
+)
+
+IMMEDIATE = SchedulerConfig(policy="round_robin")
+HOLDING = SchedulerConfig(policy="sbs", trigger="paper", t_default_s=3600.0)
+"""Sends one request per instance, then nothing for an hour."""
+
+
+class SchedulerSide:
+    """A scheduler process without its sockets: workers are up as soon as they are added."""
+
+    def __init__(self, net: Net, config: SchedulerConfig) -> None:
+        self.events: list[Event] = []
+        self.registry = Registry(self._submit, BreakerConfig())
+        self.scheduler = Scheduler(config)
+        self.hub = Hub(self, net.to_front_end)
+        self.hub.pump = SchedulerPump(
+            self.scheduler, decided=self.hub.decided, failed=self.hub.failed
+        )
+        for number in range(2):
+            self.add_worker(f"http://p{number}:1", "prefill", 9000)
+        self.add_worker("http://d0:1", "decode", None)
+
+    def _submit(self, event: Event) -> None:
+        self.events.append(event)
+        self.hub.pump.submit(event)
+        self.hub.workers_changed()
+
+    def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        worker = self.registry.add(url, role, bootstrap_port)
+        self.registry.described(
+            worker, WorkerInfo(dp_size=2, chunk_tokens=1000, kv_capacity_tokens=1_000_000)
+        )
+        self.registry.set_healthy(worker, True)
+        return worker
+
+    def remove_worker(self, worker: Worker) -> None:
+        self.registry.remove(worker)
+
+    @property
+    def books(self) -> tuple[int, int, int]:
+        """Waiting, in flight, and legs counted at workers."""
+        state = self.scheduler.snapshot(0.0)
+        legs = sum(worker.active for worker in self.registry)
+        return state.queue_requests, state.in_flight_requests, legs
+
+    def close(self) -> None:
+        self.hub.close()
+        self.hub.pump.close()
+
+
+class Net:
+    """Delivers messages in order, in a later turn of the event loop, as bytes."""
+
+    def __init__(self) -> None:
+        self.side: SchedulerSide | None = None
+        self.frozen = False
+        """The scheduler process is stopped: what is sent to it waits."""
+        self.cut = False
+        """Connections are broken: what is sent is lost, and nobody is told."""
+        self._lines: dict[bytes, FakeLine] = {}
+        self._held: list[tuple[bytes, list[bytes]]] = []
+        self._unsent: list[tuple[FakeLine, list[bytes]]] = []
+        self._numbers = itertools.count()
+        self._loop = asyncio.get_running_loop()
+
+    def connect(self, receive: Callable[[FromScheduler], None]) -> FakeLine:
+        line = FakeLine(self, receive, b"%d" % next(self._numbers))
+        self._lines[line.identity] = line
+        return line
+
+    def to_scheduler(self, line: FakeLine, message: ToScheduler) -> bool:
+        if self.side is None or line.identity not in self._lines:
+            return False
+        frames = encode(message)
+        if self.frozen:
+            self._held.append((line.identity, frames))
+        elif not self.cut:
+            self._loop.call_soon(self._arrive, self.side, line.identity, frames)
+        return True
+
+    def _arrive(self, side: SchedulerSide, identity: bytes, frames: list[bytes]) -> None:
+        if side is self.side:
+            side.hub.receive(identity, decode_to_scheduler(frames))
+
+    def to_front_end(self, identity: bytes, message: FromScheduler) -> bool:
+        line = self._lines.get(identity)
+        if line is None:
+            return False
+        frames = encode(message)
+        if self.frozen:
+            self._unsent.append((line, frames))
+        elif not self.cut:
+            self._loop.call_soon(self._reach, line, frames)
+        return True
+
+    @staticmethod
+    def _reach(line: FakeLine, frames: list[bytes]) -> None:
+        line.receive(decode_from_scheduler(frames))
+
+    def thaw(self) -> None:
+        self.frozen = False
+        unsent, self._unsent = self._unsent, []
+        for line, frames in unsent:
+            self._loop.call_soon(self._reach, line, frames)
+        held, self._held = self._held, []
+        for identity, frames in held:
+            if self.side is not None:
+                self._loop.call_soon(self._arrive, self.side, identity, frames)
+
+    def mend(self) -> None:
+        """Connections are there again; to the scheduler each is another peer, as with ZMQ."""
+        if self.cut:
+            self.cut = False
+            for line in list(self._lines.values()):
+                self.forget(line)
+                line.identity = b"%d" % next(self._numbers)
+                self._lines[line.identity] = line
+
+    def forget(self, line: FakeLine) -> None:
+        self._lines.pop(line.identity, None)
+
+
+class FakeLine:
+    malformed = 0
+
+    def __init__(self, net: Net, receive: Callable[[FromScheduler], None], identity: bytes) -> None:
+        self.identity = identity
+        self._net = net
+        self._receive = receive
+
+    def receive(self, message: FromScheduler) -> None:
+        self._receive(message)
+
+    def tell(self, message: ToScheduler) -> bool:
+        return self._net.to_scheduler(self, message)
+
+    def drain(self) -> None: ...
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._net.forget(self)
+
+
+class Counts:
+    """A DispatchObserver."""
+
+    def __init__(self) -> None:
+        self.dispatches = 0
+
+    def dispatched(self, command: Dispatch) -> None:
+        self.dispatches += 1
+
+    def refused(self, command: Refuse) -> None: ...
+
+
+class FrontEnd:
+    def __init__(self, net: Net, name: str = "front end") -> None:
+        self.alone = Counts()
+        self.aborted: list[str] = []
+        self.registry = MirroredRegistry(self._found_out, BreakerConfig())
+        self.link = SchedulerLink(
+            net.connect,
+            self.registry,
+            name=name,
+            fallback=lambda: Scheduler(SchedulerConfig(policy="least_tokens")),
+            observer=self.alone,
+            metrics_page=lambda: f"# {name}\n",
+            abort=self._abort,
+            give_up_s=30.0,
+        )
+
+    def _found_out(self, event: Event) -> None:
+        self.link.submit(event)
+
+    def _abort(self, rid: str) -> int:
+        self.aborted.append(rid)
+        return 2
+
+    def ask(self, rid: str, tokens: int = 10) -> asyncio.Task[Dispatch]:
+        return asyncio.create_task(self.link.assign(rid, prompt_tokens=tokens))
+
+
+class World:
+    def __init__(self) -> None:
+        self.net = Net()
+        self.front_ends: list[FrontEnd] = []
+
+    async def boot(self, config: SchedulerConfig = IMMEDIATE) -> SchedulerSide:
+        self.net.side = side = SchedulerSide(self.net, config)
+        return side
+
+    def crash(self) -> None:
+        side, self.net.side = self.net.side, None
+        if side is not None:
+            side.close()
+
+    async def front_end(self) -> FrontEnd:
+        front_end = FrontEnd(self.net, f"front end {len(self.front_ends)}")
+        self.front_ends.append(front_end)
+        assert await front_end.link.start(5.0)
+        return front_end
+
+
+class OneAtATime:
+    """Dispatches the next request when one ends."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.ended: list[str] = []
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        if isinstance(event, RequestArrived):
+            self.waiting.append(event.rid)
+        if not isinstance(event, RequestEnded):
+            return []
+        self.ended.append(event.rid)
+        if event.rid in self.waiting:
+            self.waiting.remove(event.rid)
+        return [
+            Dispatch(
+                rid=rid,
+                prefill="http://p0:1",
+                prefill_rank=0,
+                decode="http://d0:1",
+                decode_rank=0,
+                batch=1,
+                held_s=0.0,
+                reason="",
+            )
+            for rid in self.waiting[:1]
+        ]
+
+    def snapshot(self, now_s: float) -> None:
+        return None
