@@ -10,9 +10,10 @@ the first request it sees. So a batch must arrive shortly *before* the predicted
 pass: later it misses the pass or is split over two, earlier it gives away the choice. How much
 before is learned from what either costs (``dispatch_lead``). Then, per decision:
 
-1. candidates: idle instances, busy ones within the lead of their predicted end, and any with room
-   when more waits than it and all that start before it can hold (nothing is lost by committing
-   early), in the order in which a batch sent now would start. Under overlap scheduling and with
+1. candidates: idle instances, busy ones within the lead of their predicted end (of the pass before,
+   where the next one is formed when that ends), and any with room when more waits than it and all
+   that start before it can hold (nothing is lost by committing early), in the order in which a
+   batch sent now would start. Under overlap scheduling and with
    more waiting than all can take, first those that could run on without a gap (``lookahead``);
 2. spacing: instances are kept apart in phase by a fraction of the pass time that the arrival rate
    calls for. Never while all are idle, the queue is long, or the candidate will run anyway;
@@ -219,7 +220,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 continue
             open_s = now_s
             if not (instance.idle or long_queue):
-                forms_s = max(now_s, instance.forms_at_s(now_s, self._interval.latency_s))
+                forms_s = self._forms_at_s(instance, now_s)
                 if forms_s < now_s + self._interval.latency_s:
                     forms_s = start_s  # too late for that one
                 open_s = forms_s - lead_s
@@ -474,7 +475,7 @@ class AdaptiveTrigger(PrefillPolicy):
     def _forecast(self, instance: PrefillInstance, now_s: float, *, closed: bool) -> PassForecast:
         arrives_s = now_s + self._interval.latency_s
         free_s = self._free_at_s(instance, now_s)
-        forms_s = max(now_s, instance.forms_at_s(now_s, self._interval.latency_s))
+        forms_s = self._forms_at_s(instance, now_s)
         if forms_s < arrives_s and instance.backlog_tokens:
             # It starts the next one before, with what it has.
             return PassForecast(instance, free_s, closed=True)
@@ -505,7 +506,7 @@ class AdaptiveTrigger(PrefillPolicy):
         """When the pass starts that a batch sent now would be in, and when the instance is free."""
         arrives_s = now_s + self._interval.latency_s
         free_s = self._free_at_s(instance, now_s)
-        if max(now_s, instance.forms_at_s(now_s, self._interval.latency_s)) >= arrives_s:
+        if self._forms_at_s(instance, now_s) >= arrives_s:
             return free_s, free_s
         if instance.backlog_tokens:
             # It starts the next one before, with what it has.
@@ -514,6 +515,9 @@ class AdaptiveTrigger(PrefillPolicy):
 
     def _free_at_s(self, instance: PrefillInstance, now_s: float) -> float:
         return max(now_s, instance.free_at_s(now_s, self._interval.latency_s))
+
+    def _forms_at_s(self, instance: PrefillInstance, now_s: float) -> float:
+        return max(now_s, instance.forms_at_s(now_s, self._interval.latency_s))
 
     def _measure(self, instances: Sequence[PrefillInstance]) -> None:
         """What follows from the forward models of all."""
