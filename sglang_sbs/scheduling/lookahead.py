@@ -19,9 +19,9 @@ from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 
 FACTOR = 1.0
 """What must wait, in passes of the instance, beyond what all others can take. Mean TTFT (simulate
-paper-3k --dp 2 --overlap --latency-ms 20 --gap-ms 16 --policies sbs --loads 0.253,0.3,0.316 --seeds
-6 --first-seed 1 --duration 50; full chunks are load 0.316): 0.469, 0.974, 1.673 s; with 0.5 0.483,
-0.991, 1.650 s; without the lookahead 0.468, 1.136, 1.762 s."""
+paper-3k --dp 2 --latency-ms 20 --gap-ms 16 --policies sbs --loads 0.253,0.3,0.316 --seeds 6
+--first-seed 1 --duration 50; full chunks are load 0.316): 0.464, 0.952, 1.649 s; with 0.5 0.480,
+0.914, 1.626 s; without the lookahead 0.467, 1.122, 1.735 s."""
 FILLED = 0.5
 """Its next pass must hold so much already: only a pass that runs long covers the forming of the
 next."""

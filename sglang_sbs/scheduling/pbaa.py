@@ -17,8 +17,8 @@ LEAST_HIT_SHARE = 0.02
 two prompts may begin alike."""
 LEFT_OUT = 3
 """Who was left out of so many batches takes the place of a new request. Fairness has its price near
-saturation. Mean/p99 TTFT with 1, 3 and never: 0.575/0.92, 0.554/0.89, 0.547/0.91 s (simulate
-paper-3k --policies sbs --loads 1.2 --seeds 6 --first-seed 301 --duration 50) and 1.175/1.96,
+saturation. Mean/p99 TTFT with 1, 3 and never: 0.566/0.91, 0.554/0.89, 0.547/0.91 s (simulate
+paper-3k --policies sbs --loads 1.2 --seeds 6 --first-seed 301 --duration 50) and 1.182/1.96,
 1.146/1.91, 1.141/1.90 s (--dp 2 --latency-ms 20 --gap-ms 16 --loads 0.3 --seeds 8 --first-seed 21).
 """
 MOST_TURNS = 8

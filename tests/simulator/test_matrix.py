@@ -53,6 +53,13 @@ def test_every_cell_is_a_scenario(regime: str):
         assert scenario.nominal_qps > 0, cell.name
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_engines_look_ahead_in_every_cell_or_in_none(overlap: bool):
+    cells = [cell for regime in REGIMES.values() for cell in regime]
+    jobs = [job_of(cell, "sbs", 1, "mixed", overlap=overlap) for cell in cells]
+    assert {scenario_of(job).spec.overlap for job in jobs} == {overlap}
+
+
 def test_the_command_judges_a_trace(tmp_path, capsys):
     trace = write_azure(tmp_path / "mine.csv", lengths(200))
     rows = tmp_path / "rows.json"

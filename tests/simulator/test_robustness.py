@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulator_fixtures import poisson
 
-from sglang_sbs.scheduling import POLICIES, SchedulerConfig
+from sglang_sbs.scheduling import POLICIES, SchedulerConfig, adaptive_trigger
 from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange, cluster, simulate
 from sglang_sbs.simulator.feedback import FeedbackChannel
-from sglang_sbs.simulator.sweep import POLICY_CONFIGS, scheduler_config
+from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, run_job, scheduler_config
 
 MIXED = COSTS["mixed"]
 KNOBS = {
@@ -280,3 +280,17 @@ def test_decode_room_is_waited_for_in_the_router_by_policies_that_hold(policy, m
     else:
         assert outcome.bootstrap_waits > 50
         assert max(waiting) <= 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_at_light_load_place_matters_where_a_cut_prompt_costs_a_pass_in_hand(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+):
+    def mean_ttft_s() -> float:
+        spec = {"overlap": overlap}
+        return run_job(Job("paper-long", "sbs", 0.4, 301, 80.0, "mixed", spec))["ttft_mean_s"]
+
+    with_it = mean_ttft_s()
+    monkeypatch.setattr(adaptive_trigger, "LIGHT_LOAD", 0.0)
+    without = mean_ttft_s()
+    assert (with_it < without) if overlap else (with_it == without)
