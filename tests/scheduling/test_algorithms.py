@@ -215,5 +215,5 @@ class TestDecode:
         assert len(schedule_decode(batch, state, checked)) == len(batch)
 
     def test_the_potential_avoids_the_rank_that_is_ahead_in_either_dimension(self):
-        loads = [DecodeLoad(10, 5000), DecodeLoad(2, 50_000), DecodeLoad(9, 6000)]
+        loads = [DecodeLoad(10, 5000), DecodeLoad(2, 90_000), DecodeLoad(8, 6000)]
         assert schedule_decode([request("r", 1000)], loads, potential) == {"r": 2}

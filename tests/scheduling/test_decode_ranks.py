@@ -365,7 +365,7 @@ class TestRules:
             x, y = b - mean_b, (k - mean_k) / TOKENS_PER_REQUEST
             more = tokens / TOKENS_PER_REQUEST
             y_step = more + math.log(-math.expm1(-more)) + math.log(8)
-            terms = (x + math.log(math.expm1(1)), y + y_step)
+            terms = (2 * x + math.log(math.expm1(2)), y + y_step)
             return max(terms) + math.log1p(math.exp(-abs(terms[0] - terms[1])))
 
         best = min(growth(b, k) for b, k in loads)
