@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from sglang_sbs.scheduling.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.dispatch_lead import DispatchLead
@@ -101,6 +102,8 @@ MOST_LOAD = 0.95
 """The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
+MOST_REFUSED = 256
+"""A decision looks no further when decode has no room for so many of the queue."""
 MAX_DEFERRED = 32
 """A batch is formed of what was found when so many requests were left for other instances."""
 RETRY_S = 0.01
@@ -145,6 +148,9 @@ class AdaptiveTrigger(PrefillPolicy):
         self._decay(now_s)
         self._token_rate += tokens / RATE_WINDOW_S
         self._request_rate += 1 / RATE_WINDOW_S
+
+    def on_dispatched(self, now_s: float) -> None:
+        self._last_s = now_s
 
     def on_landing(
         self,
@@ -195,20 +201,19 @@ class AdaptiveTrigger(PrefillPolicy):
         admissible: Admissible,
         now_s: float,
     ) -> Plan:
-        oldest = queue.oldest
-        if oldest is None:
-            return Plan()
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._decay(now_s)
         if not self._tokens_per_s:
             self._measure(instances)
         self._load = min(MOST_LOAD, self._token_rate / self._tokens_per_s)
-        hold_until_s = oldest.arrived_s + self._hold_s()
+        # Of those that decode has room for: no other hold could end now.
+        oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
+        oldest_s = math.inf if oldest is None else oldest.arrived_s
+        hold_until_s = oldest_s + self._hold_s()
         overdue = now_s + _EPSILON_S >= hold_until_s
-        patient_until_s = oldest.arrived_s + PATIENCE_HOLDS * self._hold_s()
-        wakes = [hold_until_s, patient_until_s]
-        wakes = [time_s for time_s in wakes if time_s > now_s + _EPSILON_S]
+        wakes = [hold_until_s, oldest_s + PATIENCE_HOLDS * self._hold_s()]
+        wakes = [time_s for time_s in wakes if now_s + _EPSILON_S < time_s < math.inf]
         starts = self._starts(instances, now_s)
         lead_s = self.lead_s
         candidates: list[PrefillInstance] = []
@@ -249,7 +254,8 @@ class AdaptiveTrigger(PrefillPolicy):
         if chunked:
             in_order = [instances[index] for _, _, index in starts]
             home_of = self._homes(candidates, instances, in_order, queue, overdue, now_s)
-        for tried, instance in enumerate(candidates):
+        tried = 0
+        for instance in candidates:
             every = self._uneven_chunks or chunked
             if not (tried < MAX_TRIED or every or decision.is_wanted(instance)):
                 continue
@@ -265,8 +271,10 @@ class AdaptiveTrigger(PrefillPolicy):
                 now_s,
                 passes=2 if instance in ahead and len(instance.passes) == 1 else 1,
             )
+            if plan is None:
+                continue
+            tried += 1
             if plan.placements:
-                self._last_s = now_s
                 decision.dispatched(instance)
                 return plan
         if decision.wake_s is not None:
@@ -334,9 +342,9 @@ class AdaptiveTrigger(PrefillPolicy):
         home_of: Mapping[str, str] | None,
         now_s: float,
         passes: int = 1,
-    ) -> Plan:
+    ) -> Plan | None:
         """``home_of``: the instance each request should go to; None: any, for a fair share of the
-        queue. ``passes``: for so many together."""
+        queue. ``passes``: for so many together. None if nothing that waits may go there."""
         c_avail = instance.c_avail(passes)
         room = sum(c for c in c_avail if c > 0)
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take;
@@ -350,23 +358,31 @@ class AdaptiveTrigger(PrefillPolicy):
         patient_s = now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
         head: list[Request] = []
         rest: list[Request] = []
-        taken = 0
+        taken = refused = forbidden = 0
         for request in queue.in_order():
-            if taken >= room + spare or affinity.deferred >= MAX_DEFERRED:
-                break
             if (
-                (overdue or self._suits(request, instance))
+                taken >= room + spare
+                or affinity.deferred >= MAX_DEFERRED
+                or refused >= MOST_REFUSED
+            ):
+                break
+            if not permitted(request, instance, instances):
+                forbidden += 1
+            elif not admissible(request):
+                refused += 1
+            elif (
+                (overdue or self._suits(request, instance, instances))
                 and (
                     home_of is None
                     or home_of.get(request.rid) == instance.id
                     or request.arrived_s <= patient_s
                 )
-                and admissible(request)
-                and permitted(request, instance, instances)
                 and (request.arrived_s <= patient_s or affinity.belongs_here(request))
             ):
                 (head if taken < room else rest).append(request)
                 taken += request.uncached_tokens_on(instance.id)
+        if forbidden == len(queue):
+            return None
         its_tokens = queue.tokens * len(instances) * tokens_per_s(instance) / self._tokens_per_s
         long_queue = its_tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
         if (
@@ -469,7 +485,7 @@ class AdaptiveTrigger(PrefillPolicy):
             queue.in_order(),
             terms_of,
             lambda request, i: (
-                (overdue or self._suits(request, i)) and permitted(request, i, instances)
+                (overdue or self._suits(request, i, instances)) and permitted(request, i, instances)
             ),
         )
 
@@ -482,10 +498,19 @@ class AdaptiveTrigger(PrefillPolicy):
             return PassForecast(instance, free_s, closed=True)
         return PassForecast(instance, max(free_s, arrives_s), closed=closed)
 
-    def _suits(self, request: Request, instance: PrefillInstance) -> bool:
+    def _suits(
+        self,
+        request: Request,
+        instance: PrefillInstance,
+        instances: Sequence[PrefillInstance],
+    ) -> bool:
         """Not where it takes several passes, if it would take one elsewhere."""
         tokens = request.uncached_tokens_on(instance.id)
-        return not instance.chunk_tokens < tokens <= self._largest_chunk_tokens
+        if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
+            return True
+        return not any(
+            tokens <= one.chunk_tokens and permitted(request, one, instances) for one in instances
+        )
 
     def _starts(
         self, instances: Sequence[PrefillInstance], now_s: float

@@ -12,6 +12,7 @@ way is its prompt, which is what the engine allocates; admission counts what it 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.decode import UNLIMITED, DecodeLoad
@@ -124,6 +125,11 @@ class DecodeInstance:
             self._refresh()
             self._room_tokens = max(self._rooms)
         return self._room_tokens
+
+    def rooms(self) -> Sequence[int]:
+        """The largest total length each of its ranks can admit. Not to be changed."""
+        self._refresh()
+        return self._rooms
 
     @property
     def has_outstanding(self) -> bool:

@@ -56,6 +56,9 @@ class PrefillPolicy(ABC):
     def on_arrival(self, tokens: int, now_s: float) -> None:  # noqa: B027
         """A request of this many prompt tokens was queued."""
 
+    def on_dispatched(self, now_s: float) -> None:  # noqa: B027
+        """A batch left."""
+
     def on_landing(  # noqa: B027
         self,
         landed_s: Sequence[float],

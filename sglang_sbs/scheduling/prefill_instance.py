@@ -33,6 +33,10 @@ Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
 """Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
 at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
+LOST_S = 2.0
+"""What a rank that speaks has not named this long after it was sent, and no less than the watchdog
+waits, does not count any more: a connection hangs, or the engine dropped it."""
+
 
 @dataclass(slots=True)
 class Pass:
@@ -51,6 +55,8 @@ class Pass:
     """What it was presumed to take from the reported queue of each rank, tokens."""
     pairs: list[float] = field(default_factory=list)
     """Attention pairs per DP rank."""
+    sent_s: dict[str, float] = field(default_factory=dict)
+    """When each of its presumed requests was sent."""
 
 
 class PrefillInstance:
@@ -272,6 +278,7 @@ class PrefillInstance:
             self._learn_gap(rank, report, launch_s, latency_s)
         learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
         learned.restarted = taken.restarted
+        rank.give_up(now_s - max(LOST_S, self.timeout_s))
         rank.queued_tokens = rank.uncached_queue(report)
         rank.idle = report.idle
         for running in self.passes:
@@ -372,6 +379,7 @@ class PrefillInstance:
         """Believe that the backlog was launched: FCFS per rank, up to the chunk."""
         tokens = []
         rids: dict[str, int] = {}
+        sent_s: dict[str, float] = {}
         queued = []
         for index, rank in enumerate(self.ranks):
             room = self.chunk_tokens
@@ -385,14 +393,15 @@ class PrefillInstance:
                 part = min(room, rank.flight[rid])
                 room -= part
                 if part == rank.flight[rid]:
-                    rank.land(rid)
+                    sent = rank.land(rid)
+                    sent_s[rid] = self.last_dispatch_s if sent is None else sent.at_s
                     rids[rid] = index
                 else:
                     rank.flight.reduce(rid, part)
             tokens.append(self.chunk_tokens - room)
         pairs = self._pairs(tokens)
         end_s = max(now_s, start_s + self.model.predict_s(tokens, pairs))
-        self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs))
+        self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs, sent_s))
 
     def _acknowledge(
         self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
@@ -529,7 +538,7 @@ class PrefillInstance:
                 for rid, at in running.rids.items():
                     if at == index and rid in rank.outstanding:
                         rank.flight.add(rid, 0)
-                        rank.sent[rid] = Sent(self.last_dispatch_s, False)
+                        rank.sent[rid] = Sent(running.sent_s[rid], False)
             # Whole again, and the oldest in front: that order is what a lost report is healed by.
             for rid in rank.outstanding.oldest():
                 if rid in rank.flight:

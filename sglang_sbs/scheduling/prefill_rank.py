@@ -134,6 +134,14 @@ class PrefillRank:
         for rid in self.flight.oldest(requests):
             self.land(rid)
 
+    def give_up(self, before_s: float) -> None:
+        """What was sent before this time and never heard of is lost on its way; should it come
+        after all, the rank's own queue tells of it."""
+        for rid in self.flight.oldest():
+            sent = self.sent.get(rid)
+            if sent is not None and sent.at_s < before_s:
+                self.land(rid)
+
     def presume_again(self, full_tokens: int) -> None:
         """After the facts of a message: the passes it does not know of yet."""
         passes, self.presumed_passes = self.presumed_passes, {}

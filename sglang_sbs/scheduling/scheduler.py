@@ -29,16 +29,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode import UNLIMITED, schedule_decode
+from sglang_sbs.scheduling.decode import schedule_decode
+from sglang_sbs.scheduling.decode_admission import RESERVE_AFTER_PASSES, DecodeAdmission
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.observation import Observation
-from sglang_sbs.scheduling.policy import Admissible, Placement, Plan
+from sglang_sbs.scheduling.pbaa import first_part
+from sglang_sbs.scheduling.policy import Placement, Plan
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.prefix_caches import PrefixCaches
 from sglang_sbs.scheduling.request import Request, RequestQueue
@@ -49,6 +52,8 @@ from sglang_sbs.wire import EndForward
 _OUTPUT_STEP = 0.05
 _LATENCY_SAMPLES = 64
 _ADOPTED_S = 0.05
+_MOST_UNPLACED = 64
+"""Planning goes on without those that decode had no rank for, until they are so many."""
 _FORGET_DOWN_S = 600.0
 """A longer outage of an instance with nothing outstanding is taken for its removal."""
 
@@ -84,8 +89,7 @@ class Scheduler:
         self.batches = 0
         """Gangs dispatched so far."""
         self._wake_s: float | None = None
-        self._short_of_room = False
-        """Something that waits was refused by decode when it was last asked."""
+        self._admission = DecodeAdmission(self._total_tokens)
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
         """Take in one event at the driver's time and return what to do, in order.
@@ -110,7 +114,7 @@ class Scheduler:
                 may_change = False
             case ev.ForwardEnded():
                 self._on_report(event, now_s)
-                may_change = event.instance not in self.decode
+                may_change = self._makes_room(event.instance)
             case ev.LoadPolled():
                 self._on_load_polled(event, now_s)
             case ev.InstanceUp():
@@ -124,7 +128,7 @@ class Scheduler:
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
                 self._wake_s = None
-        if may_change or self._short_of_room or (self._wake_s or math.inf) <= now_s:
+        if may_change or (self._wake_s or math.inf) <= now_s:
             self._drive(now_s, out)
         elif isinstance(event, ev.RequestAdopted):
             self._drive_soon(now_s, out)
@@ -252,7 +256,15 @@ class Scheduler:
         if event.outcome == "completed" and event.completion_tokens is not None:
             difference = event.completion_tokens - self._expected_output
             self._expected_output += _OUTPUT_STEP * difference
-        return not request.prefilled
+        return not request.prefilled or (
+            request.decode is not None and self._makes_room(request.decode[0])
+        )
+
+    def _makes_room(self, instance: ev.InstanceId) -> bool:
+        """Whether something that waits could leave because of what this instance did: anything of
+        a prefill instance, of a decode one only that it has room for what was refused."""
+        decode = self.decode.get(instance)
+        return decode is None or self._admission.may_admit_now(decode)
 
     def _on_adopted(self, event: ev.RequestAdopted, now_s: float) -> None:
         known = self._requests.get(event.rid)
@@ -428,15 +440,26 @@ class Scheduler:
             if due_s is not None and due_s <= now_s:
                 again.add(instance)
         self.queue.reorder()
-        self._short_of_room = False
+        self._admission.begin(self._up_decode, self.queue)
+        unplaced: set[str] = set()
+
+        def admissible(request: Request) -> bool:
+            return not self.policy.holds or (
+                request.rid not in unplaced and self._admission.admits(request)
+            )
+
         while instances and len(self.queue):
-            plan = self.policy.plan(self.queue, instances, self._admission(), now_s)
-            dispatched = self._commit(plan, now_s, out)
+            plan = self.policy.plan(self.queue, instances, admissible, now_s)
+            left = self._commit(plan, now_s, out)
             self.queue.count_cycle(plan.passed_over, self.config.n_limit)
-            if not dispatched:
+            again.update(placement.instance for placement in plan.placements)
+            unplaced.update(left)
+            nothing_left = len(left) == len(plan.placements)
+            if nothing_left and not (left and self.policy.holds and len(unplaced) < _MOST_UNPLACED):
                 wakes.append(plan.wake_s)
                 break
-            again.update(placement.instance for placement in plan.placements)
+        passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s
+        self._admission.reserve(self.queue, now_s - passes_s)
         wakes.extend(instance.advance(now_s, latency_s) for instance in again)
         wakes.append(self.queue.next_deadline_s())
         wake_s = min((w for w in wakes if w is not None), default=None)
@@ -451,36 +474,67 @@ class Scheduler:
             self._wake_s = soon_s
             out.append(ev.WakeAt(time_s=soon_s))
 
-    def _admission(self) -> Admissible:
-        """Whether some decode rank has room for a request. Often nobody asks."""
-        if not self.policy.holds:
-            return lambda _request: True
-        room: int | None = None
-
-        def has_room(request: Request) -> bool:
-            nonlocal room
-            if room is None:
-                room = max([decode.room_tokens for decode in self._up_decode], default=0)
-            fits = room == UNLIMITED or self._total_tokens(request) <= room
-            self._short_of_room = self._short_of_room or not fits
-            return fits
-
-        return has_room
-
-    def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> bool:
-        """Choose decode ranks and dispatch; False if nothing could leave."""
+    def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> list[str]:
+        """Choose decode ranks and dispatch; the requests for which there was none."""
         if not plan.placements:
-            return False
+            return []
         targets = self._decode_targets
-        loads = [load for decode in self._up_decode for load in decode.loads()]
         for placement in plan.placements:
             request = placement.request
             request.total_tokens = self._total_tokens(request)
             request.decode_hits = self.prefix.decode_hits(request, targets)
+        left = self._send(plan.placements, plan.reason, now_s, out)
+        # Only where ranks are coupled does prefill's matter: another one may have room behind it.
+        if left and any(decode.rank_choice == "by_room" for decode in self._up_decode):
+            left = [p for p in left if not self._send_elsewhere(p, plan.reason, now_s, out)]
+        if len(left) < len(plan.placements):
+            self.policy.on_dispatched(now_s)
+        for placement in left:
+            self._admission.refused(placement.request.total_tokens)
+        self._admission.changed()
+        return [placement.request.rid for placement in left]
+
+    def _send(
+        self,
+        placements: Sequence[Placement],
+        reason: str,
+        now_s: float,
+        out: list[ev.Command],
+    ) -> list[Placement]:
+        """Dispatch as one batch what decode has a rank for; returns the others."""
+        assigned = self._assign(placements)
+        if assigned:
+            self.batches += 1
+        left = []
+        for placement in placements:
+            index = assigned.get(placement.request.rid)
+            if index is None:
+                left.append(placement)
+            else:
+                self._dispatch(placement, self._decode_targets[index], reason, now_s, out)
+        return left
+
+    def _send_elsewhere(
+        self, placement: Placement, reason: str, now_s: float, out: list[ev.Command]
+    ) -> bool:
+        """The same on another rank of the prefill instance; whether there was one."""
+        request, instance, rank = placement
+        c_avail = instance.c_avail()
+        need = first_part(request.prompt_tokens, instance.chunk_tokens)
+        for other in sorted(range(instance.dp_size), key=lambda d: -c_avail[d]):
+            if other == rank or c_avail[other] < need:
+                continue
+            if not self._send([Placement(request, instance, other)], reason, now_s, out):
+                return True
+        return False
+
+    def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
+        """The decode rank of each request, as an index into all, for which there is one."""
+        targets = self._decode_targets
+        loads = [load for decode in self._up_decode for load in decode.loads()]
         ids = {decode.id for decode in self._up_decode}
-        # Only where ranks are coupled does prefill's matter.
         coupled = any(decode.rank_choice == "by_room" for decode in self._up_decode)
-        placed = {placement.request.rid: placement for placement in plan.placements}
+        placed = {placement.request.rid: placement for placement in placements}
 
         def allowed(request: Request, index: int) -> bool:
             decode, rank = targets[index]
@@ -488,24 +542,17 @@ class Scheduler:
                 _, prefill, prefill_rank = placed[request.rid]
                 if not decode.goes_with(rank, prefill_rank, prefill.dp_size):
                     return False
+            if self.policy.holds and not self._admission.is_open(request, decode, rank):
+                return False
             return decode.id not in request.exclude or ids <= set(request.exclude)
 
-        assigned = schedule_decode(
-            [placement.request for placement in plan.placements],
+        return schedule_decode(
+            [placement.request for placement in placements],
             loads,
             self._choose_decode,
             allowed=allowed,
             admit=self.policy.holds,
         )
-        self._short_of_room = self._short_of_room or len(assigned) < len(plan.placements)
-        if not assigned:
-            return False
-        self.batches += 1
-        for placement in plan.placements:
-            index = assigned.get(placement.request.rid)
-            if index is not None:
-                self._dispatch(placement, targets[index], plan.reason, now_s, out)
-        return True
 
     def _dispatch(
         self,
