@@ -51,6 +51,12 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
         """Forward time with a full chunk on every rank, without attention pairs."""
         return self.fixed_s + (self.mean_s + self.max_s) * chunk_tokens
 
+    def of_tokens_only(self, pairs_per_token: float, requests_per_token: float) -> PassCost:
+        """The same where only tokens are known: what pairs and requests cost is in ``max_s``, at
+        this mix of the slowest rank."""
+        extra_s = self.pair_s * pairs_per_token + self.request_s * requests_per_token
+        return PassCost(fixed_s=self.fixed_s, mean_s=self.mean_s, max_s=self.max_s + extra_s)
+
     def at_speed(self, speed: float) -> PassCost:
         """The cost of an engine that is this much faster."""
         return PassCost(**{name: getattr(self, name) / speed for name in self.__struct_fields__})
