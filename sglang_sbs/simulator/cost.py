@@ -126,8 +126,11 @@ def load_cost(path: Path) -> PassCost:
             raise CostError(
                 f"cost file {path}: {name} must be a finite number of seconds >= 0, not {value}"
             )
-    if cost.pass_s([1], [1.0]) <= 0:
-        raise CostError(f"cost file {path}: a pass would take no time; set fixed_s or a slope")
+    if cost.full_chunk_s(1) <= 0:
+        raise CostError(
+            f"cost file {path}: a pass would take no time but for attention pairs and requests; "
+            "set fixed_s, mean_s or max_s"
+        )
     return cost
 
 

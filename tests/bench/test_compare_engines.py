@@ -58,14 +58,14 @@ def test_named_costs_hardly_change_by_their_pairs() -> None:
     assert cost.prefill_base_s / PASS_S == pytest.approx(mixed.fixed_s / whole_s, rel=0.02)
 
 
-def test_a_cost_without_a_slope_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cost_without_a_slope_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CostError, match="needs mean_s, max_s"):
         scaled_cost(PassCost(fixed_s=0.1), 2, CHUNK)
-    save_cost(PassCost(fixed_s=0.1), tmp_path / "flat.json")
-    words = ["--cost", str(tmp_path / "flat.json"), "--report", str(tmp_path / "out")]
-    with pytest.raises(SystemExit):
-        command.main(words)
-    assert "a cost with only fixed_s makes every pass equally long" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    file = tmp_path / "cost.json"
+    for cost, message in (
+        (PassCost(fixed_s=0.1), "a cost with only fixed_s makes every pass equally long"),
+        (PassCost(fixed_s=0.0, pair_s=1e-8), "set fixed_s, mean_s or max_s"),
+    ):
+        save_cost(cost, file)
+        with pytest.raises(CostError, match=message):
+            command.Plan(command.build_parser().parse_args(["--cost", str(file)]))
