@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from rich.table import Table
 
 from sglang_sbs import __version__
 from sglang_sbs.bench.endforward_capture import capture
+from sglang_sbs.bench.outputs import make_writable
 from sglang_sbs.bench.record import record_runs
 from sglang_sbs.bench.rig import COST as RIG_COST
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.scheduling.eventlog import MAGIC
-from sglang_sbs.simulator.calibration import FitErrors, fit_cost
+from sglang_sbs.simulator.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
 from sglang_sbs.simulator.captured import Captured, read_capture, recording_of_messages
 from sglang_sbs.simulator.cost import CostError, PassCost, find_cost
 from sglang_sbs.simulator.recording import RecordedPass, read_recording
@@ -48,6 +50,9 @@ The cost is T = fixed_s + mean_s * mean(tokens) + max over ranks of (max_s * tok
 + pair_s * attention pairs + request_s * requests). The file goes to sglang-sbs simulate --cost
 FILE.json, and to engines on CPU with --virtual-gpu "$(cat FILE.json)".
 
+A fit that says little of passes it has not seen (off by more than 10 % in the median), or by which
+tokens cost nothing, is shown but not written: exit code 1.
+
 examples:
   scripts/calibrate out/router.events --out cost.json
   scripts/calibrate --listen tcp://0.0.0.0:7601 --seconds 60 --save run.jsonl --out cost.json
@@ -55,7 +60,12 @@ examples:
   scripts/calibrate --virtual-cluster       # real SGLang on CPU with a known cost: is it found?
 """
 _LIMIT = 0.10
-"""Largest accepted mean error of predicted passes against ``--expect``."""
+"""Largest accepted error of predicted passes: the mean against ``--expect``, the median of those
+that a fit has not seen."""
+_BETTER = """\
+What helps: passes of different sizes (different prompts, loads from light to full), more of them
+(a longer --seconds, more LOG files, --passes, --repeats), and engines with the machine for
+themselves. --force takes the fit as it is."""
 
 
 class CalibrationFile(msgspec.Struct, kw_only=True):
@@ -85,6 +95,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="a cost that is known (a name or FILE.json of sglang-sbs simulate --cost, or rig: the "
         "virtual GPU of scripts/demo): say how far off the fit is; exit code 1 above 10 %%",
     )
+    add("--force", action="store_true", help="write --out even if the fit is poor; exit code 0")
     add("--note", default="", help="for the provenance: which cluster this is")
     live = parser.add_argument_group("a live cluster").add_argument
     live("--listen", metavar="ENDPOINT", help="where engines connect to, tcp://0.0.0.0:7601")
@@ -117,8 +128,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if sum(sources) != 1:
         parser.error("give one source: LOG files, --listen/--connect, --gpu or --virtual-cluster")
     for name in ("seconds", "chunk", "passes", "repeats", "requests"):
-        if getattr(options, name) <= 0:
+        if not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name} must be more than 0")
+    if options.gpu and options.passes < LEAST_PASSES:
+        parser.error(f"--passes must be {LEAST_PASSES} or more: a fit is tried on unseen passes")
     if options.virtual_cluster:
         options.expect = options.expect or "rig"
     return options
@@ -136,6 +149,14 @@ def read_passes(paths: Sequence[Path]) -> list[RecordedPass]:
 
 def calibrated(passes: Sequence[RecordedPass], provenance: dict[str, Any]) -> CalibrationFile:
     """Raises: CostError, too little in the passes."""
+    usable = len(usable_passes(passes))
+    if usable < LEAST_PASSES:
+        raise CostError(
+            f"{usable} prefill passes with launch and end: it takes {LEAST_PASSES} or more, of "
+            "different sizes, to fit a cost and to try it on passes it has not seen. Send more "
+            "requests (--requests with --virtual-cluster), listen for longer (--seconds), or give "
+            "more LOG files"
+        )
     cost, errors = fit_cost(passes)
     shapes = sorted({len(one.tokens) for one in passes})
     return CalibrationFile(
@@ -250,6 +271,20 @@ def print_fit(found: CalibrationFile, console: Console) -> None:
     )
 
 
+def shortcomings(found: CalibrationFile) -> list[str]:
+    """Why the fit is of no use; empty if it is."""
+    out = []
+    held_out = found.errors.held_out_median_share
+    if held_out is not None and held_out > _LIMIT:
+        out.append(
+            f"passes that a fit has not seen are predicted {held_out:.0%} off in the median "
+            f"(accepted: {_LIMIT:.0%})"
+        )
+    if found.cost.mean_s + found.cost.max_s <= 0:
+        out.append("tokens cost nothing: mean_s and max_s are 0")
+    return out
+
+
 def difference(
     found: PassCost, expected: PassCost, passes: Sequence[RecordedPass]
 ) -> tuple[dict[str, float], float]:
@@ -272,7 +307,7 @@ def difference(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if the fit is not what was expected, 2 if there is none."""
+    """The command; 1 if the fit is poor or not what was expected, 2 if there is none."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parse_arguments(words)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -280,6 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.note:
         facts["note"] = options.note
     try:
+        for path in (options.out, options.save):
+            if path is not None:
+                make_writable(path)
         if options.gpu:
             passes, more = _gpu(options, console)
             facts |= {"source": "layers timed on one device", **more}
@@ -299,16 +337,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.expect is not None:
             expected = find_cost(options.expect)
     except (ClusterStartError, RuntimeError, OSError, SecretError, ValueError) as error:
-        console.print(f"[red]{error}[/]")
+        console.print(f"{error}", style="red", markup=False)
         return 2
     print_fit(found, console)
+    poor = shortcomings(found)
+    for reason in poor:
+        console.print(f"a poor fit: {reason}", style="red", markup=False)
     off = 0.0
     if expected is not None:
         terms, off = difference(found.cost, expected, [one for one in passes if one.complete])
         text = ", ".join(f"{name} {share:+.2%}" for name, share in terms.items())
         console.print(f"against {options.expect}: {text}; passes are off by {off:.2%} in the mean")
+    if poor and not options.force:
+        console.print(_BETTER)
+        if options.out is not None:
+            console.print(f"not written: {options.out}", markup=False)
+        return 1
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+        if poor:
+            found.provenance["forced"] = poor
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-        console.print(f"written: {options.out}")
+        console.print(f"written: {options.out}", markup=False)
     return 0 if off <= _LIMIT else 1

@@ -162,7 +162,7 @@ def pass_statistics(
             else math.nan
         ),
         active_ranks=statistics.mean(one.active_ranks / len(one.tokens) for one in inside),
-        idle_share=1 - busy_s / span_s,
+        idle_share=1 - busy_s / span_s if span_s > 0 else math.nan,
         gap_ms_p50=1e3 * statistics.median(gaps_s) if gaps_s else math.nan,
-        bubble_share=sum(gaps_s) / span_s,
+        bubble_share=sum(gaps_s) / span_s if span_s > 0 else math.nan,
     )

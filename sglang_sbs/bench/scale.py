@@ -16,14 +16,16 @@ import platform
 import resource
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import uvloop
 from rich.console import Console
 
 from sglang_sbs.bench.contenders import free_ports
+from sglang_sbs.bench.outputs import make_writable
 from sglang_sbs.bench.scale_client import Clients
 from sglang_sbs.bench.scale_messages import message_costs
 from sglang_sbs.bench.scale_router import (
@@ -42,7 +44,8 @@ A case opens --streams that stay, then sends --churn short requests per second b
 --seconds, with a scrape of /metrics every 5 s, and lets all end.
 
   decision        Scheduler.handle of one event, wall time, inside the live router (the histogram
-                  sbs_decision_seconds, always on): p50 and p99 as the bucket they are in
+                  sbs_decision_seconds, always on): p50 and p99 as the bucket they are in, and so
+                  is the max if there was a longer one before the measurement
   lag             how late the scheduler process's own clock ticks: what a decision waits for
   stall           a stream's gap between two tokens, beyond the pace the engines keep
   lost            requests that failed or did not come to their end: must be 0
@@ -188,7 +191,7 @@ async def _scrape(router: ScaledRouter) -> None:
     """As Prometheus does, while it is measured."""
     while True:
         await asyncio.sleep(_SCRAPE_EVERY_S)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, aiohttp.ClientError):
             await router.scrape(Reading(0.0, {}, {}, []))
 
 
@@ -219,7 +222,11 @@ def _threads(before: Reading, after: Reading, took_s: float) -> dict[str, float]
 
 
 def _histogram(before: Reading, after: Reading, name: str, event: str | None = None) -> Spread:
-    """Percentiles of what came between two readings, as the upper bounds of their buckets."""
+    """Of what came between two readings, as the upper bounds of the buckets.
+
+    The longest is known if it is the longest the process has seen; if that was earlier, it is at
+    most the bound of the last bucket that anything came to.
+    """
     labels = {} if event is None else {"event": event}
     bounds = sorted(
         {
@@ -238,18 +245,30 @@ def _histogram(before: Reading, after: Reading, name: str, event: str | None = N
         for bound in bounds
     ]
     count = int(counted[-1]) if counted else 0
-    longest_s = [
-        value
-        for (series, found), value in after.series.items()
-        if series == f"{name}_longest_seconds" and set(labels.items()) <= set(found)
-    ]
+    if not count:
+        return Spread(count=0, p50_s=None, p99_s=None, max_s=None)
+    longest_s = _longest_s(after, name, labels)
 
-    def below(share: float) -> float | None:
+    def below(share: float) -> float:
         wanted = share * count
-        bound = next((b for b, c in zip(bounds, counted, strict=True) if c >= wanted), math.inf)
-        return (bound if math.isfinite(bound) else longest_s[0]) if count else None
+        bound = next(b for b, c in zip(bounds, counted, strict=True) if c >= wanted)
+        return min(bound, longest_s)
 
-    return Spread(count=count, p50_s=below(0.5), p99_s=below(0.99), max_s=longest_s[0])
+    return Spread(
+        count=count,
+        p50_s=below(0.5),
+        p99_s=below(0.99),
+        max_s=longest_s if longest_s > _longest_s(before, name, labels) else below(1.0),
+    )
+
+
+def _longest_s(reading: Reading, name: str, labels: Mapping[str, str]) -> float:
+    """Since the process began."""
+    return max(
+        value
+        for (series, found), value in reading.series.items()
+        if series == f"{name}_longest_seconds" and set(labels.items()) <= set(found)
+    )
 
 
 def _spread(values_s: Sequence[float]) -> Spread:
@@ -346,12 +365,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--log", type=Path, metavar="FILE", help="what the router says (a temporary file)")
     options = parser.parse_args(arguments)
     for name in ("reports", "workers", "churn", "token_s", "open_per_s"):
-        if getattr(options, name) <= 0:
+        if not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be more than 0")
     if options.workers < 2:
         parser.error("--workers must be 2 or more: one process has no scheduler process to weigh")
-    options.seconds = options.seconds or (6.0 if options.quick else 20.0)
-    if options.seconds < 1:
+    if options.seconds is None:
+        options.seconds = 6.0 if options.quick else 20.0
+    if not 1 <= options.seconds < math.inf:
         parser.error("--seconds must be 1 or more")
     known = _QUICK if options.quick else _CASES
     ranks = _numbers(parser, "--ranks", options.ranks) or list(known)
@@ -404,9 +424,19 @@ def _messages(options: argparse.Namespace, console: Console) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if a request was lost, 2 if something did not start."""
+    """The command; 1 if a request was lost, 2 if a case could not be measured, 130 if interrupted.
+
+    What was measured before is printed and written nevertheless.
+    """
     options = parse_arguments(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    try:
+        for path in (options.json, options.log):
+            if path is not None:
+                make_writable(path)
+    except OSError as error:
+        console.print(error.strerror, style="red", markup=False)
+        return 2
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for case in options.cases:
@@ -421,23 +451,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.messages:
         return _messages(options, console)
     results: list[Result] = []
+    stopped, status = "", 0
     with tempfile.TemporaryDirectory() as folder:
         log = options.log or Path(folder) / "router.log"
         for number, case in enumerate(options.cases, 1):
             console.print(f"case {number} of {len(options.cases)}: {case.ranks} DP ranks")
+            log.write_bytes(b"")
             try:
                 results.append(uvloop.run(measure(case, console, log)))
-            except RuntimeError as error:
-                console.print(f"[red]{error}[/]\n{log.read_text(errors='replace')[-2000:]}")
-                return 2
-    print(markdown(results))
-    if options.json is not None:
-        about = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        cases = [msgspec.to_builtins(result) for result in results]
-        options.json.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n")
+            except KeyboardInterrupt:
+                stopped, status = "interrupted", 130
+            except (RuntimeError, OSError, aiohttp.ClientError, msgspec.DecodeError) as error:
+                stopped, status = f"{error}" or type(error).__name__, 2
+            if stopped:
+                stopped = f"{case.ranks} ranks: {stopped}"
+                console.print(stopped, style="red", markup=False)
+                console.print(log.read_text(errors="replace")[-2000:], markup=False)
+            if options.json is not None:
+                options.json.write_text(_json(results, stopped))
+            if stopped:
+                break
+    if results:
+        print(markdown(results))
     for result in results:
         if result.lost:
             console.print(
                 f"[red]{result.case.ranks} ranks: {result.lost} requests lost: {result.failures}[/]"
             )
-    return 1 if any(result.lost for result in results) else 0
+    return status or int(any(result.lost for result in results))
+
+
+def _json(results: Sequence[Result], stopped: str) -> str:
+    """``stopped``: why there are no more."""
+    about = {"cpus": os.cpu_count(), "python": platform.python_version()}
+    cases = [msgspec.to_builtins(result) for result in results]
+    why = {"stopped": stopped} if stopped else {}
+    return json.dumps({**about, "cases": cases, **why}, indent=1) + "\n"

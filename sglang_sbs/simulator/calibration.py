@@ -20,6 +20,8 @@ _LEAST_T = 2.0
 _LEAST_SHARE = 0.005
 _FOLDS = 5
 _LEAST_PER_FOLD = 6
+LEAST_PASSES = _FOLDS * _LEAST_PER_FOLD
+"""With fewer, nothing can be said of passes that a fit has not seen."""
 _IDLE_S = 0.1
 """A device that was free for longer than this before a launch had nothing to do."""
 _LATENCIES_S = [0.0005 * 1.07**i for i in range(120)]
@@ -91,7 +93,7 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
     Raises:
         CostError: no two different passes.
     """
-    usable = [one for one in passes if one.complete and one.forward_s > 0 and any(one.tokens)]
+    usable = usable_passes(passes)
     if len({(tuple(one.tokens)) for one in usable}) < 2:
         raise CostError("a cost needs at least two different prefill passes with EndForward")
     fit = _fit(usable)
@@ -112,13 +114,18 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
     )
 
 
+def usable_passes(passes: Iterable[RecordedPass]) -> list[RecordedPass]:
+    """Those that a cost can be fitted to."""
+    return [one for one in passes if one.complete and one.forward_s > 0 and any(one.tokens)]
+
+
 def _relative_error(cost: PassCost, one: RecordedPass) -> float:
     return cost.pass_s(one.tokens, one.pairs, one.requests) / one.forward_s - 1
 
 
 def _held_out_shares(passes: Sequence[RecordedPass]) -> list[float]:
     """Sorted |relative errors| of passes a fit has not seen; empty if there are too few."""
-    if len(passes) < _FOLDS * _LEAST_PER_FOLD:
+    if len(passes) < LEAST_PASSES:
         return []
     shares = []
     for fold in range(_FOLDS):

@@ -51,6 +51,12 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
         """Forward time with a full chunk on every rank, without attention pairs."""
         return self.fixed_s + (self.mean_s + self.max_s) * chunk_tokens
 
+    def of_tokens_only(self, pairs_per_token: float, requests_per_token: float) -> PassCost:
+        """The same where only tokens are known: what pairs and requests cost is in ``max_s``, at
+        this mix of the slowest rank."""
+        extra_s = self.pair_s * pairs_per_token + self.request_s * requests_per_token
+        return PassCost(fixed_s=self.fixed_s, mean_s=self.mean_s, max_s=self.max_s + extra_s)
+
     def at_speed(self, speed: float) -> PassCost:
         """The cost of an engine that is this much faster."""
         return PassCost(**{name: getattr(self, name) / speed for name in self.__struct_fields__})
@@ -120,8 +126,11 @@ def load_cost(path: Path) -> PassCost:
             raise CostError(
                 f"cost file {path}: {name} must be a finite number of seconds >= 0, not {value}"
             )
-    if cost.pass_s([1], [1.0]) <= 0:
-        raise CostError(f"cost file {path}: a pass would take no time; set fixed_s or a slope")
+    if cost.full_chunk_s(1) <= 0:
+        raise CostError(
+            f"cost file {path}: a pass would take no time but for attention pairs and requests; "
+            "set fixed_s, mean_s or max_s"
+        )
     return cost
 
 

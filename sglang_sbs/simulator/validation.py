@@ -59,7 +59,7 @@ def virtual_gpu_cost(cost: PassCost, passes: Sequence[RecordedPass]) -> VirtualG
     The virtual GPU knows tokens only. What attention pairs and requests cost is spread over the
     tokens of the slowest rank, as in these passes. Raises: ValueError, there is none.
     """
-    tokens, extra_s = 0, 0.0
+    tokens, pairs, count = 0, 0.0, 0
     for one in passes:
         requests = one.requests or [0] * len(one.tokens)
         slowest = max(
@@ -69,13 +69,15 @@ def virtual_gpu_cost(cost: PassCost, passes: Sequence[RecordedPass]) -> VirtualG
             ),
         )
         tokens += one.tokens[slowest]
-        extra_s += cost.pair_s * one.pairs[slowest] + cost.request_s * requests[slowest]
+        pairs += one.pairs[slowest]
+        count += requests[slowest]
     if not tokens:
         raise ValueError("no prefill pass to take the mix of requests from")
+    known = cost.of_tokens_only(pairs / tokens, count / tokens)
     return VirtualGpuCost(
-        prefill_base_s=cost.fixed_s,
-        prefill_per_max_token_s=cost.max_s + extra_s / tokens,
-        prefill_per_total_token_s=cost.mean_s / statistics.fmean(len(p.tokens) for p in passes),
+        prefill_base_s=known.fixed_s,
+        prefill_per_max_token_s=known.max_s,
+        prefill_per_total_token_s=known.mean_s / statistics.fmean(len(p.tokens) for p in passes),
     )
 
 

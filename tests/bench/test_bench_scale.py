@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from sglang_sbs.bench.scale import Case, _histogram, main, markdown, parse_arguments
+from sglang_sbs.bench import scale
+from sglang_sbs.bench.scale import (
+    Case,
+    Result,
+    Spread,
+    _histogram,
+    main,
+    markdown,
+    parse_arguments,
+)
 from sglang_sbs.bench.scale_router import Reading, shape_of
 
 
@@ -56,10 +66,25 @@ def test_percentiles_are_of_what_came_between_two_readings():
     assert (spread.count, spread.p50_s, spread.p99_s, spread.max_s) == (100, 0.001, 0.01, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("longest_s", "max_s"),
+    [((0.4, 0.5), 0.5), ((0.5, 0.5), 0.01), ((0.006, 0.006), 0.006)],
+    ids=["now", "earlier", "earlier, and in the same bucket"],
+)
+def test_the_longest_is_of_what_came_between_two_readings(longest_s, max_s):
+    before = reading({"0.001": 900.0, "0.01": 900.0, "+Inf": 901.0}, longest_s[0])
+    after = reading({"0.001": 950.0, "0.01": 1000.0, "+Inf": 1001.0}, longest_s[1])
+    if max_s == 0.5:
+        after = reading({"0.001": 950.0, "0.01": 999.0, "+Inf": 1001.0}, longest_s[1])
+    spread = _histogram(before, after, "sbs_x", "report")
+    assert spread.max_s == max_s
+    assert spread.p99_s == min(0.01, max_s)
+
+
 def test_nothing_counted_is_no_percentile():
     same = reading({"0.001": 5.0, "+Inf": 5.0}, 0.0009)
     spread = _histogram(same, same, "sbs_x", "report")
-    assert (spread.count, spread.p50_s) == (0, None)
+    assert (spread.count, spread.p50_s, spread.max_s) == (0, None, None)
 
 
 def test_quick_is_one_case_and_the_default_three():
@@ -81,9 +106,85 @@ def test_quick_is_one_case_and_the_default_three():
         (["--ranks", "256", "--streams", "1,2"], "--streams needs as many numbers"),
         (["--workers", "1"], "--workers must be 2 or more"),
         (["--churn", "0"], "--churn must be more than 0"),
+        (["--churn", "nan"], "--churn must be more than 0"),
+        (["--token-s", "inf"], "--token-s must be more than 0"),
+        (["--seconds", "nan"], "--seconds must be 1 or more"),
+        (["--seconds", "0"], "--seconds must be 1 or more"),
     ],
 )
 def test_bad_flags_say_what_to_write(flags, what, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(flags)
     assert what in capsys.readouterr().err
+
+
+def result(case: Case) -> Result:
+    spread = Spread(count=1, p50_s=0.001, p99_s=0.001, max_s=0.001)
+    parts = dict.fromkeys(("supervisor", "scheduler", "front ends"), 1)
+    return Result(
+        case=case,
+        instances=1,
+        reports_sent_per_s=1.0,
+        reports_handled_per_s=1.0,
+        reports_dropped=0,
+        in_flight=1,
+        sent=1,
+        lost=0,
+        failures={},
+        cpu=dict.fromkeys(parts, 0.1),
+        scheduler_threads={"main": 0.1, "ZMQ": 0.1},
+        endforward={"receiving": 0.1, "deciding": 0.1},
+        memory=parts,
+        memory_idle=parts,
+        decisions=dict.fromkeys(("request", "report", "timer"), spread),
+        lag=spread,
+        first_token=spread,
+        stalls=spread,
+        stalls_over_1_s=0,
+        fleet_late_s=0.0,
+        scrape_s=0.001,
+        scrape_bytes=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (RuntimeError("the router [died]"), 2),
+        (ConnectionResetError("the engines hung up"), 2),
+        (msgspec.DecodeError("Input data was truncated"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_a_case_that_fails_leaves_the_earlier_ones(
+    failure, status, tmp_path: Path, monkeypatch, capsys
+):
+    def fail(log: Path) -> None:
+        log.write_text("what the router said [/]")
+        raise failure
+
+    async def measure(case: Case, console: object, log: Path) -> Result:
+        if case.ranks == 32:
+            fail(log)
+        return result(case)
+
+    monkeypatch.setattr(scale, "measure", measure)
+    path = tmp_path / "new" / "scale.json"
+    assert main(["--ranks", "16,32,64", "--json", str(path)]) == status
+    told = capsys.readouterr().out
+    assert "| DP ranks (instances) | 16 (1) |" in told
+    assert "what the router said [/]" in told
+    written = json.loads(path.read_text())
+    assert [one["case"]["ranks"] for one in written["cases"]] == [16]
+    assert written["stopped"] == f"32 ranks: {str(failure) or 'interrupted'}"
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setattr(scale, "measure", None)
+    (tmp_path / "file").write_text("kept")
+    for path in (tmp_path / "file" / "scale.json", tmp_path):
+        assert main(["--quick", "--json", str(path)]) == 2
+        assert f"cannot write {path}" in capsys.readouterr().out.replace("\n", "")
+    assert (tmp_path / "file").read_text() == "kept"

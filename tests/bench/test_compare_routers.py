@@ -17,13 +17,11 @@ from sglang_sbs.bench.load import Latency
 from sglang_sbs.bench.passes import ForwardPass, PassStatistics
 from sglang_sbs.bench.versus import campaign, command, ratios, report, search
 from sglang_sbs.bench.versus.cell import Setting
-from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S, scaled_cost
 from sglang_sbs.bench.versus.field import BY_NAME, FIELD, Contender, chosen
 from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
 from sglang_sbs.bench.versus.prompts import id_prompts
 from sglang_sbs.bench.versus.rows import Header, Key, Row, RowFile
 from sglang_sbs.bench.versus.tables import ratio_table
-from sglang_sbs.simulator.cost import COSTS
 
 NAN = math.nan
 HEADER = Header(
@@ -448,11 +446,3 @@ def test_quick_is_one_seed_of_paper_at_two_loads_against_two_peers() -> None:
     file = RowFile(Path("unused"))
     work = plan.campaign(file, [], Console())
     assert work.expected_total_s() < 10 * 60
-
-
-def test_the_scaled_cost_keeps_its_proportions() -> None:
-    cost = scaled_cost(COSTS["mixed"], 2, H800_CHUNK_TOKENS)
-    assert cost.prefill_s([1024, 1024]) == pytest.approx(PASS_S)
-    whole = COSTS["mixed"].full_chunk_s(H800_CHUNK_TOKENS)
-    assert cost.prefill_base_s / PASS_S == pytest.approx(COSTS["mixed"].fixed_s / whole)
-    assert cost.prefill_s([1024, 0]) < PASS_S

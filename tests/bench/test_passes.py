@@ -90,3 +90,12 @@ def test_an_empty_window_has_no_figures():
     statistics = pass_statistics([], chunk_tokens=100)
     assert statistics.passes == 0
     assert math.isnan(statistics.bubble_share)
+
+
+def test_passes_that_took_no_time_have_no_shares_of_it():
+    """As a hook reports one that had ended when it was launched."""
+    statistics = pass_statistics([ForwardPass("p0", 1.0, 1.0, (100, 0))], chunk_tokens=100)
+    assert statistics.passes == 1
+    assert statistics.chunk_utilization == 0.5
+    assert math.isnan(statistics.idle_share)
+    assert math.isnan(statistics.bubble_share)

@@ -151,6 +151,7 @@ def test_a_cost_file_is_read_back(tmp_path):
         ('{"fixed_s": "fast"}', "fixed_s"),
         ('{"fixed_s": -1}', "fixed_s must be a finite number of seconds >= 0, not -1"),
         ('{"fixed_s": 0}', "a pass would take no time"),
+        ('{"fixed_s": 0, "pair_s": 1e-8}', "set fixed_s, mean_s or max_s"),
     ],
 )
 def test_a_bad_cost_file_is_refused_with_its_name_and_the_field(tmp_path, text, message):

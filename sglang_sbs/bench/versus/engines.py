@@ -18,10 +18,11 @@ from sglang_sbs.bench.rig import CHUNK_TOKENS, parallel_flags, progress_printer
 from sglang_sbs.bench.runs import RouterPorts, instance_names
 from sglang_sbs.bench.versus.field import EngineVariant
 from sglang_sbs.bench.versus.listener import ReportListener, boots
+from sglang_sbs.bench.versus.workloads import WORKLOADS
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.simulator.cost import PassCost
+from sglang_sbs.simulator.cost import CostError, PassCost
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
@@ -29,6 +30,8 @@ H800_CHUNK_TOKENS = 3072
 """Per DP rank, of the deployment that the named costs are of (the paper's chunk of 3K)."""
 PASS_S = 0.61
 """Of a full chunk here: long enough that CPU work between passes is a few percent on two cores."""
+_MIX_REQUESTS = 2000
+"""Whose mean is taken for what a token brings of pairs and requests."""
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
@@ -83,8 +86,20 @@ def scaled_cost(cost: PassCost, dp_size: int, chunk_tokens: int) -> VirtualGpuCo
 
     One of our tokens stands for ``chunk_tokens / CHUNK_TOKENS`` of theirs, and time is stretched
     so that a full chunk takes ``PASS_S``: fixed share and split between mean and slowest rank stay.
-    Attention pairs are left out; a virtual pass knows only tokens.
+    A virtual pass knows only tokens: what attention pairs and requests cost is in their price, as
+    with the prompts of the paper workload.
+
+    Raises:
+        CostError: tokens cost nothing.
     """
+    lengths = [one.prompt_tokens for one in WORKLOADS["paper"](1, _MIX_REQUESTS, chunk_tokens)]
+    pairs = sum(length**2 / 2 for length in lengths)
+    cost = cost.of_tokens_only(pairs / sum(lengths), len(lengths) / sum(lengths))
+    if cost.mean_s + cost.max_s <= 0:
+        raise CostError(
+            "a cost with only fixed_s makes every pass equally long, so that no placement matters: "
+            "it needs mean_s, max_s, pair_s or request_s"
+        )
     tokens = chunk_tokens / CHUNK_TOKENS
     stretch = PASS_S / cost.full_chunk_s(chunk_tokens)
     return VirtualGpuCost(

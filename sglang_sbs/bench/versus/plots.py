@@ -6,6 +6,7 @@ Owns the drawing; needs matplotlib (the ``sim`` extra). Must not know files or H
 from __future__ import annotations
 
 import io
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,6 +22,12 @@ from sglang_sbs.bench.versus.rows import Row
 _DPI = 100
 _COMPARED = 3
 """Rows of the timeline and lines of the KV picture."""
+_TOLD_APART = 10
+"""Lines of a picture that have colours: as many as can be told apart."""
+_BEST_OWN = 2
+"""Of them, immediate policies of ours."""
+_MARKERS = "osD^vPX*<>"
+_GREY = "0.75"
 
 
 def pictures(rows: Sequence[Row], chunk_tokens: int) -> dict[str, bytes]:
@@ -80,6 +87,60 @@ def _png(pyplot: Any, figure: Any) -> bytes:
     return buffer.getvalue()
 
 
+def told_apart(rows: Sequence[Row]) -> list[str]:
+    """The contenders that have a colour of their own, in the order of the field: all of them if
+    they are few, or else SBS, our best immediate policies and the best peers."""
+    names = in_order(row.key.policy for mine in cells_of(rows).values() for row in mine)
+    if len(names) <= _TOLD_APART:
+        return names
+    best = [*filter(is_sbs, names), *ranking(rows, is_immediate)[:_BEST_OWN], *ranking(rows)]
+    return in_order(best[:_TOLD_APART])
+
+
+def lines_of(
+    rows: Sequence[Row], get: Callable[[Row], float]
+) -> dict[str, list[tuple[float, float, float, float]]]:
+    """Contender -> load, and mean, least and most of a figure over seeds; those of one workload."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for row in rows:
+        if math.isfinite(get(row)):
+            found.setdefault(row.key.policy, {}).setdefault(row.key.load, []).append(get(row))
+    return {
+        policy: [
+            (load, statistics.fmean(values), min(values), max(values))
+            for load, values in sorted(found[policy].items())
+        ]
+        for policy in in_order(found)
+    }
+
+
+def _draw(
+    axis: Any,
+    points: Sequence[tuple[float, float, float, float]],
+    *,
+    thick: bool,
+    colour: str,
+    marker: str,
+) -> Any:
+    """One line with its bars; what the legend shows."""
+    loads, means, least, most = zip(*points, strict=True)
+    below = [max(0.0, mean - low) for mean, low in zip(means, least, strict=True)]
+    above = [max(0.0, high - mean) for mean, high in zip(means, most, strict=True)]
+    return axis.errorbar(
+        loads,
+        means,
+        yerr=[below, above] if any(below) or any(above) else None,
+        color=colour,
+        marker=marker,
+        markersize=3 if colour == _GREY else 5,
+        linewidth=0.7 if colour == _GREY else 2.4 if thick else 1.2,
+        linestyle="-" if thick else "--",
+        elinewidth=0.8,
+        capsize=2.5,
+        zorder=1 if colour == _GREY else 2,
+    )
+
+
 def _by_load(
     pyplot: Any, rows: Sequence[Row], figures: dict[str, Callable[[Row], float]], *, log: bool
 ) -> bytes:
@@ -94,33 +155,38 @@ def _by_load(
         squeeze=False,
         layout="constrained",
     )
+    names = told_apart(rows)
+    others = len({row.key.policy for mine in cells.values() for row in mine}) - len(names)
+    colours = pyplot.get_cmap("tab10").colors
+    legend: dict[str, Any] = {}
     for line, workload in enumerate(workloads):
         for column, (title, get) in enumerate(figures.items()):
             axis = axes[line][column]
             mine = [
                 row for (name, _), row_list in cells.items() if name == workload for row in row_list
             ]
-            for policy in in_order(row.key.policy for row in mine):
-                by_load: dict[float, list[float]] = {}
-                for row in mine:
-                    if row.key.policy == policy:
-                        by_load.setdefault(row.key.load, []).append(get(row))
-                loads = sorted(by_load)
-                axis.plot(
-                    loads,
-                    [statistics.fmean(by_load[load]) for load in loads],
-                    marker="o",
-                    markersize=3,
-                    linewidth=2.4 if is_sbs(policy) else 1.2,
-                    linestyle="-" if is_sbs(policy) else "--",
-                    label=policy,
+            for policy, points in lines_of(mine, get).items():
+                at = names.index(policy) if policy in names else -1
+                legend[policy if at >= 0 else f"others ({others})"] = _draw(
+                    axis,
+                    points,
+                    thick=is_sbs(policy),
+                    colour=colours[at] if at >= 0 else _GREY,
+                    marker=_MARKERS[at] if at >= 0 else ".",
                 )
             if log:
                 axis.set_yscale("log")
             axis.set_title(f"{workload}: {title}", fontsize=9)
             axis.set_xlabel("load (share of full-chunk capacity)", fontsize=8)
             axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.legend(
+        [legend[label] for label in in_order(legend)],
+        in_order(legend),
+        loc="outside right upper",
+        fontsize=7,
+        title="mean over seeds;\nbars: least and most",
+        title_fontsize=7,
+    )
     return _png(pyplot, figure)
 
 

@@ -1,0 +1,71 @@
+"""The cost of the engines that `scripts/compare-routers` brings up on CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_sbs.bench.versus import command
+from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S, scaled_cost
+from sglang_sbs.bench.versus.workloads import WORKLOADS
+from sglang_sbs.simulator.cost import COSTS, CostError, PassCost, save_cost
+
+CHUNK = H800_CHUNK_TOKENS
+
+
+def test_the_scaled_cost_keeps_its_proportions() -> None:
+    theirs = PassCost(fixed_s=0.1, mean_s=3e-5, max_s=5e-5)
+    cost = scaled_cost(theirs, 2, CHUNK)
+    whole_s = theirs.full_chunk_s(CHUNK)
+    assert cost.prefill_s([1024, 1024]) == pytest.approx(PASS_S)
+    assert cost.prefill_base_s / PASS_S == pytest.approx(theirs.fixed_s / whole_s)
+    one_sided_s = theirs.pass_s([CHUNK, 0], [0.0, 0.0])
+    assert cost.prefill_s([1024, 0]) / PASS_S == pytest.approx(one_sided_s / whole_s)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 8])
+def test_attention_pairs_and_requests_are_paid_with_the_tokens(dp_size: int) -> None:
+    """As they would be by one rank that computes the prompts of the paper workload alone."""
+    theirs = PassCost(fixed_s=0.02, mean_s=1e-5, pair_s=2e-8, request_s=2e-3)
+    lengths = [one.prompt_tokens for one in WORKLOADS["paper"](7, 5000, CHUNK)]
+    share = CHUNK / sum(lengths)
+    pairs, requests = share * sum(n**2 / 2 for n in lengths), share * len(lengths)
+    rank_s = theirs.pair_s * pairs + theirs.request_s * requests
+    balanced_s = theirs.fixed_s + theirs.mean_s * CHUNK + rank_s
+    one_sided_s = theirs.fixed_s + theirs.mean_s * CHUNK / dp_size + rank_s
+    cost = scaled_cost(theirs, dp_size, CHUNK)
+    assert cost.prefill_s([1024] * dp_size) == pytest.approx(PASS_S)
+    idle = [0] * (dp_size - 1)
+    assert cost.prefill_s([1024, *idle]) / PASS_S == pytest.approx(
+        one_sided_s / balanced_s, rel=0.01
+    )
+
+
+def test_pairs_alone_are_a_cost() -> None:
+    cost = scaled_cost(PassCost(fixed_s=0.0, pair_s=1e-8), 2, CHUNK)
+    assert cost.prefill_s([1024, 0]) == pytest.approx(PASS_S)
+    assert cost.prefill_s([512, 512]) == pytest.approx(PASS_S / 2)
+
+
+def test_named_costs_hardly_change_by_their_pairs() -> None:
+    """Figures measured without them stand."""
+    mixed = COSTS["mixed"]
+    cost = scaled_cost(mixed, 2, CHUNK)
+    whole_s = mixed.full_chunk_s(CHUNK)
+    one_sided = mixed.pass_s([CHUNK, 0], [0.0, 0.0]) / whole_s
+    assert cost.prefill_s([1024, 0]) / PASS_S == pytest.approx(one_sided, rel=0.005)
+    assert cost.prefill_base_s / PASS_S == pytest.approx(mixed.fixed_s / whole_s, rel=0.02)
+
+
+def test_a_cost_without_a_slope_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CostError, match="needs mean_s, max_s"):
+        scaled_cost(PassCost(fixed_s=0.1), 2, CHUNK)
+    file = tmp_path / "cost.json"
+    for cost, message in (
+        (PassCost(fixed_s=0.1), "a cost with only fixed_s makes every pass equally long"),
+        (PassCost(fixed_s=0.0, pair_s=1e-8), "set fixed_s, mean_s or max_s"),
+    ):
+        save_cost(cost, file)
+        with pytest.raises(CostError, match=message):
+            command.Plan(command.build_parser().parse_args(["--cost", str(file)]))
