@@ -10,57 +10,19 @@ from pathlib import Path
 
 import orjson
 import pytest
+from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
 from rich.console import Console
 
-from sglang_sbs.bench.load import Latency
-from sglang_sbs.bench.passes import ForwardPass, PassStatistics
 from sglang_sbs.bench.versus import campaign, command, ratios, report, search
 from sglang_sbs.bench.versus.cell import Setting
 from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S, scaled_cost
 from sglang_sbs.bench.versus.field import BY_NAME, FIELD, Contender, chosen
-from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
+from sglang_sbs.bench.versus.plan import Plan
 from sglang_sbs.bench.versus.prompts import id_prompts
-from sglang_sbs.bench.versus.rows import Header, Key, Row, RowFile
+from sglang_sbs.bench.versus.rows import Key, Row, RowFile
 from sglang_sbs.bench.versus.tables import ratio_table
 from sglang_sbs.simulator.cost import COSTS
-
-NAN = math.nan
-HEADER = Header(
-    settings={"slo_ttft_s": 1.0, "chunk_tokens": 1024}, machine={"cpu_cores": 2}, begun="2026"
-)
-
-
-def row(
-    policy: str,
-    mean: float,
-    *,
-    load: float = 0.8,
-    seed: int = 1,
-    p99: float | None = None,
-    failed: int = 0,
-    kind: str = "cell",
-    sigma: float = 10.0,
-) -> Row:
-    passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01)
-    return Row(
-        key=Key(kind, "paper", load, seed, policy),
-        client="open-loop",
-        requests=100,
-        qps=load * 30,
-        answers=Answers(
-            completed=100 - failed,
-            failed=failed,
-            errors=["HTTP 500"] if failed else [],
-            ttft_ms=Latency(mean, mean, 2 * mean if p99 is None else p99),
-            tpot_ms=Latency(20, 20, 30),
-            e2e_ms=Latency(mean + 100, mean, mean),
-            goodput_qps=20.0,
-        ),
-        engines=Engines(passes, NAN, NAN, KvBand(100.0, sigma)),
-        trace=Trace([ForwardPass("p0", 0.1, 0.5, (100, 0))], [(0.0, [10, 20]), (0.1, [30, 40])]),
-    )
-
 
 # ---- contenders
 
@@ -152,10 +114,6 @@ def test_peers_are_ranked_over_all_cells() -> None:
 
 
 # ---- search
-
-
-def searched(policy: str, load: float, mean_ms: float) -> Row:
-    return row(policy, mean_ms, load=load, kind="search")
 
 
 def test_the_search_halves_the_interval() -> None:
@@ -416,9 +374,7 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
 
 def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
     parser = command.build_parser()
-    plan = command.Plan(
-        parser.parse_args([*REAL, "--capacity", "150000", "--report", str(tmp_path)])
-    )
+    plan = Plan(parser.parse_args([*REAL, "--capacity", "150000", "--report", str(tmp_path)]))
     assert plan.capacity_tokens_per_s == 150000
     assert all(c.engines == "stock" for c in plan.scope.contenders)
     assert plan.model is None
@@ -430,9 +386,9 @@ def test_resume_refuses_rows_of_another_setting(
     parser = command.build_parser()
     file = RowFile(tmp_path / "rows.jsonl")
     words = ["--report", str(tmp_path), "--requests", "10"]
-    command.Plan(parser.parse_args(words)).begin(file)
+    Plan(parser.parse_args(words)).begin(file)
     file.add(row("sbs", 50))
-    _header, rows = command.Plan(parser.parse_args([*words, "--resume"])).begin(file)
+    _header, rows = Plan(parser.parse_args([*words, "--resume"])).begin(file)
     assert [r.key.policy for r in rows] == ["sbs"]
     with pytest.raises(SystemExit):
         command.main(["--report", str(tmp_path), "--requests", "11", "--resume"])
@@ -440,7 +396,7 @@ def test_resume_refuses_rows_of_another_setting(
 
 
 def test_quick_is_one_seed_of_paper_at_two_loads_against_two_peers() -> None:
-    plan = command.Plan(command.build_parser().parse_args(["--quick"]))
+    plan = Plan(command.build_parser().parse_args(["--quick"]))
     assert plan.scope.seeds == 1
     assert len(plan.scope.loads) == 2
     assert plan.scope.workloads == ["paper"]
