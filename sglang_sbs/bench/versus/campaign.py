@@ -122,6 +122,7 @@ class Campaign:
 
         Raises:
             ClusterStartError: engines did not come up.
+            UnheardError: their EndForward messages do not arrive.
         """
         scope = self.scope
         async with _Runner(self) as runner:
@@ -251,6 +252,14 @@ class _Runner:
             markup=False,
             soft_wrap=True,
         )
+        if row.silent:
+            campaign.console.print(
+                f"warning: no EndForward of {', '.join(row.silent)} came during it; its passes and "
+                "KV band lack them",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
     async def _engines_of(self, contender: Contender) -> Engines:
         variant = contender.engines

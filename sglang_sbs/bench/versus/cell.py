@@ -20,10 +20,16 @@ import aiohttp
 from sglang_sbs.bench.contenders import Processes
 from sglang_sbs.bench.load import Arrival, Sample, run_load
 from sglang_sbs.bench.runs import ROUTER_TIMEOUT_S
-from sglang_sbs.bench.versus import measure
+from sglang_sbs.bench.versus import hearing, measure
 from sglang_sbs.bench.versus.clients import send_load
 from sglang_sbs.bench.versus.engines import Engines
 from sglang_sbs.bench.versus.field import OPTIONAL_PACKAGE_HINT, Contender
+from sglang_sbs.bench.versus.hearing import (
+    UnheardError,
+    router_misses,
+    silent,
+    silent_prefill,
+)
 from sglang_sbs.bench.versus.prompts import Prompts
 from sglang_sbs.bench.versus.rows import Key, Row
 from sglang_sbs.bench.versus.workloads import arrivals
@@ -41,6 +47,7 @@ _STOP_GRACE_S = 1.5
 _LAG_STEP_S = 0.02
 _RECONNECT_S = 2.5
 """Engines look every 2 s at most for a router that was away, as ours is between two of its runs."""
+_LISTEN_STEP_S = 0.25
 _WARM_UP_TIMEOUT_S = 20.0
 _MOST_FAILED_SHARE = 0.25
 """Of the warm-up; a contender that fails more is not measured."""
@@ -62,6 +69,10 @@ class Setting:
     log_dir: Path
     salt: str
     """Of the prompts' words: engines that ran a comparison before must not have them cached."""
+    endforward_host: str = "127.0.0.1"
+    """Where a router of ours listens to the engines: all addresses if they may be elsewhere."""
+    key_file: Path | None = None
+    """Of the engines' EndForward messages."""
     event_logs: bool = False
     """Whether ours write one per run, for ``sglang-sbs simulate --replay`` and the like."""
 
@@ -80,6 +91,9 @@ async def run_cell(
     """Run it, with a warm-up that is in no figure.
 
     A contender that does not start, or fails much of the warm-up, gives a row with ``error``.
+
+    Raises:
+        UnheardError: EndForward of a prefill rank does not arrive here or at a router of ours.
     """
     begun_s = time.monotonic()
     try:
@@ -91,6 +105,7 @@ async def run_cell(
                 await asyncio.sleep(_RECONNECT_S)
             warmed = await run_load(url, warm_up, timeout_s=_WARM_UP_TIMEOUT_S)
             _check(warmed)
+            await _check_hearing(contender, engines)
             engines.listener.take()
             cpu_s = processes.cpu_s()
             load_begun_s = time.monotonic()
@@ -128,6 +143,7 @@ async def run_cell(
         answers=measure.answers(samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
         engines=figures,
         trace=trace,
+        silent=silent(heard, engines.names),
     )
 
 
@@ -163,6 +179,37 @@ def _check(warmed: list[Sample]) -> None:
         )
 
 
+async def _check_hearing(contender: Contender, engines: Engines) -> None:
+    """Raises: UnheardError."""
+    ports = engines.ports
+    heard = engines.listener.take()
+    until_s = time.monotonic() + hearing.WAIT_S
+    while (missing := silent_prefill(heard, engines.names)) and time.monotonic() < until_s:
+        await asyncio.sleep(_LISTEN_STEP_S)
+        heard += engines.listener.take()
+    if missing:
+        raise UnheardError(
+            f"no EndForward of {', '.join(missing)} comes to {engines.listener.bind}: "
+            "SGLANG_SBS_ROUTERS of every engine must name the router's port "
+            f"{ports.endforward} and this one, both must be reachable from there, and "
+            "SGLANG_SBS_KEY_FILE there and --key-file here be the same secret, or both unset"
+        )
+    if not contender.ours:
+        return
+    missing = await router_misses(
+        f"http://127.0.0.1:{ports.prometheus}/metrics",
+        {f"p{number}": url for number, (url, _port) in enumerate(engines.prefill)},
+        heard,
+        engines.names,
+    )
+    if missing:
+        raise UnheardError(
+            f"the router {contender.name} hears nothing of {', '.join(missing)}: "
+            "SGLANG_SBS_ROUTERS of every engine must name this machine's port "
+            f"{ports.endforward}, and that must be reachable from there"
+        )
+
+
 @asynccontextmanager
 async def _running(
     contender: Contender, key: Key, engines: Engines, setting: Setting
@@ -173,12 +220,7 @@ async def _running(
     ports = engines.ports
     argv = contender.command(engines.prefill, engines.decode, ports.http, ports.prometheus)
     if contender.ours:
-        argv += ["--sbs-endforward-bind", f"tcp://127.0.0.1:{ports.endforward}"]
-        if setting.model is not None:
-            argv += ["--tokenizer-path", str(setting.model)]
-        if setting.event_logs:
-            name = f"{key.kind}-{key.workload}-{key.load:g}-{key.seed}-{key.policy}.events"
-            argv += ["--sbs-event-log", str(setting.log_dir / name)]
+        argv += _own_flags(key, ports.endforward, setting)
     log = setting.log_dir / f"router-{_file_name(contender.name)}.log"
     plan = ProcessPlan(contender.name, tuple(argv), dict(os.environ), log)
     url = f"http://127.0.0.1:{ports.http}"
@@ -201,6 +243,19 @@ async def _running(
         yield url, Processes(process.pid)
     finally:
         await supervisor.stop(_STOP_GRACE_S)
+
+
+def _own_flags(key: Key, endforward_port: int, setting: Setting) -> list[str]:
+    """What a router of ours gets beside the flags of its contender."""
+    argv = ["--sbs-endforward-bind", f"tcp://{setting.endforward_host}:{endforward_port}"]
+    if setting.key_file is not None:
+        argv += ["--sbs-endforward-key-file", str(setting.key_file)]
+    if setting.model is not None:
+        argv += ["--tokenizer-path", str(setting.model)]
+    if setting.event_logs:
+        name = f"{key.kind}-{key.workload}-{key.load:g}-{key.seed}-{key.policy}.events"
+        argv += ["--sbs-event-log", str(setting.log_dir / name)]
+    return argv
 
 
 def _file_name(name: str) -> str:

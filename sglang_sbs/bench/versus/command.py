@@ -183,7 +183,13 @@ def build_parser() -> argparse.ArgumentParser:
         "router's address (tcp://0.0.0.0:7601)",
     )
     real.add_argument(
-        "--endforward-port", type=int, default=7600, help="of the router under test (7600)"
+        "--endforward-port",
+        type=int,
+        default=7600,
+        help="of the router under test, on all addresses of this machine (7600)",
+    )
+    real.add_argument(
+        "--key-file", type=Path, metavar="FILE", help="the engines' SGLANG_SBS_KEY_FILE"
     )
     return parser
 

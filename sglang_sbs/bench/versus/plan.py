@@ -38,6 +38,7 @@ from sglang_sbs.bench.versus.rows import Header, Row, RowFile
 from sglang_sbs.bench.versus.workloads import WORKLOADS, duration_s
 from sglang_sbs.simulator.cost import find_cost
 from sglang_sbs.testing.tiny_model import cached_tiny_model
+from sglang_sbs.wire.curve import keys_in
 
 QUICK_PEERS = ("smg:round_robin", "mini_lb", "sglang_router:round_robin")
 """The best routers of other projects by mean TTFT on engines with default flags, best first
@@ -81,6 +82,10 @@ class Plan:
             raise ValueError("--real needs --prefill URL PORT, --decode URL and --capacity")
         if given and not args.real:
             raise ValueError(f"{given[0]} is for engines that run already: add --real")
+        if args.key_file is not None:
+            if not args.real:
+                raise ValueError("--key-file is for engines that run already: add --real")
+            keys_in(args.key_file)
         if args.real and args.slo_ttft is None:
             raise ValueError("--real needs --slo-ttft: its passes take a time we do not know")
 
@@ -132,6 +137,7 @@ class Plan:
                 capacity_tokens_per_s=args.capacity,
                 listen=args.listen,
                 endforward_port=args.endforward_port,
+                key_file=args.key_file,
             )
             return (lambda _variant: given_engines(given)), args.capacity, CHUNK_TOKENS
         prefill, decode = parse_topology(args.topology)
@@ -198,6 +204,8 @@ class Plan:
             timeout_s=args.timeout,
             log_dir=args.report,
             salt=datetime.now(UTC).isoformat(),
+            endforward_host="0.0.0.0" if args.real else "127.0.0.1",
+            key_file=args.key_file,
             event_logs=args.event_logs,
         )
         return Campaign(

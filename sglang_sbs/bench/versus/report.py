@@ -117,6 +117,7 @@ def _figures(row: Row) -> dict[str, Any]:
         "qps": row.qps,
         "host_lag_ms": row.host_lag_ms,
         "cpu_ms_per_request": row.cpu_ms_per_request,
+        "silent": row.silent,
         "answers": answers,
         "engines": engines,
     }
@@ -154,6 +155,10 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     lags_ms = sorted(row.host_lag_ms for row in figures(rows)) or [0.0]
     lag_ms, worst_ms = lags_ms[len(lags_ms) // 2], lags_ms[-1]
     failed = [ratios.failed_requests(rows, one) for one in (ratios.is_sbs, ratios.is_peer)]
+    silent = [row for row in figures(rows) if row.silent]
+    if silent:
+        names = sorted({name for row in silent for name in row.silent})
+        facts.append(("no EndForward", f"of {', '.join(names)} in {len(silent)} runs"))
     return [
         *facts,
         ("host lag", f"{lag_ms:.0f} ms in the median run, {worst_ms:.0f} ms in the worst"),

@@ -49,6 +49,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     answers: Answers | None = None
     engines: Engines | None = None
     trace: Trace | None = None
+    silent: list[str] = []
+    """Instances (``p1``) and ranks (``p1/0``) of which no message came during the load: its figures
+    from the engines lack them."""
     error: str = ""
     """Why there are no figures: the contender does not work here."""
 
