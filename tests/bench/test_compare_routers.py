@@ -14,11 +14,10 @@ from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
 from rich.console import Console
 
-from sglang_sbs.bench.versus import campaign, command, ratios, report, search
+from sglang_sbs.bench.versus import campaign, ratios, report, search
 from sglang_sbs.bench.versus.cell import Setting
 from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S, scaled_cost
 from sglang_sbs.bench.versus.field import BY_NAME, FIELD, Contender, chosen
-from sglang_sbs.bench.versus.plan import Plan
 from sglang_sbs.bench.versus.prompts import id_prompts
 from sglang_sbs.bench.versus.rows import Key, Row, RowFile
 from sglang_sbs.bench.versus.tables import ratio_table
@@ -336,74 +335,6 @@ def test_tables_go_between_the_marks_of_a_document(tmp_path: Path) -> None:
     path.write_text("no marks")
     with pytest.raises(ValueError, match="must contain the lines"):
         report.write_into_docs(HEADER, [], path)
-
-
-# ---- command line
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--workload", "papers"], "--workload: 'papers' is not one of paper"),
-        (["--contenders", "sbs,nginx"], "--contenders: 'nginx' is not one of"),
-        (["--contenders", "smg,mini_lb"], "needs sbs or sbs_paper, and a peer"),
-        (["--loads", "0.4;0.8"], "write e.g. 0.4,0.8,1.0"),
-        (["--loads", "0"], "--loads must be shares of capacity"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--topology", "3P"], "write e.g. 3P1D"),
-        (["--cost", "h900"], "'h900' is not one of table"),
-        (["--real"], "--real needs --prefill URL PORT"),
-        (["--decode", "http://d0"], "add --real"),
-        (["--tokenizer-path", "x"], "add --real"),
-        (["--resume"], "cannot read"),
-        (["--report-only"], "cannot read"),
-    ],
-)
-def test_says_what_is_wrong_before_anything_starts(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--report", str(tmp_path), *words])
-    assert ended.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
-REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
-
-
-def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
-    parser = command.build_parser()
-    plan = Plan(parser.parse_args([*REAL, "--capacity", "150000", "--report", str(tmp_path)]))
-    assert plan.capacity_tokens_per_s == 150000
-    assert all(c.engines == "stock" for c in plan.scope.contenders)
-    assert plan.model is None
-
-
-def test_resume_refuses_rows_of_another_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = command.build_parser()
-    file = RowFile(tmp_path / "rows.jsonl")
-    words = ["--report", str(tmp_path), "--requests", "10"]
-    Plan(parser.parse_args(words)).begin(file)
-    file.add(row("sbs", 50))
-    _header, rows = Plan(parser.parse_args([*words, "--resume"])).begin(file)
-    assert [r.key.policy for r in rows] == ["sbs"]
-    with pytest.raises(SystemExit):
-        command.main(["--report", str(tmp_path), "--requests", "11", "--resume"])
-    assert "was measured with requests 10, not 11" in capsys.readouterr().err
-
-
-def test_quick_is_one_seed_of_paper_at_two_loads_against_two_peers() -> None:
-    plan = Plan(command.build_parser().parse_args(["--quick"]))
-    assert plan.scope.seeds == 1
-    assert len(plan.scope.loads) == 2
-    assert plan.scope.workloads == ["paper"]
-    assert len([c for c in plan.scope.contenders if ratios.is_peer(c.name)]) == 2
-    file = RowFile(Path("unused"))
-    work = plan.campaign(file, [], Console())
-    assert work.expected_total_s() < 10 * 60
 
 
 def test_the_scaled_cost_keeps_its_proportions() -> None:

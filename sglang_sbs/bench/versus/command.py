@@ -18,7 +18,7 @@ from sglang_sbs.bench.versus.campaign import Campaign
 from sglang_sbs.bench.versus.clients import CLIENTS
 from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS
 from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, STOCK
-from sglang_sbs.bench.versus.plan import SLO_PASSES, Plan
+from sglang_sbs.bench.versus.plan import SLO_PASSES, Plan, check_outputs
 from sglang_sbs.bench.versus.ratios import ratio_cells
 from sglang_sbs.bench.versus.report import summary, write_into_docs, write_json, write_report
 from sglang_sbs.bench.versus.rows import Header, Row, RowFile
@@ -202,11 +202,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = RowFile(args.report / "rows.jsonl")
     campaign: Campaign | None = None
     try:
+        check_outputs(args)
         if args.report_only:
             header, rows = file.read()
         else:
             plan = Plan(args)
-            header, rows = plan.begin(file)
+            header, rows = plan.begin(file, console)
             campaign = plan.campaign(file, rows, console)
     except (ValueError, CostError) as error:
         parser.error(str(error))

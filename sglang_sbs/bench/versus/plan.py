@@ -20,7 +20,7 @@ from rich.console import Console
 
 from sglang_sbs.bench.demo import parse_topology
 from sglang_sbs.bench.rig import CHUNK_TOKENS
-from sglang_sbs.bench.versus.campaign import Campaign, Scope
+from sglang_sbs.bench.versus.campaign import SEARCH_WORKLOAD, Campaign, Scope
 from sglang_sbs.bench.versus.cell import Setting
 from sglang_sbs.bench.versus.engines import (
     PASS_S,
@@ -34,9 +34,10 @@ from sglang_sbs.bench.versus.engines import (
 from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, Contender, chosen
 from sglang_sbs.bench.versus.prompts import Prompts, id_prompts, text_prompts
 from sglang_sbs.bench.versus.ratios import is_sbs
+from sglang_sbs.bench.versus.report import check_marks
 from sglang_sbs.bench.versus.rows import Header, Row, RowFile
 from sglang_sbs.bench.versus.workloads import WORKLOADS, duration_s
-from sglang_sbs.simulator.cost import find_cost
+from sglang_sbs.simulator.cost import COSTS, CostError, PassCost, find_cost
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.wire.curve import keys_in
 
@@ -45,7 +46,8 @@ QUICK_PEERS = ("smg:round_robin", "mini_lb", "sglang_router:round_robin")
 (docs/results.md has the field); the first two that are installed are taken."""
 QUICK_OWN = "eta"
 """The best of our own immediate policies."""
-_H800 = "mixed"
+H800 = "h800"
+_H800_COST = "mixed"
 SLO_PASSES = 2.4
 """The paper's SLO of 0.8 s, in full passes of its deployment (0.33 s)."""
 
@@ -65,6 +67,12 @@ class Plan:
         self.scope = self._scope()
         self.model = self._model()
         self.start_engines, self.capacity_tokens_per_s, self.chunk_tokens = self._engines()
+        self._prompts = self._made_prompts()
+        for workload in (*self.scope.workloads, SEARCH_WORKLOAD):
+            requests = max(
+                args.requests, args.search_requests if workload == SEARCH_WORKLOAD else 0
+            )
+            WORKLOADS[workload](1, requests, self.chunk_tokens)
 
     def _check(self) -> None:
         args = self._args
@@ -74,10 +82,12 @@ class Plan:
         for name in ("search_steps", "share_of_capacity"):
             if getattr(args, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-        for name in ("slo_ttft", "slo_tpot", "timeout", "cost_chunk"):
+        for name in ("slo_ttft", "slo_tpot", "timeout", "cost_chunk", "capacity"):
             if getattr(args, name) is not None and not getattr(args, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be greater than 0")
-        given = [f"--{n}" for n in ("prefill", "decode", "capacity") if getattr(args, n)]
+        given = [
+            f"--{n}" for n in ("prefill", "decode", "capacity") if getattr(args, n) is not None
+        ]
         if args.real and len(given) < 3:
             raise ValueError("--real needs --prefill URL PORT, --decode URL and --capacity")
         if given and not args.real:
@@ -141,7 +151,7 @@ class Plan:
             )
             return (lambda _variant: given_engines(given)), args.capacity, CHUNK_TOKENS
         prefill, decode = parse_topology(args.topology)
-        cost = find_cost(_H800 if args.cost == "h800" else args.cost)
+        cost = _cost(args.cost)
         cluster = VirtualCluster(
             prefill, decode, args.dp, scaled_cost(cost, args.dp, args.cost_chunk), args.report
         )
@@ -151,7 +161,7 @@ class Plan:
 
         return start, cluster.capacity_tokens_per_s, CHUNK_TOKENS
 
-    def _prompts(self) -> Prompts:
+    def _made_prompts(self) -> Prompts:
         if self._args.prompts == "ids" or self.model is None:
             return id_prompts()
         return text_prompts(self.model)
@@ -173,31 +183,38 @@ class Plan:
             "capacity_tokens_per_s": round(self.capacity_tokens_per_s, 1),
         }
 
-    def begin(self, file: RowFile) -> tuple[Header, list[Row]]:
-        """The header, and the rows there are already."""
+    def begin(self, file: RowFile, console: Console) -> tuple[Header, list[Row]]:
+        """The header, and the rows there are already. Says where rows of an earlier run went."""
         if self._args.resume:
             header, rows = file.read()
-            file.mend()
             for name, value in self.settings().items():
                 if header.settings.get(name) != value:
                     raise ValueError(
                         f"--resume: {file.path} was measured with {name.replace('_', ' ')} "
                         f"{header.settings.get(name)!r}, not {value!r}; name another --report"
                     )
+            file.mend()
             return header, rows
         header = Header(
             settings=self.settings(),
             machine=machine(),
             begun=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        file.begin(header)
+        moved = file.begin(header)
+        if moved is not None:
+            console.print(
+                f"{file.path} is there already: moved to {moved} (--resume goes on with it)",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
         return header, []
 
     def campaign(self, file: RowFile, rows: list[Row], console: Console) -> Campaign:
         args = self._args
         setting = Setting(
             client=args.client,
-            prompts=self._prompts(),
+            prompts=self._prompts,
             model=self.model,
             slo_ttft_s=self.scope.slo_ttft_s,
             slo_tpot_s=args.slo_tpot,
@@ -215,6 +232,36 @@ class Plan:
     def _expected_s(self, workload: str, load: float, requests: int) -> float:
         drawn = WORKLOADS[workload](1, requests, self.chunk_tokens)
         return duration_s(drawn, load * self.capacity_tokens_per_s)
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Whether results can be written where they are wanted, before hours go into them.
+
+    Raises:
+        ValueError: with the flag and what is wrong.
+    """
+    folders = {"--report": args.report}
+    if args.json is not None:
+        if args.json.is_dir():
+            raise ValueError(f"--json {args.json} is a folder: name a file")
+        folders["--json"] = args.json.parent
+    for flag, folder in folders.items():
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ValueError(f"{flag}: {there} is not a folder")
+        if not os.access(there, os.W_OK):
+            raise ValueError(f"{flag}: {there} cannot be written to")
+    if args.docs is not None:
+        check_marks(args.docs)
+
+
+def _cost(word: str) -> PassCost:
+    if word == H800:
+        return COSTS[_H800_COST]
+    if word not in COSTS and not word.endswith(".json"):
+        known = ", ".join((H800, *COSTS))
+        raise CostError(f"--cost {word!r} is not one of {known}, FILE.json")
+    return find_cost(word)
 
 
 def machine() -> dict[str, Any]:

@@ -204,6 +204,21 @@ def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
     (directory / "report.html").write_text(page, encoding="utf-8")
 
 
+def check_marks(path: Path) -> str:
+    """The text of a Markdown file with a place for tables.
+
+    Raises:
+        ValueError: it cannot be read, or has no marks.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    if text.count(BEGIN_MARK) != 1 or text.count(END_MARK) != 1:
+        raise ValueError(f"{path} must contain the lines {BEGIN_MARK} and {END_MARK}, once each")
+    return text
+
+
 def write_into_docs(header: Header, rows: Sequence[Row], path: Path) -> None:
     """Replace what is between the marks in a Markdown file; pictures go beside it, in a folder of
     its name.
@@ -211,9 +226,7 @@ def write_into_docs(header: Header, rows: Sequence[Row], path: Path) -> None:
     Raises:
         ValueError: the file has no marks.
     """
-    text = path.read_text(encoding="utf-8")
-    if text.count(BEGIN_MARK) != 1 or text.count(END_MARK) != 1:
-        raise ValueError(f"{path} must contain the lines {BEGIN_MARK} and {END_MARK}, once each")
+    text = check_marks(path)
     folder = path.with_suffix("")
     folder.mkdir(exist_ok=True)
     drawn = _write_pictures(pictures(rows, header.settings["chunk_tokens"]), folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -72,10 +73,16 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def begin(self, header: Header) -> None:
-        """Replace what is there."""
+    def begin(self, header: Header) -> Path | None:
+        """A new file. Hours may be in the one that is there: it becomes ``rows.1.jsonl``, or the
+        next number that is free, which is returned."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        moved = None
+        if self.path.exists():
+            names = (self.path.with_suffix(f".{n}{self.path.suffix}") for n in count(1))
+            moved = self.path.rename(next(name for name in names if not name.exists()))
         self.path.write_bytes(_encode(header) + b"\n")
+        return moved
 
     def add(self, row: Row) -> None:
         with self.path.open("ab") as file:

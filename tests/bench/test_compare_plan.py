@@ -1,0 +1,119 @@
+"""What `scripts/compare-routers` accepts on its command line, and refuses before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from compare_rows import HEADER, row
+from rich.console import Console
+
+from sglang_sbs.bench.versus import command, ratios
+from sglang_sbs.bench.versus.plan import Plan
+from sglang_sbs.bench.versus.rows import RowFile
+
+REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
+REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workload", "papers"], "--workload: 'papers' is not one of paper"),
+        (["--contenders", "sbs,nginx"], "--contenders: 'nginx' is not one of"),
+        (["--contenders", "smg,mini_lb"], "needs sbs or sbs_paper, and a peer"),
+        (["--loads", "0.4;0.8"], "write e.g. 0.4,0.8,1.0"),
+        (["--loads", "0"], "--loads must be shares of capacity"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--topology", "3P"], "write e.g. 3P1D"),
+        (["--cost", "h900"], "'h900' is not one of h800, table"),
+        (["--real"], "--real needs --prefill URL PORT"),
+        (["--decode", "http://d0"], "add --real"),
+        (["--tokenizer-path", "x"], "add --real"),
+        (["--resume"], "cannot read"),
+        (["--report-only"], "cannot read"),
+        (["--workload", "mooncake", "--requests", "801"], "has 800 requests, not 801"),
+        (["--json", "/dev/null/out.json"], "--json: /dev/null is not a folder"),
+        (["--docs", "/dev/null"], "/dev/null must contain the lines"),
+        (["--docs", "/dev/null/x.md"], "cannot read /dev/null/x.md"),
+        (["--report", "/dev/null"], "--report: /dev/null is not a folder"),
+        ([*REAL, "--capacity", "-5"], "--capacity must be greater than 0"),
+        ([*REAL, "--capacity", "0"], "--capacity must be greater than 0"),
+    ],
+)
+def test_says_what_is_wrong_before_anything_starts(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--report", str(tmp_path), *words])
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
+    parser = command.build_parser()
+    plan = Plan(parser.parse_args([*REAL, "--capacity", "150000", "--report", str(tmp_path)]))
+    assert plan.capacity_tokens_per_s == 150000
+    assert all(c.engines == "stock" for c in plan.scope.contenders)
+    assert plan.model is None
+
+
+def test_resume_refuses_rows_of_another_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = command.build_parser()
+    file = RowFile(tmp_path / "rows.jsonl")
+    words = ["--report", str(tmp_path), "--requests", "10"]
+    Plan(parser.parse_args(words)).begin(file, Console(quiet=True))
+    file.add(row("sbs", 50))
+    _header, rows = Plan(parser.parse_args([*words, "--resume"])).begin(file, Console(quiet=True))
+    assert [r.key.policy for r in rows] == ["sbs"]
+    with pytest.raises(SystemExit):
+        command.main(["--report", str(tmp_path), "--requests", "11", "--resume"])
+    assert "was measured with requests 10, not 11" in capsys.readouterr().err
+
+
+def test_quick_is_one_seed_of_paper_at_two_loads_against_two_peers() -> None:
+    plan = Plan(command.build_parser().parse_args(["--quick"]))
+    assert plan.scope.seeds == 1
+    assert len(plan.scope.loads) == 2
+    assert plan.scope.workloads == ["paper"]
+    assert len([c for c in plan.scope.contenders if ratios.is_peer(c.name)]) == 2
+    file = RowFile(Path("unused"))
+    work = plan.campaign(file, [], Console())
+    assert work.expected_total_s() < 10 * 60
+
+
+def test_rows_of_an_earlier_run_are_moved_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = RowFile(tmp_path / "rows.jsonl")
+    assert file.begin(HEADER) is None
+    file.add(row("sbs", 50))
+    plan = Plan(command.build_parser().parse_args(["--report", str(tmp_path)]))
+    plan.begin(file, Console(width=500))
+    assert "moved to" in capsys.readouterr().out
+    assert file.begin(HEADER) == tmp_path / "rows.2.jsonl"
+    assert [r.key.policy for r in RowFile(tmp_path / "rows.1.jsonl").read()[1]] == ["sbs"]
+    assert file.read() == (HEADER, [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--workload", "mooncake", "--requests", "801"],
+        [*REAL[:-2], "--capacity", "5", "--tokenizer-path", "/dev/null"],
+        ["--docs", "/dev/null"],
+    ],
+)
+def test_what_cannot_run_leaves_the_rows_of_an_earlier_run_alone(
+    words: list[str], tmp_path: Path
+) -> None:
+    file = RowFile(tmp_path / "rows.jsonl")
+    file.begin(HEADER)
+    file.add(row("sbs", 50))
+    before = file.path.read_bytes()
+    with pytest.raises(SystemExit):
+        command.main(["--report", str(tmp_path), *words])
+    assert file.path.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
