@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from compare_rows import HEADER, row
+from msgspec.structs import replace
 from rich.console import Console
 
-from sglang_sbs.bench.versus import command, ratios
+from sglang_sbs.bench.versus import command, ratios, report
 from sglang_sbs.bench.versus.plan import Plan
+from sglang_sbs.bench.versus.prompts import id_prompts
 from sglang_sbs.bench.versus.rows import RowFile
 
 REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
@@ -25,6 +27,14 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
         (["--loads", "0.4;0.8"], "write e.g. 0.4,0.8,1.0"),
         (["--loads", "0"], "--loads must be shares of capacity"),
         (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--first-seed", "0"], "--first-seed must be at least 1"),
+        (["--quick", "--seeds", "3"], "--quick sets --seeds itself"),
+        (["--quick", "--loads", "0.4,0.8,1.0"], "--quick sets --loads itself"),
+        ([*REAL, "--capacity", "5", "--quick", "--engines", "delayer"], "not --engines delayer"),
+        (
+            [*REAL, "--capacity", "5", "--contenders", "sbs,smg", "--engines", "delayer"],
+            "no peer for --engines delayer; there are sglang_router:round_robin@delayer",
+        ),
         (["--topology", "3P"], "write e.g. 3P1D"),
         (["--cost", "h900"], "'h900' is not one of h800, table"),
         (["--real"], "--real needs --prefill URL PORT"),
@@ -56,6 +66,30 @@ def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
     assert plan.capacity_tokens_per_s == 150000
     assert all(c.engines == "stock" for c in plan.scope.contenders)
     assert plan.model is None
+
+
+def test_a_report_on_given_engines_says_nothing_of_a_cost(tmp_path: Path) -> None:
+    words = [*REAL, "--capacity", "150000", "--report", str(tmp_path)]
+    settings = Plan(command.build_parser().parse_args(words)).settings()
+    assert not {"cost", "chunk_tokens"} & set(settings)
+    report.write_report(replace(HEADER, settings=settings), [row("sbs", 50)], tmp_path)
+    assert "cost" not in (tmp_path / "report.md").read_text(encoding="utf-8").split("##")[0]
+
+
+def test_the_example_with_given_engines_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_sbs.bench.versus import plan
+
+    monkeypatch.setattr(plan, "text_prompts", lambda _model: id_prompts())
+    text = command.build_parser().format_help().replace("\\\n", " ")
+    (line,) = [one for one in text.splitlines() if "compare-routers --real" in one]
+    assert Plan(command.build_parser().parse_args(line.split()[1:])).model is not None
+
+
+def test_seeds_may_begin_elsewhere() -> None:
+    plan = Plan(command.build_parser().parse_args(["--first-seed", "4", "--seeds", "2"]))
+    assert list(plan.scope.all_seeds) == [4, 5]
 
 
 def test_resume_refuses_rows_of_another_setting(

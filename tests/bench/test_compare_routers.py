@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -166,6 +167,7 @@ def test_only_sbs_the_best_peers_and_our_best_immediate_policy_go_on() -> None:
         workloads=["paper"],
         loads=[0.8],
         seeds=3,
+        first_seed=1,
         field_loads=[0.8],
         best_peers=1,
         requests=10,
@@ -208,6 +210,7 @@ def small_campaign(
         workloads=["paper"],
         loads=[0.4, 1.0],
         seeds=2,
+        first_seed=1,
         field_loads=[1.0],
         best_peers=1,
         requests=10,
@@ -223,6 +226,16 @@ def small_campaign(
     console = Console(quiet=True)
     made = campaign.Campaign(scope, setting, file, start, lambda *_: 1.0, console, rows)  # type: ignore[arg-type]
     return made, started, ran
+
+
+async def test_all_runs_are_of_the_seeds_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, _started, ran = small_campaign(tmp_path, monkeypatch, rows=[])
+    work.scope = dataclasses.replace(work.scope, first_seed=7)
+    await work.run()
+    assert {key.seed for key in ran if key.kind == "cell"} == {7, 8}
+    assert {key.seed for key in ran if key.kind == "search"} == {7}
 
 
 async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(

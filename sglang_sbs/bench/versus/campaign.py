@@ -52,6 +52,8 @@ class Scope:
     workloads: Sequence[str]
     loads: Sequence[float]
     seeds: int
+    first_seed: int
+    """Seeds are this one and the following."""
     field_loads: Sequence[float]
     """Loads at which every contender runs, with the first seed."""
     best_peers: int
@@ -67,6 +69,14 @@ class Scope:
     slo_ttft_s: float
 
     @property
+    def all_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    @property
+    def all_search_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.search_seeds)
+
+    @property
     def field_cells(self) -> list[tuple[str, float]]:
         return [(workload, load) for workload in self.workloads for load in self.field_loads]
 
@@ -77,7 +87,7 @@ class Scope:
 
 def focus_of(scope: Scope, rows: Sequence[Row]) -> list[Contender]:
     """SBS, and the best peers and immediate policy of what all contenders ran."""
-    keys = set(cell_keys(scope.contenders, scope.field_cells, 1))
+    keys = set(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
     field_rows = [row for row in rows if row.key in keys]
     best = ranking(field_rows)[: scope.best_peers] + ranking(field_rows, is_immediate)[:1]
     return [one for one in scope.contenders if is_sbs(one.name) or one.name in best]
@@ -126,7 +136,7 @@ class Campaign:
         """
         scope = self.scope
         async with _Runner(self) as runner:
-            await runner.run(cell_keys(scope.contenders, scope.field_cells, 1))
+            await runner.run(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
             focus = focus_of(scope, self.rows)
             for mine in by_engines(focus):
                 for step in range(scope.search_steps):
@@ -135,12 +145,12 @@ class Campaign:
             cells = scope.cells
             if capacity is not None and scope.share_of_capacity > 0:
                 cells.append((SEARCH_WORKLOAD, round(scope.share_of_capacity * capacity, 3)))
-            for seed in range(1, scope.seeds + 1):
+            for seed in scope.all_seeds:
                 await runner.run(cell_keys(focus, cells, seed))
 
     def _search_keys(self, contenders: Sequence[Contender], step: int) -> Iterator[Key]:
         turn = step % len(contenders)
-        for seed in range(1, self.scope.search_seeds + 1):
+        for seed in self.scope.all_search_seeds:
             for one in (*contenders[turn:], *contenders[:turn]):
                 load = next_load(
                     self.rows, one.name, seed, self.scope.slo_ttft_s, self.scope.search_steps
@@ -161,12 +171,12 @@ class Campaign:
         immediate = [one for one in scope.contenders if is_immediate(one.name)]
         sbs = [one for one in scope.contenders if is_sbs(one.name)]
         later = [*sbs, *peers[: scope.best_peers], *immediate[:1]]
-        keys = set(cell_keys(scope.contenders, scope.field_cells, 1))
+        keys = set(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
         cells = scope.cells
         if scope.share_of_capacity > 0 and scope.search_steps:
             # Where that will be is not known; and it is no load that is there already.
             cells.append((SEARCH_WORKLOAD, scope.share_of_capacity + 1e-6))
-        for seed in range(1, scope.seeds + 1):
+        for seed in scope.all_seeds:
             keys |= set(cell_keys(later, cells, seed))
         searches = len(later) * scope.search_steps * scope.search_seeds
         search = Key("search", SEARCH_WORKLOAD, _SEARCH_LOAD, 1, "")

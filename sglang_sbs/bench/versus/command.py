@@ -30,13 +30,14 @@ _SLO_TPOT_S = 0.1
 
 _EXAMPLE = f"""\
 examples:
-  scripts/compare-routers --quick                                    about 6 minutes on two cores
+  scripts/compare-routers --quick                                    about 7 minutes on two cores
   scripts/compare-routers --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --resume --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --workload long-tail,bursty,mooncake --contenders sbs,smg,least_tokens
   scripts/compare-routers --report-only --report out/compare --docs docs/results.md
   scripts/compare-routers --real --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
-      --decode http://d0:30000 --capacity 180000 --tokenizer-path /models/DeepSeek-V3
+      --decode http://d0:30000 --capacity 180000 --slo-ttft 0.8 \\
+      --tokenizer-path /models/DeepSeek-V3
 
 contenders: {", ".join(BY_NAME)}
 Peers are the routers of other projects; ours that are not called sbs* are its immediate policies,
@@ -60,19 +61,20 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is compared")
-    what.add_argument("--contenders", default="all", metavar="NAMES", help="see below (all)")
+    what.add_argument("--contenders", metavar="NAMES", help="see below (all)")
     what.add_argument(
         "--workload",
-        default="paper",
         metavar="NAMES",
         help=f"comma-separated, of {', '.join(WORKLOADS)} (paper)",
     )
     what.add_argument(
         "--loads",
-        default="0.4,0.8,1.0",
         help="shares of what full chunks on every rank compute (0.4,0.8,1.0)",
     )
-    what.add_argument("--seeds", type=int, default=3, help="of arrivals and lengths (3)")
+    what.add_argument("--seeds", type=int, help="of arrivals and lengths (3)")
+    what.add_argument(
+        "--first-seed", type=int, default=1, metavar="N", help="they are N, N+1, ... (1)"
+    )
     what.add_argument(
         "--field-loads",
         metavar="LOADS",
@@ -88,7 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--search-steps",
         type=int,
-        default=4,
         help="runs per contender to find the load at the SLO; 0: no search (4)",
     )
     what.add_argument("--search-requests", type=int, default=300, help="per such run (300)")
@@ -96,7 +97,6 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--share-of-capacity",
         type=float,
-        default=0.8,
         help="one more cell at this share of the best peer's load at the SLO; 0: none (0.8)",
     )
     what.add_argument(

@@ -31,7 +31,7 @@ from sglang_sbs.bench.versus.engines import (
     scaled_cost,
     virtual_engines,
 )
-from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, Contender, chosen
+from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, FIELD, STOCK, Contender, chosen
 from sglang_sbs.bench.versus.prompts import Prompts, id_prompts, text_prompts
 from sglang_sbs.bench.versus.ratios import is_sbs
 from sglang_sbs.bench.versus.report import check_marks
@@ -52,17 +52,50 @@ SLO_PASSES = 2.4
 """The paper's SLO of 0.8 s, in full passes of its deployment (0.33 s)."""
 
 
+DEFAULTS: dict[str, Any] = {
+    "contenders": "all",
+    "workload": "paper",
+    "loads": "0.4,0.8,1.0",
+    "seeds": 3,
+    "search_steps": 4,
+    "share_of_capacity": 0.8,
+}
+"""Of the flags that ``--quick`` sets; the parser has those of all others."""
+
+
+def _quick(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``--quick`` is short for.
+
+    Raises:
+        ValueError: one of these flags is given beside it, or engines that it has no peers for.
+    """
+    for name in DEFAULTS:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--quick sets --{name.replace('_', '-')} itself: give one of the two")
+    if args.real and args.engines != STOCK:
+        raise ValueError(
+            f"--quick is for engines with default flags, not --engines {args.engines}: leave it out"
+        )
+    peers = [name for name in QUICK_PEERS if BY_NAME[name].installed][:2]
+    return {
+        "contenders": ",".join(("sbs", QUICK_OWN, *peers)),
+        "workload": "paper",
+        "loads": "0.8,1.0",
+        "seeds": 1,
+        "search_steps": 3,
+        "share_of_capacity": 0.0,
+    }
+
+
 class Plan:
     """The command line, checked."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises: ValueError: with the flag and what to write instead."""
         self._args = args
-        if args.quick:
-            peers = [name for name in QUICK_PEERS if BY_NAME[name].installed][:2]
-            args.contenders = ",".join(("sbs", QUICK_OWN, *peers))
-            args.workload, args.loads, args.seeds = "paper", "0.8,1.0", 1
-            args.search_steps, args.share_of_capacity = 3, 0.0
+        for name, value in (_quick(args) if args.quick else DEFAULTS).items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
         self._check()
         self.scope = self._scope()
         self.model = self._model()
@@ -76,7 +109,15 @@ class Plan:
 
     def _check(self) -> None:
         args = self._args
-        for name in ("seeds", "best_peers", "requests", "search_requests", "search_seeds", "dp"):
+        for name in (
+            "seeds",
+            "first_seed",
+            "best_peers",
+            "requests",
+            "search_requests",
+            "search_seeds",
+            "dp",
+        ):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         for name in ("search_steps", "share_of_capacity"):
@@ -109,7 +150,14 @@ class Plan:
         loads = _loads(args.loads, "--loads")
         field_loads = _loads(args.field_loads or args.loads, "--field-loads")
         if args.real:
-            contenders = [one for one in contenders if one.engines == args.engines or _sbs(one)]
+            fit = [one for one in contenders if one.engines == args.engines or _sbs(one)]
+            if all(_sbs(one) for one in fit) and not all(_sbs(one) for one in contenders):
+                for_them = [one.name for one in FIELD if one.engines == args.engines]
+                raise ValueError(
+                    f"--contenders has no peer for --engines {args.engines}; there are "
+                    f"{', '.join(for_them)}"
+                )
+            contenders = fit
         if all(_sbs(one) for one in contenders) or not any(_sbs(one) for one in contenders):
             raise ValueError("--contenders: a comparison needs sbs or sbs_paper, and a peer")
         return Scope(
@@ -117,6 +165,7 @@ class Plan:
             workloads=workloads,
             loads=loads,
             seeds=args.seeds,
+            first_seed=args.first_seed,
             field_loads=field_loads,
             best_peers=args.best_peers,
             requests=args.requests,
@@ -169,17 +218,24 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """What changes a figure. Contenders, workloads, loads and seeds may be added later."""
         args = self._args
+        engines = (
+            {"engines": "given"}
+            if args.real
+            else {
+                "engines": f"{args.topology}, dp={args.dp}, virtual GPU",
+                "cost": f"{args.cost}, chunk {args.cost_chunk}",
+                # Given engines are asked for theirs when they are needed.
+                "chunk_tokens": self.chunk_tokens,
+            }
+        )
         return {
-            "engines": "given" if args.real else f"{args.topology}, dp={args.dp}, virtual GPU",
-            "cost": f"{args.cost}, chunk {args.cost_chunk}",
+            **engines,
             "client": args.client,
             "prompts": args.prompts,
             "requests": args.requests,
             "search_requests": args.search_requests,
             "slo_ttft_s": self.scope.slo_ttft_s,
             "slo_tpot_s": args.slo_tpot,
-            # Given engines are asked for theirs when they are needed.
-            "chunk_tokens": 0 if args.real else self.chunk_tokens,
             "capacity_tokens_per_s": round(self.capacity_tokens_per_s, 1),
         }
 
