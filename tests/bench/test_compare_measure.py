@@ -89,19 +89,24 @@ def test_bench_serving_details_become_samples() -> None:
     sent = arrivals(
         "paper",
         seed=1,
-        requests=3,
+        requests=4,
         tokens_per_s=1e4,
         chunk_tokens=100,
         prompts=id_prompts(),
         content="",
     )
     result = {
-        "ttfts": [0.5, 0.0, 0.25],
-        "itls": [[0.1, 0.2], [], [0.1]],
-        "output_lens": [8, 8, 2],
-        "errors": ["", "refused", ""],
+        "ttfts": [0.5, 0.0, 0.25, 0.0],
+        "itls": [[0.1, 0.2], [], [0.1], []],
+        "output_lens": [8, 8, 2, 8],
+        "errors": ["", "refused", "", ""],
     }
-    good, refused, short = clients.samples_of(result, sent)
+    good, refused, short, empty = clients.samples_of(result, sent)
     assert (good.ttft_s, good.e2e_s, good.error) == (0.5, pytest.approx(0.8), "")
     assert refused.error == "refused"
     assert short.error == "finished after 2 tokens"
+    # HTTP 200 with an error in the stream, or with nothing in it: a success for SGLang's client.
+    assert empty.error.startswith("no token came")
+    found = measure.answers([good, empty], slo_ttft_s=1.0, slo_tpot_s=0.2, load_s=2.0)
+    assert (found.completed, found.failed) == (1, 1)
+    assert found.ttft_ms.mean == pytest.approx(500.0)

@@ -6,6 +6,7 @@ Owns the router process and the order warm-up, load, measuring. Must not know wh
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import time
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from msgspec.structs import replace
 
 from sglang_sbs.bench.contenders import Processes
 from sglang_sbs.bench.load import Arrival, Sample, run_load
 from sglang_sbs.bench.runs import ROUTER_TIMEOUT_S
 from sglang_sbs.bench.versus import hearing, measure
-from sglang_sbs.bench.versus.clients import send_load
+from sglang_sbs.bench.versus.clients import NotFinishedError, send_load
 from sglang_sbs.bench.versus.engines import Engines
 from sglang_sbs.bench.versus.field import OPTIONAL_PACKAGE_HINT, Contender
 from sglang_sbs.bench.versus.hearing import (
@@ -80,6 +82,11 @@ class Setting:
 class DoesNotWorkError(RuntimeError):
     """The contender serves nothing on these engines; the message says what it said."""
 
+    def __init__(self, message: str, failed: int = 0) -> None:
+        super().__init__(message)
+        self.failed = failed
+        """Requests of the warm-up."""
+
 
 async def run_cell(
     contender: Contender,
@@ -90,42 +97,69 @@ async def run_cell(
 ) -> Row:
     """Run it, with a warm-up that is in no figure.
 
-    A contender that does not start, or fails much of the warm-up, gives a row with ``error``.
+    A contender that does not start, fails much of the warm-up or does not finish is tried once
+    more, and then gives a row with ``error``.
 
     Raises:
         UnheardError: EndForward of a prefill rank does not arrive here or at a router of ours.
     """
-    begun_s = time.monotonic()
+    failed = 0
     try:
-        load = _load(key, requests, engines, setting)
-        warm_key = Key(key.kind, "paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
-        warm_up = _load(warm_key, WARM_UP_REQUESTS, engines, setting)
-        async with _running(contender, key, engines, setting) as (url, processes):
-            if contender.ours:
-                await asyncio.sleep(_RECONNECT_S)
-            warmed = await run_load(url, warm_up, timeout_s=_WARM_UP_TIMEOUT_S)
-            _check(warmed)
-            await _check_hearing(contender, engines)
-            engines.listener.take()
-            cpu_s = processes.cpu_s()
-            load_begun_s = time.monotonic()
-            lag = asyncio.create_task(_watch_lag(), name="host lag")
-            try:
-                samples = await send_load(
-                    setting.client,
-                    url,
-                    load,
-                    timeout_s=setting.timeout_s,
-                    model=setting.model or Path(),
-                    log=setting.log_dir / f"bench_serving-{_file_name(contender.name)}.log",
-                )
-            finally:
-                lag.cancel()
-            await asyncio.sleep(_SETTLE_S)
-            heard = engines.listener.take()
-            cpu_s = processes.cpu_s() - cpu_s
+        try:
+            return await _measured(contender, key, requests, engines, setting)
+        except DoesNotWorkError as error:
+            if not contender.installed:
+                raise
+            failed = error.failed
+        # What it answered of the first attempt is in prefix caches.
+        again = dataclasses.replace(setting, salt=f"{setting.salt}/again")
+        row = await _measured(contender, key, requests, engines, again)
+        return replace(row, warm_up_failed=failed + row.warm_up_failed)
     except DoesNotWorkError as error:
-        return Row(key=key, client=setting.client, requests=requests, error=str(error))
+        return Row(
+            key=key,
+            client=setting.client,
+            requests=requests,
+            warm_up_failed=failed + error.failed,
+            error=str(error),
+        )
+
+
+async def _measured(
+    contender: Contender, key: Key, requests: int, engines: Engines, setting: Setting
+) -> Row:
+    """Raises: DoesNotWorkError; UnheardError."""
+    begun_s = time.monotonic()
+    load = _load(key, requests, engines, setting, f"{key}")
+    warm_key = Key(key.kind, "paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
+    # Of the run's key too: the same words before another run would be in the prefix caches.
+    warm_up = _load(warm_key, WARM_UP_REQUESTS, engines, setting, f"{warm_key} of {key}")
+    async with _running(contender, key, engines, setting) as (url, processes):
+        if contender.ours:
+            await asyncio.sleep(_RECONNECT_S)
+        warmed = await run_load(url, warm_up, timeout_s=_WARM_UP_TIMEOUT_S)
+        warm_up_failed = _check(warmed)
+        await _check_hearing(contender, engines)
+        engines.listener.take()
+        cpu_s = processes.cpu_s()
+        load_begun_s = time.monotonic()
+        lag = asyncio.create_task(_watch_lag(), name="host lag")
+        try:
+            samples = await send_load(
+                setting.client,
+                url,
+                load,
+                timeout_s=setting.timeout_s,
+                model=setting.model or Path(),
+                log=setting.log_dir / f"bench_serving-{_file_name(contender.name)}.log",
+            )
+        except NotFinishedError as error:
+            raise DoesNotWorkError(str(error)) from error
+        finally:
+            lag.cancel()
+        await asyncio.sleep(_SETTLE_S)
+        heard = engines.listener.take()
+        cpu_s = processes.cpu_s() - cpu_s
     if setting.client != "open-loop":
         # The other process says nothing of when it began; its first request is launched at once.
         first = (one.at_s for one in heard if one.report.kind == "launch")
@@ -140,6 +174,7 @@ async def run_cell(
         wall_s=time.monotonic() - begun_s,
         host_lag_ms=1e3 * await lag,
         cpu_ms_per_request=1e3 * cpu_s / requests,
+        warm_up_failed=warm_up_failed,
         answers=measure.answers(samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
         engines=figures,
         trace=trace,
@@ -147,7 +182,9 @@ async def run_cell(
     )
 
 
-def _load(key: Key, requests: int, engines: Engines, setting: Setting) -> list[Arrival]:
+def _load(
+    key: Key, requests: int, engines: Engines, setting: Setting, content: str
+) -> list[Arrival]:
     return arrivals(
         key.workload,
         seed=key.seed,
@@ -155,7 +192,7 @@ def _load(key: Key, requests: int, engines: Engines, setting: Setting) -> list[A
         tokens_per_s=key.load * engines.capacity_tokens_per_s,
         chunk_tokens=engines.chunk_tokens,
         prompts=setting.prompts,
-        content=f"{setting.salt}/{key}",
+        content=f"{setting.salt}/{content}",
     )
 
 
@@ -170,13 +207,15 @@ async def _watch_lag() -> float:
     return sorted(late_s)[int(0.99 * (len(late_s) - 1))]
 
 
-def _check(warmed: list[Sample]) -> None:
-    """Raises: DoesNotWorkError."""
+def _check(warmed: list[Sample]) -> int:
+    """How many failed, if few. Raises: DoesNotWorkError."""
     errors = [one.error for one in warmed if one.error]
     if len(errors) > _MOST_FAILED_SHARE * len(warmed):
         raise DoesNotWorkError(
-            f"{len(errors)} of {len(warmed)} requests failed at half load: {errors[0][:500]}"
+            f"{len(errors)} of {len(warmed)} requests failed at half load: {errors[0][:500]}",
+            len(errors),
         )
+    return len(errors)
 
 
 async def _check_hearing(contender: Contender, engines: Engines) -> None:

@@ -19,9 +19,9 @@ from sglang_sbs.bench.versus.clients import CLIENTS
 from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS
 from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, STOCK
 from sglang_sbs.bench.versus.plan import SLO_PASSES, Plan, check_outputs
-from sglang_sbs.bench.versus.ratios import ratio_cells
+from sglang_sbs.bench.versus.ratios import errors, is_sbs, ratio_cells
 from sglang_sbs.bench.versus.report import summary, write_into_docs, write_json, write_report
-from sglang_sbs.bench.versus.rows import Header, Row, RowFile
+from sglang_sbs.bench.versus.rows import Header, Row, RowFile, figures
 from sglang_sbs.bench.versus.workloads import WORKLOADS
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.simulator.cost import COSTS, CostError
@@ -195,7 +195,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare; exit code 1 if a request of SBS failed, 130 if interrupted."""
+    """Compare; exit code 1 if a request or run of SBS failed, 130 if interrupted."""
     parser = build_parser()
     args = parser.parse_args(argv)
     console = Console()
@@ -222,7 +222,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"stopped: {error}", highlight=False, markup=False)
         console.print(f"what was measured is in {file.path}; go on with --resume")
         return 1
-    return 1 if summary(header, rows)["failed_requests"] else 0
+    asked = [] if campaign is None else [one.name for one in campaign.scope.contenders]
+    unmeasured = _unmeasured(rows, asked)
+    for line in unmeasured:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 1 if unmeasured or summary(header, rows)["failed_requests"] else 0
+
+
+def _unmeasured(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
+    """What is missing of SBS: a line per contender."""
+    why = {name: text for name, text in errors(rows).items() if is_sbs(name)}
+    have = {row.key.policy for row in figures(rows) if row.key.kind == "cell"}
+    why |= {
+        name: "no run has figures" for name in asked if is_sbs(name) and name not in have | {*why}
+    }
+    return [f"{name} was not measured: {' '.join(text.split())}" for name, text in why.items()]
 
 
 def _finish(args: argparse.Namespace, header: Header, rows: list[Row], console: Console) -> None:
@@ -234,6 +248,11 @@ def _finish(args: argparse.Namespace, header: Header, rows: list[Row], console: 
         write_into_docs(header, rows, args.docs)
         console.print(f"written: {args.docs}")
     for cell in ratio_cells(rows):
+        if cell["failed"]:
+            console.print(
+                f"{cell['workload']} {cell['load']:g} {cell['policy']}: failed, no ratio",
+                highlight=False,
+            )
         for kind in ("", "own_"):
             if cell[f"{kind}p99_ratio"] is not None:
                 console.print(

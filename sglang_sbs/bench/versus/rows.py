@@ -47,6 +47,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     other work had the cores, and the figures are then of that."""
     cpu_ms_per_request: float = 0.0
     """CPU time of the router's processes during the load."""
+    warm_up_failed: int = 0
+    """Requests before the load that were not answered as asked."""
     answers: Answers | None = None
     engines: Engines | None = None
     trace: Trace | None = None

@@ -44,8 +44,10 @@ def ratio_table(rows: Sequence[Row]) -> Table:
         # Without a peer among the contenders there is nothing to judge by.
         worst = [one for one in (cell["mean_ratio"], cell["p99_ratio"]) if one is not None]
         judged = verdict(max(worst)) if worst else ""
-        if judged in ("better", "worse"):
-            marks[number] = judged
+        if cell["failed"]:
+            judged = "failed"
+        if judged in ("better", "worse", "failed"):
+            marks[number] = "worse" if judged == "failed" else judged
         out.append(
             [
                 cell["workload"],
