@@ -107,6 +107,47 @@ def test_resume_refuses_rows_of_another_setting(
     assert "was measured with requests 10, not 11" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--timeout", "61"], "timeout s 60.0, not 61.0"),
+        (["--cost", "COST"], "cost sha256 "),
+    ],
+)
+def test_resume_refuses_what_changes_a_figure(words: list[str], name: str, tmp_path: Path) -> None:
+    cost = tmp_path / "cost.json"
+    words = ["--report", str(tmp_path), *(str(cost) if w == "COST" else w for w in words)]
+    cost.write_text('{"fixed_s": 0.1, "max_s": 1e-5}')
+    before = [word for word in words if word not in ("--timeout", "61")]
+    parse = command.build_parser().parse_args
+    file = RowFile(tmp_path / "rows.jsonl")
+    Plan(parse(before)).begin(file, Console(quiet=True))
+    Plan(parse([*before, "--resume"])).begin(file, Console(quiet=True))
+    cost.write_text('{"fixed_s": 0.1, "max_s": 2e-5}')
+    with pytest.raises(ValueError, match=name):
+        Plan(parse([*words, "--resume"])).begin(file, Console(quiet=True))
+
+
+def test_resume_refuses_other_engines_and_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_sbs.bench.versus import plan
+
+    words = [*REAL, "--capacity", "150000", "--report", str(tmp_path)]
+    file = RowFile(tmp_path / "rows.jsonl")
+    parse = command.build_parser().parse_args
+    monkeypatch.setattr(plan, "revision", lambda: "1234")
+    Plan(parse(words)).begin(file, Console(quiet=True))
+    words.append("--resume")
+    Plan(parse(words)).begin(file, Console(quiet=True))
+    with pytest.raises(ValueError, match="decode http://d0:30000, http://d1:30000"):
+        Plan(parse([*words, "--decode", "http://d1:30000"])).begin(file, Console(quiet=True))
+    for other in ("5678", ""):
+        monkeypatch.setattr(plan, "revision", lambda of_code=other: of_code)
+        with pytest.raises(ValueError, match="revision '1234', not"):
+            Plan(parse(words)).begin(file, Console(quiet=True))
+
+
 def test_quick_is_one_seed_of_paper_at_two_loads_against_two_peers() -> None:
     plan = Plan(command.build_parser().parse_args(["--quick"]))
     assert plan.scope.seeds == 1

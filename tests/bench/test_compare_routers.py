@@ -253,6 +253,7 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     # Field, search, and the two seeds, of which the second begins where the first ended.
     assert started == ["stock", "delayer", "stock", "delayer", "stock", "delayer", "stock"]
     assert len(work.file.read()[1]) == len(ran)
+    assert all(one.begun > "2026" for one in work.rows)
     assert ratios.errors(work.rows) == {"mini_lb": "it ended"}
 
     again, started, ran = small_campaign(tmp_path, monkeypatch, rows=work.rows)

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -30,6 +32,7 @@ from sglang_sbs.bench.versus.cell import Setting, run_cell
 from sglang_sbs.bench.versus.engines import Engines
 from sglang_sbs.bench.versus.field import BY_NAME, STOCK, Contender
 from sglang_sbs.bench.versus.ratios import is_immediate, is_peer, is_sbs, ranking
+from sglang_sbs.bench.versus.revision import revision
 from sglang_sbs.bench.versus.rows import Key, Row, RowFile
 from sglang_sbs.bench.versus.search import best_peer_load, next_load
 from sglang_sbs.cluster.local import ClusterStartError
@@ -234,6 +237,7 @@ class _Runner:
         contender = BY_NAME[key.policy]
         self._progress.update(self._task, description=_words(key))
         requests = campaign.requests(key)
+        begun, of_code = datetime.now(UTC).isoformat(timespec="seconds"), revision()
         try:
             engines = await self._engines_of(contender)
             row = await run_cell(contender, key, requests, engines, campaign.setting)
@@ -242,6 +246,7 @@ class _Runner:
                 raise
             why = f"engines with its flags do not start: {error}"
             row = Row(key=key, client=campaign.setting.client, requests=requests, error=why)
+        row = replace(row, begun=begun, revision=of_code)
         campaign.rows.append(row)
         campaign.file.add(row)
         if row.answers is None:

@@ -7,6 +7,7 @@ or how runs, figures and reports are made.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, FIELD, STOCK
 from sglang_sbs.bench.versus.prompts import Prompts, id_prompts, text_prompts
 from sglang_sbs.bench.versus.ratios import is_sbs
 from sglang_sbs.bench.versus.report import check_marks
+from sglang_sbs.bench.versus.revision import revision
 from sglang_sbs.bench.versus.rows import Header, Row, RowFile
 from sglang_sbs.bench.versus.workloads import WORKLOADS, duration_s
 from sglang_sbs.simulator.cost import COSTS, CostError, PassCost, find_cost
@@ -218,8 +220,8 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """What changes a figure. Contenders, workloads, loads and seeds may be added later."""
         args = self._args
-        engines = (
-            {"engines": "given"}
+        engines: dict[str, Any] = (
+            {"engines": f"given: {_urls(args)}"}
             if args.real
             else {
                 "engines": f"{args.topology}, dp={args.dp}, virtual GPU",
@@ -228,10 +230,15 @@ class Plan:
                 "chunk_tokens": self.chunk_tokens,
             }
         )
+        if not args.real and args.cost.endswith(".json"):
+            engines["cost_sha256"] = hashlib.sha256(Path(args.cost).read_bytes()).hexdigest()[:12]
+        of_code = revision()
         return {
+            **({"revision": of_code} if of_code else {}),
             **engines,
             "client": args.client,
             "prompts": args.prompts,
+            "timeout_s": args.timeout,
             "requests": args.requests,
             "search_requests": args.search_requests,
             "slo_ttft_s": self.scope.slo_ttft_s,
@@ -243,11 +250,13 @@ class Plan:
         """The header, and the rows there are already. Says where rows of an earlier run went."""
         if self._args.resume:
             header, rows = file.read()
-            for name, value in self.settings().items():
-                if header.settings.get(name) != value:
+            mine = self.settings()
+            for name in (*mine, *(header.settings.keys() - mine.keys())):
+                there, here = header.settings.get(name, "unknown"), mine.get(name, "unknown")
+                if there != here:
                     raise ValueError(
                         f"--resume: {file.path} was measured with {name.replace('_', ' ')} "
-                        f"{header.settings.get(name)!r}, not {value!r}; name another --report"
+                        f"{there!r}, not {here!r}; name another --report"
                     )
             file.mend()
             return header, rows
@@ -309,6 +318,11 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag}: {there} cannot be written to")
     if args.docs is not None:
         check_marks(args.docs)
+
+
+def _urls(args: argparse.Namespace) -> str:
+    prefill = ", ".join(" ".join(words) for words in args.prefill)
+    return f"prefill {prefill}; decode {', '.join(args.decode)}"
 
 
 def _cost(word: str) -> PassCost:

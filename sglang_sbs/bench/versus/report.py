@@ -114,6 +114,8 @@ def _figures(row: Row) -> dict[str, Any]:
         "policy": key.policy,
         "client": row.client,
         "requests": row.requests,
+        "begun": row.begun,
+        "revision": row.revision,
         "qps": row.qps,
         "host_lag_ms": row.host_lag_ms,
         "cpu_ms_per_request": row.cpu_ms_per_request,
@@ -151,6 +153,10 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     facts = [("begun", header.begun)]
     facts += [(name, f"{value}") for name, value in header.machine.items()]
     facts += [(name.replace("_", " "), f"{value}") for name, value in header.settings.items()]
+    revisions = sorted({row.revision for row in rows if row.revision})
+    if revisions:
+        facts = [fact for fact in facts if fact[0] != "revision"]
+        facts.append(("revision", ", ".join(revisions)))
     minutes = math.fsum(row.wall_s for row in rows) / 60
     lags_ms = sorted(row.host_lag_ms for row in figures(rows)) or [0.0]
     lag_ms, worst_ms = lags_ms[len(lags_ms) // 2], lags_ms[-1]

@@ -39,6 +39,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
     client: str
     requests: int
+    begun: str = ""
+    """UTC, ISO 8601."""
+    revision: str = ""
+    """Of the code, where that is a git checkout."""
     qps: float = 0.0
     """Requests per second of the load."""
     wall_s: float = 0.0
