@@ -61,6 +61,34 @@ def test_a_failed_request_in_a_hundred_is_still_measured() -> None:
     assert (found["failed"], found["mean_ratio"]) == (False, 0.5)
 
 
+def test_a_contender_that_fails_is_marked_and_in_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Row] = []
+    monkeypatch.setattr(report, "pictures", lambda rows, _chunk: drawn.extend(rows) or {})
+    rows = [row("sbs", 50), row("smg", 10, failed=2), row("mini_lb", 100), row("smg", 90, load=0.4)]
+    report.write_report(HEADER, rows, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert text.count("| smg (fails) |") == text.count("(fails)") == 1
+    assert [(one.key.policy, one.key.load) for one in drawn] == [
+        ("sbs", 0.8),
+        ("mini_lb", 0.8),
+        ("smg", 0.4),
+    ]
+
+
+def test_a_column_is_of_the_seeds_it_says() -> None:
+    one = row("sbs", 50)
+    assert one.engines is not None
+    known = replace(one.engines, bubble_beyond_share=0.25)
+    rows = [replace(row("sbs", 50, seed=seed), engines=known) for seed in (1, 2)]
+    (table,) = tables.cell_tables(rows)
+    bubble = list(table.columns).index("bubble")
+    assert table.rows[0][bubble] == "25.0%"
+    (table,) = tables.cell_tables([*rows, row("sbs", 50, seed=3)])
+    assert (table.rows[0][1], table.rows[0][bubble]) == ("3", "-")
+
+
 # ---- what is told
 
 

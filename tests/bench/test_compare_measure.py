@@ -74,6 +74,13 @@ def test_the_kv_band_is_the_deviation_over_ranks() -> None:
     assert trace.kv[0] == (0.0, [100, 300])
 
 
+def test_a_decode_rank_that_says_nothing_is_in_the_band() -> None:
+    heard = [Heard(0.0, report_of(0, 0, "heartbeat", role="decode", kv_tokens=400))]
+    figures, trace = measure.engines(heard, {"boot": "d0"}, begin_s=0.0, load_s=1.0)
+    assert figures.kv == KvBand(200.0, 200.0)
+    assert trace.kv[0] == (0.0, [400, 0])
+
+
 def test_answers_count_what_was_within_the_slo() -> None:
     samples = [Sample(0.0, 10, ttft_s=t, e2e_s=t + 0.7, output_tokens=8) for t in (0.1, 0.2, 3.0)]
     samples.append(Sample(0.0, 10, error="HTTP 503"))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -42,6 +43,14 @@ def test_a_command_line_has_every_engine_with_its_bootstrap_port() -> None:
     assert "sglang_router.launch_router --pd-disaggregation" in words
     assert "--prefill http://p0 8998 --prefill http://p1 --decode http://d0" in words
     assert "--policy random" in words
+
+
+def test_the_best_peers_run_on_engines_of_every_kind() -> None:
+    for peer in ("smg:round_robin", "mini_lb", "sglang_router:round_robin"):
+        for engines in ("total_tokens", "delayer"):
+            other = BY_NAME[f"{peer}@{engines}"]
+            assert other.engines == engines
+            assert (other.module, other.flags) == (BY_NAME[peer].module, BY_NAME[peer].flags)
 
 
 def test_an_unknown_contender_is_named() -> None:
@@ -153,12 +162,24 @@ def test_contenders_take_turns_and_share_engines() -> None:
     field = chosen("sbs,smg,mini_lb,sglang_router:round_robin@delayer")
     cells = [("paper", load) for load in (0.4, 0.8, 1.0)]
     keys = campaign.cell_keys(field, cells, seed=1)
-    first = [keys[n].policy for n in (0, 3, 6)]
-    assert sorted(first) == ["mini_lb", "sbs", "smg"]
+    assert keys == campaign.cell_keys(field, cells, seed=1)
+    turns = [[key.policy for key in keys[n : n + 3]] for n in (0, 3, 6)]
+    assert all(sorted(turn) == ["mini_lb", "sbs", "smg"] for turn in turns)
     assert [k.policy for k in keys[-3:]] == ["sglang_router:round_robin@delayer"] * 3
     assert len(set(keys)) == 12
     # The next seed begins on the engines that are up.
     assert campaign.cell_keys(field, cells, seed=2)[0].policy == keys[-1].policy
+
+
+def test_who_runs_before_a_contender_changes_from_cell_to_cell() -> None:
+    field = chosen("sbs,smg,mini_lb,eta")
+    before: dict[str, set[str]] = {}
+    for seed in range(1, 7):
+        keys = campaign.cell_keys(field, [("paper", 0.4), ("paper", 0.8)], seed)
+        for one, other in itertools.pairwise(keys):
+            before.setdefault(other.policy, set()).add(one.policy)
+    names = {one.name for one in field}
+    assert all(who >= names - {policy} for policy, who in before.items())
 
 
 def test_only_sbs_the_best_peers_and_our_best_immediate_policy_go_on() -> None:

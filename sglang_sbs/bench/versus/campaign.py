@@ -3,13 +3,14 @@
 Owns the order, going on after an interruption, and the progress bar. Must not know how a run is
 made or what its figures mean.
 
-All contenders share engines; only those that need other engine flags make them start again. Within
-a cell the contenders take turns, and who begins changes from cell to cell, so that a drift of the
-machine favours nobody.
+All contenders share engines; only those that need other engine flags make them start again. Their
+order within a cell is drawn anew for every cell, the same in every comparison: neither a drift of
+the machine nor what the contender before left behind favours anybody.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
@@ -99,16 +100,20 @@ def focus_of(scope: Scope, rows: Sequence[Row]) -> list[Contender]:
 def cell_keys(
     contenders: Sequence[Contender], cells: Sequence[tuple[str, float]], seed: int
 ) -> list[Key]:
-    """Cells (workload, load) of a seed in the order they are run: by engines, in turns within a
+    """Cells (workload, load) of a seed in the order they are run: by engines, shuffled within a
     cell. Every other seed begins with the engines that the one before ended with."""
     keys = []
     for mine in by_engines(contenders)[:: 1 if seed % 2 else -1]:
-        for number, (workload, load) in enumerate(cells):
-            turn = (seed + number) % len(mine)
+        for workload, load in cells:
             keys += [
-                Key("cell", workload, load, seed, one.name) for one in (*mine[turn:], *mine[:turn])
+                Key("cell", workload, load, seed, one.name)
+                for one in _shuffled(mine, f"{workload} {load:g} {seed}")
             ]
     return keys
+
+
+def _shuffled(contenders: Sequence[Contender], seed: str) -> list[Contender]:
+    return random.Random(seed).sample(list(contenders), len(contenders))
 
 
 def by_engines(contenders: Sequence[Contender]) -> list[list[Contender]]:
@@ -152,9 +157,8 @@ class Campaign:
                 await runner.run(cell_keys(focus, cells, seed))
 
     def _search_keys(self, contenders: Sequence[Contender], step: int) -> Iterator[Key]:
-        turn = step % len(contenders)
         for seed in self.scope.all_search_seeds:
-            for one in (*contenders[turn:], *contenders[:turn]):
+            for one in _shuffled(contenders, f"search {step} {seed}"):
                 load = next_load(
                     self.rows, one.name, seed, self.scope.slo_ttft_s, self.scope.search_steps
                 )

@@ -197,7 +197,7 @@ def _escaped(word: str) -> str:
 def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
     """``report.html``, ``report.md`` and the pictures of the latter."""
     directory.mkdir(parents=True, exist_ok=True)
-    drawn = pictures(rows, header.settings.get("chunk_tokens", 0))
+    drawn = _drawn(header, rows)
     paths = _write_pictures(drawn, directory)
     text = markdown(header, rows, {title: path.name for title, path in paths.items()})
     (directory / "report.md").write_text(f"# Routers compared\n\n{text}", encoding="utf-8")
@@ -235,12 +235,19 @@ def write_into_docs(header: Header, rows: Sequence[Row], path: Path) -> None:
     text = check_marks(path)
     folder = path.with_suffix("")
     folder.mkdir(exist_ok=True)
-    drawn = _write_pictures(pictures(rows, header.settings.get("chunk_tokens", 0)), folder)
+    drawn = _write_pictures(
+        pictures(ratios.serving(rows), header.settings.get("chunk_tokens", 0)), folder
+    )
     links = {title: f"{folder.name}/{file.name}" for title, file in drawn.items()}
     before, _, rest = text.partition(BEGIN_MARK)
     after = rest.partition(END_MARK)[2]
     inside = markdown(header, rows, links, level=3)
     path.write_text(f"{before}{BEGIN_MARK}\n\n{inside}\n{END_MARK}{after}", encoding="utf-8")
+
+
+def _drawn(header: Header, rows: Sequence[Row]) -> dict[str, bytes]:
+    # Given engines are asked for their chunk when they are needed.
+    return pictures(ratios.serving(rows), header.settings.get("chunk_tokens", 0))
 
 
 def _write_pictures(drawn: Mapping[str, bytes], directory: Path) -> dict[str, Path]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.bench.versus.measure import Answers, Engines
-from sglang_sbs.bench.versus.ratios import cells_of, errors, in_order, is_peer, ratio_cells
+from sglang_sbs.bench.versus.ratios import cells_of, errors, in_order, is_peer, ratio_cells, serves
 from sglang_sbs.bench.versus.rows import Row
 from sglang_sbs.bench.versus.search import capacities
 
@@ -148,14 +148,18 @@ def cell_tables(rows: Sequence[Row]) -> list[Table]:
     """Every contender of every cell; means over seeds."""
     tables = []
     for (workload, load), mine in cells_of(rows).items():
-        out = []
+        out: list[list[str]] = []
+        marks: dict[int, str] = {}
         for policy in in_order(row.key.policy for row in mine):
             of = [row for row in mine if row.key.policy == policy]
             pairs = [(r.answers, r.engines) for r in of if r.answers and r.engines]
             words = [_mean_text([get(a, e) for a, e in pairs], form) for _, get, form in COLUMNS]
+            if not serves(of):
+                marks[len(out)] = "worse"
             words.append(_mean_text([row.host_lag_ms for row in of], ".0f"))
             words.append(_mean_text([row.cpu_ms_per_request for row in of], ".1f"))
-            out.append([policy, str(len(of)), *words])
+            name = policy if serves(of) else f"{policy} (fails)"
+            out.append([name, str(len(of)), *words])
         qps = statistics.fmean(row.qps for row in mine)
         tables.append(
             Table(
@@ -168,14 +172,16 @@ def cell_tables(rows: Sequence[Row]) -> list[Table]:
                     "router CPU",
                 ),
                 out,
+                marks=marks,
             )
         )
     return tables
 
 
 def _mean_text(values: Sequence[float], form: str) -> str:
-    known = [value for value in values if math.isfinite(value)]
-    return format(statistics.fmean(known), form) if known else "-"
+    """The mean of all; a dash if one is not known, as it would be of other runs than its row."""
+    known = bool(values) and all(map(math.isfinite, values))
+    return format(statistics.fmean(values), form) if known else "-"
 
 
 LEGEND = (
@@ -184,8 +190,11 @@ LEGEND = (
     "without a pass), bubble (time lost in pauses of less than half a pass, beyond the engine's "
     "own pause between two passes): prefill, between the first and last tenth of the load, from "
     "EndForward. KV ±σ: standard deviation over decode ranks of the KV tokens in use, mean over "
-    "time. host lag: how late a sleep of 20 ms ended in the client, 99th percentile; where it is "
-    "large, other work had the cores. router CPU: of all its processes, per request."
+    "time. A dash: not known of every seed (bubble: a run with fewer than three pauses that began "
+    "with work left). fails: of its requests more than 1 % failed; it is in no ratio and in no "
+    "picture. host lag: how late a sleep of 20 ms ended in the client, 99th percentile; where it "
+    "is large, other work had the cores, and requests left that much later than planned, which is "
+    "in no time of theirs. router CPU: of all its processes, per request."
 )
 
 
