@@ -46,5 +46,5 @@ def row(
     )
 
 
-def searched(policy: str, load: float, mean_ms: float) -> Row:
-    return row(policy, mean_ms, load=load, kind="search")
+def searched(policy: str, load: float, mean_ms: float, seed: int = 1) -> Row:
+    return row(policy, mean_ms, load=load, seed=seed, kind="search")

@@ -66,8 +66,9 @@ class Scope:
     requests: int
     search_requests: int
     search_steps: int
-    """Runs per contender in search of the load at the SLO; 0: no search."""
+    """Loads per contender in search of the one at the SLO; 0: no search."""
     search_seeds: int
+    """Each of these loads is run with so many."""
     share_of_capacity: float
     """One more cell per seed, at this share of the best peer's load at the SLO; 0: none."""
     slo_ttft_s: float
@@ -157,11 +158,14 @@ class Campaign:
                 await runner.run(cell_keys(focus, cells, seed))
 
     def _search_keys(self, contenders: Sequence[Contender], step: int) -> Iterator[Key]:
-        for seed in self.scope.all_search_seeds:
+        scope, seeds = self.scope, self.scope.all_search_seeds
+        loads = {
+            one.name: next_load(self.rows, one.name, seeds, scope.slo_ttft_s, scope.search_steps)
+            for one in contenders
+        }
+        for seed in seeds:
             for one in _shuffled(contenders, f"search {step} {seed}"):
-                load = next_load(
-                    self.rows, one.name, seed, self.scope.slo_ttft_s, self.scope.search_steps
-                )
+                load = loads[one.name]
                 if load is not None:
                     yield Key("search", SEARCH_WORKLOAD, load, seed, one.name)
 

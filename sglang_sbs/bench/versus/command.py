@@ -90,10 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--search-steps",
         type=int,
-        help="runs per contender to find the load at the SLO; 0: no search (4)",
+        help="loads per contender to find the one at the SLO; 0: no search (4)",
     )
     what.add_argument("--search-requests", type=int, default=300, help="per such run (300)")
-    what.add_argument("--search-seeds", type=int, default=1, help="seeds of the search (1)")
+    what.add_argument(
+        "--search-seeds", type=int, help="each load of the search is run with so many (2)"
+    )
     what.add_argument(
         "--share-of-capacity",
         type=float,

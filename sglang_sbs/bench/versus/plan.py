@@ -60,6 +60,7 @@ DEFAULTS: dict[str, Any] = {
     "loads": "0.4,0.8,1.0",
     "seeds": 3,
     "search_steps": 4,
+    "search_seeds": 2,
     "share_of_capacity": 0.8,
 }
 """Of the flags that ``--quick`` sets; the parser has those of all others."""
@@ -85,6 +86,7 @@ def _quick(args: argparse.Namespace) -> dict[str, Any]:
         "loads": "0.8,1.0",
         "seeds": 1,
         "search_steps": 3,
+        "search_seeds": 1,
         "share_of_capacity": 0.0,
     }
 

@@ -18,7 +18,7 @@ import orjson
 from sglang_sbs.bench.versus import ratios
 from sglang_sbs.bench.versus.plots import pictures
 from sglang_sbs.bench.versus.rows import Header, Row, figures
-from sglang_sbs.bench.versus.search import capacities, max_qps
+from sglang_sbs.bench.versus.search import best_peer, qps_ratio, searches
 from sglang_sbs.bench.versus.tables import (
     LEGEND,
     Table,
@@ -71,24 +71,24 @@ img { max-width: 100% } p.note { color: #555 } .scroll { overflow-x: auto }
 def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
     """What ``--json`` writes. Ratios are ours over the best peer; ``null`` where not measured.
 
-    ``failed_requests`` are those of SBS, as peers' failures are no fault of it; the peers' are
-    beside it.
+    ``max_qps_ratio`` is ``null`` too where the search of either side did not finish or has only a
+    bound (``max_qps_is_bound``); low and high are over its seeds. ``failed_requests`` are those of
+    SBS, as peers' failures are no fault of it; the peers' are beside it.
     """
     slo_ttft_s = header.settings["slo_ttft_s"]
-    qps = max_qps(rows, slo_ttft_s)
-    best = max(((one, name) for name, one in qps.items() if ratios.is_peer(name)), default=None)
-    over = {name: one / best[0] for name, one in qps.items() if best and ratios.is_sbs(name)}
+    found = searches(rows, slo_ttft_s)
+    over = {name: qps_ratio(found, name) for name in found if ratios.is_sbs(name)}
+    known = [one for one in over.values() if one is not None]
+    ratio = over["sbs"] if "sbs" in over else max(known, key=lambda one: one.mean, default=None)
     return {
         "cells": ratios.ratio_cells(rows),
-        "max_qps_ratio": over.get("sbs", max(over.values(), default=None)),
-        "max_qps_ratios": over,
-        "max_qps_peer": best[1] if best else None,
-        "max_qps": qps,
-        "max_qps_is_bound": [
-            name
-            for name, found in capacities(rows, slo_ttft_s).items()
-            if any(one.bounded for one in found)
-        ],
+        "max_qps_ratio": None if ratio is None else ratio.mean,
+        "max_qps_ratio_low": None if ratio is None else ratio.low,
+        "max_qps_ratio_high": None if ratio is None else ratio.high,
+        "max_qps_ratios": {name: None if one is None else one.mean for name, one in over.items()},
+        "max_qps_peer": best_peer(found),
+        "max_qps": {name: one.found.qps for name, one in found.items()},
+        "max_qps_is_bound": [name for name, one in found.items() if not one.known],
         "failed_requests": ratios.failed_requests(rows, ratios.is_sbs),
         "peer_failed_requests": ratios.failed_requests(rows, ratios.is_peer),
         "not_compared": ratios.errors(rows),

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.bench.versus.measure import Answers, Engines
-from sglang_sbs.bench.versus.ratios import cells_of, errors, in_order, is_peer, ratio_cells, serves
+from sglang_sbs.bench.versus.ratios import cells_of, errors, in_order, ratio_cells, serves
 from sglang_sbs.bench.versus.rows import Row
-from sglang_sbs.bench.versus.search import capacities
+from sglang_sbs.bench.versus.search import qps_ratio, searches
 
 WORSE_FROM = 1.02
 """A ratio above this is called worse: two percent is what runs of the same thing differ by."""
@@ -99,28 +99,32 @@ def _ratio(cell: dict[str, object], name: str) -> str:
 
 def capacity_table(rows: Sequence[Row], slo_ttft_s: float) -> Table | None:
     """The search for the highest load; ``None`` if there was none."""
-    found = capacities(rows, slo_ttft_s)
+    found = searches(rows, slo_ttft_s)
     if not found:
         return None
-    best = max((statistics.fmean(c.qps for c in found[p]) for p in found if is_peer(p)), default=0)
     out = []
     for policy in in_order(found):
-        mine = found[policy]
-        qps = statistics.fmean(one.qps for one in mine)
-        bound = " (a bound)" if any(one.bounded for one in mine) else ""
+        mine, ratio = found[policy], qps_ratio(found, policy)
+        bound = "" if mine.finished else " (not finished)"
+        bound = " (a bound)" if mine.found.bounded else bound
+        over = None if ratio is None or ratio.low == ratio.high else (ratio.low, ratio.high)
         out.append(
             [
                 policy,
-                f"{qps:.1f}{bound}",
-                f"{statistics.fmean(one.load for one in mine):.3f}",
-                f"{qps / best:.2f}" if best else "-",
+                f"{mine.found.qps:.1f}{_spread(mine.qps_spread, '.1f')}{bound}",
+                f"{mine.found.load:.3f}",
+                "-" if ratio is None else f"{ratio.mean:.2f}{_spread(over, '.2f')}",
             ]
         )
     return Table(
         f"Most requests per second with a mean TTFT of at most {slo_ttft_s:.2f} s (paper workload)",
-        ("contender", "QPS", "load", "over the best peer"),
+        ("contender", "QPS (over seeds)", "load", "over the best peer"),
         out,
     )
+
+
+def _spread(ends: tuple[float, float] | None, form: str) -> str:
+    return "" if ends is None else f" ({ends[0]:{form}}-{ends[1]:{form}})"
 
 
 Column = tuple[str, Callable[[Answers, Engines], float], str]
