@@ -55,6 +55,23 @@ def test_silent_are_instances_and_ranks_without_a_message() -> None:
     assert hearing.silent([], NAMES) == ["d0", "p0", "p1"]
 
 
+def test_other_nodes_of_an_engine_are_known_by_its_url() -> None:
+    urls = {"p0": "http://P0:30000/", "p1": "http://127.0.0.1:30001"}
+    messages = [
+        Heard(0.0, replace(heard("one", 1).report, boot_id=boot, instance_id=url))
+        for boot, url in (
+            ("node 2", "http://p0:30000"),
+            ("local", "http://localhost:30001"),
+            ("stranger", "http://p9:30000"),
+            ("no url", "a b"),
+            ("nothing", ""),
+        )
+    ]
+    names = hearing.names_of(messages, {"one": "p0"}, urls)
+    assert names == {"one": "p0", "node 2": "p0", "local": "p1"}
+    assert hearing.silent([heard("one", 0), *messages], names) == ["p1/0"]
+
+
 def engines_with(messages: list[Heard], ports: RouterPorts) -> Engines:
     taken = [list(messages)]
     listener = SimpleNamespace(bind="tcp://0.0.0.0:7601", take=lambda: taken.pop() if taken else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from sglang_sbs.bench.load import Sample
 from sglang_sbs.bench.versus import clients, measure
@@ -56,6 +57,17 @@ def test_pauses_with_work_in_hand_are_the_engines_own_and_no_bubble() -> None:
     assert figures.passes.chunk_utilization == pytest.approx(0.6)
     # By the engine's clock, not by when the message came.
     assert [one.end_s for one in trace.passes] == pytest.approx([2, 3.1, 4.2, 5.3, 6.6])
+
+
+def test_the_nodes_of_an_instance_have_their_passes_together() -> None:
+    heard = [
+        Heard(one.at_s, replace(one.report, boot_id=f"node {one.report.dp_rank}"))
+        for one in passes_of((1, 2, 5), (2.1, 3.1, 5))
+    ]
+    names = {"node 0": "p0", "node 1": "p0"}
+    figures, trace = measure.engines(heard, names, begin_s=0.0, load_s=10.0)
+    assert [one.tokens for one in trace.passes] == [(80, 40), (80, 40)]
+    assert figures.passes.passes == 2
 
 
 def test_messages_of_strangers_are_ignored() -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from sglang_sbs.bench.versus.hearing import (
     silent,
     silent_prefill,
 )
+from sglang_sbs.bench.versus.listener import Heard
 from sglang_sbs.bench.versus.prompts import Prompts
 from sglang_sbs.bench.versus.rows import Key, Row
 from sglang_sbs.bench.versus.workloads import arrivals
@@ -165,7 +166,8 @@ async def _measured(
         first = (one.at_s for one in heard if one.report.kind == "launch")
         load_begun_s = next(first, load_begun_s)
     load_s = load[-1].at_s
-    figures, trace = measure.engines(heard, engines.names, load_begun_s, load_s)
+    names = _names(engines, heard)
+    figures, trace = measure.engines(heard, names, load_begun_s, load_s)
     return Row(
         key=key,
         client=setting.client,
@@ -178,7 +180,7 @@ async def _measured(
         answers=measure.answers(samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
         engines=figures,
         trace=trace,
-        silent=silent(heard, engines.names),
+        silent=silent(heard, names),
     )
 
 
@@ -223,7 +225,9 @@ async def _check_hearing(contender: Contender, engines: Engines) -> None:
     ports = engines.ports
     heard = engines.listener.take()
     until_s = time.monotonic() + hearing.WAIT_S
-    while (missing := silent_prefill(heard, engines.names)) and time.monotonic() < until_s:
+    while missing := silent_prefill(heard, _names(engines, heard)):
+        if time.monotonic() > until_s:
+            break
         await asyncio.sleep(_LISTEN_STEP_S)
         heard += engines.listener.take()
     if missing:
@@ -237,9 +241,9 @@ async def _check_hearing(contender: Contender, engines: Engines) -> None:
         return
     missing = await router_misses(
         f"http://127.0.0.1:{ports.prometheus}/metrics",
-        {f"p{number}": url for number, (url, _port) in enumerate(engines.prefill)},
+        {name: url for name, url in _urls(engines).items() if name.startswith("p")},
         heard,
-        engines.names,
+        _names(engines, heard),
     )
     if missing:
         raise UnheardError(
@@ -247,6 +251,16 @@ async def _check_hearing(contender: Contender, engines: Engines) -> None:
             "SGLANG_SBS_ROUTERS of every engine must name this machine's port "
             f"{ports.endforward}, and that must be reachable from there"
         )
+
+
+def _urls(engines: Engines) -> dict[str, str]:
+    """By short name."""
+    prefill = {f"p{number}": url for number, (url, _port) in enumerate(engines.prefill)}
+    return prefill | {f"d{number}": url for number, url in enumerate(engines.decode)}
+
+
+def _names(engines: Engines, heard: Sequence[Heard]) -> dict[str, str]:
+    return hearing.names_of(heard, engines.names, _urls(engines))
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_sbs.bench.versus.listener import Heard
+from sglang_sbs.router.urls import alias_key, normalise_worker_url
 
 WAIT_S = 10.0
 """Idle engines speak once a second, and look every 2 s at most for a router that was away."""
@@ -24,6 +25,31 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 class UnheardError(RuntimeError):
     """Ranks whose messages do not arrive; the message says where, and what to do."""
+
+
+def names_of(
+    heard: Iterable[Heard], told: Mapping[str, str], urls: Mapping[str, str]
+) -> dict[str, str]:
+    """``boot_id`` -> short name: those that engines told, and of their other nodes, whose messages
+    carry the engine's URL (``SGLANG_SBS_INSTANCE_ID``).
+
+    ``urls``: short name -> URL.
+    """
+    names = dict(told)
+    by_address = {_address(url): name for name, url in urls.items()}
+    for one in heard:
+        name = by_address.get(_address(one.report.instance_id))
+        if name is not None:
+            names.setdefault(one.report.boot_id, name)
+    return names
+
+
+def _address(url: str) -> tuple[str, int] | None:
+    """``None`` for what is no URL."""
+    try:
+        return alias_key(normalise_worker_url(url))
+    except ValueError:
+        return None
 
 
 def silent(heard: Iterable[Heard], names: Mapping[str, str]) -> list[str]:
@@ -61,7 +87,7 @@ async def router_misses(
     for one in heard:
         name, rank = names.get(one.report.boot_id, ""), one.report.dp_rank
         if name in prefill:
-            wanted[prefill[name].rstrip("/"), str(rank)] = f"{name}/{rank}"
+            wanted[_address(prefill[name]), str(rank)] = f"{name}/{rank}"
     until_s = time.monotonic() + WAIT_S
     async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
         while True:
@@ -72,7 +98,9 @@ async def router_misses(
             await asyncio.sleep(_STEP_S)
 
 
-async def _heard_by(session: aiohttp.ClientSession, url: str) -> set[tuple[str, str]]:
+async def _heard_by(
+    session: aiohttp.ClientSession, url: str
+) -> set[tuple[tuple[str, int] | None, str]]:
     """Worker and rank of every message a router counts; nothing when it does not answer."""
     try:
         async with session.get(url) as response:
@@ -80,7 +108,7 @@ async def _heard_by(session: aiohttp.ClientSession, url: str) -> set[tuple[str, 
     except (aiohttp.ClientError, TimeoutError):
         return set()
     return {
-        (sample.labels["worker"].rstrip("/"), sample.labels["dp_rank"])
+        (_address(sample.labels["worker"]), sample.labels["dp_rank"])
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == _MESSAGES and sample.value > 0

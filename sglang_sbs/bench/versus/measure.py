@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
+from msgspec.structs import replace
 
 from sglang_sbs.bench.load import Latency, Sample
 from sglang_sbs.bench.passes import ForwardPass, PassBuilder, PassStatistics, pass_statistics
@@ -116,7 +117,8 @@ def engines(
         ):
             left.add((name, report.forward_id))
         end_s = report.end_s + clocks.get(report.boot_id, 0.0) - begin_s
-        found = builder.add(name, report, end_s)
+        # The nodes of an instance have boot ids of their own, and passes together.
+        found = builder.add(name, replace(report, boot_id=name), end_s)
         if found is not None and found.end_s > 0:
             passes.append(found)
     window_s = (0.1 * load_s, 0.9 * load_s)
