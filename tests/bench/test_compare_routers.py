@@ -252,6 +252,29 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     assert started == ["stock"]
 
 
+async def test_engines_are_warmed_up_by_a_contender_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
+    made_up = campaign.run_cell
+    primed = []
+
+    async def run_cell(contender: Contender, key: Key, requests: int, *words: object) -> Row:
+        found = await made_up(contender, key, requests, *words)  # type: ignore[arg-type]
+        if key.seed == 0:
+            primed.append(contender.name)
+            if len(primed) == 1:
+                return Row(key=key, client="open-loop", requests=requests, error="it ended")
+        return found
+
+    monkeypatch.setattr(campaign, "run_cell", run_cell)
+    field = chosen("sbs,smg,mini_lb")
+    work.scope = dataclasses.replace(work.scope, contenders=field, seeds=1)
+    await work.run()
+    order = [key.policy for key in campaign.cell_keys(field, [("paper", 1.0)], 1)]
+    assert primed == order[:2]
+
+
 # ---- files
 
 

@@ -201,6 +201,7 @@ class _Runner:
         self._campaign = campaign
         self._engines: Engines | None = None
         self._variant = ""
+        self._primed = False
         self._stack = AsyncExitStack()
         self._done = {row.key for row in campaign.rows if not row.error}
         self._counted: set[Key] = set()
@@ -294,9 +295,15 @@ class _Runner:
                 self._campaign.start_engines(variant)
             )
             self._variant = variant
-            # The first requests pay for connections and handshakes between every pair of ranks.
+            self._primed = False
+        if not self._primed:
+            # The first requests pay for connections and handshakes between every pair of ranks. A
+            # contender that does not work leaves that to the next.
             prime = Key("cell", SEARCH_WORKLOAD, _PRIME_LOAD, 0, contender.name)
-            await run_cell(contender, prime, _PRIME_REQUESTS, self._engines, self._campaign.setting)
+            row = await run_cell(
+                contender, prime, _PRIME_REQUESTS, self._engines, self._campaign.setting
+            )
+            self._primed = not row.error
         return self._engines
 
 
