@@ -61,7 +61,11 @@ class Arrival:
 
 @dataclass(slots=True)
 class Sample:
-    """What became of one request; seconds from its arrival, NaN where it did not get that far."""
+    """What became of one request; NaN where it did not get that far.
+
+    Seconds from when it was sent, as SGLang's client counts. That is later than ``at_s`` when the
+    host is late to wake the client, which is no time the server took.
+    """
 
     at_s: float
     prompt_tokens: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from sglang_sbs.bench.load import Sample
 from sglang_sbs.bench.versus import clients, measure
@@ -58,6 +59,17 @@ def test_pauses_with_work_in_hand_are_the_engines_own_and_no_bubble() -> None:
     assert [one.end_s for one in trace.passes] == pytest.approx([2, 3.1, 4.2, 5.3, 6.6])
 
 
+def test_the_nodes_of_an_instance_have_their_passes_together() -> None:
+    heard = [
+        Heard(one.at_s, replace(one.report, boot_id=f"node {one.report.dp_rank}"))
+        for one in passes_of((1, 2, 5), (2.1, 3.1, 5))
+    ]
+    names = {"node 0": "p0", "node 1": "p0"}
+    figures, trace = measure.engines(heard, names, begin_s=0.0, load_s=10.0)
+    assert [one.tokens for one in trace.passes] == [(80, 40), (80, 40)]
+    assert figures.passes.passes == 2
+
+
 def test_messages_of_strangers_are_ignored() -> None:
     figures, trace = measure.engines(passes_of((1, 2, 0)), {}, begin_s=0.0, load_s=10.0)
     assert figures.passes.passes == 0
@@ -72,6 +84,13 @@ def test_the_kv_band_is_the_deviation_over_ranks() -> None:
     figures, trace = measure.engines(heard, {"boot": "d0"}, begin_s=0.0, load_s=1.0)
     assert figures.kv == KvBand(200.0, 100.0)
     assert trace.kv[0] == (0.0, [100, 300])
+
+
+def test_a_decode_rank_that_says_nothing_is_in_the_band() -> None:
+    heard = [Heard(0.0, report_of(0, 0, "heartbeat", role="decode", kv_tokens=400))]
+    figures, trace = measure.engines(heard, {"boot": "d0"}, begin_s=0.0, load_s=1.0)
+    assert figures.kv == KvBand(200.0, 200.0)
+    assert trace.kv[0] == (0.0, [400, 0])
 
 
 def test_answers_count_what_was_within_the_slo() -> None:
@@ -89,19 +108,24 @@ def test_bench_serving_details_become_samples() -> None:
     sent = arrivals(
         "paper",
         seed=1,
-        requests=3,
+        requests=4,
         tokens_per_s=1e4,
         chunk_tokens=100,
         prompts=id_prompts(),
         content="",
     )
     result = {
-        "ttfts": [0.5, 0.0, 0.25],
-        "itls": [[0.1, 0.2], [], [0.1]],
-        "output_lens": [8, 8, 2],
-        "errors": ["", "refused", ""],
+        "ttfts": [0.5, 0.0, 0.25, 0.0],
+        "itls": [[0.1, 0.2], [], [0.1], []],
+        "output_lens": [8, 8, 2, 8],
+        "errors": ["", "refused", "", ""],
     }
-    good, refused, short = clients.samples_of(result, sent)
+    good, refused, short, empty = clients.samples_of(result, sent)
     assert (good.ttft_s, good.e2e_s, good.error) == (0.5, pytest.approx(0.8), "")
     assert refused.error == "refused"
     assert short.error == "finished after 2 tokens"
+    # HTTP 200 with an error in the stream, or with nothing in it: a success for SGLang's client.
+    assert empty.error.startswith("no token came")
+    found = measure.answers([good, empty], slo_ttft_s=1.0, slo_tpot_s=0.2, load_s=2.0)
+    assert (found.completed, found.failed) == (1, 1)
+    assert found.ttft_ms.mean == pytest.approx(500.0)

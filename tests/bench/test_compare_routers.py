@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,55 +12,16 @@ from pathlib import Path
 
 import orjson
 import pytest
+from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
 from rich.console import Console
 
-from sglang_sbs.bench.load import Latency
-from sglang_sbs.bench.passes import ForwardPass, PassStatistics
-from sglang_sbs.bench.versus import campaign, command, ratios, report, search
+from sglang_sbs.bench.versus import campaign, ratios, report
 from sglang_sbs.bench.versus.cell import Setting
 from sglang_sbs.bench.versus.field import BY_NAME, FIELD, Contender, chosen
-from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
 from sglang_sbs.bench.versus.prompts import id_prompts
-from sglang_sbs.bench.versus.rows import Header, Key, Row, RowFile
+from sglang_sbs.bench.versus.rows import Key, Row, RowFile
 from sglang_sbs.bench.versus.tables import ratio_table
-
-NAN = math.nan
-HEADER = Header(
-    settings={"slo_ttft_s": 1.0, "chunk_tokens": 1024}, machine={"cpu_cores": 2}, begun="2026"
-)
-
-
-def row(
-    policy: str,
-    mean: float,
-    *,
-    load: float = 0.8,
-    seed: int = 1,
-    p99: float | None = None,
-    failed: int = 0,
-    kind: str = "cell",
-    sigma: float = 10.0,
-) -> Row:
-    passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01)
-    return Row(
-        key=Key(kind, "paper", load, seed, policy),
-        client="open-loop",
-        requests=100,
-        qps=load * 30,
-        answers=Answers(
-            completed=100 - failed,
-            failed=failed,
-            errors=["HTTP 500"] if failed else [],
-            ttft_ms=Latency(mean, mean, 2 * mean if p99 is None else p99),
-            tpot_ms=Latency(20, 20, 30),
-            e2e_ms=Latency(mean + 100, mean, mean),
-            goodput_qps=20.0,
-        ),
-        engines=Engines(passes, NAN, NAN, KvBand(100.0, sigma)),
-        trace=Trace([ForwardPass("p0", 0.1, 0.5, (100, 0))], [(0.0, [10, 20]), (0.1, [30, 40])]),
-    )
-
 
 # ---- contenders
 
@@ -78,6 +41,14 @@ def test_a_command_line_has_every_engine_with_its_bootstrap_port() -> None:
     assert "sglang_router.launch_router --pd-disaggregation" in words
     assert "--prefill http://p0 8998 --prefill http://p1 --decode http://d0" in words
     assert "--policy random" in words
+
+
+def test_the_best_peers_run_on_engines_of_every_kind() -> None:
+    for peer in ("smg:round_robin", "mini_lb", "sglang_router:round_robin"):
+        for engines in ("total_tokens", "delayer"):
+            other = BY_NAME[f"{peer}@{engines}"]
+            assert other.engines == engines
+            assert (other.module, other.flags) == (BY_NAME[peer].module, BY_NAME[peer].flags)
 
 
 def test_an_unknown_contender_is_named() -> None:
@@ -149,43 +120,6 @@ def test_peers_are_ranked_over_all_cells() -> None:
     assert ratios.ranking(rows) == ["mini_lb", "smg"]
 
 
-# ---- search
-
-
-def searched(policy: str, load: float, mean_ms: float) -> Row:
-    return row(policy, mean_ms, load=load, kind="search")
-
-
-def test_the_search_halves_the_interval() -> None:
-    rows: list[Row] = []
-    tried = []
-    while (load := search.next_load(rows, "sbs", 1, slo_ttft_s=1.0, steps=4)) is not None:
-        tried.append(load)
-        rows.append(searched("sbs", load, 500 if load < 0.9 else 2000))
-    assert tried == [0.8, 0.95, 0.875, 0.912]
-    found = search.capacity(rows, "sbs", 1, 1.0)
-    assert found is not None
-    assert found.load == pytest.approx(0.875 + (0.912 - 0.875) / 3)
-    assert not found.bounded
-
-
-def test_a_search_that_never_meets_the_slo_has_a_bound() -> None:
-    rows = [searched("smg", 0.8, 3000), searched("smg", 0.65, 2000)]
-    found = search.capacity(rows, "smg", 1, 1.0)
-    assert found == search.Capacity(0.65, pytest.approx(0.65 * 30), bounded=True)
-
-
-def test_the_best_peers_load_is_not_ours() -> None:
-    rows = [
-        searched("sbs", 1.0, 500),
-        searched("smg", 0.5, 500),
-        searched("smg", 0.7, 1500),
-        searched("mini_lb", 0.4, 500),
-        searched("mini_lb", 0.6, 1500),
-    ]
-    assert search.best_peer_load(rows, 1.0) == pytest.approx(0.6)
-
-
 # ---- order of runs
 
 
@@ -193,12 +127,24 @@ def test_contenders_take_turns_and_share_engines() -> None:
     field = chosen("sbs,smg,mini_lb,sglang_router:round_robin@delayer")
     cells = [("paper", load) for load in (0.4, 0.8, 1.0)]
     keys = campaign.cell_keys(field, cells, seed=1)
-    first = [keys[n].policy for n in (0, 3, 6)]
-    assert sorted(first) == ["mini_lb", "sbs", "smg"]
+    assert keys == campaign.cell_keys(field, cells, seed=1)
+    turns = [[key.policy for key in keys[n : n + 3]] for n in (0, 3, 6)]
+    assert all(sorted(turn) == ["mini_lb", "sbs", "smg"] for turn in turns)
     assert [k.policy for k in keys[-3:]] == ["sglang_router:round_robin@delayer"] * 3
     assert len(set(keys)) == 12
     # The next seed begins on the engines that are up.
     assert campaign.cell_keys(field, cells, seed=2)[0].policy == keys[-1].policy
+
+
+def test_who_runs_before_a_contender_changes_from_cell_to_cell() -> None:
+    field = chosen("sbs,smg,mini_lb,eta")
+    before: dict[str, set[str]] = {}
+    for seed in range(1, 7):
+        keys = campaign.cell_keys(field, [("paper", 0.4), ("paper", 0.8)], seed)
+        for one, other in itertools.pairwise(keys):
+            before.setdefault(other.policy, set()).add(one.policy)
+    names = {one.name for one in field}
+    assert all(who >= names - {policy} for policy, who in before.items())
 
 
 def test_only_sbs_the_best_peers_and_our_best_immediate_policy_go_on() -> None:
@@ -207,12 +153,13 @@ def test_only_sbs_the_best_peers_and_our_best_immediate_policy_go_on() -> None:
         workloads=["paper"],
         loads=[0.8],
         seeds=3,
+        first_seed=1,
         field_loads=[0.8],
         best_peers=1,
         requests=10,
         search_requests=10,
         search_steps=0,
-        search_seeds=1,
+        search_seeds=2,
         share_of_capacity=0.8,
         slo_ttft_s=1.0,
     )
@@ -249,12 +196,13 @@ def small_campaign(
         workloads=["paper"],
         loads=[0.4, 1.0],
         seeds=2,
+        first_seed=1,
         field_loads=[1.0],
         best_peers=1,
         requests=10,
         search_requests=10,
         search_steps=2,
-        search_seeds=1,
+        search_seeds=2,
         share_of_capacity=0.8,
         slo_ttft_s=0.7,
     )
@@ -266,6 +214,16 @@ def small_campaign(
     return made, started, ran
 
 
+async def test_all_runs_are_of_the_seeds_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, _started, ran = small_campaign(tmp_path, monkeypatch, rows=[])
+    work.scope = dataclasses.replace(work.scope, first_seed=7)
+    await work.run()
+    assert {key.seed for key in ran if key.kind == "cell"} == {7, 8}
+    assert {key.seed for key in ran if key.kind == "search"} == {7, 8}
+
+
 async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,13 +232,15 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     best = "sglang_router:round_robin@delayer"
     of = {name: [k for k in ran if k.policy == name] for name in ("sbs", "smg", "mini_lb", best)}
     assert len(of["smg"]) == len(of["mini_lb"]) == 1
-    # Two seeds of two loads and of 0.8 of its load at the SLO, and two runs to find that.
-    assert len(of["sbs"]) == len(of[best]) == 2 * 3 + 2
-    assert [k.load for k in of[best] if k.kind == "search"] == [0.8, 0.95]
+    # Two seeds of two loads and of 0.8 of its load at the SLO, and two loads to find that.
+    assert len(of["sbs"]) == len(of[best]) == 2 * 3 + 2 * 2
+    found = [(k.load, k.seed) for k in of[best] if k.kind == "search"]
+    assert found == [(0.8, 1), (0.8, 2), (0.95, 1), (0.95, 2)]
     assert sorted({k.load for k in of["sbs"] if k.kind == "cell"}) == [0.4, pytest.approx(0.7), 1.0]
     # Field, search, and the two seeds, of which the second begins where the first ended.
     assert started == ["stock", "delayer", "stock", "delayer", "stock", "delayer", "stock"]
     assert len(work.file.read()[1]) == len(ran)
+    assert all(one.begun > "2026" for one in work.rows)
     assert ratios.errors(work.rows) == {"mini_lb": "it ended"}
 
     again, started, ran = small_campaign(tmp_path, monkeypatch, rows=work.rows)
@@ -288,6 +248,29 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     # What did not work is tried again: something may have been installed.
     assert [k.policy for k in ran] == ["mini_lb"]
     assert started == ["stock"]
+
+
+async def test_engines_are_warmed_up_by_a_contender_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
+    made_up = campaign.run_cell
+    primed = []
+
+    async def run_cell(contender: Contender, key: Key, requests: int, *words: object) -> Row:
+        found = await made_up(contender, key, requests, *words)  # type: ignore[arg-type]
+        if key.seed == 0:
+            primed.append(contender.name)
+            if len(primed) == 1:
+                return Row(key=key, client="open-loop", requests=requests, error="it ended")
+        return found
+
+    monkeypatch.setattr(campaign, "run_cell", run_cell)
+    field = chosen("sbs,smg,mini_lb")
+    work.scope = dataclasses.replace(work.scope, contenders=field, seeds=1)
+    await work.run()
+    order = [key.policy for key in campaign.cell_keys(field, [("paper", 1.0)], 1)]
+    assert primed == order[:2]
 
 
 # ---- files
@@ -376,73 +359,3 @@ def test_tables_go_between_the_marks_of_a_document(tmp_path: Path) -> None:
     path.write_text("no marks")
     with pytest.raises(ValueError, match="must contain the lines"):
         report.write_into_docs(HEADER, [], path)
-
-
-# ---- command line
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--workload", "papers"], "--workload: 'papers' is not one of paper"),
-        (["--contenders", "sbs,nginx"], "--contenders: 'nginx' is not one of"),
-        (["--contenders", "smg,mini_lb"], "needs sbs or sbs_paper, and a peer"),
-        (["--loads", "0.4;0.8"], "write e.g. 0.4,0.8,1.0"),
-        (["--loads", "0"], "--loads must be shares of capacity"),
-        (["--seeds", "0"], "--seeds must be at least 1"),
-        (["--topology", "3P"], "write e.g. 3P1D"),
-        (["--cost", "h900"], "'h900' is not one of table"),
-        (["--real"], "--real needs --prefill URL PORT"),
-        (["--decode", "http://d0"], "add --real"),
-        (["--tokenizer-path", "x"], "add --real"),
-        (["--resume"], "cannot read"),
-        (["--report-only"], "cannot read"),
-    ],
-)
-def test_says_what_is_wrong_before_anything_starts(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--report", str(tmp_path), *words])
-    assert ended.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
-REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
-
-
-def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
-    parser = command.build_parser()
-    plan = command.Plan(
-        parser.parse_args([*REAL, "--capacity", "150000", "--report", str(tmp_path)])
-    )
-    assert plan.capacity_tokens_per_s == 150000
-    assert all(c.engines == "stock" for c in plan.scope.contenders)
-    assert plan.model is None
-
-
-def test_resume_refuses_rows_of_another_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = command.build_parser()
-    file = RowFile(tmp_path / "rows.jsonl")
-    words = ["--report", str(tmp_path), "--requests", "10"]
-    command.Plan(parser.parse_args(words)).begin(file)
-    file.add(row("sbs", 50))
-    _header, rows = command.Plan(parser.parse_args([*words, "--resume"])).begin(file)
-    assert [r.key.policy for r in rows] == ["sbs"]
-    with pytest.raises(SystemExit):
-        command.main(["--report", str(tmp_path), "--requests", "11", "--resume"])
-    assert "was measured with requests 10, not 11" in capsys.readouterr().err
-
-
-def test_quick_is_one_seed_of_paper_at_two_loads_against_two_peers() -> None:
-    plan = command.Plan(command.build_parser().parse_args(["--quick"]))
-    assert plan.scope.seeds == 1
-    assert len(plan.scope.loads) == 2
-    assert plan.scope.workloads == ["paper"]
-    assert len([c for c in plan.scope.contenders if ratios.is_peer(c.name)]) == 2
-    file = RowFile(Path("unused"))
-    work = plan.campaign(file, [], Console())
-    assert work.expected_total_s() < 10 * 60

@@ -3,19 +3,22 @@
 Owns the order, going on after an interruption, and the progress bar. Must not know how a run is
 made or what its figures mean.
 
-All contenders share engines; only those that need other engine flags make them start again. Within
-a cell the contenders take turns, and who begins changes from cell to cell, so that a drift of the
-machine favours nobody.
+All contenders share engines; only those that need other engine flags make them start again. Their
+order within a cell is drawn anew for every cell, the same in every comparison: neither a drift of
+the machine nor what the contender before left behind favours anybody.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -30,6 +33,7 @@ from sglang_sbs.bench.versus.cell import Setting, run_cell
 from sglang_sbs.bench.versus.engines import Engines
 from sglang_sbs.bench.versus.field import BY_NAME, STOCK, Contender
 from sglang_sbs.bench.versus.ratios import is_immediate, is_peer, is_sbs, ranking
+from sglang_sbs.bench.versus.revision import revision
 from sglang_sbs.bench.versus.rows import Key, Row, RowFile
 from sglang_sbs.bench.versus.search import best_peer_load, next_load
 from sglang_sbs.cluster.local import ClusterStartError
@@ -52,6 +56,8 @@ class Scope:
     workloads: Sequence[str]
     loads: Sequence[float]
     seeds: int
+    first_seed: int
+    """Seeds are this one and the following."""
     field_loads: Sequence[float]
     """Loads at which every contender runs, with the first seed."""
     best_peers: int
@@ -60,11 +66,20 @@ class Scope:
     requests: int
     search_requests: int
     search_steps: int
-    """Runs per contender in search of the load at the SLO; 0: no search."""
+    """Loads per contender in search of the one at the SLO; 0: no search."""
     search_seeds: int
+    """Each of these loads is run with so many."""
     share_of_capacity: float
     """One more cell per seed, at this share of the best peer's load at the SLO; 0: none."""
     slo_ttft_s: float
+
+    @property
+    def all_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    @property
+    def all_search_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.search_seeds)
 
     @property
     def field_cells(self) -> list[tuple[str, float]]:
@@ -77,7 +92,7 @@ class Scope:
 
 def focus_of(scope: Scope, rows: Sequence[Row]) -> list[Contender]:
     """SBS, and the best peers and immediate policy of what all contenders ran."""
-    keys = set(cell_keys(scope.contenders, scope.field_cells, 1))
+    keys = set(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
     field_rows = [row for row in rows if row.key in keys]
     best = ranking(field_rows)[: scope.best_peers] + ranking(field_rows, is_immediate)[:1]
     return [one for one in scope.contenders if is_sbs(one.name) or one.name in best]
@@ -86,16 +101,20 @@ def focus_of(scope: Scope, rows: Sequence[Row]) -> list[Contender]:
 def cell_keys(
     contenders: Sequence[Contender], cells: Sequence[tuple[str, float]], seed: int
 ) -> list[Key]:
-    """Cells (workload, load) of a seed in the order they are run: by engines, in turns within a
+    """Cells (workload, load) of a seed in the order they are run: by engines, shuffled within a
     cell. Every other seed begins with the engines that the one before ended with."""
     keys = []
     for mine in by_engines(contenders)[:: 1 if seed % 2 else -1]:
-        for number, (workload, load) in enumerate(cells):
-            turn = (seed + number) % len(mine)
+        for workload, load in cells:
             keys += [
-                Key("cell", workload, load, seed, one.name) for one in (*mine[turn:], *mine[:turn])
+                Key("cell", workload, load, seed, one.name)
+                for one in _shuffled(mine, f"{workload} {load:g} {seed}")
             ]
     return keys
+
+
+def _shuffled(contenders: Sequence[Contender], seed: str) -> list[Contender]:
+    return random.Random(seed).sample(list(contenders), len(contenders))
 
 
 def by_engines(contenders: Sequence[Contender]) -> list[list[Contender]]:
@@ -122,10 +141,11 @@ class Campaign:
 
         Raises:
             ClusterStartError: engines did not come up.
+            UnheardError: their EndForward messages do not arrive.
         """
         scope = self.scope
         async with _Runner(self) as runner:
-            await runner.run(cell_keys(scope.contenders, scope.field_cells, 1))
+            await runner.run(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
             focus = focus_of(scope, self.rows)
             for mine in by_engines(focus):
                 for step in range(scope.search_steps):
@@ -134,16 +154,18 @@ class Campaign:
             cells = scope.cells
             if capacity is not None and scope.share_of_capacity > 0:
                 cells.append((SEARCH_WORKLOAD, round(scope.share_of_capacity * capacity, 3)))
-            for seed in range(1, scope.seeds + 1):
+            for seed in scope.all_seeds:
                 await runner.run(cell_keys(focus, cells, seed))
 
     def _search_keys(self, contenders: Sequence[Contender], step: int) -> Iterator[Key]:
-        turn = step % len(contenders)
-        for seed in range(1, self.scope.search_seeds + 1):
-            for one in (*contenders[turn:], *contenders[:turn]):
-                load = next_load(
-                    self.rows, one.name, seed, self.scope.slo_ttft_s, self.scope.search_steps
-                )
+        scope, seeds = self.scope, self.scope.all_search_seeds
+        loads = {
+            one.name: next_load(self.rows, one.name, seeds, scope.slo_ttft_s, scope.search_steps)
+            for one in contenders
+        }
+        for seed in seeds:
+            for one in _shuffled(contenders, f"search {step} {seed}"):
+                load = loads[one.name]
                 if load is not None:
                     yield Key("search", SEARCH_WORKLOAD, load, seed, one.name)
 
@@ -160,12 +182,12 @@ class Campaign:
         immediate = [one for one in scope.contenders if is_immediate(one.name)]
         sbs = [one for one in scope.contenders if is_sbs(one.name)]
         later = [*sbs, *peers[: scope.best_peers], *immediate[:1]]
-        keys = set(cell_keys(scope.contenders, scope.field_cells, 1))
+        keys = set(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
         cells = scope.cells
         if scope.share_of_capacity > 0 and scope.search_steps:
             # Where that will be is not known; and it is no load that is there already.
             cells.append((SEARCH_WORKLOAD, scope.share_of_capacity + 1e-6))
-        for seed in range(1, scope.seeds + 1):
+        for seed in scope.all_seeds:
             keys |= set(cell_keys(later, cells, seed))
         searches = len(later) * scope.search_steps * scope.search_seeds
         search = Key("search", SEARCH_WORKLOAD, _SEARCH_LOAD, 1, "")
@@ -179,6 +201,7 @@ class _Runner:
         self._campaign = campaign
         self._engines: Engines | None = None
         self._variant = ""
+        self._primed = False
         self._stack = AsyncExitStack()
         self._done = {row.key for row in campaign.rows if not row.error}
         self._counted: set[Key] = set()
@@ -223,6 +246,7 @@ class _Runner:
         contender = BY_NAME[key.policy]
         self._progress.update(self._task, description=_words(key))
         requests = campaign.requests(key)
+        begun, of_code = datetime.now(UTC).isoformat(timespec="seconds"), revision()
         try:
             engines = await self._engines_of(contender)
             row = await run_cell(contender, key, requests, engines, campaign.setting)
@@ -231,6 +255,7 @@ class _Runner:
                 raise
             why = f"engines with its flags do not start: {error}"
             row = Row(key=key, client=campaign.setting.client, requests=requests, error=why)
+        row = replace(row, begun=begun, revision=of_code)
         campaign.rows.append(row)
         campaign.file.add(row)
         if row.answers is None:
@@ -251,6 +276,14 @@ class _Runner:
             markup=False,
             soft_wrap=True,
         )
+        if row.silent:
+            campaign.console.print(
+                f"warning: no EndForward of {', '.join(row.silent)} came during it; its passes and "
+                "KV band lack them",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
     async def _engines_of(self, contender: Contender) -> Engines:
         variant = contender.engines
@@ -262,9 +295,15 @@ class _Runner:
                 self._campaign.start_engines(variant)
             )
             self._variant = variant
-            # The first requests pay for connections and handshakes between every pair of ranks.
+            self._primed = False
+        if not self._primed:
+            # The first requests pay for connections and handshakes between every pair of ranks. A
+            # contender that does not work leaves that to the next.
             prime = Key("cell", SEARCH_WORKLOAD, _PRIME_LOAD, 0, contender.name)
-            await run_cell(contender, prime, _PRIME_REQUESTS, self._engines, self._campaign.setting)
+            row = await run_cell(
+                contender, prime, _PRIME_REQUESTS, self._engines, self._campaign.setting
+            )
+            self._primed = not row.error
         return self._engines
 
 

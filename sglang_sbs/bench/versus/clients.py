@@ -26,6 +26,10 @@ CLIENTS = ("open-loop", "bench_serving")
 _SERVING_MODULE = "sglang_sbs.bench.versus.serving_client"
 
 
+class NotFinishedError(RuntimeError):
+    """The client gave no result, as when a request hangs."""
+
+
 async def send_load(
     client: str,
     url: str,
@@ -40,7 +44,7 @@ async def send_load(
     ``model`` and ``log`` are for ``bench_serving``: its tokenizer, and what it prints.
 
     Raises:
-        RuntimeError: ``bench_serving`` did not finish; with the end of what it said.
+        NotFinishedError: ``bench_serving`` did not finish; with the end of what it said.
     """
     if client == "open-loop":
         return await run_load(url, arrivals, timeout_s=timeout_s)
@@ -88,7 +92,7 @@ async def _run_serving(
             process.kill()
             await process.wait()
     if code != 0 or not output.is_file():
-        raise RuntimeError(f"bench_serving did not finish. It said:\n{last_log_lines(log)}")
+        raise NotFinishedError(f"bench_serving did not finish. It said:\n{last_log_lines(log)}")
     # SGLang writes NaN, which only the standard library reads.
     result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
     return result
@@ -107,7 +111,11 @@ _START_S = 120.0
 
 
 def samples_of(result: dict[str, Any], arrivals: Sequence[Arrival]) -> list[Sample]:
-    """Samples from what ``--output-details`` writes."""
+    """Samples from what ``--output-details`` writes.
+
+    SGLang's client takes HTTP 200 for success, also when the stream is empty or has only an error
+    in it: no first token is a failure here.
+    """
     samples = []
     columns = zip(
         arrivals,
@@ -122,6 +130,8 @@ def samples_of(result: dict[str, Any], arrivals: Sequence[Arrival]) -> list[Samp
         sample.error = str(error or "")
         if not sample.error and output_tokens != arrival.max_new_tokens:
             sample.error = f"finished after {output_tokens} tokens"
+        if not sample.error and not ttft_s > 0:
+            sample.error = "no token came: the stream was empty, or had an error in it"
         if ttft_s:
             sample.ttft_s = float(ttft_s)
             sample.e2e_s = float(ttft_s) + math.fsum(gaps_s)

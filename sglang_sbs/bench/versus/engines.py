@@ -79,6 +79,8 @@ class GivenEngines:
     capacity_tokens_per_s: float
     listen: str
     endforward_port: int
+    key_file: Path | None = None
+    """Their SGLANG_SBS_KEY_FILE."""
 
 
 def scaled_cost(cost: PassCost, dp_size: int, chunk_tokens: int) -> VirtualGpuCost:
@@ -166,7 +168,7 @@ async def given_engines(given: GivenEngines) -> AsyncIterator[Engines]:
     """
     names = {url: f"p{number}" for number, (url, _port) in enumerate(given.prefill)}
     names |= {url: f"d{number}" for number, url in enumerate(given.decode)}
-    async with ReportListener(given.listen) as listener:
+    async with ReportListener(given.listen, given.key_file) as listener:
         chunk_tokens, dp_size = await _shape(given.prefill[0][0])
         first = next(free_port_blocks(PORTS_PER_INSTANCE))
         yield Engines(

@@ -99,6 +99,16 @@ def _smg(name: str, *flags: str, engines: str = STOCK) -> Contender:
     )
 
 
+def _mini_lb(engines: str = STOCK) -> Contender:
+    return Contender(
+        "mini_lb" if engines == STOCK else f"mini_lb@{engines}",
+        "sglang_router.launch_router",
+        ("--mini-lb", "--policy", "random"),
+        engines,
+        ready_path="/health",
+    )
+
+
 _MIN_TOKENS = "--dp-minimum-tokens-scheduler"
 
 FIELD: tuple[Contender, ...] = (
@@ -117,21 +127,20 @@ FIELD: tuple[Contender, ...] = (
     _stock("round_robin"),
     _stock("power_of_two"),
     _stock("cache_aware"),
-    Contender(
-        "mini_lb",
-        "sglang_router.launch_router",
-        ("--mini-lb", "--policy", "random"),
-        ready_path="/health",
-    ),
+    _mini_lb(),
     _smg("smg"),
     _smg("smg:round_robin", "--policy", "round_robin"),
     _smg("smg:min_tokens", _MIN_TOKENS),
     _stock("round_robin", "total_tokens"),
     _stock("power_of_two", "total_tokens"),
+    _mini_lb("total_tokens"),
+    _smg("smg:round_robin@total_tokens", "--policy", "round_robin", engines="total_tokens"),
     # Its own choice of the prefill rank is refused by engines that follow the bootstrap room.
     _smg("smg:min_tokens@total_tokens", _MIN_TOKENS, engines="total_tokens"),
     _stock("round_robin", "delayer"),
     _stock("power_of_two", "delayer"),
+    _mini_lb("delayer"),
+    _smg("smg:round_robin@delayer", "--policy", "round_robin", engines="delayer"),
 )
 
 BY_NAME = {contender.name: contender for contender in FIELD}

@@ -10,15 +10,17 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import aiohttp
 import zmq
 import zmq.asyncio
 
 from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
+from sglang_sbs.wire.curve import Gatekeeper, keys_in
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 _QUEUED_MESSAGES = 100_000
@@ -35,21 +37,28 @@ class Heard:
 class ReportListener:
     """Collects messages while it is open."""
 
-    def __init__(self, bind: str) -> None:
-        """Opens the socket at ``tcp://HOST:PORT``.
+    def __init__(self, bind: str, key_file: Path | None = None) -> None:
+        """Opens the socket at ``tcp://HOST:PORT``; ``key_file``: the engines' SGLANG_SBS_KEY_FILE.
 
         Raises:
             OSError: it cannot be bound.
+            SecretError: the key cannot be used.
         """
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context(io_threads=1)
+        self.bind = bind
+        keys = None if key_file is None else keys_in(key_file)
+        self._plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context.shadow(self._plain)
+        self._gatekeeper = None if keys is None else Gatekeeper(self._plain, keys)
         self._socket = self._context.socket(zmq.SUB)
+        if keys is not None:
+            keys.serve(cast("zmq.Socket[bytes]", self._socket))
         self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
-            self._context.destroy(0)
+            self._close()
             raise OSError(error.errno, f"cannot listen at {bind}: {error.strerror}") from error
         self._heard: list[Heard] = []
         self._task: asyncio.Task[None] | None = None
@@ -67,7 +76,13 @@ class ReportListener:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._context.destroy(0)
+        self._close()
+
+    def _close(self) -> None:
+        self._socket.close(0)
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        self._plain.term()
 
     def take(self) -> list[Heard]:
         """What came since the last call."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
+from msgspec.structs import replace
 
 from sglang_sbs.bench.load import Latency, Sample
 from sglang_sbs.bench.passes import ForwardPass, PassBuilder, PassStatistics, pass_statistics
@@ -36,7 +37,8 @@ class Engines(msgspec.Struct, frozen=True):
     own_gap_ms: float
     """Median pause before a pass when the engine already had work for it. NaN: seen too rarely."""
     bubble_beyond_share: float
-    """Share of time in short pauses beyond ``own_gap_ms`` each."""
+    """Share of time in pauses of less than half the pass that follows, beyond ``own_gap_ms`` each.
+    Longer ones are a lack of requests and in ``passes.idle_share`` only. NaN: ``own_gap_ms`` is."""
     kv: KvBand
 
 
@@ -105,8 +107,9 @@ def engines(
         report = one.report
         name = names[report.boot_id]
         if report.role == "decode":
-            moment = (one.at_s - begin_s, report.kv_tokens)
-            kv.setdefault((name, report.dp_rank), []).append(moment)
+            for rank in range(report.dp_size):  # one that says nothing has nothing
+                kv.setdefault((name, rank), [])
+            kv[name, report.dp_rank].append((one.at_s - begin_s, report.kv_tokens))
             continue
         chunk_tokens = report.chunk_tokens or chunk_tokens
         if report.kind == "forward" and (
@@ -114,7 +117,8 @@ def engines(
         ):
             left.add((name, report.forward_id))
         end_s = report.end_s + clocks.get(report.boot_id, 0.0) - begin_s
-        found = builder.add(name, report, end_s)
+        # The nodes of an instance have boot ids of their own, and passes together.
+        found = builder.add(name, replace(report, boot_id=name), end_s)
         if found is not None and found.end_s > 0:
             passes.append(found)
     window_s = (0.1 * load_s, 0.9 * load_s)
@@ -132,7 +136,11 @@ def engines(
 def _gaps(
     passes: Sequence[ForwardPass], left: set[tuple[str, int]], window_s: tuple[float, float]
 ) -> tuple[float, float]:
-    """The engine's own pause (ms), and the share of time in short pauses beyond it."""
+    """The engine's own pause (ms), and the share of time in short pauses beyond it.
+
+    Left out: the first and last tenth of the load, and pauses of half the following pass or longer.
+    NaN with fewer than three pauses that began with work left: the engine's own is not known.
+    """
     own_s: list[float] = []
     short_s: list[float] = []
     span_s = 0.0

@@ -72,6 +72,16 @@ def serves(rows: Sequence[Row]) -> bool:
     return failed <= MOST_FAILED_SHARE * sent
 
 
+def serving(rows: Iterable[Row]) -> list[Row]:
+    """Without the cells of contenders that do not answer what they are sent there: what these do
+    not serve does not wait, and their figures say nothing."""
+    of: dict[tuple[str, str, float, str], list[Row]] = {}
+    for row in rows:
+        key = row.key
+        of.setdefault((key.kind, key.workload, key.load, key.policy), []).append(row)
+    return [row for mine in of.values() if serves(mine) for row in mine]
+
+
 def best_peer(
     rows: Sequence[Row],
     policy: str,
@@ -80,8 +90,10 @@ def best_peer(
 ) -> tuple[str, list[float]] | None:
     """The peer in a cell that ``policy`` looks worst against, and the ratio of every seed.
 
-    ``None``: no peer ran on the same arrivals.
+    ``None``: no peer ran on the same arrivals, or ``policy`` does not answer what it is sent.
     """
+    if not serves([row for row in rows if row.key.policy == policy]):
+        return None
     ours = {row.key.seed: figure(row) for row in rows if row.key.policy == policy}
     best: tuple[str, list[float]] | None = None
     for peer in sorted({row.key.policy for row in rows if among(row.key.policy)}):
@@ -102,21 +114,34 @@ def best_peer(
 def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One object per workload, load and policy of SBS.
 
-    ``own_*``: against the best of our own immediate policies.
+    ``own_*``: against the best of our own immediate policies. ``failed``: it does not answer what
+    it is sent there, and has no ratios.
     """
     out = []
-    for (workload, load), mine in cells_of(rows).items():
-        for policy in sorted({r.key.policy for r in mine if is_sbs(r.key.policy)}):
+    cells = cells_of(rows)
+    broken: dict[tuple[str, float], set[str]] = {}
+    for row in without_figures(rows):
+        if row.key.kind == "cell":
+            broken.setdefault((row.key.workload, row.key.load), set()).add(row.key.policy)
+    for workload, load in sorted({*cells, *broken}):
+        mine = cells.get((workload, load), [])
+        lost = broken.get((workload, load), set())
+        for policy in sorted(filter(is_sbs, {row.key.policy for row in mine} | lost)):
+            of = [row for row in mine if row.key.policy == policy]
+            failed = policy in lost or not serves(of)
+            if failed:
+                mine = [row for row in mine if row.key.policy != policy]
             peer_mean = best_peer(mine, policy, _mean_ms)
             mean = peer_mean or best_peer(mine, policy, _mean_ms, is_immediate)
-            if mean is None:
+            if mean is None and not failed:
                 continue
             cell: dict[str, Any] = {
                 "workload": workload,
                 "load": load,
                 "policy": policy,
                 "peer": None if peer_mean is None else peer_mean[0],
-                "seeds": len(mean[1]),
+                "seeds": len(of) if mean is None else len(mean[1]),
+                "failed": failed,
             }
             for kind, among in (("", is_peer), ("own_", is_immediate)):
                 for name, figure in FIGURES.items():
@@ -156,14 +181,31 @@ def ranking(rows: Sequence[Row], among: Callable[[str], bool] = is_peer) -> list
 
 def failed_requests(rows: Iterable[Row], among: Callable[[str], bool]) -> int:
     """Requests that were not answered as asked."""
+    rows = list(rows)
     return sum(
-        row.answers.failed for row in rows if row.answers is not None and among(row.key.policy)
+        row.warm_up_failed + (row.answers.failed if row.answers is not None else 0)
+        for row in (*figures(rows), *without_figures(rows))
+        if among(row.key.policy)
     )
 
 
+def without_figures(rows: Iterable[Row]) -> list[Row]:
+    """The last failure of every run that did not succeed later."""
+    rows = list(rows)
+    done = {row.key for row in figures(rows)}
+    return list({row.key: row for row in rows if row.error and row.key not in done}.values())
+
+
 def errors(rows: Iterable[Row]) -> dict[str, str]:
-    """Contender -> why it has no figures."""
-    return {row.key.policy: row.error for row in rows if row.error}
+    """Contender -> why it, or a run of it, has no figures."""
+    rows = list(rows)
+    others = {row.key.policy for row in figures(rows)}
+    out = {}
+    for row in without_figures(rows):
+        key = row.key
+        run = f"{key.kind} {key.workload} {key.load:g} seed {key.seed}: "
+        out[key.policy] = f"{run if key.policy in others else ''}{row.error}"
+    return out
 
 
 def in_order(policies: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ import orjson
 from sglang_sbs.bench.versus import ratios
 from sglang_sbs.bench.versus.plots import pictures
 from sglang_sbs.bench.versus.rows import Header, Row, figures
-from sglang_sbs.bench.versus.search import capacities, max_qps
+from sglang_sbs.bench.versus.search import best_peer, qps_ratio, searches
 from sglang_sbs.bench.versus.tables import (
     LEGEND,
     Table,
@@ -71,24 +71,24 @@ img { max-width: 100% } p.note { color: #555 } .scroll { overflow-x: auto }
 def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
     """What ``--json`` writes. Ratios are ours over the best peer; ``null`` where not measured.
 
-    ``failed_requests`` are those of SBS, as peers' failures are no fault of it; the peers' are
-    beside it.
+    ``max_qps_ratio`` is ``null`` too where the search of either side did not finish or has only a
+    bound (``max_qps_is_bound``); low and high are over its seeds. ``failed_requests`` are those of
+    SBS, as peers' failures are no fault of it; the peers' are beside it.
     """
     slo_ttft_s = header.settings["slo_ttft_s"]
-    qps = max_qps(rows, slo_ttft_s)
-    best = max(((one, name) for name, one in qps.items() if ratios.is_peer(name)), default=None)
-    over = {name: one / best[0] for name, one in qps.items() if best and ratios.is_sbs(name)}
+    found = searches(rows, slo_ttft_s)
+    over = {name: qps_ratio(found, name) for name in found if ratios.is_sbs(name)}
+    known = [one for one in over.values() if one is not None]
+    ratio = over["sbs"] if "sbs" in over else max(known, key=lambda one: one.mean, default=None)
     return {
         "cells": ratios.ratio_cells(rows),
-        "max_qps_ratio": over.get("sbs", max(over.values(), default=None)),
-        "max_qps_ratios": over,
-        "max_qps_peer": best[1] if best else None,
-        "max_qps": qps,
-        "max_qps_is_bound": [
-            name
-            for name, found in capacities(rows, slo_ttft_s).items()
-            if any(one.bounded for one in found)
-        ],
+        "max_qps_ratio": None if ratio is None else ratio.mean,
+        "max_qps_ratio_low": None if ratio is None else ratio.low,
+        "max_qps_ratio_high": None if ratio is None else ratio.high,
+        "max_qps_ratios": {name: None if one is None else one.mean for name, one in over.items()},
+        "max_qps_peer": best_peer(found),
+        "max_qps": {name: one.found.qps for name, one in found.items()},
+        "max_qps_is_bound": [name for name, one in found.items() if not one.known],
         "failed_requests": ratios.failed_requests(rows, ratios.is_sbs),
         "peer_failed_requests": ratios.failed_requests(rows, ratios.is_peer),
         "not_compared": ratios.errors(rows),
@@ -114,9 +114,12 @@ def _figures(row: Row) -> dict[str, Any]:
         "policy": key.policy,
         "client": row.client,
         "requests": row.requests,
+        "begun": row.begun,
+        "revision": row.revision,
         "qps": row.qps,
         "host_lag_ms": row.host_lag_ms,
         "cpu_ms_per_request": row.cpu_ms_per_request,
+        "silent": row.silent,
         "answers": answers,
         "engines": engines,
     }
@@ -150,10 +153,18 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     facts = [("begun", header.begun)]
     facts += [(name, f"{value}") for name, value in header.machine.items()]
     facts += [(name.replace("_", " "), f"{value}") for name, value in header.settings.items()]
+    revisions = sorted({row.revision for row in rows if row.revision})
+    if revisions:
+        facts = [fact for fact in facts if fact[0] != "revision"]
+        facts.append(("revision", ", ".join(revisions)))
     minutes = math.fsum(row.wall_s for row in rows) / 60
     lags_ms = sorted(row.host_lag_ms for row in figures(rows)) or [0.0]
     lag_ms, worst_ms = lags_ms[len(lags_ms) // 2], lags_ms[-1]
     failed = [ratios.failed_requests(rows, one) for one in (ratios.is_sbs, ratios.is_peer)]
+    silent = [row for row in figures(rows) if row.silent]
+    if silent:
+        names = sorted({name for row in silent for name in row.silent})
+        facts.append(("no EndForward", f"of {', '.join(names)} in {len(silent)} runs"))
     return [
         *facts,
         ("host lag", f"{lag_ms:.0f} ms in the median run, {worst_ms:.0f} ms in the worst"),
@@ -186,7 +197,7 @@ def _escaped(word: str) -> str:
 def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
     """``report.html``, ``report.md`` and the pictures of the latter."""
     directory.mkdir(parents=True, exist_ok=True)
-    drawn = pictures(rows, header.settings["chunk_tokens"])
+    drawn = _drawn(header, rows)
     paths = _write_pictures(drawn, directory)
     text = markdown(header, rows, {title: path.name for title, path in paths.items()})
     (directory / "report.md").write_text(f"# Routers compared\n\n{text}", encoding="utf-8")
@@ -199,6 +210,21 @@ def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
     (directory / "report.html").write_text(page, encoding="utf-8")
 
 
+def check_marks(path: Path) -> str:
+    """The text of a Markdown file with a place for tables.
+
+    Raises:
+        ValueError: it cannot be read, or has no marks.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    if text.count(BEGIN_MARK) != 1 or text.count(END_MARK) != 1:
+        raise ValueError(f"{path} must contain the lines {BEGIN_MARK} and {END_MARK}, once each")
+    return text
+
+
 def write_into_docs(header: Header, rows: Sequence[Row], path: Path) -> None:
     """Replace what is between the marks in a Markdown file; pictures go beside it, in a folder of
     its name.
@@ -206,17 +232,22 @@ def write_into_docs(header: Header, rows: Sequence[Row], path: Path) -> None:
     Raises:
         ValueError: the file has no marks.
     """
-    text = path.read_text(encoding="utf-8")
-    if text.count(BEGIN_MARK) != 1 or text.count(END_MARK) != 1:
-        raise ValueError(f"{path} must contain the lines {BEGIN_MARK} and {END_MARK}, once each")
+    text = check_marks(path)
     folder = path.with_suffix("")
     folder.mkdir(exist_ok=True)
-    drawn = _write_pictures(pictures(rows, header.settings["chunk_tokens"]), folder)
+    drawn = _write_pictures(
+        pictures(ratios.serving(rows), header.settings.get("chunk_tokens", 0)), folder
+    )
     links = {title: f"{folder.name}/{file.name}" for title, file in drawn.items()}
     before, _, rest = text.partition(BEGIN_MARK)
     after = rest.partition(END_MARK)[2]
     inside = markdown(header, rows, links, level=3)
     path.write_text(f"{before}{BEGIN_MARK}\n\n{inside}\n{END_MARK}{after}", encoding="utf-8")
+
+
+def _drawn(header: Header, rows: Sequence[Row]) -> dict[str, bytes]:
+    # Given engines are asked for their chunk when they are needed.
+    return pictures(ratios.serving(rows), header.settings.get("chunk_tokens", 0))
 
 
 def _write_pictures(drawn: Mapping[str, bytes], directory: Path) -> dict[str, Path]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,6 +39,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
     client: str
     requests: int
+    begun: str = ""
+    """UTC, ISO 8601."""
+    revision: str = ""
+    """Of the code, where that is a git checkout."""
     qps: float = 0.0
     """Requests per second of the load."""
     wall_s: float = 0.0
@@ -46,9 +51,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     other work had the cores, and the figures are then of that."""
     cpu_ms_per_request: float = 0.0
     """CPU time of the router's processes during the load."""
+    warm_up_failed: int = 0
+    """Requests before the load that were not answered as asked."""
     answers: Answers | None = None
     engines: Engines | None = None
     trace: Trace | None = None
+    silent: list[str] = []
+    """Instances (``p1``) and ranks (``p1/0``) of which no message came during the load: its figures
+    from the engines lack them."""
     error: str = ""
     """Why there are no figures: the contender does not work here."""
 
@@ -69,10 +79,16 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def begin(self, header: Header) -> None:
-        """Replace what is there."""
+    def begin(self, header: Header) -> Path | None:
+        """A new file. Hours may be in the one that is there: it becomes ``rows.1.jsonl``, or the
+        next number that is free, which is returned."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        moved = None
+        if self.path.exists():
+            names = (self.path.with_suffix(f".{n}{self.path.suffix}") for n in count(1))
+            moved = self.path.rename(next(name for name in names if not name.exists()))
         self.path.write_bytes(_encode(header) + b"\n")
+        return moved
 
     def add(self, row: Row) -> None:
         with self.path.open("ab") as file:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.bench.versus.measure import Answers, Engines
-from sglang_sbs.bench.versus.ratios import cells_of, errors, in_order, is_peer, ratio_cells
+from sglang_sbs.bench.versus.ratios import cells_of, errors, in_order, ratio_cells, serves
 from sglang_sbs.bench.versus.rows import Row
-from sglang_sbs.bench.versus.search import capacities
+from sglang_sbs.bench.versus.search import qps_ratio, searches
 
 WORSE_FROM = 1.02
 """A ratio above this is called worse: two percent is what runs of the same thing differ by."""
@@ -44,8 +44,10 @@ def ratio_table(rows: Sequence[Row]) -> Table:
         # Without a peer among the contenders there is nothing to judge by.
         worst = [one for one in (cell["mean_ratio"], cell["p99_ratio"]) if one is not None]
         judged = verdict(max(worst)) if worst else ""
-        if judged in ("better", "worse"):
-            marks[number] = judged
+        if cell["failed"]:
+            judged = "failed"
+        if judged in ("better", "worse", "failed"):
+            marks[number] = "worse" if judged == "failed" else judged
         out.append(
             [
                 cell["workload"],
@@ -97,28 +99,32 @@ def _ratio(cell: dict[str, object], name: str) -> str:
 
 def capacity_table(rows: Sequence[Row], slo_ttft_s: float) -> Table | None:
     """The search for the highest load; ``None`` if there was none."""
-    found = capacities(rows, slo_ttft_s)
+    found = searches(rows, slo_ttft_s)
     if not found:
         return None
-    best = max((statistics.fmean(c.qps for c in found[p]) for p in found if is_peer(p)), default=0)
     out = []
     for policy in in_order(found):
-        mine = found[policy]
-        qps = statistics.fmean(one.qps for one in mine)
-        bound = " (a bound)" if any(one.bounded for one in mine) else ""
+        mine, ratio = found[policy], qps_ratio(found, policy)
+        bound = "" if mine.finished else " (not finished)"
+        bound = " (a bound)" if mine.found.bounded else bound
+        over = None if ratio is None or ratio.low == ratio.high else (ratio.low, ratio.high)
         out.append(
             [
                 policy,
-                f"{qps:.1f}{bound}",
-                f"{statistics.fmean(one.load for one in mine):.3f}",
-                f"{qps / best:.2f}" if best else "-",
+                f"{mine.found.qps:.1f}{_spread(mine.qps_spread, '.1f')}{bound}",
+                f"{mine.found.load:.3f}",
+                "-" if ratio is None else f"{ratio.mean:.2f}{_spread(over, '.2f')}",
             ]
         )
     return Table(
         f"Most requests per second with a mean TTFT of at most {slo_ttft_s:.2f} s (paper workload)",
-        ("contender", "QPS", "load", "over the best peer"),
+        ("contender", "QPS (over seeds)", "load", "over the best peer"),
         out,
     )
+
+
+def _spread(ends: tuple[float, float] | None, form: str) -> str:
+    return "" if ends is None else f" ({ends[0]:{form}}-{ends[1]:{form}})"
 
 
 Column = tuple[str, Callable[[Answers, Engines], float], str]
@@ -146,14 +152,18 @@ def cell_tables(rows: Sequence[Row]) -> list[Table]:
     """Every contender of every cell; means over seeds."""
     tables = []
     for (workload, load), mine in cells_of(rows).items():
-        out = []
+        out: list[list[str]] = []
+        marks: dict[int, str] = {}
         for policy in in_order(row.key.policy for row in mine):
             of = [row for row in mine if row.key.policy == policy]
             pairs = [(r.answers, r.engines) for r in of if r.answers and r.engines]
             words = [_mean_text([get(a, e) for a, e in pairs], form) for _, get, form in COLUMNS]
+            if not serves(of):
+                marks[len(out)] = "worse"
             words.append(_mean_text([row.host_lag_ms for row in of], ".0f"))
             words.append(_mean_text([row.cpu_ms_per_request for row in of], ".1f"))
-            out.append([policy, str(len(of)), *words])
+            name = policy if serves(of) else f"{policy} (fails)"
+            out.append([name, str(len(of)), *words])
         qps = statistics.fmean(row.qps for row in mine)
         tables.append(
             Table(
@@ -166,14 +176,16 @@ def cell_tables(rows: Sequence[Row]) -> list[Table]:
                     "router CPU",
                 ),
                 out,
+                marks=marks,
             )
         )
     return tables
 
 
 def _mean_text(values: Sequence[float], form: str) -> str:
-    known = [value for value in values if math.isfinite(value)]
-    return format(statistics.fmean(known), form) if known else "-"
+    """The mean of all; a dash if one is not known, as it would be of other runs than its row."""
+    known = bool(values) and all(map(math.isfinite, values))
+    return format(statistics.fmean(values), form) if known else "-"
 
 
 LEGEND = (
@@ -182,8 +194,11 @@ LEGEND = (
     "without a pass), bubble (time lost in pauses of less than half a pass, beyond the engine's "
     "own pause between two passes): prefill, between the first and last tenth of the load, from "
     "EndForward. KV ±σ: standard deviation over decode ranks of the KV tokens in use, mean over "
-    "time. host lag: how late a sleep of 20 ms ended in the client, 99th percentile; where it is "
-    "large, other work had the cores. router CPU: of all its processes, per request."
+    "time. A dash: not known of every seed (bubble: a run with fewer than three pauses that began "
+    "with work left). fails: of its requests more than 1 % failed; it is in no ratio and in no "
+    "picture. host lag: how late a sleep of 20 ms ended in the client, 99th percentile; where it "
+    "is large, other work had the cores, and requests left that much later than planned, which is "
+    "in no time of theirs. router CPU: of all its processes, per request."
 )
 
 

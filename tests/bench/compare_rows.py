@@ -1,0 +1,50 @@
+"""Rows made up for the tests of `scripts/compare-routers`."""
+
+from __future__ import annotations
+
+import math
+
+from sglang_sbs.bench.load import Latency
+from sglang_sbs.bench.passes import ForwardPass, PassStatistics
+from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
+from sglang_sbs.bench.versus.rows import Header, Key, Row
+
+NAN = math.nan
+HEADER = Header(
+    settings={"slo_ttft_s": 1.0, "chunk_tokens": 1024}, machine={"cpu_cores": 2}, begun="2026"
+)
+
+
+def row(
+    policy: str,
+    mean: float,
+    *,
+    load: float = 0.8,
+    seed: int = 1,
+    p99: float | None = None,
+    failed: int = 0,
+    kind: str = "cell",
+    sigma: float = 10.0,
+) -> Row:
+    passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01)
+    return Row(
+        key=Key(kind, "paper", load, seed, policy),
+        client="open-loop",
+        requests=100,
+        qps=load * 30,
+        answers=Answers(
+            completed=100 - failed,
+            failed=failed,
+            errors=["HTTP 500"] if failed else [],
+            ttft_ms=Latency(mean, mean, 2 * mean if p99 is None else p99),
+            tpot_ms=Latency(20, 20, 30),
+            e2e_ms=Latency(mean + 100, mean, mean),
+            goodput_qps=20.0,
+        ),
+        engines=Engines(passes, NAN, NAN, KvBand(100.0, sigma)),
+        trace=Trace([ForwardPass("p0", 0.1, 0.5, (100, 0))], [(0.0, [10, 20]), (0.1, [30, 40])]),
+    )
+
+
+def searched(policy: str, load: float, mean_ms: float, seed: int = 1) -> Row:
+    return row(policy, mean_ms, load=load, seed=seed, kind="search")

@@ -1,0 +1,236 @@
+"""Failures in `scripts/compare-routers`: SBS gains nothing by them, and nothing hides them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import orjson
+import pytest
+from compare_rows import HEADER, row
+from msgspec.structs import replace
+
+from sglang_sbs.bench.load import Arrival, Sample
+from sglang_sbs.bench.runs import RouterPorts
+from sglang_sbs.bench.versus import cell, clients, command, ratios, report, tables
+from sglang_sbs.bench.versus.engines import Engines
+from sglang_sbs.bench.versus.field import BY_NAME, Contender
+from sglang_sbs.bench.versus.prompts import id_prompts
+from sglang_sbs.bench.versus.rows import Key, Row, RowFile
+
+
+def broken(policy: str, *, load: float = 0.8, seed: int = 1, warm_up_failed: int = 0) -> Row:
+    return Row(
+        key=Key("cell", "paper", load, seed, policy),
+        client="open-loop",
+        requests=100,
+        warm_up_failed=warm_up_failed,
+        error="it ended at its start",
+    )
+
+
+# ---- ratios
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        [row("sbs", 10, failed=40)],
+        [row("sbs", math.nan, failed=100)],
+        [broken("sbs")],
+        [row("sbs", 10, seed=2), broken("sbs")],
+    ],
+)
+def test_sbs_gains_no_ratio_by_failing(ours: list[Row]) -> None:
+    rows = [*ours, row("smg", 100), row("eta", 90)]
+    (found,) = ratios.ratio_cells(rows)
+    assert (found["workload"], found["load"], found["policy"]) == ("paper", 0.8, "sbs")
+    assert found["failed"] is True
+    assert found["mean_ratio"] is found["p99_ratio"] is found["own_mean_ratio"] is None
+    table = tables.ratio_table(rows)
+    assert table.rows[0][-1] == "failed"
+    assert table.marks == {0: "worse"}
+
+
+def test_a_failed_request_in_a_hundred_is_still_measured() -> None:
+    (found,) = ratios.ratio_cells([row("sbs", 50, failed=1), row("smg", 100)])
+    assert (found["failed"], found["mean_ratio"]) == (False, 0.5)
+
+
+def test_a_contender_that_fails_is_marked_and_in_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Row] = []
+    monkeypatch.setattr(report, "pictures", lambda rows, _chunk: drawn.extend(rows) or {})
+    rows = [row("sbs", 50), row("smg", 10, failed=2), row("mini_lb", 100), row("smg", 90, load=0.4)]
+    report.write_report(HEADER, rows, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert text.count("| smg (fails) |") == text.count("(fails)") == 1
+    assert [(one.key.policy, one.key.load) for one in drawn] == [
+        ("sbs", 0.8),
+        ("mini_lb", 0.8),
+        ("smg", 0.4),
+    ]
+
+
+def test_a_column_is_of_the_seeds_it_says() -> None:
+    one = row("sbs", 50)
+    assert one.engines is not None
+    known = replace(one.engines, bubble_beyond_share=0.25)
+    rows = [replace(row("sbs", 50, seed=seed), engines=known) for seed in (1, 2)]
+    (table,) = tables.cell_tables(rows)
+    bubble = list(table.columns).index("bubble")
+    assert table.rows[0][bubble] == "25.0%"
+    (table,) = tables.cell_tables([*rows, row("sbs", 50, seed=3)])
+    assert (table.rows[0][1], table.rows[0][bubble]) == ("3", "-")
+
+
+# ---- what is told
+
+
+def test_a_run_that_succeeded_later_is_no_failure() -> None:
+    rows = [broken("smg", warm_up_failed=24), row("smg", 100)]
+    assert ratios.errors(rows) == {}
+    assert ratios.failed_requests(rows, ratios.is_peer) == 0
+    rows.append(broken("smg", load=1.0))
+    assert ratios.errors(rows) == {"smg": "cell paper 1 seed 1: it ended at its start"}
+
+
+def test_requests_that_fail_before_the_load_are_counted() -> None:
+    rows = [replace(row("sbs", 50), warm_up_failed=6), broken("sbs", load=1.0, warm_up_failed=24)]
+    assert ratios.failed_requests(rows, ratios.is_sbs) == 30
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "says"),
+    [
+        ([row("sbs", 50), row("smg", 100)], 0, ""),
+        ([broken("sbs"), row("smg", 100)], 1, "sbs was not measured: it ended at its start"),
+        ([row("sbs", 50), broken("sbs", load=1.0)], 1, "cell paper 1 seed 1: it ended"),
+        ([row("sbs", 50), row("smg", 100), broken("mini_lb")], 0, ""),
+    ],
+)
+def test_the_exit_code_says_whether_sbs_was_measured(
+    rows: list[Row],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(report, "pictures", lambda *_: {})
+    file = RowFile(tmp_path / "rows.jsonl")
+    file.begin(HEADER)
+    for one in rows:
+        file.add(one)
+    assert command.main(["--report-only", "--report", str(tmp_path)]) == code
+    out = " ".join(capsys.readouterr().out.split())
+    assert says in out
+    assert ("not measured" in out) == bool(says)
+
+
+def test_a_contender_of_sbs_that_never_ran_is_named() -> None:
+    assert command._unmeasured([row("sbs", 50)], ["sbs", "sbs_paper", "smg"]) == [
+        "sbs_paper was not measured: no run has figures"
+    ]
+
+
+def test_failures_are_in_the_json(tmp_path: Path) -> None:
+    rows = [row("sbs", math.nan, failed=100), row("smg", 100)]
+    report.write_json(HEADER, rows, tmp_path / "out.json")
+    found = orjson.loads((tmp_path / "out.json").read_bytes())
+    assert [(one["failed"], one["mean_ratio"]) for one in found["cells"]] == [(True, None)]
+    assert found["failed_requests"] == 100
+
+
+# ---- a run
+
+
+class Attempts:
+    """Runs of a contender with the answers that its attempts give, and what they were sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failed: int) -> None:
+        self._failed = list(failed)
+        self.warm_ups: list[list[Arrival]] = []
+        self.hangs = 0
+
+        @asynccontextmanager
+        async def running(*_: object) -> AsyncIterator[tuple[str, object]]:
+            yield "http://router", SimpleNamespace(cpu_s=lambda: 0.0)
+
+        async def no_check(*_: object) -> None:
+            pass
+
+        monkeypatch.setattr(cell, "_running", running)
+        monkeypatch.setattr(cell, "_check_hearing", no_check)
+        monkeypatch.setattr(cell, "_SETTLE_S", 0.0)
+        monkeypatch.setattr(cell, "run_load", self._warm_up)
+        monkeypatch.setattr(cell, "send_load", self._load)
+
+    async def _warm_up(self, _url: str, sent: list[Arrival], **_: object) -> list[Sample]:
+        self.warm_ups.append(sent)
+        failed = self._failed.pop(0) if self._failed else 0
+        return [Sample(0.0, 10, error="no" if n < failed else "") for n in range(len(sent))]
+
+    async def _load(self, *_: object, **__: object) -> list[Sample]:
+        await asyncio.sleep(0)  # as any real client, so that what watches it has begun
+        if self.hangs:
+            self.hangs -= 1
+            raise clients.NotFinishedError("bench_serving did not finish")
+        return [Sample(0.0, 10, ttft_s=0.1, e2e_s=0.2, output_tokens=8)]
+
+    async def run(self, tmp_path: Path, load: float = 0.8, policy: str = "mini_lb") -> Row:
+        listener = SimpleNamespace(bind="", take=list)
+        ports = RouterPorts(1, 2, 3)
+        engines = Engines([], [], {}, 2, 1024, 1e4, ports, listener)  # type: ignore[arg-type]
+        setting = cell.Setting("open-loop", id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
+        key = Key("cell", "paper", load, 1, policy)
+        installed = Contender(policy, "sglang_sbs", BY_NAME[policy].flags)
+        return await cell.run_cell(installed, key, 5, engines, setting)
+
+
+async def test_a_run_that_fails_before_its_load_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = Attempts(monkeypatch, 24, 2)
+    found = await attempts.run(tmp_path)
+    assert found.answers is not None
+    assert found.warm_up_failed == 26
+    # The prefix caches know the first attempt's prompts.
+    first, second = attempts.warm_ups
+    assert first[0].input_ids[:20] != second[0].input_ids[:20]
+
+
+async def test_a_second_failure_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = await Attempts(monkeypatch, 24, 24).run(tmp_path)
+    assert found.answers is None
+    assert found.error.startswith("24 of 24 requests failed at half load")
+    assert found.warm_up_failed == 48
+
+
+async def test_a_client_that_does_not_finish_does_not_stop_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = Attempts(monkeypatch)
+    attempts.hangs = 2
+    found = await attempts.run(tmp_path)
+    assert (found.answers, found.error) == (None, "bench_serving did not finish")
+    attempts.hangs = 1
+    assert (await attempts.run(tmp_path)).answers is not None
+
+
+async def test_no_two_runs_are_warmed_up_with_the_same_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = Attempts(monkeypatch)
+    for load in (0.4, 0.8):
+        await attempts.run(tmp_path, load)
+    one, other = attempts.warm_ups
+    assert [a.at_s for a in one] == [a.at_s for a in other]
+    assert not [1 for a, b in zip(one, other, strict=True) if a.input_ids[:8] == b.input_ids[:8]]

@@ -1,0 +1,194 @@
+"""What `scripts/compare-routers` accepts on its command line, and refuses before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from compare_rows import HEADER, row
+from msgspec.structs import replace
+from rich.console import Console
+
+from sglang_sbs.bench.versus import command, ratios, report
+from sglang_sbs.bench.versus.plan import Plan
+from sglang_sbs.bench.versus.prompts import id_prompts
+from sglang_sbs.bench.versus.rows import RowFile
+
+REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
+REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workload", "papers"], "--workload: 'papers' is not one of paper"),
+        (["--contenders", "sbs,nginx"], "--contenders: 'nginx' is not one of"),
+        (["--contenders", "smg,mini_lb"], "needs sbs or sbs_paper, and a peer"),
+        (["--loads", "0.4;0.8"], "write e.g. 0.4,0.8,1.0"),
+        (["--loads", "0"], "--loads must be shares of capacity"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--first-seed", "0"], "--first-seed must be at least 1"),
+        (["--quick", "--seeds", "3"], "--quick sets --seeds itself"),
+        (["--quick", "--loads", "0.4,0.8,1.0"], "--quick sets --loads itself"),
+        ([*REAL, "--capacity", "5", "--quick", "--engines", "delayer"], "not --engines delayer"),
+        (
+            [*REAL, "--capacity", "5", "--contenders", "sbs,smg", "--engines", "delayer"],
+            "no peer for --engines delayer; there are sglang_router:round_robin@delayer",
+        ),
+        (["--topology", "3P"], "write e.g. 3P1D"),
+        (["--cost", "h900"], "'h900' is not one of h800, table"),
+        (["--real"], "--real needs --prefill URL PORT"),
+        (["--decode", "http://d0"], "add --real"),
+        (["--tokenizer-path", "x"], "add --real"),
+        (["--resume"], "cannot read"),
+        (["--report-only"], "cannot read"),
+        (["--workload", "mooncake", "--requests", "801"], "has 800 requests, not 801"),
+        (["--json", "/dev/null/out.json"], "--json: /dev/null is not a folder"),
+        (["--docs", "/dev/null"], "/dev/null must contain the lines"),
+        (["--docs", "/dev/null/x.md"], "cannot read /dev/null/x.md"),
+        (["--report", "/dev/null"], "--report: /dev/null is not a folder"),
+        ([*REAL, "--capacity", "-5"], "--capacity must be greater than 0"),
+        ([*REAL, "--capacity", "0"], "--capacity must be greater than 0"),
+    ],
+)
+def test_says_what_is_wrong_before_anything_starts(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--report", str(tmp_path), *words])
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_given_engines_need_no_cluster(tmp_path: Path) -> None:
+    parser = command.build_parser()
+    plan = Plan(parser.parse_args([*REAL, "--capacity", "150000", "--report", str(tmp_path)]))
+    assert plan.capacity_tokens_per_s == 150000
+    assert all(c.engines == "stock" for c in plan.scope.contenders)
+    assert plan.model is None
+
+
+def test_a_report_on_given_engines_says_nothing_of_a_cost(tmp_path: Path) -> None:
+    words = [*REAL, "--capacity", "150000", "--report", str(tmp_path)]
+    settings = Plan(command.build_parser().parse_args(words)).settings()
+    assert not {"cost", "chunk_tokens"} & set(settings)
+    report.write_report(replace(HEADER, settings=settings), [row("sbs", 50)], tmp_path)
+    assert "cost" not in (tmp_path / "report.md").read_text(encoding="utf-8").split("##")[0]
+
+
+def test_the_example_with_given_engines_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_sbs.bench.versus import plan
+
+    monkeypatch.setattr(plan, "text_prompts", lambda _model: id_prompts())
+    text = command.build_parser().format_help().replace("\\\n", " ")
+    (line,) = [one for one in text.splitlines() if "compare-routers --real" in one]
+    assert Plan(command.build_parser().parse_args(line.split()[1:])).model is not None
+
+
+def test_seeds_may_begin_elsewhere() -> None:
+    plan = Plan(command.build_parser().parse_args(["--first-seed", "4", "--seeds", "2"]))
+    assert list(plan.scope.all_seeds) == [4, 5]
+
+
+def test_resume_refuses_rows_of_another_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = command.build_parser()
+    file = RowFile(tmp_path / "rows.jsonl")
+    words = ["--report", str(tmp_path), "--requests", "10"]
+    Plan(parser.parse_args(words)).begin(file, Console(quiet=True))
+    file.add(row("sbs", 50))
+    _header, rows = Plan(parser.parse_args([*words, "--resume"])).begin(file, Console(quiet=True))
+    assert [r.key.policy for r in rows] == ["sbs"]
+    with pytest.raises(SystemExit):
+        command.main(["--report", str(tmp_path), "--requests", "11", "--resume"])
+    assert "was measured with requests 10, not 11" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--timeout", "61"], "timeout s 60.0, not 61.0"),
+        (["--cost", "COST"], "cost sha256 "),
+    ],
+)
+def test_resume_refuses_what_changes_a_figure(words: list[str], name: str, tmp_path: Path) -> None:
+    cost = tmp_path / "cost.json"
+    words = ["--report", str(tmp_path), *(str(cost) if w == "COST" else w for w in words)]
+    cost.write_text('{"fixed_s": 0.1, "max_s": 1e-5}')
+    before = [word for word in words if word not in ("--timeout", "61")]
+    parse = command.build_parser().parse_args
+    file = RowFile(tmp_path / "rows.jsonl")
+    Plan(parse(before)).begin(file, Console(quiet=True))
+    Plan(parse([*before, "--resume"])).begin(file, Console(quiet=True))
+    cost.write_text('{"fixed_s": 0.1, "max_s": 2e-5}')
+    with pytest.raises(ValueError, match=name):
+        Plan(parse([*words, "--resume"])).begin(file, Console(quiet=True))
+
+
+def test_resume_refuses_other_engines_and_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_sbs.bench.versus import plan
+
+    words = [*REAL, "--capacity", "150000", "--report", str(tmp_path)]
+    file = RowFile(tmp_path / "rows.jsonl")
+    parse = command.build_parser().parse_args
+    monkeypatch.setattr(plan, "revision", lambda: "1234")
+    Plan(parse(words)).begin(file, Console(quiet=True))
+    words.append("--resume")
+    Plan(parse(words)).begin(file, Console(quiet=True))
+    with pytest.raises(ValueError, match="decode http://d0:30000, http://d1:30000"):
+        Plan(parse([*words, "--decode", "http://d1:30000"])).begin(file, Console(quiet=True))
+    for other in ("5678", ""):
+        monkeypatch.setattr(plan, "revision", lambda of_code=other: of_code)
+        with pytest.raises(ValueError, match="revision '1234', not"):
+            Plan(parse(words)).begin(file, Console(quiet=True))
+
+
+def test_quick_is_one_seed_of_paper_at_two_loads_against_two_peers() -> None:
+    plan = Plan(command.build_parser().parse_args(["--quick"]))
+    assert plan.scope.seeds == 1
+    assert len(plan.scope.loads) == 2
+    assert plan.scope.workloads == ["paper"]
+    assert len([c for c in plan.scope.contenders if ratios.is_peer(c.name)]) == 2
+    file = RowFile(Path("unused"))
+    work = plan.campaign(file, [], Console())
+    assert work.expected_total_s() < 10 * 60
+
+
+def test_rows_of_an_earlier_run_are_moved_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = RowFile(tmp_path / "rows.jsonl")
+    assert file.begin(HEADER) is None
+    file.add(row("sbs", 50))
+    plan = Plan(command.build_parser().parse_args(["--report", str(tmp_path)]))
+    plan.begin(file, Console(width=500))
+    assert "moved to" in capsys.readouterr().out
+    assert file.begin(HEADER) == tmp_path / "rows.2.jsonl"
+    assert [r.key.policy for r in RowFile(tmp_path / "rows.1.jsonl").read()[1]] == ["sbs"]
+    assert file.read() == (HEADER, [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--workload", "mooncake", "--requests", "801"],
+        [*REAL[:-2], "--capacity", "5", "--tokenizer-path", "/dev/null"],
+        ["--docs", "/dev/null"],
+    ],
+)
+def test_what_cannot_run_leaves_the_rows_of_an_earlier_run_alone(
+    words: list[str], tmp_path: Path
+) -> None:
+    file = RowFile(tmp_path / "rows.jsonl")
+    file.begin(HEADER)
+    file.add(row("sbs", 50))
+    before = file.path.read_bytes()
+    with pytest.raises(SystemExit):
+        command.main(["--report", str(tmp_path), *words])
+    assert file.path.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -1,0 +1,44 @@
+"""Every row of `scripts/compare-routers` says which code it is of."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from compare_rows import HEADER, row
+from msgspec.structs import replace
+
+from sglang_sbs.bench.versus import report
+from sglang_sbs.bench.versus.revision import revision
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ("-c", "user.name=x", "-c", "user.email=x@x")
+    subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True)
+
+
+def test_the_revision_is_of_the_package_and_tells_changes(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert revision(package) == ""
+    git(tmp_path, "init", "-q")
+    # In a checkout, but no part of it: as an environment within another project.
+    assert revision(package) == ""
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "x")
+    clean = revision(package)
+    assert len(clean) == 10
+    (package / "__init__.py").write_text("1")
+    one = revision(package)
+    (package / "__init__.py").write_text("2")
+    assert one.startswith(f"{clean} with changes ")
+    assert revision(package) not in (one, clean)
+
+
+def test_the_report_names_all_revisions() -> None:
+    rows = [replace(row("sbs", 50), revision="1234"), replace(row("smg", 90), revision="5678")]
+    header = replace(HEADER, settings=HEADER.settings | {"revision": "1234"})
+    facts = report.facts_of(header, rows)
+    assert [value for name, value in facts if name == "revision"] == ["1234, 5678"]
+    assert report.summary(header, rows)["rows"][0]["revision"] == "1234"
