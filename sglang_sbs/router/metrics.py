@@ -360,7 +360,7 @@ def snapshot_families(snapshot: Any) -> Iterator[Metric]:
         ("sbs_in_flight_requests", "Dispatched and not ended", snapshot.in_flight_requests),
         ("sbs_oldest_wait_seconds", "Of the request that waits longest", snapshot.oldest_wait_s),
         ("sbs_interval_seconds", "I_opt, the dispatch interval", snapshot.interval_s),
-        ("sbs_mean_forward_seconds", "Mean T_fwd in the window", snapshot.mean_forward_s),
+        ("sbs_mean_forward_seconds", "Mean T_fwd, outliers left out", snapshot.mean_forward_s),
         ("sbs_latency_seconds", "L_net, dispatch to runnable", snapshot.latency_s),
         ("sbs_throttled", "1 while flow control refuses", float(snapshot.throttled)),
         ("sbs_prefix_index_blocks", "KV blocks in the prefix index", snapshot.prefix_blocks),

@@ -1,27 +1,63 @@
 """Predicts the forward time of a prefill pass from its tokens per DP rank, learning online.
 
-Owns the fit T = a + b_mean * mean_d(tokens_d) + max_d(b_max * tokens_d + e * pairs_d) and its
-error. ``pairs_d`` are the attention pairs of a rank, chunk * (context + chunk / 2) summed over its
-prompts: nothing for short prompts, half of the time for the last chunk of a long one. The maximum
-is of the sum: the others wait for one rank, whatever it is busy with. Which one that is follows
-from the fit so far. Must not know instances, time or which policy asks.
+Owns the fit T = a + b_mean * mean_d(tokens_d) + max_d(b_max * tokens_d + e * pairs_d), its error,
+and which passes it believes. ``pairs_d`` are the attention pairs of a rank, chunk * (context +
+chunk / 2) summed over its prompts: nothing for short prompts, half of the time for the last chunk
+of a long one. The maximum is of the sum: the others wait for one rank, whatever it is busy with.
+Which one that is follows from the fit so far. Must not know instances, time or which policy asks.
+
+Which passes are believed
+-------------------------
+An engine compiles kernels and captures graphs in its first passes, which then take a hundred times
+as long. So the first passes are kept, and with each of them the question is asked again which of
+them the others contradict; if the answer changes, the fit begins anew without those. Later a pass
+counts as at most some multiple of the usual error (GC pause, preemption). If nearly all of the last
+ones were far off on the same side, the engine has changed its speed, and the fit begins anew with
+these.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 _FEATURES = 4
+_PRIOR = (0.5, 0.25, 0.25, 0.0)
+_PRIOR_TRUST = (0.5, 0.1, 0.1, 0.1)
+"""In passes."""
 _FORGET = 0.98
 _WARM_UP = 10
+"""Passes after a start among which outliers are looked for."""
+_GROSS = 4.0
+"""One of the first passes is an outlier if it took this many times what the others make expect."""
+_GROSS_FOR_DEFAULT = 10.0
+"""The same for the very first, of which there is only T_default to judge by."""
+_AGREE = 2.0
+"""Unless there are several and all passes together are explained as well as this."""
 _OUTLIER = 4.0
-"""A residual is clipped at this many smoothed absolute errors (GC pause, preemption). The error
-itself grows by the clipped residuals, so a lasting change gets through in some tens of passes."""
+"""A residual is clipped at this many smoothed absolute errors. The error itself grows by the
+clipped residuals."""
 _RELATIVE_ERROR = 0.05
 """The error counts as at least this share of the prediction when clipping."""
+_LAST = 6
+_LASTING = 5
+_OTHER_SPEED = 1.6
+"""So many of the last that took more (or less) than this many times the prediction are a change of
+speed. With 30 % of jitter it is one pass in 17."""
 _ERROR_STEP = 0.1
 _USUAL_IMBALANCE = 1.1
 """The heaviest rank of a batch, as a multiple of the mean."""
+
+_Features = tuple[float, float, float, float]
+
+
+class _Observed(NamedTuple):
+    """A finished pass."""
+
+    tokens_per_rank: tuple[int, ...]
+    forward_s: float
+    pairs: tuple[float, ...]
 
 
 class ForwardModel:
@@ -34,17 +70,16 @@ class ForwardModel:
     def __init__(self, *, t_default_s: float, chunk_tokens: int) -> None:
         self._time_unit_s = t_default_s
         self._token_unit = float(max(1, chunk_tokens))
-        prior = (0.5, 0.25, 0.25, 0.0)
-        weight = (0.5, 0.1, 0.1, 0.1)
-        self._moments = [
-            [weight[i] if i == j else 0.0 for j in range(_FEATURES)] for i in range(_FEATURES)
-        ]
-        self._targets = [weight[i] * prior[i] for i in range(_FEATURES)]
-        self._weights: list[float] = list(prior)
-        self._learned()
+        self._prior: Sequence[float] = _PRIOR
+        self._prior_error_s = 0.1 * t_default_s
+        self._first: list[_Observed] = []
+        """Since the fit began, while there are few."""
+        self._believed: list[int] = []
+        """Of these, by position."""
+        self._last: deque[tuple[int, _Observed]] = deque(maxlen=_LAST)
+        """After the first ones; 1 if it took far longer than predicted, -1 if far less."""
         self.passes = 0
-        self.error_s = 0.1 * t_default_s
-        """Smoothed absolute prediction error."""
+        self._begin()
 
     def slope_s_per_token(self, imbalance: float = _USUAL_IMBALANCE) -> float:
         """Time per mean token of a pass whose heaviest rank has ``imbalance`` times the mean."""
@@ -53,12 +88,12 @@ class ForwardModel:
         return self._slope_s(imbalance)
 
     def _slope_s(self, imbalance: float) -> float:
-        slope = self._weights[1] * imbalance + self._weights[2]
+        slope = self._fit.weights[1] * imbalance + self._fit.weights[2]
         return max(1e-9, slope * self._time_unit_s / self._token_unit)
 
     def _learned(self) -> None:
         """Asked far more often than it changes."""
-        self.fixed_s = max(0.0, self._weights[0]) * self._time_unit_s
+        self.fixed_s = max(0.0, self._fit.weights[0]) * self._time_unit_s
         """a: the time of an empty pass."""
         self._usual_slope_s = self._slope_s(_USUAL_IMBALANCE)
 
@@ -67,45 +102,110 @@ class ForwardModel:
 
         ``pairs``: attention pairs of each rank; empty: none.
         """
-        features = self._features(tokens_per_rank, pairs)
-        value = sum(w * x for w, x in zip(self._weights, features, strict=True))
+        value = self._fit.value(self._features(tokens_per_rank, pairs))
         return max(1e-3, value * self._time_unit_s)
 
     def rank_s(self, tokens: float, pairs: float) -> float:
         """What a rank with these tokens and attention pairs adds if the others wait for it."""
         unit = self._token_unit
-        own = self._weights[1] * tokens + 2 * self._weights[3] * pairs / unit
+        own = self._fit.weights[1] * tokens + 2 * self._fit.weights[3] * pairs / unit
         return own / unit * self._time_unit_s
 
     def pass_s(self, mean_tokens: float, slowest_s: float) -> float:
         """:meth:`predict_s` from the mean over ranks and the largest :meth:`rank_s`."""
-        common = self._weights[0] + self._weights[2] * mean_tokens / self._token_unit
+        common = self._fit.weights[0] + self._fit.weights[2] * mean_tokens / self._token_unit
         return max(1e-3, common * self._time_unit_s + slowest_s)
 
     def observe(
         self, tokens_per_rank: Sequence[int], forward_s: float, pairs: Sequence[float] = ()
     ) -> None:
         """Learn from one finished pass."""
-        predicted_s = self.predict_s(tokens_per_rank, pairs)
-        if self.passes >= _WARM_UP:
-            limit_s = _OUTLIER * max(self.error_s, _RELATIVE_ERROR * predicted_s)
-            forward_s = min(max(forward_s, predicted_s - limit_s), predicted_s + limit_s)
         self.passes += 1
-        self.error_s += _ERROR_STEP * (abs(forward_s - predicted_s) - self.error_s)
-        x = self._features(tokens_per_rank, pairs)
-        y = forward_s / self._time_unit_s
-        for i in range(_FEATURES):
-            for j in range(_FEATURES):
-                self._moments[i][j] = _FORGET * self._moments[i][j] + x[i] * x[j]
-            # Keeps the solution defined when all passes look alike.
-            self._moments[i][i] += 1e-4
-            self._targets[i] = _FORGET * self._targets[i] + x[i] * y + 1e-4 * self._weights[i]
-        self._weights = _non_negative_solution(self._moments, self._targets)
+        one = _Observed(tuple(tokens_per_rank), forward_s, tuple(pairs))
+        if len(self._first) < _WARM_UP:
+            self._first.append(one)
+            self._sift()
+            return
+        predicted_s = self.predict_s(tokens_per_rank, pairs)
+        limit_s = _OUTLIER * max(self.error_s, _RELATIVE_ERROR * predicted_s)
+        clipped_s = min(max(forward_s, predicted_s - limit_s), predicted_s + limit_s)
+        is_slower = forward_s > _OTHER_SPEED * predicted_s
+        is_faster = _OTHER_SPEED * forward_s < predicted_s
+        self._last.append((is_slower - is_faster, one))
+        self._learn(one._replace(forward_s=clipped_s))
+        if abs(sum([side for side, _ in self._last])) >= _LASTING:
+            self._on_other_speed()
+
+    def _begin(self) -> None:
+        """Forget everything but the prior."""
+        self._fit = _Regression(self._prior)
+        self.error_s = self._prior_error_s
+        """Smoothed absolute prediction error."""
         self._learned()
 
-    def _features(
-        self, tokens_per_rank: Sequence[int], pairs: Sequence[float]
-    ) -> tuple[float, float, float, float]:
+    def _learn(self, one: _Observed) -> None:
+        predicted_s = self.predict_s(one.tokens_per_rank, one.pairs)
+        self.error_s += _ERROR_STEP * (abs(one.forward_s - predicted_s) - self.error_s)
+        features = self._features(one.tokens_per_rank, one.pairs)
+        self._fit.add(features, one.forward_s / self._time_unit_s)
+        self._fit.solve()
+        self._learned()
+
+    def _sift(self) -> None:
+        """Learn the newest of the first passes, or all of them again if others are believed now."""
+        believed = self._without_outliers()
+        if believed == [*self._believed, len(self._first) - 1]:
+            self._learn(self._first[-1])
+        elif believed != self._believed:
+            self._begin()
+            for index in believed:
+                self._learn(self._first[index])
+        self._believed = believed
+
+    def _without_outliers(self) -> list[int]:
+        """Positions of the first passes that do not contradict each other.
+
+        A forward search: from the faster half, as the prior sees it, to all that took no longer
+        than a multiple of what those have taught, until none joins. Only slowness is suspicious. If
+        several are left over and one fit explains all, the difference was in the load.
+        """
+        data = [
+            (self._features(one.tokens_per_rank, one.pairs), one.forward_s / self._time_unit_s)
+            for one in self._first
+        ]
+        prior = _Regression(self._prior)
+        order = sorted(
+            range(len(data)), key=lambda i: data[i][1] / max(1e-6, prior.value(data[i][0]))
+        )
+        believed = set(order[: len(order) // 2])
+        while True:
+            fit = _Regression(self._prior, [data[i] for i in sorted(believed)])
+            gross = _GROSS if believed else _GROSS_FOR_DEFAULT
+            more = {i for i in order if data[i][1] <= gross * fit.value(data[i][0])} - believed
+            if not more:
+                break
+            believed |= more
+        if len(believed) < len(data) - 1:
+            fit = _Regression(self._prior, data)
+            if all(y / _AGREE <= fit.value(x) <= y * _AGREE for x, y in data):
+                return list(range(len(data)))
+        return sorted(believed)
+
+    def _on_other_speed(self) -> None:
+        """The engine has become faster or slower: the same shape at first, the last passes only."""
+        last = [one for _, one in self._last]
+        ratios = sorted(
+            one.forward_s / self.predict_s(one.tokens_per_rank, one.pairs) for one in last
+        )
+        self._prior = [ratios[len(ratios) // 2] * weight for weight in self._fit.weights]
+        self._prior_error_s = self.error_s
+        self._last.clear()
+        self._first = last
+        self._believed = []
+        self._begin()
+        self._sift()
+
+    def _features(self, tokens_per_rank: Sequence[int], pairs: Sequence[float]) -> _Features:
         heaviest, most = max(tokens_per_rank), 0.0
         if pairs:
             _, most, heaviest = max(
@@ -118,6 +218,40 @@ class ForwardModel:
             sum(tokens_per_rank) / len(tokens_per_rank) / self._token_unit,
             2 * most / self._token_unit**2,
         )
+
+
+class _Regression:
+    """Least squares with no negative coefficient, drawn to a prior, that forgets."""
+
+    def __init__(
+        self, prior: Sequence[float], data: Sequence[tuple[_Features, float]] = ()
+    ) -> None:
+        self._moments = [
+            [_PRIOR_TRUST[i] if i == j else 0.0 for j in range(_FEATURES)] for i in range(_FEATURES)
+        ]
+        self._targets = [_PRIOR_TRUST[i] * prior[i] for i in range(_FEATURES)]
+        self.weights: list[float] = list(prior)
+        for x, y in data:
+            self.add(x, y)
+        if data:
+            self.solve()
+
+    def value(self, x: Sequence[float]) -> float:
+        """The prediction."""
+        return sum([w * one for w, one in zip(self.weights, x, strict=True)])
+
+    def add(self, x: Sequence[float], y: float) -> None:
+        """One sample. The weights follow with :meth:`solve`."""
+        for i in range(_FEATURES):
+            for j in range(_FEATURES):
+                self._moments[i][j] = _FORGET * self._moments[i][j] + x[i] * x[j]
+            # Keeps the solution defined when all passes look alike.
+            self._moments[i][i] += 1e-4
+            self._targets[i] = _FORGET * self._targets[i] + x[i] * y + 1e-4 * self.weights[i]
+
+    def solve(self) -> None:
+        """Let the weights follow from the samples."""
+        self.weights = _non_negative_solution(self._moments, self._targets)
 
 
 def _non_negative_solution(moments: list[list[float]], targets: list[float]) -> list[float]:

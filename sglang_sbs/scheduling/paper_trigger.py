@@ -26,6 +26,7 @@ class PaperTrigger(PrefillPolicy):
 
     def __init__(self, interval: IntervalController) -> None:
         self._interval = interval
+        interval.literal = True
         self._last_s = float("-inf")
         self._target: str | None = None
 

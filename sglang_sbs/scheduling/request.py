@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefix_index import NO_HITS, Hits, PrefixIndex, Upcoming
 
-_SPARE_DEADLINES = 64
+_SPARE_ENTRIES = 64
+"""Of a heap, of requests that are gone, before it is cleared of them."""
+
+_Heap = list[tuple[float, int, str]]
+"""What it is ordered by, then a request's order and rid."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +98,9 @@ class RequestQueue:
     """Uncached prompt tokens waiting."""
     _requests: dict[str, Request] = field(default_factory=dict)
     _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
-    _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
-    _longest: list[tuple[int, str]] = field(default_factory=list)
-    """Heap of prompt tokens (negative), pruned when it is asked."""
+    _deadlines: _Heap = field(default_factory=list)
+    _longest: _Heap = field(default_factory=list)
+    """By prompt tokens (negative)."""
     _over_limit: set[str] = field(default_factory=set)
     _watches: dict[str, int] = field(default_factory=dict)
     """The first block of a prompt that nobody has."""
@@ -119,14 +123,8 @@ class RequestQueue:
         self.tokens += request.uncached_tokens
         if request.blocks:
             self._watch(request)
-        if len(self._deadlines) > 2 * len(self._requests) + _SPARE_DEADLINES:
-            # Most of them left before their deadline; with long ones the heap would only grow.
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
-            heapq.heapify(self._deadlines)
-            self._longest = [entry for entry in self._longest if entry[1] in self._requests]
-            heapq.heapify(self._longest)
-        heapq.heappush(self._deadlines, (request.deadline_s, request.order, request.rid))
-        heapq.heappush(self._longest, (-request.prompt_tokens, request.rid))
+        self._push(self._deadlines, request.deadline_s, request)
+        self._push(self._longest, -request.prompt_tokens, request)
 
     def remove(self, rid: str) -> Request | None:
         """Take out a request, wherever it stands; None if it does not wait here."""
@@ -201,15 +199,12 @@ class RequestQueue:
     @property
     def longest_prompt_tokens(self) -> int:
         """Prompt tokens of the longest that waits, cached or not."""
-        while self._longest and self._longest[0][1] not in self._requests:
-            heapq.heappop(self._longest)
-        return -self._longest[0][0] if self._longest else 0
+        longest = self._top(self._longest)
+        return int(-longest) if longest is not None else 0
 
     def next_deadline_s(self) -> float | None:
         """The earliest deadline of a waiting request."""
-        while self._deadlines and self._deadlines[0][2] not in self._requests:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._top(self._deadlines)
 
     def expired(self, now_s: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed."""
@@ -219,6 +214,25 @@ class RequestQueue:
             if request is not None:
                 out.append(request)
         return out
+
+    def _push(self, heap: _Heap, key: float, request: Request) -> None:
+        """Enter one that waits. Those that left stay in a heap until they come to its top, which
+        not everybody asks for, or until they are most of it."""
+        if len(heap) > 2 * len(self._requests) + _SPARE_ENTRIES:
+            heap[:] = [entry for entry in heap if self._waits(entry)]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (key, request.order, request.rid))
+
+    def _top(self, heap: _Heap) -> float | None:
+        """The smallest key of one that waits."""
+        while heap and not self._waits(heap[0]):
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
+
+    def _waits(self, entry: tuple[float, int, str]) -> bool:
+        """Whether it is of a request that waits, not of an earlier one of the same name."""
+        request = self._requests.get(entry[2])
+        return request is not None and request.order == entry[1]
 
     def count_cycle(self, passed_over: Iterable[Request], n_limit: int) -> None:
         """Phase 3 of Algorithm 2: ``r.wait`` of what took part in a cycle and was not allocated."""

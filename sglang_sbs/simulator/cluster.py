@@ -197,6 +197,7 @@ class _Simulation:
                 BlockCache(spec.kv_capacity_tokens, spec.block_tokens, events=spec.publishes_blocks)
                 for _ in range(one.dp_size if spec.block_tokens else 0)
             ],
+            first_pass_s=spec.first_pass_s,
         )
 
     def _die(self, name: str) -> None:

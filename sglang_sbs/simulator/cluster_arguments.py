@@ -36,6 +36,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             help="lognormal sigma of pass times, 0.15: about -/+ 15 %% (0)",
         ),
         add(
+            "--first-pass-s",
+            type=not_negative,
+            default=0.0,
+            metavar="S",
+            help="what the first pass of each engine takes on top: compiling, graph capture (0)",
+        ),
+        add(
             "--gap-ms",
             type=not_negative,
             default=0.0,
@@ -180,6 +187,7 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
         "dp_size": args.dp,
         "dispatch_latency_s": args.latency_ms / 1e3,
         "pass_jitter": args.jitter,
+        "first_pass_s": args.first_pass_s,
         "launch_gap_s": args.gap_ms / 1e3,
         "overlap": args.overlap,
         "decode_kv_capacity_tokens": args.decode_kv_tokens,

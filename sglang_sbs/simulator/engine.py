@@ -118,8 +118,10 @@ class SimulatedPrefill:
         overlap: bool = False,
         boot_id: str = "",
         caches: Sequence[BlockCache] = (),
+        first_pass_s: float = 0.0,
     ) -> None:
-        """``caches``: one per rank; empty for an engine without a radix cache."""
+        """``caches``: one per rank; empty for an engine without a radix cache. ``first_pass_s``:
+        what its first pass takes on top (kernels are compiled, graphs captured)."""
         self.name = name
         self.boot_id = boot_id or name
         self.dp_size = dp_size
@@ -140,6 +142,7 @@ class SimulatedPrefill:
         self._rng = rng
         self._forward_id = 0
         self._free_s = -math.inf
+        self._first_pass_s = first_pass_s
 
     def deliver(
         self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
@@ -254,6 +257,8 @@ class SimulatedPrefill:
         forward_s = self._cost.pass_s(tokens, pairs, requests)
         if self._jitter:
             forward_s *= math.exp(self._rng.gauss(0.0, self._jitter))
+        if self._forward_id == 0:
+            forward_s += self._first_pass_s
         self._forward_id += 1
         start_s = max(launch_s, self._free_s)
         self._free_s = start_s + forward_s

@@ -109,6 +109,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """From the end of the prefill to the first token at the router: KV transfer, admission."""
     pass_jitter: float = 0.0
     """Lognormal sigma of the forward time."""
+    first_pass_s: float = 0.0
+    """What the first pass of an engine that starts takes on top: kernels, graphs."""
     length_error: float = 0.0
     """The scheduler is told each prompt length times a uniform factor in 1 -/+ this."""
     endforward_loss: float = 0.0

@@ -51,6 +51,45 @@ class TestInterval:
         interval.on_topology_change(4)
         assert interval.interval_s == pytest.approx(before / 2)
 
+    @pytest.mark.parametrize("instances", [1, 3])
+    def test_a_slow_first_pass_of_each_instance_is_in_i_opt_and_not_in_the_usual_time(
+        self, instances: int
+    ):
+        interval = IntervalController(t_default_s=0.3, window=100, latency_s=0.0)
+        interval.on_topology_change(instances)
+        samples = [20.0] * instances + [0.2] * (instances + 1)
+        for sample in samples:
+            interval.on_end_forward(sample)
+        assert interval.mean_forward_s == pytest.approx(0.2)
+        assert interval.interval_s == pytest.approx(sum(samples) / len(samples) / instances)
+
+    def test_a_single_pause_later_is_not_in_the_usual_time(self):
+        interval = IntervalController(t_default_s=0.3, window=100, latency_s=0.0)
+        for sample in [0.2] * 200 + [20.0]:
+            interval.on_end_forward(sample)
+        assert interval.mean_forward_s == pytest.approx(0.2)
+
+    @pytest.mark.parametrize("seconds", [3.0, 0.02])
+    def test_another_forward_time_than_the_default_is_believed_at_once(self, seconds: float):
+        interval = IntervalController(t_default_s=0.3, window=100, latency_s=0.0)
+        for _ in range(2):
+            interval.on_end_forward(seconds)
+        assert interval.mean_forward_s == pytest.approx(seconds)
+
+    def test_long_passes_that_come_again_and_again_are_usual(self):
+        interval = IntervalController(t_default_s=0.3, window=100, latency_s=0.0)
+        for _ in range(20):
+            for sample in [0.02] * 9 + [1.0]:
+                interval.on_end_forward(sample)
+        assert interval.mean_forward_s == pytest.approx(0.118)
+
+    def test_to_the_letter_nothing_is_left_out(self):
+        interval = IntervalController(t_default_s=0.3, window=100, latency_s=0.0)
+        interval.literal = True
+        for sample in [20.0] + [0.2] * 9:
+            interval.on_end_forward(sample)
+        assert interval.mean_forward_s == pytest.approx(2.18)
+
 
 class TestPbaa:
     def test_pending_requests_go_before_longer_new_ones(self):

@@ -41,6 +41,73 @@ def test_a_pause_of_the_engine_does_not_spoil_the_model():
     assert model.predict_s([1000] * 8) == pytest.approx(expected, rel=0.25)
 
 
+def full_chunks(tokens: list[int]) -> float:
+    return 0.1 + 5e-5 * max(tokens) + 3e-5 * sum(tokens) / 8
+
+
+@pytest.mark.parametrize("slow", [[30.0], [1.5, 30.0], [20.0, 8.0, 5.0]])
+def test_first_passes_that_compile_kernels_are_forgotten_after_as_many_others(slow):
+    rng = random.Random(6)
+    model = ForwardModel(t_default_s=0.3, chunk_tokens=3072)
+    for tokens, forward_s in zip(passes(rng, len(slow)), slow, strict=True):
+        model.observe(tokens, forward_s)
+    for tokens in passes(rng, len(slow) + 1):
+        model.observe(tokens, full_chunks(tokens))
+    for tokens in passes(rng, 20):
+        assert model.predict_s(tokens) == pytest.approx(full_chunks(tokens), rel=0.25)
+        model.observe(tokens, full_chunks(tokens))
+    assert model.error_s < 0.03
+
+
+def test_an_engine_far_slower_than_the_default_time_is_believed_with_its_second_pass():
+    rng = random.Random(6)
+    model = ForwardModel(t_default_s=0.03, chunk_tokens=3072)
+    for tokens in passes(rng, 2):
+        model.observe(tokens, 20 * full_chunks(tokens))
+    for tokens in passes(rng, 10):
+        assert model.predict_s(tokens) > 10 * full_chunks(tokens)
+        model.observe(tokens, 20 * full_chunks(tokens))
+    assert model.predict_s(tokens) == pytest.approx(20 * full_chunks(tokens), rel=0.2)
+
+
+def test_a_first_long_prompt_is_no_outlier_if_the_next_one_takes_as_long():
+    model = ForwardModel(t_default_s=0.03, chunk_tokens=3072)
+    for _ in range(2):
+        for tokens in ([60] * 8, [60] * 8, [3000] * 8):
+            model.observe(tokens, tokens[0] * 1e-3)
+    assert model.predict_s([3000] * 8) > 1.5
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+@pytest.mark.parametrize("sigma", [0.0, 0.15])
+def test_an_engine_that_changes_its_speed_for_good_is_followed_within_twenty_passes(factor, sigma):
+    rng = random.Random(7)
+    model = ForwardModel(t_default_s=0.3, chunk_tokens=3072)
+    for tokens in passes(rng, 60):
+        model.observe(tokens, full_chunks(tokens) * rng.lognormvariate(0, sigma))
+    for tokens in passes(rng, 20):
+        model.observe(tokens, factor * full_chunks(tokens) * rng.lognormvariate(0, sigma))
+    usual = [1500] * 8
+    assert model.predict_s(usual) == pytest.approx(factor * full_chunks(usual), rel=0.3)
+
+
+def test_jitter_is_neither_an_outlier_nor_another_speed():
+    rng = random.Random(8)
+    model = ForwardModel(t_default_s=0.3, chunk_tokens=3072)
+    usual = [1500] * 8
+    for count, tokens in enumerate(passes(rng, 600)):
+        model.observe(tokens, full_chunks(tokens) * rng.lognormvariate(0, 0.3))
+        if count > 20:
+            assert 0.6 < model.predict_s(usual) / full_chunks(usual) < 1.6
+
+
+def test_a_change_of_speed_of_passes_without_tokens_is_followed_too():
+    model = ForwardModel(t_default_s=0.3, chunk_tokens=1024)
+    for forward_s in [1e-3] * 40 + [1.0] * 40:
+        model.observe([0, 0], forward_s)
+    assert model.predict_s([0, 0]) == pytest.approx(1.0, rel=0.2)
+
+
 @given(st.lists(st.tuples(st.integers(0, 4000), st.floats(1e-4, 20.0)), max_size=60))
 def test_any_history_gives_a_positive_prediction_that_does_not_fall_with_load(history):
     model = ForwardModel(t_default_s=0.3, chunk_tokens=1024)

@@ -182,6 +182,7 @@ def test_knobs_reach_the_cluster(tmp_path):
     plain_s = ttft_s("")
     for flags in (
         "--jitter 0.3",
+        "--first-pass-s 5",
         "--gap-ms 20",
         "--latency-ms 30",
         "--burstiness 3",

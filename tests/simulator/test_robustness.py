@@ -294,3 +294,18 @@ def test_at_light_load_place_matters_where_a_cut_prompt_costs_a_pass_in_hand(
     monkeypatch.setattr(adaptive_trigger, "LIGHT_LOAD", 0.0)
     without = mean_ttft_s()
     assert (with_it < without) if overlap else (with_it == without)
+
+
+@pytest.mark.parametrize("policy", ["sbs", "eta"])
+def test_engines_that_compile_in_their_first_pass_are_soon_served_as_any_other(policy):
+    """A few requests come at first, and the load when the first passes are over."""
+    arrivals = [one for one in poisson(100, 30.0, 3) if one[0] < 0.1 or one[0] > 14]
+
+    def ttft_s(first_pass_s: float) -> float:
+        spec = ClusterSpec(cost=MIXED, first_pass_s=first_pass_s, seed=4)
+        outcome = simulate(arrivals, scheduler_config(policy), spec)
+        slowest_s = max(one.end_s - one.start_s for one in outcome.passes)
+        assert (slowest_s > 10) == (first_pass_s > 0)
+        return statistics.fmean(one.ttft_s for one in outcome.requests if one.arrived_s > 14)
+
+    assert ttft_s(10.0) == pytest.approx(ttft_s(0.0), rel=0.05)
