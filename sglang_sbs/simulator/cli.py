@@ -42,7 +42,15 @@ from sglang_sbs.simulator.plan import main as plan_main
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.scenario import SCENARIOS, ScenarioError, make_scenario
 from sglang_sbs.simulator.scheduler_arguments import add_scheduler, scheduler_fields
-from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, Row, Task, max_load, run_job
+from sglang_sbs.simulator.sweep import (
+    POLICY_CONFIGS,
+    EmptyWindowError,
+    Job,
+    Row,
+    Task,
+    max_load,
+    run_job,
+)
 from sglang_sbs.simulator.tables import (
     ResultTable,
     cache_tables,
@@ -102,7 +110,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
         default="h100",
         help="decode step cost of paper-decode (h100)",
     )
-    parser.add_argument("--max-qps", action="store_true", help="search the capacity at the SLO")
+    parser.add_argument(
+        "--max-qps",
+        action="store_true",
+        help="search the capacity: the most that is served with the mean TTFT of the SLO and "
+        "without a refusal",
+    )
     parser.add_argument(
         "--slo-ttft", type=positive_number, help="mean TTFT in seconds (the scenario's)"
     )
@@ -136,11 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for action in cluster_actions if decode else ():
         if getattr(args, action.dest) != action.default:
             parser.error(f"{action.option_strings[0]}: paper-decode has no prefill cluster")
-    rows = run_with_progress(
-        _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser),
-        console,
-        args.workers,
-    )
+    tasks = _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser)
+    try:
+        rows = run_with_progress(tasks, console, args.workers)
+    except EmptyWindowError as error:
+        parser.error(f"--duration: {error}")
     if decode:
         tables = [decode_table(rows)]
     else:

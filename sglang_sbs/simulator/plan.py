@@ -25,7 +25,7 @@ from sglang_sbs.simulator.arguments import (
 )
 from sglang_sbs.simulator.cluster_arguments import add_cluster, cluster_fields
 from sglang_sbs.simulator.scenario import ScenarioError, make_scenario
-from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, Row, Task, max_load
+from sglang_sbs.simulator.sweep import POLICY_CONFIGS, EmptyWindowError, Job, Row, Task, max_load
 from sglang_sbs.simulator.tables import ResultTable, mean_of
 from sglang_sbs.simulator.workload import TraceError
 
@@ -56,7 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
     workload.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake jsonl or Azure csv")
     workload.add_argument("--scenario", help="paper-3k, paper-5k or paper-long")
     parser.add_argument(
-        "--slo-ttft", type=positive_number, required=True, help="mean TTFT in seconds"
+        "--slo-ttft",
+        type=positive_number,
+        required=True,
+        help="mean TTFT in seconds, of requests of which none is refused",
     )
     parser.add_argument(
         "--prefill",
@@ -102,7 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
                     tasks.append((max_load, (job, args.slo_ttft)))
     console = open_console()
-    rows = run_with_progress(tasks, console, args.workers)
+    try:
+        rows = run_with_progress(tasks, console, args.workers)
+    except EmptyWindowError as error:
+        parser.error(f"--duration: {error}")
     own_qps = args.qps or scenario.workload_qps
     rates = [("now", own_qps)]
     rates += [(f"x {factor:g}", factor * own_qps) for factor in args.growth if factor != 1.0]
