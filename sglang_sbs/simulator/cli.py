@@ -75,6 +75,7 @@ examples:
       --policies sbs,sbs_basic,cache_aware,session,least_tokens --duration 420
   sglang-sbs simulate paper-3k --at 30:drain:p1,40:up:p1,50:down:p2,70:up:p2 --duration 100
   sglang-sbs simulate paper-3k --instance count=2,dp=8 --instance dp=4,speed=0.5 --jitter 0.15
+  sglang-sbs simulate fixed:1600 --loads 0.6,0.8  every prompt has 1600 tokens
   sglang-sbs simulate paper-decode --seeds 3
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 

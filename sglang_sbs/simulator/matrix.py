@@ -104,7 +104,14 @@ REGIMES: dict[str, list[Cell]] = {
     ],
     "long": [Cell(f"3-64K, load {load:g}", "paper-long", load, 200.0) for load in (0.2, 0.4, 0.6)]
     + [Cell("3-64K, load 0.75", "paper-long", 0.75, 200.0)],
+    "fixed": [
+        Cell(f"all {tokens} tokens, load {load:g}", f"fixed:{tokens}", load)
+        for tokens in (1600, 2000)
+        for load in (0.6, 0.8)
+    ]
+    + [Cell("chunk 1024, load 0.8", "paper-3k", 0.8, spec={"chunk_tokens": 1024})],
 }
+"""``fixed``: prompts of which no two fit into a chunk, and chunks that most prompts do not fit."""
 _TRACE_LOADS = (0.2, 0.4, 0.6, 0.75)
 
 

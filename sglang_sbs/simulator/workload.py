@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens per ``hash_id`` of a Mooncake trace."""
+MOST_PROMPT_TOKENS = 100_000_000
+"""Longer prompts are taken for a mistake in what was written."""
 LengthOf = Callable[[random.Random], int]
 """Draws a prompt length in tokens."""
 
