@@ -42,6 +42,7 @@ from sglang_sbs.simulator.plan import main as plan_main
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.scenario import SCENARIOS, ScenarioError, make_scenario
 from sglang_sbs.simulator.scheduler_arguments import add_scheduler, scheduler_fields
+from sglang_sbs.simulator.spec import TopologyError
 from sglang_sbs.simulator.sweep import (
     POLICY_CONFIGS,
     EmptyWindowError,
@@ -190,7 +191,7 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         scenario = make_scenario(args.scenario, **spec)
     except (ScenarioError, TraceError) as error:
         parser.error(str(error))
-    except ValueError as error:
+    except TopologyError as error:
         parser.error(f"--at {error}")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config = scheduler_fields(args)

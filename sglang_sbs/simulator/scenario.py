@@ -184,7 +184,7 @@ def make_scenario(
             trace = read_trace(Path(file))
             has_blocks = any(arrival.blocks for arrival in trace)
             shape = cluster(
-                4096 if file.endswith(".csv") else 16384,
+                4096 if file.lower().endswith(".csv") else 16384,
                 MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
             )
             check_room(shape, max(arrival.prompt_tokens for arrival in trace))

@@ -259,6 +259,21 @@ def test_bad_flags_are_named(flags, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["trace:{}", "plan --slo-ttft 1 --trace {}", "matrix --regimes none --trace {}"],
+)
+def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_path, capsys):
+    trace = tmp_path / "latin.csv"
+    trace.write_bytes(b"TIMESTAMP,ContextTokens,GeneratedTokens\n\xff,1,1\n")
+    with pytest.raises(SystemExit) as ended:
+        main(command.format(trace).split())
+    assert ended.value.code == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "latin.csv:2: this is not UTF-8 text" in err
+    assert "--at" not in err.partition("error:")[2]
+
+
 def test_a_log_that_is_none_is_refused(tmp_path, capsys):
     assert main(["--replay", str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().out
