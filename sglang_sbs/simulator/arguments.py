@@ -6,6 +6,7 @@ Owns parsing and checking of lists and names. Must not know what a command does 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -161,6 +162,33 @@ def check_prefill_runs(args: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(f"--plot {args.plot}: the name must end in {', '.join(PLOT_SUFFIXES)}")
     if args.duration <= WARM_UP_S:
         parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
+
+
+def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with code 2 if ``--json``, ``--plot`` or ``--out`` cannot be written: before
+    anything is simulated for it."""
+    for name in ("json", "plot", "out"):
+        path: Path | None = getattr(args, name, None)
+        if path is None:
+            continue
+        try:
+            if name == "out":
+                path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=path).close()
+            else:
+                _try_to_write(path)
+        except OSError as error:
+            parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
+
+
+def _try_to_write(path: Path) -> None:
+    """Leaves a file as it is, and none where there was none. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    if new or path.is_dir() or path.is_file():
+        path.open("ab").close()
+    if new:
+        path.unlink()
 
 
 def seeds(args: argparse.Namespace) -> range:

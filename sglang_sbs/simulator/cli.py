@@ -17,6 +17,7 @@ from rich.console import Console
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_prefill_runs,
+    check_outputs,
     check_prefill_runs,
     cost_words,
     names,
@@ -145,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.scenario is None:
         parser.error(f"name a scenario: {', '.join(SCENARIOS)} (or --replay LOG)")
     check_prefill_runs(args, parser)
+    check_outputs(args, parser)
     decode = args.scenario == _DECODE
     if decode and args.max_qps:
         parser.error("--max-qps searches the prefill capacity; paper-decode has none")

@@ -15,6 +15,7 @@ from typing import Any
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_overlap,
+    check_outputs,
     cost_words,
     names,
     open_console,
@@ -149,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    check_outputs(args, parser)
     (policy,) = names(args.policy, POLICY_CONFIGS, "--policy", parser)[:1]
     rivals = names(args.rivals, POLICY_CONFIGS, "--rivals", parser)
     costs = cost_words(args.cost, parser)

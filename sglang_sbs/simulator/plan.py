@@ -12,6 +12,7 @@ from pathlib import Path
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_prefill_runs,
+    check_outputs,
     check_prefill_runs,
     cost_words,
     instance_counts,
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(costs) != 1:
         parser.error("--cost: a plan is made for one cost model")
     check_prefill_runs(args, parser)
+    check_outputs(args, parser)
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
     try:
         scenario = make_scenario(name, **cluster_fields(args))

@@ -274,6 +274,42 @@ def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_pa
     assert "--at" not in err.partition("error:")[2]
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("paper-3k", ["--json", "--plot"]),
+        ("paper-decode", ["--json", "--plot"]),
+        ("plan --scenario paper-3k --slo-ttft 1", ["--json", "--plot"]),
+        ("matrix", ["--json"]),
+        ("bound paper-3k", ["--json"]),
+        ("paper", ["--json", "--out"]),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_run(command, flags, tmp_path, capsys):
+    file, folder = tmp_path / "file", tmp_path / "folder.png"
+    file.write_text("kept")
+    folder.mkdir()
+    for flag in flags:
+        for path in [file / "below.png", *([folder] if flag != "--out" else [file])]:
+            with pytest.raises(SystemExit) as ended:
+                main([*command.split(), flag, str(path)])
+            assert ended.value.code == 2
+            captured = capsys.readouterr()
+            assert f"{flag} {path}: cannot be written" in " ".join(captured.err.split())
+            assert not captured.out
+    assert file.read_text() == "kept"
+
+
+def test_an_old_file_stays_until_there_are_new_rows(tmp_path, capsys):
+    old, new = tmp_path / "old.json", tmp_path / "deep" / "new.json"
+    old.write_text("[]")
+    for path in (old, new):
+        with pytest.raises(SystemExit):
+            main(["paper-4k", "--json", str(path)])
+    assert old.read_text() == "[]"
+    assert not new.exists()
+
+
 def test_a_log_that_is_none_is_refused(tmp_path, capsys):
     assert main(["--replay", str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().out
