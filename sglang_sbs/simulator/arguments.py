@@ -191,6 +191,16 @@ def _try_to_write(path: Path) -> None:
         path.unlink()
 
 
+def given(
+    words: Sequence[str], args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> set[str]:
+    """What of the parsed ``args`` stands on the command line, be it the default or not."""
+    blank = argparse.Namespace(**dict.fromkeys(vars(args)))
+    return {
+        name for name, value in vars(parser.parse_args(words, blank)).items() if value is not None
+    }
+
+
 def seeds(args: argparse.Namespace) -> range:
     """The seeds of every cell."""
     return range(args.first_seed, args.first_seed + args.seeds)

@@ -20,6 +20,7 @@ from sglang_sbs.simulator.arguments import (
     check_outputs,
     check_prefill_runs,
     cost_words,
+    given,
     names,
     numbers,
     open_console,
@@ -35,7 +36,7 @@ from sglang_sbs.simulator.cluster_arguments import (
     cluster_fields,
     topology_fields,
 )
-from sglang_sbs.simulator.decode import STEP_COSTS
+from sglang_sbs.simulator.decode import STEP_COSTS, DecodeSpec
 from sglang_sbs.simulator.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
 from sglang_sbs.simulator.matrix import main as matrix_main
 from sglang_sbs.simulator.paper import main as paper_main
@@ -145,14 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _replay(args.replay, console)
     if args.scenario is None:
         parser.error(f"name a scenario: {', '.join(SCENARIOS)} (or --replay LOG)")
+    decode = args.scenario == _DECODE
+    without = _without_meaning(cluster_actions, decode=decode, max_qps=args.max_qps)
+    for name in sorted(given(words, args, parser) & without.keys()):
+        parser.error(f"--{name.replace('_', '-')}: {without[name]}")
     check_prefill_runs(args, parser)
     check_outputs(args, parser)
-    decode = args.scenario == _DECODE
-    if decode and args.max_qps:
-        parser.error("--max-qps searches the prefill capacity; paper-decode has none")
-    for action in cluster_actions if decode else ():
-        if getattr(args, action.dest) != action.default:
-            parser.error(f"{action.option_strings[0]}: paper-decode has no prefill cluster")
     tasks = _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser)
     try:
         rows = run_with_progress(tasks, console, args.workers)
@@ -172,6 +171,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         write_json(rows, args.json, console)
     return 0
+
+
+def _without_meaning(
+    cluster: Sequence[argparse.Action], *, decode: bool, max_qps: bool
+) -> dict[str, str]:
+    """The flags that a run would not look at, and why."""
+    if not decode:
+        flags = {"step_cost": f"decode steps are in {_DECODE} only; the cost of passes is --cost"}
+        if max_qps:
+            flags["loads"] = "--max-qps searches for the load"
+        else:
+            flags["slo_ttft"] = "only --max-qps searches for the load that meets it"
+        return flags
+    return {
+        **{action.dest: f"{_DECODE} has no prefill cluster" for action in cluster},
+        "chunks": f"{_DECODE} has no prefill cluster",
+        "max_qps": f"this searches the prefill capacity; {_DECODE} has none",
+        "slo_ttft": f"this is of the prefill capacity; {_DECODE} has none",
+        "cost": f"{_DECODE} has no prefill passes; the cost of its steps is --step-cost",
+        "loads": f"{_DECODE} has one load, {DecodeSpec().concurrency} requests in a closed loop",
+        "duration": f"{_DECODE} has a fixed number of steps",
+    }
 
 
 def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
