@@ -47,18 +47,24 @@ def integers(text: str) -> list[int]:
 
 def positive(text: str) -> int:
     """A positive integer."""
-    values = integers(text)
-    if len(values) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write one positive integer")
-    return values[0]
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a positive integer, as in 3")
+    return value
 
 
 def positive_number(text: str) -> float:
     """A positive number."""
-    values = numbers(text)
-    if len(values) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write one positive number")
-    return values[0]
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a positive number, as in 0.8")
+    return value
 
 
 def not_negative(text: str) -> float:
