@@ -131,9 +131,14 @@ def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> a
     )
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(
+    parser: argparse.ArgumentParser,
+    *,
+    default_seeds: int | None = 1,
+    seeds_help: str = "seeds per cell (default 1)",
+) -> None:
     """Flags every simulation has."""
-    parser.add_argument("--seeds", type=positive, default=1, help="seeds per cell (default 1)")
+    parser.add_argument("--seeds", type=positive, default=default_seeds, help=seeds_help)
     parser.add_argument("--first-seed", type=int, default=1, help="(default 1)")
     parser.add_argument(
         "--cost",
