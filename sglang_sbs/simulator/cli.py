@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_prefill_runs,
@@ -129,7 +127,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; exit code 2 for bad arguments, 1 if a replay differs."""
+    """Run; exit code 2 for bad arguments, 1 if a replay differs or has nothing to replay."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["paper"]:
         return paper_main(words[1:])
@@ -141,9 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bound_main(words[1:])
     parser, cluster_actions = build_parser()
     args = parser.parse_args(words)
-    console = open_console()
     if args.replay is not None:
-        return _replay(args.replay, console)
+        return _replay(args.replay)
     if args.scenario is None:
         parser.error(f"name a scenario: {', '.join(SCENARIOS)} (or --replay LOG)")
     decode = args.scenario == _DECODE
@@ -152,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--{name.replace('_', '-')}: {without[name]}")
     check_prefill_runs(args, parser)
     check_outputs(args, parser)
+    console = open_console()
     tasks = _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser)
     try:
         rows = run_with_progress(tasks, console, args.workers)
@@ -257,18 +255,25 @@ def _plot(
     write_page(path, f"Simulation of {scenario}", parts)
 
 
-def _replay(path: Path, console: Console) -> int:
+def _replay(path: Path) -> int:
     try:
         result = replay(path)
     except (OSError, ValueError) as error:
-        console.print(f"[red]{error}[/]", highlight=False)
+        print(f"sglang-sbs simulate: --replay: {error}", file=sys.stderr)
         return 2
-    if result.difference:
-        console.print(f"[red]differs[/] at event {result.events}: {result.difference}")
+    if result.torn_bytes:
+        print(
+            f"{path} is torn: its last {result.torn_bytes} bytes are no whole record and are left "
+            "out, as when a router was killed",
+            file=sys.stderr,
+        )
+    if not result.events:
+        print(f"{path} holds no events: there is nothing to reproduce", file=sys.stderr)
         return 1
-    console.print(
-        f"{result.events} events, {result.commands} commands: all decisions reproduced exactly"
-    )
+    if result.difference:
+        print(f"differs at event {result.events}: {result.difference}")
+        return 1
+    print(f"{result.events} events, {result.commands} commands: all decisions reproduced exactly")
     return 0
 
 
