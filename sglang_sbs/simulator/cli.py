@@ -127,8 +127,16 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; exit code 2 for bad arguments, 1 if a replay differs or has nothing to replay."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run; exit code 2 for bad arguments, 1 if a replay differs or has nothing to replay, 130 if
+    interrupted."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("sglang-sbs simulate: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(words: list[str]) -> int:
     if words[:1] == ["paper"]:
         return paper_main(words[1:])
     if words[:1] == ["plan"]:

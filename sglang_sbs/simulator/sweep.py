@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -264,7 +265,12 @@ def run_all(
             on_row(row)
         return [row for row in rows if row is not None]
     others = set(active_children())
-    pool = ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)))
+    # A terminal interrupts the workers, too: they leave the word to this process.
+    pool = ProcessPoolExecutor(
+        workers or len(os.sched_getaffinity(0)),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
     try:
         futures = {pool.submit(call, *args): i for i, (call, args) in enumerate(listed)}
         for done in as_completed(futures):

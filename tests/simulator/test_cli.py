@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, Schedul
 from sglang_sbs.scheduling.eventlog import MAGIC, EventLogWriter
 from sglang_sbs.simulator.cli import main
 from sglang_sbs.simulator.cost import PassCost, save_cost
+from sglang_sbs.simulator.tables import load_tables
 
 SMALL = ["--prefill", "1", "--dp", "2", "--duration", "24", "--workers", "1"]
 
@@ -277,6 +279,55 @@ def test_bad_flags_are_named(flags, message, capsys):
         main(flags)
     assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_window_without_arrivals_is_called_that(capsys):
+    flags = "--policies eta --loads 0.00001 --duration 21 --workers 1"
+    assert main(["paper-3k", *flags.split()]) == 0
+    out = capsys.readouterr().out
+    assert "no arrivals after warm-up" in out
+    assert "nan" not in out and "nothing completed" not in out
+
+
+def test_without_a_whole_pass_there_is_no_chunk_use_to_show():
+    row = {
+        "cost": "mixed",
+        "chunk_tokens": 512,
+        "scenario": "paper-3k",
+        "load": 1.0,
+        "policy": "eta",
+        "unfinished": 0,
+        "rejected": 0,
+        "completed": 1,
+        "ttft_mean_s": 0.5,
+        "ttft_p99_s": 0.5,
+        "chunk_utilization": math.nan,
+    }
+    cells = [
+        table.rows[0][1]
+        for change in ({}, {"chunk_utilization": 0.25}, {"completed": 0, "ttft_mean_s": math.nan})
+        for rejected in (0, 1)
+        for table in load_tables([{**row, **change, "rejected": rejected}])
+    ]
+    assert cells == [
+        "0.500/0.50",
+        "0.500/0.50 (50% refused)",
+        "0.500/0.50 25%",
+        "0.500/0.50 25% (50% refused)",
+        "no arrivals after warm-up",
+        "nothing completed",
+    ]
+
+
+@pytest.mark.parametrize("command", ["paper-3k", "matrix", "paper"])
+def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for module in ("cli", "matrix", "paper"):
+        monkeypatch.setattr(f"sglang_sbs.simulator.{module}.run_with_progress", interrupt)
+    assert main([command]) == 130
+    assert capsys.readouterr() == ("", "sglang-sbs simulate: interrupted\n")
 
 
 @pytest.mark.parametrize(
