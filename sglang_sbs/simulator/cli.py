@@ -40,7 +40,7 @@ from sglang_sbs.simulator.matrix import main as matrix_main
 from sglang_sbs.simulator.paper import main as paper_main
 from sglang_sbs.simulator.plan import main as plan_main
 from sglang_sbs.simulator.replay import replay
-from sglang_sbs.simulator.scenario import SCENARIOS, ScenarioError, make_scenario
+from sglang_sbs.simulator.scenario import DECODE, SCENARIOS, ScenarioError, make_scenario
 from sglang_sbs.simulator.scheduler_arguments import add_scheduler, scheduler_fields
 from sglang_sbs.simulator.spec import TopologyError
 from sglang_sbs.simulator.sweep import (
@@ -62,7 +62,6 @@ from sglang_sbs.simulator.tables import (
 from sglang_sbs.simulator.workload import TraceError
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
-_DECODE = "paper-decode"
 
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
@@ -151,7 +150,7 @@ def _main(words: list[str]) -> int:
         return _replay(args.replay)
     if args.scenario is None:
         parser.error(f"name a scenario: {', '.join(SCENARIOS)} (or --replay LOG)")
-    decode = args.scenario == _DECODE
+    decode = args.scenario == DECODE
     without = _without_meaning(cluster_actions, decode=decode, max_qps=args.max_qps)
     for name in sorted(given(words, args, parser) & without.keys()):
         parser.error(f"--{name.replace('_', '-')}: {without[name]}")
@@ -184,20 +183,20 @@ def _without_meaning(
 ) -> dict[str, str]:
     """The flags that a run would not look at, and why."""
     if not decode:
-        flags = {"step_cost": f"decode steps are in {_DECODE} only; the cost of passes is --cost"}
+        flags = {"step_cost": f"decode steps are in {DECODE} only; the cost of passes is --cost"}
         if max_qps:
             flags["loads"] = "--max-qps searches for the load"
         else:
             flags["slo_ttft"] = "only --max-qps searches for the load that meets it"
         return flags
     return {
-        **{action.dest: f"{_DECODE} has no prefill cluster" for action in cluster},
-        "chunks": f"{_DECODE} has no prefill cluster",
-        "max_qps": f"this searches the prefill capacity; {_DECODE} has none",
-        "slo_ttft": f"this is of the prefill capacity; {_DECODE} has none",
-        "cost": f"{_DECODE} has no prefill passes; the cost of its steps is --step-cost",
-        "loads": f"{_DECODE} has one load, {DecodeSpec().concurrency} requests in a closed loop",
-        "duration": f"{_DECODE} has a fixed number of steps",
+        **{action.dest: f"{DECODE} has no prefill cluster" for action in cluster},
+        "chunks": f"{DECODE} has no prefill cluster",
+        "max_qps": f"this searches the prefill capacity; {DECODE} has none",
+        "slo_ttft": f"this is of the prefill capacity; {DECODE} has none",
+        "cost": f"{DECODE} has no prefill passes; the cost of its steps is --step-cost",
+        "loads": f"{DECODE} has one load, {DecodeSpec().concurrency} requests in a closed loop",
+        "duration": f"{DECODE} has a fixed number of steps",
     }
 
 

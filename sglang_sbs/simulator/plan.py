@@ -25,7 +25,7 @@ from sglang_sbs.simulator.arguments import (
     write_json,
 )
 from sglang_sbs.simulator.cluster_arguments import add_cluster, cluster_fields
-from sglang_sbs.simulator.scenario import ScenarioError, make_scenario
+from sglang_sbs.simulator.scenario import PREFILL_SCENARIOS, ScenarioError, make_scenario
 from sglang_sbs.simulator.sweep import POLICY_CONFIGS, EmptyWindowError, Job, Row, Task, max_load
 from sglang_sbs.simulator.tables import ResultTable, mean_of
 from sglang_sbs.simulator.workload import TraceError
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     workload = parser.add_mutually_exclusive_group(required=True)
     workload.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake jsonl or Azure csv")
-    workload.add_argument("--scenario", help="paper-3k, paper-5k or paper-long")
+    workload.add_argument("--scenario", help=", ".join(PREFILL_SCENARIOS))
     parser.add_argument(
         "--slo-ttft",
         type=positive_number,

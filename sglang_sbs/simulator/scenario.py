@@ -29,15 +29,17 @@ from sglang_sbs.simulator.workload import (
     with_own_blocks,
 )
 
-SCENARIOS = (
+DECODE = "paper-decode"
+"""It is no :class:`Scenario`: there is no prefill in it (:mod:`.decode`)."""
+PREFILL_SCENARIOS = (
     "paper-3k",
     "paper-5k",
     "paper-long",
-    "paper-decode",
     "fixed:TOKENS",
     "sessions",
     "trace:FILE",
 )
+SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
 _PAPER_INSTANCES = 3
 LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
@@ -146,6 +148,10 @@ def make_scenario(
         raise ScenarioError(f"--block-tokens {given}: {name} has blocks of its own, or none")
     if load_counts != "prompt" and name.startswith(_OWN_LENGTHS):
         raise ScenarioError(f"{name}: nothing is cached there, load 1.0 is the paper's")
+    if name == DECODE:
+        raise ScenarioError(
+            f"{DECODE} has no prefill instances; those that have: {', '.join(PREFILL_SCENARIOS)}"
+        )
     match name.partition(":"):
         case ("paper-3k", "", ""):
             shape = cluster(3072)

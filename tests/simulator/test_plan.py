@@ -16,6 +16,7 @@ from sglang_sbs.simulator.plan import (
     needs_table,
     over_seeds,
 )
+from sglang_sbs.simulator.scenario import PREFILL_SCENARIOS
 from sglang_sbs.simulator.sweep import Row
 
 CELLS = [
@@ -112,6 +113,11 @@ def test_the_command_plans_for_a_trace(tmp_path, capsys):
         (["--slo-ttft", "1"], "one of the arguments --trace --scenario is required"),
         (["--scenario", "paper-3k"], "--slo-ttft"),
         (["--scenario", "x", "--slo-ttft", "1"], "no scenario 'x'"),
+        (
+            ["--scenario", "paper-decode", "--slo-ttft", "1"],
+            "paper-decode has no prefill instances; those that have: paper-3k, paper-5k, "
+            "paper-long, fixed:TOKENS, sessions",
+        ),
         (["--trace", "/absent.csv", "--slo-ttft", "1"], "no such file"),
         (["--scenario", "paper-3k", "--slo-ttft", "1", "--prefill", "6..2"], "as in 2..6 or 2,4"),
         (["--scenario", "paper-3k", "--slo-ttft", "0"], "positive number"),
@@ -124,3 +130,10 @@ def test_bad_flags_are_named(flags, message, capsys):
         main(["plan", *flags])
     assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_help_names_every_scenario_that_can_be_planned_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in PREFILL_SCENARIOS)
