@@ -18,9 +18,11 @@ from simulator_fixtures import (
     write_turns,
 )
 
+from sglang_sbs.router.arguments import build_parser as router_parser
 from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.adaptive_trigger import HOLD_PASSES, PATIENCE_HOLDS
 from sglang_sbs.scheduling.eventlog import MAGIC, EventLogWriter
-from sglang_sbs.simulator.cli import main
+from sglang_sbs.simulator.cli import build_parser, main
 from sglang_sbs.simulator.cost import PassCost, save_cost
 from sglang_sbs.simulator.tables import load_tables
 
@@ -213,6 +215,15 @@ def test_a_trace_file_is_a_scenario(tmp_path, name, write):
     (row,) = json.loads(rows.read_text())
     assert row["scenario"] == f"trace:{trace}"
     assert row["completed"] > 0 == row["rejected"]
+
+
+def test_both_helps_say_how_long_a_hold_may_really_be():
+    simulated, router = build_parser()[0].format_help(), router_parser().format_help()
+    assert (HOLD_PASSES, PATIENCE_HOLDS) == (5, 2)
+    for words in (" ".join(simulated.split()), " ".join(router.split())):
+        told = words.rpartition("--sbs-max-hold-ms ")[2][:300]
+        assert "five mean forward times if those are longer" in told
+        assert "twice" in told and "prefix" in told
 
 
 @pytest.mark.parametrize("more", [["--loads", "0.1,0.2"], ["--max-qps", "--slo-ttft", "0.4"]])
