@@ -187,8 +187,9 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     )
     add(
         "sbs-max-hold-ms",
-        "adaptive: no request is held longer than this, or five forward times if those are longer, "
-        "while an instance could take it",
+        "adaptive: no request is held longer than this, or five mean forward times if those are "
+        "longer, while an instance could take it; twice as long if an instance has its prefix "
+        "cached",
         type=_seconds,
         default=_DEFAULTS.max_hold_s * 1000,
     )

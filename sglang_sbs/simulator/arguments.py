@@ -6,6 +6,7 @@ Owns parsing and checking of lists and names. Must not know what a command does 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -46,18 +47,24 @@ def integers(text: str) -> list[int]:
 
 def positive(text: str) -> int:
     """A positive integer."""
-    values = integers(text)
-    if len(values) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write one positive integer")
-    return values[0]
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a positive integer, as in 3")
+    return value
 
 
 def positive_number(text: str) -> float:
     """A positive number."""
-    values = numbers(text)
-    if len(values) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write one positive number")
-    return values[0]
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a positive number, as in 0.8")
+    return value
 
 
 def not_negative(text: str) -> float:
@@ -124,9 +131,14 @@ def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> a
     )
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(
+    parser: argparse.ArgumentParser,
+    *,
+    default_seeds: int | None = 1,
+    seeds_help: str = "seeds per cell (default 1)",
+) -> None:
     """Flags every simulation has."""
-    parser.add_argument("--seeds", type=positive, default=1, help="seeds per cell (default 1)")
+    parser.add_argument("--seeds", type=positive, default=default_seeds, help=seeds_help)
     parser.add_argument("--first-seed", type=int, default=1, help="(default 1)")
     parser.add_argument(
         "--cost",
@@ -161,6 +173,43 @@ def check_prefill_runs(args: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(f"--plot {args.plot}: the name must end in {', '.join(PLOT_SUFFIXES)}")
     if args.duration <= WARM_UP_S:
         parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
+
+
+def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with code 2 if ``--json``, ``--plot`` or ``--out`` cannot be written: before
+    anything is simulated for it."""
+    for name in ("json", "plot", "out"):
+        path: Path | None = getattr(args, name, None)
+        if path is None:
+            continue
+        try:
+            if name == "out":
+                path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=path).close()
+            else:
+                _try_to_write(path)
+        except OSError as error:
+            parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
+
+
+def _try_to_write(path: Path) -> None:
+    """Leaves a file as it is, and none where there was none. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    if new or path.is_dir() or path.is_file():
+        path.open("ab").close()
+    if new:
+        path.unlink()
+
+
+def given(
+    words: Sequence[str], args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> set[str]:
+    """What of the parsed ``args`` stands on the command line, be it the default or not."""
+    blank = argparse.Namespace(**dict.fromkeys(vars(args)))
+    return {
+        name for name, value in vars(parser.parse_args(words, blank)).items() if value is not None
+    }
 
 
 def seeds(args: argparse.Namespace) -> range:

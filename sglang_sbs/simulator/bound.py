@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_overlap,
+    check_outputs,
     cost_words,
     names,
     numbers,
@@ -209,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    check_outputs(args, parser)
     if args.duration <= WARM_UP_S:
         parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
     policies = names(args.policies, POLICY_CONFIGS, "--policies", parser)

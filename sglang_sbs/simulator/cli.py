@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_prefill_runs,
+    check_outputs,
     check_prefill_runs,
     cost_words,
+    given,
     names,
     numbers,
     open_console,
@@ -34,15 +34,24 @@ from sglang_sbs.simulator.cluster_arguments import (
     cluster_fields,
     topology_fields,
 )
-from sglang_sbs.simulator.decode import STEP_COSTS
+from sglang_sbs.simulator.decode import STEP_COSTS, DecodeSpec
 from sglang_sbs.simulator.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
 from sglang_sbs.simulator.matrix import main as matrix_main
 from sglang_sbs.simulator.paper import main as paper_main
 from sglang_sbs.simulator.plan import main as plan_main
 from sglang_sbs.simulator.replay import replay
-from sglang_sbs.simulator.scenario import SCENARIOS, ScenarioError, make_scenario
+from sglang_sbs.simulator.scenario import DECODE, SCENARIOS, ScenarioError, make_scenario
 from sglang_sbs.simulator.scheduler_arguments import add_scheduler, scheduler_fields
-from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, Row, Task, max_load, run_job
+from sglang_sbs.simulator.spec import TopologyError
+from sglang_sbs.simulator.sweep import (
+    POLICY_CONFIGS,
+    EmptyWindowError,
+    Job,
+    Row,
+    Task,
+    max_load,
+    run_job,
+)
 from sglang_sbs.simulator.tables import (
     ResultTable,
     cache_tables,
@@ -53,7 +62,6 @@ from sglang_sbs.simulator.tables import (
 from sglang_sbs.simulator.workload import TraceError
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
-_DECODE = "paper-decode"
 
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
@@ -67,6 +75,7 @@ examples:
       --policies sbs,sbs_basic,cache_aware,session,least_tokens --duration 420
   sglang-sbs simulate paper-3k --at 30:drain:p1,40:up:p1,50:down:p2,70:up:p2 --duration 100
   sglang-sbs simulate paper-3k --instance count=2,dp=8 --instance dp=4,speed=0.5 --jitter 0.15
+  sglang-sbs simulate fixed:1600 --loads 0.6,0.8  every prompt has 1600 tokens
   sglang-sbs simulate paper-decode --seeds 3
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
@@ -102,7 +111,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
         default="h100",
         help="decode step cost of paper-decode (h100)",
     )
-    parser.add_argument("--max-qps", action="store_true", help="search the capacity at the SLO")
+    parser.add_argument(
+        "--max-qps",
+        action="store_true",
+        help="search the capacity: the most that is served with the mean TTFT of the SLO and "
+        "without a refusal",
+    )
     parser.add_argument(
         "--slo-ttft", type=positive_number, help="mean TTFT in seconds (the scenario's)"
     )
@@ -112,8 +126,16 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; exit code 2 for bad arguments, 1 if a replay differs."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run; exit code 2 for bad arguments, 1 if a replay differs or has nothing to replay, 130 if
+    interrupted."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("sglang-sbs simulate: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(words: list[str]) -> int:
     if words[:1] == ["paper"]:
         return paper_main(words[1:])
     if words[:1] == ["plan"]:
@@ -124,23 +146,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bound_main(words[1:])
     parser, cluster_actions = build_parser()
     args = parser.parse_args(words)
-    console = open_console()
     if args.replay is not None:
-        return _replay(args.replay, console)
+        return _replay(args.replay)
     if args.scenario is None:
         parser.error(f"name a scenario: {', '.join(SCENARIOS)} (or --replay LOG)")
+    decode = args.scenario == DECODE
+    without = _without_meaning(cluster_actions, decode=decode, max_qps=args.max_qps)
+    for name in sorted(given(words, args, parser) & without.keys()):
+        parser.error(f"--{name.replace('_', '-')}: {without[name]}")
     check_prefill_runs(args, parser)
-    decode = args.scenario == _DECODE
-    if decode and args.max_qps:
-        parser.error("--max-qps searches the prefill capacity; paper-decode has none")
-    for action in cluster_actions if decode else ():
-        if getattr(args, action.dest) != action.default:
-            parser.error(f"{action.option_strings[0]}: paper-decode has no prefill cluster")
-    rows = run_with_progress(
-        _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser),
-        console,
-        args.workers,
-    )
+    check_outputs(args, parser)
+    console = open_console()
+    tasks = _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser)
+    try:
+        rows = run_with_progress(tasks, console, args.workers)
+    except EmptyWindowError as error:
+        parser.error(f"--duration: {error}")
     if decode:
         tables = [decode_table(rows)]
     else:
@@ -155,6 +176,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         write_json(rows, args.json, console)
     return 0
+
+
+def _without_meaning(
+    cluster: Sequence[argparse.Action], *, decode: bool, max_qps: bool
+) -> dict[str, str]:
+    """The flags that a run would not look at, and why."""
+    if not decode:
+        flags = {"step_cost": f"decode steps are in {DECODE} only; the cost of passes is --cost"}
+        if max_qps:
+            flags["loads"] = "--max-qps searches for the load"
+        else:
+            flags["slo_ttft"] = "only --max-qps searches for the load that meets it"
+        return flags
+    return {
+        **{action.dest: f"{DECODE} has no prefill cluster" for action in cluster},
+        "chunks": f"{DECODE} has no prefill cluster",
+        "max_qps": f"this searches the prefill capacity; {DECODE} has none",
+        "slo_ttft": f"this is of the prefill capacity; {DECODE} has none",
+        "cost": f"{DECODE} has no prefill passes; the cost of its steps is --step-cost",
+        "loads": f"{DECODE} has one load, {DecodeSpec().concurrency} requests in a closed loop",
+        "duration": f"{DECODE} has a fixed number of steps",
+    }
 
 
 def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
@@ -176,7 +219,7 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         scenario = make_scenario(args.scenario, **spec)
     except (ScenarioError, TraceError) as error:
         parser.error(str(error))
-    except ValueError as error:
+    except TopologyError as error:
         parser.error(f"--at {error}")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config = scheduler_fields(args)
@@ -219,18 +262,25 @@ def _plot(
     write_page(path, f"Simulation of {scenario}", parts)
 
 
-def _replay(path: Path, console: Console) -> int:
+def _replay(path: Path) -> int:
     try:
         result = replay(path)
     except (OSError, ValueError) as error:
-        console.print(f"[red]{error}[/]", highlight=False)
+        print(f"sglang-sbs simulate: --replay: {error}", file=sys.stderr)
         return 2
-    if result.difference:
-        console.print(f"[red]differs[/] at event {result.events}: {result.difference}")
+    if result.torn_bytes:
+        print(
+            f"{path} is torn: its last {result.torn_bytes} bytes are no whole record and are left "
+            "out, as when a router was killed",
+            file=sys.stderr,
+        )
+    if not result.events:
+        print(f"{path} holds no events: there is nothing to reproduce", file=sys.stderr)
         return 1
-    console.print(
-        f"{result.events} events, {result.commands} commands: all decisions reproduced exactly"
-    )
+    if result.difference:
+        print(f"differs at event {result.events}: {result.difference}")
+        return 1
+    print(f"{result.events} events, {result.commands} commands: all decisions reproduced exactly")
     return 0
 
 

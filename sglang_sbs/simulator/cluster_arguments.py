@@ -15,11 +15,12 @@ from sglang_sbs.simulator.arguments import add_overlap, not_negative, positive, 
 from sglang_sbs.simulator.scenario import LOAD_COUNTS
 from sglang_sbs.simulator.spec import ACTIONS, KV_CAPACITY_TOKENS, Action, TopologyChange
 
-_INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float]]] = {
-    "dp": ("dp_size", positive),
-    "chunk": ("chunk_tokens", positive),
-    "speed": ("speed", positive_number),
+_INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float], str]] = {
+    "dp": ("dp_size", positive, "a positive integer, as in dp=4"),
+    "chunk": ("chunk_tokens", positive, "a positive integer, as in chunk=4096"),
+    "speed": ("speed", positive_number, "a positive number, as in speed=0.5"),
 }
+_COUNT_KEY = ("count", positive, "a positive integer, as in count=2")
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -224,11 +225,15 @@ def _instances(text: str) -> list[dict[str, float]]:
             raise argparse.ArgumentTypeError(
                 f"{word!r}: write count=, {'=, '.join(_INSTANCE_KEYS)}=, as in dp=4,speed=0.5"
             )
+        name, parse, expected = _INSTANCE_KEYS.get(key, _COUNT_KEY)
+        try:
+            number = parse(value)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{word!r}: write {expected}") from error
         if key == "count":
-            count = positive(value)
+            count = int(number)
         else:
-            name, parse = _INSTANCE_KEYS[key]
-            fields[name] = parse(value)
+            fields[name] = number
     return [fields] * count
 
 

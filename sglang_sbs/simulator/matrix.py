@@ -15,6 +15,7 @@ from typing import Any
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_overlap,
+    check_outputs,
     cost_words,
     names,
     open_console,
@@ -104,7 +105,14 @@ REGIMES: dict[str, list[Cell]] = {
     ],
     "long": [Cell(f"3-64K, load {load:g}", "paper-long", load, 200.0) for load in (0.2, 0.4, 0.6)]
     + [Cell("3-64K, load 0.75", "paper-long", 0.75, 200.0)],
+    "fixed": [
+        Cell(f"all {tokens} tokens, load {load:g}", f"fixed:{tokens}", load)
+        for tokens in (1600, 2000)
+        for load in (0.6, 0.8)
+    ]
+    + [Cell("chunk 1024, load 0.8", "paper-3k", 0.8, spec={"chunk_tokens": 1024})],
 }
+"""``fixed``: prompts of which no two fit into a chunk, and chunks that most prompts do not fit."""
 _TRACE_LOADS = (0.2, 0.4, 0.6, 0.75)
 
 
@@ -142,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    check_outputs(args, parser)
     (policy,) = names(args.policy, POLICY_CONFIGS, "--policy", parser)[:1]
     rivals = names(args.rivals, POLICY_CONFIGS, "--rivals", parser)
     costs = cost_words(args.cost, parser)

@@ -16,6 +16,7 @@ import orjson
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_overlap,
+    check_outputs,
     cost_words,
     open_console,
     run_with_progress,
@@ -105,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    check_outputs(args, parser)
     costs = cost_words(args.cost, parser)
     return report(
         costs,

@@ -12,6 +12,7 @@ from pathlib import Path
 from sglang_sbs.simulator.arguments import (
     add_common,
     add_prefill_runs,
+    check_outputs,
     check_prefill_runs,
     cost_words,
     instance_counts,
@@ -24,17 +25,21 @@ from sglang_sbs.simulator.arguments import (
     write_json,
 )
 from sglang_sbs.simulator.cluster_arguments import add_cluster, cluster_fields
-from sglang_sbs.simulator.scenario import ScenarioError, make_scenario
-from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, Row, Task, max_load
+from sglang_sbs.simulator.scenario import PREFILL_SCENARIOS, ScenarioError, make_scenario
+from sglang_sbs.simulator.sweep import POLICY_CONFIGS, EmptyWindowError, Job, Row, Task, max_load
 from sglang_sbs.simulator.tables import ResultTable, mean_of
 from sglang_sbs.simulator.workload import TraceError
 
+TRACE_SEEDS = 5
+"""Windows of a trace that are simulated unless told otherwise."""
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,random_rank"
 
 _EPILOG = """\
 The rate is the workload's own: a trace's mean rate, 171 QPS for paper-3k (57 per instance of the
 paper's three), unless --qps says otherwise. A trace is replayed at other rates by compressing its
-time, so its bursts stay what they are.
+time, so its bursts stay what they are. Each seed is another window of --duration seconds of it;
+which one it is matters in a trace with bursts. So the tables show the mean over seeds, and after it
+the least and the most. The rows of --json have them as max_qps_least and max_qps_most.
 
 examples:
   sglang-sbs simulate plan --trace requests.jsonl --slo-ttft 2 --prefill 1..4 --growth 2,4
@@ -54,9 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     workload = parser.add_mutually_exclusive_group(required=True)
     workload.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake jsonl or Azure csv")
-    workload.add_argument("--scenario", help="paper-3k, paper-5k or paper-long")
+    workload.add_argument("--scenario", help=", ".join(PREFILL_SCENARIOS))
     parser.add_argument(
-        "--slo-ttft", type=positive_number, required=True, help="mean TTFT in seconds"
+        "--slo-ttft",
+        type=positive_number,
+        required=True,
+        help="mean TTFT in seconds, of requests of which none is refused",
     )
     parser.add_argument(
         "--prefill",
@@ -70,7 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--growth", type=numbers, default=[2.0], help="plan for these multiples of it, too (2)"
     )
     add_prefill_runs(parser, DEFAULT_POLICIES)
-    add_common(parser)
+    add_common(
+        parser,
+        default_seeds=None,
+        seeds_help="seeds per cell; of a trace each is another window of it (default "
+        f"{TRACE_SEEDS} for traces, else 1)",
+    )
     add_cluster(parser)
     return parser
 
@@ -84,11 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(costs) != 1:
         parser.error("--cost: a plan is made for one cost model")
     check_prefill_runs(args, parser)
+    check_outputs(args, parser)
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
     try:
         scenario = make_scenario(name, **cluster_fields(args))
     except (ScenarioError, TraceError) as error:
         parser.error(str(error))
+    args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
     tasks: list[Task] = []
     for chunk in args.chunks or [scenario.spec.chunk_tokens]:
         for instances in args.prefill:
@@ -102,11 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                     job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
                     tasks.append((max_load, (job, args.slo_ttft)))
     console = open_console()
-    rows = run_with_progress(tasks, console, args.workers)
+    try:
+        rows = run_with_progress(tasks, console, args.workers)
+    except EmptyWindowError as error:
+        parser.error(f"--duration: {error}")
     own_qps = args.qps or scenario.workload_qps
     rates = [("now", own_qps)]
     rates += [(f"x {factor:g}", factor * own_qps) for factor in args.growth if factor != 1.0]
     cells = over_seeds(rows)
+    rows = [{**row, **spread_of(cells, row)} for row in rows]
     tables = [capacity_table(cells, args.slo_ttft), needs_table(cells, rates)]
     for table in tables:
         table.print(console)
@@ -119,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def over_seeds(rows: Sequence[Row]) -> list[Row]:
-    """One row per policy, instances and chunk: the mean capacity over seeds."""
+    """One row per policy, instances and chunk: the mean capacity over seeds, least and most."""
     keys = dict.fromkeys((r["policy"], r["prefill_instances"], r["chunk_tokens"]) for r in rows)
     cells = []
     for policy, instances, chunk in keys:
@@ -131,60 +150,95 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
                 "prefill_instances": instances,
                 "chunk_tokens": chunk,
                 "max_qps": mean_of(mine, "max_qps"),
+                "max_qps_least": min(r["max_qps"] for r in mine),
+                "max_qps_most": max(r["max_qps"] for r in mine),
+                "seeds": len(mine),
             }
         )
     return cells
 
 
-def best_chunk(cells: Sequence[Row], policy: str, instances: int) -> Row:
-    """The cell with the largest capacity; the smaller chunk if two are equal."""
+def spread_of(cells: Sequence[Row], row: Row) -> Row:
+    """The least and the most of the cell that a row is of."""
+    keys = ("policy", "prefill_instances", "chunk_tokens")
+    (cell,) = (c for c in cells if all(c[key] == row[key] for key in keys))
+    return {key: cell[key] for key in ("max_qps_least", "max_qps_most")}
+
+
+def best_chunk(cells: Sequence[Row], policy: str, instances: int, capacity: str = "max_qps") -> Row:
+    """The cell with the largest capacity; the smaller chunk if two are equal.
+
+    Args:
+        capacity: the field that is the capacity: its mean over seeds, or the least or the most.
+    """
     mine = [c for c in cells if (c["policy"], c["prefill_instances"]) == (policy, instances)]
-    return max(mine, key=lambda c: (c["max_qps"], -c["chunk_tokens"]))
+    return max(mine, key=lambda c: (c[capacity], -c["chunk_tokens"]))
 
 
 def capacity_table(cells: Sequence[Row], slo_ttft_s: float) -> ResultTable:
-    """Max QPS by policy and instances, at the best chunk."""
+    """Max QPS by policy and instances, at the best chunk; with several seeds the least and the most
+    of them, too."""
     counts = sorted({c["prefill_instances"] for c in cells})
     table = ResultTable(
-        f"max QPS of the cluster at mean TTFT {slo_ttft_s:g} s (at the best chunk)",
+        f"max QPS of the cluster at mean TTFT {slo_ttft_s:g} s (at the best chunk)"
+        f"{_over(cells, 'least-most')}",
         ["policy", *(f"{n} instances" for n in counts)],
     )
     for policy in dict.fromkeys(c["policy"] for c in cells):
         best = [best_chunk(cells, policy, n) for n in counts]
-        table.rows.append([policy, *(f"{b['max_qps']:.1f} ({b['chunk_tokens']})" for b in best)])
+        table.rows.append([policy, *map(_capacity_words, best)])
     return table
 
 
-def needed(cells: Sequence[Row], policy: str, rate_qps: float) -> Row | None:
+def _capacity_words(cell: Row) -> str:
+    spread = f", {cell['max_qps_least']:.1f}-{cell['max_qps_most']:.1f}"
+    return f"{cell['max_qps']:.1f}{spread if cell['seeds'] > 1 else ''} ({cell['chunk_tokens']})"
+
+
+def _over(cells: Sequence[Row], spread: str) -> str:
+    """What a title says of several seeds."""
+    seeds = max(c["seeds"] for c in cells)
+    return f": mean over {seeds} seeds, {spread}" if seeds > 1 else ""
+
+
+def needed(
+    cells: Sequence[Row], policy: str, rate_qps: float, capacity: str = "max_qps"
+) -> Row | None:
     """The fewest instances (at their best chunk) that carry the rate; None if none tried does."""
     for instances in sorted({c["prefill_instances"] for c in cells}):
-        best = best_chunk(cells, policy, instances)
-        if best["max_qps"] >= rate_qps:
+        best = best_chunk(cells, policy, instances, capacity)
+        if best[capacity] >= rate_qps:
             return best
     return None
 
 
 def needs_table(cells: Sequence[Row], rates: Sequence[tuple[str, float]]) -> ResultTable:
-    """Instances and chunk per policy and rate."""
+    """Instances and chunk per policy and rate; where seeds differ, the fewest and the most, too."""
     counts = sorted({c["prefill_instances"] for c in cells})
     table = ResultTable(
-        "prefill instances needed (chunk)",
+        f"prefill instances needed (chunk){_over(cells, 'fewest-most of a seed')}",
         ["policy", *(f"{label}: {rate:.4g} QPS" for label, rate in rates)],
     )
     for policy in dict.fromkeys(c["policy"] for c in cells):
         words = []
         for _, rate in rates:
-            found = needed(cells, policy, rate)
-            if found is None:
-                words.append(f"more than {counts[-1]}")
-                continue
-            fewest = found["prefill_instances"] == counts[0] > 1
-            words.append(
-                f"{found['prefill_instances']}{' or fewer' if fewest else ''} "
-                f"({found['chunk_tokens']})"
+            mean, fewest, most = (
+                _count_words(needed(cells, policy, rate, capacity), counts)
+                for capacity in ("max_qps", "max_qps_most", "max_qps_least")
             )
+            found = needed(cells, policy, rate)
+            chunk = f" ({found['chunk_tokens']})" if found is not None else ""
+            words.append(f"{mean}{chunk}{f', {fewest} - {most}' if fewest != most else ''}")
         table.rows.append([policy, *words])
     return table
+
+
+def _count_words(found: Row | None, counts: Sequence[int]) -> str:
+    """How many of the ``counts`` tried."""
+    if found is None:
+        return f"more than {counts[-1]}"
+    fewest = found["prefill_instances"] == counts[0] > 1
+    return f"{found['prefill_instances']}{' or fewer' if fewest else ''}"
 
 
 def _plot(

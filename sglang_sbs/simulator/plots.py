@@ -268,14 +268,22 @@ def _timeline_figures(outcome: Outcome, instances: int) -> str:
 def capacity_by_instances(
     rows: Rows, rates_qps: Sequence[tuple[str, float]], slo_ttft_s: float
 ) -> Figure:
-    """Max QPS at the SLO by number of prefill instances, each policy at its best chunk, with a
-    horizontal line for every rate the workload has or will have."""
+    """Max QPS at the SLO by number of prefill instances, each policy at its best chunk, from the
+    least to the most of any seed, with a horizontal line for every rate the workload has or will
+    have."""
     figure, (axis,) = _axes(1, 1, 8, 5.5)
     for policy in dict.fromkeys(row["policy"] for row in rows):
         mine = [r for r in rows if r["policy"] == policy]
         counts = sorted({r["prefill_instances"] for r in mine})
-        best = [max(r["max_qps"] for r in mine if r["prefill_instances"] == n) for n in counts]
-        axis.plot(counts, best, marker="o", label=policy)
+        best = [
+            max((r for r in mine if r["prefill_instances"] == n), key=lambda r: r["max_qps"])
+            for n in counts
+        ]
+        least, mean, most = (
+            [row[key] for row in best] for key in ("max_qps_least", "max_qps", "max_qps_most")
+        )
+        (line,) = axis.plot(counts, mean, marker="o", label=policy)
+        axis.fill_between(counts, least, most, color=line.get_color(), alpha=0.15)
     for label, rate in rates_qps:
         axis.axhline(rate, linestyle="--", color="grey")
         axis.annotate(f"{label}: {rate:.4g} QPS", (0.01, rate), xycoords=("axes fraction", "data"))

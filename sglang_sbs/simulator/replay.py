@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_sbs.scheduling import Scheduler
-from sglang_sbs.scheduling.eventlog import read_event_log
+from sglang_sbs.scheduling.eventlog import MAGIC, read_event_log
+
+_HEAD_BYTES = 4
+"""Each record of a log begins with its length."""
 
 
 @dataclass(slots=True)
@@ -20,6 +23,8 @@ class ReplayResult:
     commands: int = 0
     difference: str = ""
     """The first disagreement; empty if there is none."""
+    torn_bytes: int = 0
+    """What is left of a last record that was not written to its end."""
 
 
 def replay(path: Path) -> ReplayResult:
@@ -29,7 +34,7 @@ def replay(path: Path) -> ReplayResult:
         OSError, ValueError: the log cannot be read.
     """
     scheduler: Scheduler | None = None
-    result = ReplayResult()
+    result = ReplayResult(torn_bytes=_torn_bytes(path))
     for record in read_event_log(path):
         if record.event is None:
             scheduler = Scheduler(record.config)
@@ -43,3 +48,16 @@ def replay(path: Path) -> ReplayResult:
             result.difference = f"{record.event}: now {commands}, recorded {record.commands}"
             return result
     return result
+
+
+def _torn_bytes(path: Path) -> int:
+    size = path.stat().st_size
+    whole = len(MAGIC)
+    with path.open("rb") as file:
+        file.seek(whole)
+        while len(head := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
+            end = file.tell() + int.from_bytes(head, "big")
+            if end > size:
+                break
+            whole = file.seek(end)
+    return max(0, size - whole)

@@ -18,6 +18,7 @@ from sglang_sbs.simulator.optimum import optimal_cached_tokens
 from sglang_sbs.simulator.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.simulator.workload import (
     MOONCAKE_BLOCK_TOKENS,
+    MOST_PROMPT_TOKENS,
     Arrival,
     LengthOf,
     read_trace,
@@ -28,11 +29,24 @@ from sglang_sbs.simulator.workload import (
     with_own_blocks,
 )
 
-SCENARIOS = ("paper-3k", "paper-5k", "paper-long", "paper-decode", "sessions", "trace:FILE")
+DECODE = "paper-decode"
+"""It is no :class:`Scenario`: there is no prefill in it (:mod:`.decode`)."""
+PREFILL_SCENARIOS = (
+    "paper-3k",
+    "paper-5k",
+    "paper-long",
+    "fixed:TOKENS",
+    "sessions",
+    "trace:FILE",
+)
+SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
 _PAPER_INSTANCES = 3
 LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
+_SHORT_MEAN_TOKENS = 1000.5
+_OWN_LENGTHS = ("paper-", "fixed:")
+"""Scenarios whose prompts share nothing."""
 _LONG = truncated_pareto(3072, 65536, 6700.0)
 _SAMPLE = 20.0, 500.0, 0
 """Conversations that load 1.0 is calculated of: rate, seconds, seed."""
@@ -85,9 +99,10 @@ def make_scenario(
             :func:`uncached_qps`.
 
     Load 1.0 is 57 QPS per prefill instance in ``paper-3k``, 70 in ``paper-5k`` (the baseline
-    peaks of the paper, which are only physical as figures per instance), the rate of full chunks in
-    ``paper-long``, ``sessions`` and in traces. Where instances differ, one counts as what its full
-    chunks are worth.
+    peaks of the paper, which are only physical as figures per instance), as many tokens per second
+    as in ``paper-3k`` where all prompts have one length (``fixed:TOKENS``), the rate of full chunks
+    in ``paper-long``, ``sessions`` and in traces. Where instances differ, one counts as what its
+    full chunks are worth.
 
     Raises:
         ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
@@ -129,10 +144,14 @@ def make_scenario(
             )
 
     given = spec.get("block_tokens", 0)
-    if given and not name.startswith("paper-"):
+    if given and not name.startswith(_OWN_LENGTHS):
         raise ScenarioError(f"--block-tokens {given}: {name} has blocks of its own, or none")
-    if load_counts != "prompt" and name.startswith("paper-"):
+    if load_counts != "prompt" and name.startswith(_OWN_LENGTHS):
         raise ScenarioError(f"{name}: nothing is cached there, load 1.0 is the paper's")
+    if name == DECODE:
+        raise ScenarioError(
+            f"{DECODE} has no prefill instances; those that have: {', '.join(PREFILL_SCENARIOS)}"
+        )
     match name.partition(":"):
         case ("paper-3k", "", ""):
             shape = cluster(3072)
@@ -147,6 +166,15 @@ def make_scenario(
             qps = full_chunk_tokens_per_s(shape) / 6700.0
             own_qps = qps * _PAPER_INSTANCES / worth(shape)
             return Scenario(name, shape, qps, bursty(_LONG), 4.0, own_qps)
+        case ("fixed", ":", text):
+            tokens = _length(text)
+            shape = cluster(3072)
+            check_room(shape, tokens)
+            rate = 57.0 * _SHORT_MEAN_TOKENS / tokens
+            some_length = bursty(lambda _: tokens)
+            return Scenario(
+                name, shape, rate * worth(shape), some_length, 0.8, rate * _PAPER_INSTANCES
+            )
         case ("sessions", "", ""):
             if burstiness != 1.0:
                 raise ScenarioError("sessions have their own bursts; leave the burstiness out")
@@ -162,7 +190,7 @@ def make_scenario(
             trace = read_trace(Path(file))
             has_blocks = any(arrival.blocks for arrival in trace)
             shape = cluster(
-                4096 if file.endswith(".csv") else 16384,
+                4096 if file.lower().endswith(".csv") else 16384,
                 MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
             )
             check_room(shape, max(arrival.prompt_tokens for arrival in trace))
@@ -176,6 +204,15 @@ def make_scenario(
                 rate,
             )
     raise ScenarioError(f"no scenario {name!r}; one of {', '.join(SCENARIOS)}")
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_PROMPT_TOKENS:
+        raise ScenarioError(
+            f"fixed:{text}: write how many tokens every prompt has, 1 to {MOST_PROMPT_TOKENS}, "
+            "as in fixed:1600"
+        )
+    return int(text)
 
 
 def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:

@@ -35,7 +35,13 @@ _FLAGS = {
     "sbs-max-queue-tokens": _Flag(
         "max_queue_tokens", positive, 1, "most prompt tokens in the queue (unbounded)"
     ),
-    "sbs-max-hold-ms": _Flag("max_hold_s", positive_number, 1e-3, "longest hold (2000)"),
+    "sbs-max-hold-ms": _Flag(
+        "max_hold_s",
+        positive_number,
+        1e-3,
+        "sbs: longest hold, or five mean forward times if those are longer; twice that for a "
+        "cached prefix (2000)",
+    ),
     "sbs-t-default-ms": _Flag(
         "t_default_s", positive_number, 1e-3, "T_default: forward time before the first (300)"
     ),

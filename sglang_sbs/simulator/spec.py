@@ -32,6 +32,10 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
 _SHARES = ("length_error", "endforward_loss", "endforward_duplicates")
 
 
+class TopologyError(ValueError):
+    """Changes that cannot follow one another, or of no instance; the message names the change."""
+
+
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One prefill instance."""
 
@@ -194,12 +198,12 @@ def _check_changes(changes: Sequence[TopologyChange], names: Sequence[str]) -> N
     for change in changes:
         label = f"{change.at_s:g}:{change.action}:{change.instance}"
         if change.instance not in names:
-            raise ValueError(f"{label}: no such instance; there are {', '.join(names)}")
+            raise TopologyError(f"{label}: no such instance; there are {', '.join(names)}")
         if change.at_s < time_s:
-            raise ValueError(f"{label}: topology changes must be in the order of time")
+            raise TopologyError(f"{label}: topology changes must be in the order of time")
         before = last.get(change.instance)
         if before is not None and change.action not in _ALLOWED[before]:
-            raise ValueError(
+            raise TopologyError(
                 f"{label}: after {before} comes {' or '.join(_ALLOWED[before])}, "
                 f"not {change.action}"
             )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from multiprocessing import active_children
 from typing import Any
 
 import msgspec
@@ -184,20 +186,36 @@ def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], spec: ClusterSp
     }
 
 
+class EmptyWindowError(ValueError):
+    """There is nothing to measure; the message names the run and what to change."""
+
+
 def max_load(
     job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0, tolerance: float = 0.01
 ) -> Row:
-    """The largest load whose mean TTFT stays within the SLO, by bisection.
+    """The largest load that is served within the SLO, by bisection.
+
+    Served within the SLO: none of the requests after the warm-up is refused or left over, and their
+    mean TTFT is at most ``slo_ttft_s``. A load that has no such requests says nothing about
+    capacity, and never is the result.
 
     Args:
         low, high: where to look first; above ``high`` only if all of that meets the SLO.
         tolerance: how close the result is to the true one, as a share of it.
+
+    Raises:
+        EmptyWindowError: whatever the load, nothing arrives after the warm-up.
     """
     scenario = scenario_of(job)
+    rows: dict[float, Row] = {}
 
     def meets(load: float) -> bool:
-        row = run(scenario, job.at_load(load))
-        return bool(row["unfinished"] == 0 and row["ttft_mean_s"] <= slo_ttft_s)
+        arrivals = scenario.at_load(load, job.duration_s, job.seed)
+        if not any(arrival.at_s >= WARM_UP_S for arrival in arrivals):
+            return True
+        row = rows[load] = run(scenario, job.at_load(load))
+        served = row["unfinished"] == row["rejected"] == 0
+        return bool(served and row["ttft_mean_s"] <= slo_ttft_s)
 
     def bisect(low: float, high: float) -> tuple[float, bool]:
         """The largest load found, and whether a larger one was seen to break the SLO."""
@@ -217,9 +235,16 @@ def max_load(
         while not broken and high < _MOST_LOAD and meets(high):
             low, broken = bisect(high, 2 * high)
             high *= 2
+    if not rows:
+        raise EmptyWindowError(
+            f"{job.scenario}, seed {job.seed}: nothing arrives between the warm-up of "
+            f"{WARM_UP_S:g} s and the end at {job.duration_s:g} s, at whatever load; simulate "
+            "more seconds, or other seeds"
+        )
     # No load meets the SLO: the row says what the lightest one tried gives, and a capacity of 0.
-    at_limit = run(scenario, job.at_load(low or high))
-    max_qps = low * scenario.nominal_qps
+    within = low if low in rows else 0.0
+    at_limit = rows[within or min(rows)]
+    max_qps = within * scenario.nominal_qps
     return {**at_limit, "slo_ttft_s": slo_ttft_s, "max_qps": max_qps}
 
 
@@ -228,7 +253,10 @@ def run_all(
     on_row: Callable[[Row], None] = lambda _row: None,
     workers: int | None = None,
 ) -> list[Row]:
-    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs."""
+    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs.
+
+    The first error, or an interrupt, ends it: no further job is begun, and none is waited for.
+    """
     listed = list(jobs)
     rows: list[Row | None] = [None] * len(listed)
     if workers == 1:
@@ -236,10 +264,24 @@ def run_all(
             rows[index] = row = call(*args)
             on_row(row)
         return [row for row in rows if row is not None]
-    with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+    others = set(active_children())
+    # A terminal interrupts the workers, too: they leave the word to this process.
+    pool = ProcessPoolExecutor(
+        workers or len(os.sched_getaffinity(0)),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
         futures = {pool.submit(call, *args): i for i, (call, args) in enumerate(listed)}
         for done in as_completed(futures):
             row = done.result()
             rows[futures[done]] = row
             on_row(row)
+    except BaseException:
+        mine = set(active_children()) - others
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in mine:
+            process.terminate()
+        raise
+    pool.shutdown()
     return [row for row in rows if row is not None]

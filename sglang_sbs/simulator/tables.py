@@ -59,14 +59,16 @@ def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
                 saturated = any(r["unfinished"] for r in mine)
                 mean_s = mean_of(mine, "ttft_mean_s")
                 if math.isnan(mean_s):
-                    cells.append("nothing completed")
+                    arrived = any(r["rejected"] or r["unfinished"] for r in mine)
+                    cells.append("nothing completed" if arrived else "no arrivals after warm-up")
                     continue
                 refused = sum(r["rejected"] for r in mine) / sum(
                     r["completed"] + r["rejected"] for r in mine
                 )
+                use = mean_of(mine, "chunk_utilization")
                 cells.append(
-                    f"{mean_s:.3f}/{mean_of(mine, 'ttft_p99_s'):.2f} "
-                    f"{mean_of(mine, 'chunk_utilization'):.0%}"
+                    f"{mean_s:.3f}/{mean_of(mine, 'ttft_p99_s'):.2f}"
+                    + ("" if math.isnan(use) else f" {use:.0%}")
                     + (f" ({refused:.0%} refused)" if refused else "")
                     + (" (saturated)" if saturated else "")
                 )

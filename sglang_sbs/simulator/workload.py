@@ -7,7 +7,9 @@ Conversations are in :mod:`.conversations`.
 from __future__ import annotations
 
 import csv
+import io
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +20,8 @@ from typing import Any, NamedTuple
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens per ``hash_id`` of a Mooncake trace."""
+MOST_PROMPT_TOKENS = 10_000_000
+"""Longer prompts are taken for a mistake in what was written."""
 LengthOf = Callable[[random.Random], int]
 """Draws a prompt length in tokens."""
 
@@ -103,15 +107,15 @@ def read_trace(path: Path) -> list[Arrival]:
     block that less than half of all requests have, that is, the one after the common system prompt.
 
     Raises:
-        TraceError: unknown format, a bad line, or no requests.
+        TraceError: it cannot be read, unknown format, a bad line, or no requests.
     """
     if not path.is_file():
         raise TraceError(f"{path}: no such file")
     readers = {".jsonl": _read_mooncake, ".csv": _read_azure}
-    reader = readers.get(path.suffix)
+    reader = readers.get(path.suffix.lower())
     if reader is None:
         raise TraceError(f"{path}: expected a Mooncake .jsonl or an Azure .csv trace")
-    arrivals = sorted(reader(path))
+    arrivals = sorted(reader(path, _text_of(path)))
     if not arrivals:
         raise TraceError(f"{path}: no requests in it")
     start_s = arrivals[0].at_s
@@ -119,27 +123,56 @@ def read_trace(path: Path) -> list[Arrival]:
     return [a._replace(at_s=a.at_s - start_s) for a in arrivals]
 
 
-def _read_mooncake(path: Path) -> list[Arrival]:
+def _text_of(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TraceError(f"{path}:{line}: this is not UTF-8 text") from error
+
+
+_BAD_LINE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+
+def _read_mooncake(path: Path, text: str) -> list[Arrival]:
     arrivals = []
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                entry = json.loads(line)
-                arrivals.append(
-                    Arrival(
-                        entry["timestamp"] / 1e3,
-                        max(1, int(entry["input_length"])),
-                        int(entry["output_length"]),
-                        _full_blocks(entry),
-                    )
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            arrivals.append(
+                Arrival(
+                    _finite(entry["timestamp"], "timestamp") / 1e3,
+                    max(1, _tokens(entry["input_length"], "input_length")),
+                    _tokens(entry["output_length"], "output_length"),
+                    _full_blocks(entry),
                 )
-            except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(f"{path}:{number}: not a Mooncake request ({error})") from error
+            )
+        except _BAD_LINE as error:
+            raise TraceError(f"{path}:{number}: not a Mooncake request ({error})") from error
     return arrivals
 
 
+def _finite(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    return value
+
+
+def _tokens(value: Any, name: str) -> int:
+    number = _finite(value, name)
+    if not 0 <= number <= MOST_PROMPT_TOKENS:
+        raise ValueError(f"{name} must be between 0 and {MOST_PROMPT_TOKENS}, not {value!r}")
+    return int(number)
+
+
 def _full_blocks(entry: dict[str, Any]) -> tuple[int, ...]:
-    full = entry["input_length"] // MOONCAKE_BLOCK_TOKENS
+    full = int(entry["input_length"]) // MOONCAKE_BLOCK_TOKENS
     return tuple(int(name) for name in entry.get("hash_ids", ())[:full])
 
 
@@ -153,19 +186,26 @@ def _with_sessions(arrivals: list[Arrival]) -> list[Arrival]:
     ]
 
 
-def _read_azure(path: Path) -> list[Arrival]:
-    arrivals = []
-    with path.open(newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines), 2):
-            try:
-                # Seven decimals, one more than datetime reads.
-                at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-                arrivals.append(
-                    Arrival(at_s, max(1, int(row["ContextTokens"])), int(row["GeneratedTokens"]))
+def _read_azure(path: Path, text: str) -> list[Arrival]:
+    arrivals: list[Arrival] = []
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    while True:
+        try:
+            row = next(rows, None)
+            if row is None:
+                return arrivals
+            # Seven decimals, one more than datetime reads.
+            at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            arrivals.append(
+                Arrival(
+                    at_s,
+                    max(1, _tokens(int(row["ContextTokens"]), "ContextTokens")),
+                    _tokens(int(row["GeneratedTokens"]), "GeneratedTokens"),
                 )
-            except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(f"{path}:{number}: not an Azure request ({error})") from error
-    return arrivals
+            )
+        except (*_BAD_LINE, csv.Error) as error:
+            number = rows.reader.line_num
+            raise TraceError(f"{path}:{number}: not an Azure request ({error})") from error
 
 
 def replayed(

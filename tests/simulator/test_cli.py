@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,13 @@ from simulator_fixtures import (
     write_turns,
 )
 
-from sglang_sbs.simulator.cli import main
+from sglang_sbs.router.arguments import build_parser as router_parser
+from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.adaptive_trigger import HOLD_PASSES, PATIENCE_HOLDS
+from sglang_sbs.scheduling.eventlog import MAGIC, EventLogWriter
+from sglang_sbs.simulator.cli import build_parser, main
 from sglang_sbs.simulator.cost import PassCost, save_cost
+from sglang_sbs.simulator.tables import load_tables
 
 SMALL = ["--prefill", "1", "--dp", "2", "--duration", "24", "--workers", "1"]
 
@@ -212,6 +218,15 @@ def test_a_trace_file_is_a_scenario(tmp_path, name, write):
     assert row["completed"] > 0 == row["rejected"]
 
 
+def test_both_helps_say_how_long_a_hold_may_really_be():
+    simulated, router = build_parser()[0].format_help(), router_parser().format_help()
+    assert (HOLD_PASSES, PATIENCE_HOLDS) == (5, 2)
+    for words in (" ".join(simulated.split()), " ".join(router.split())):
+        told = words.rpartition("--sbs-max-hold-ms ")[2][:300]
+        assert "five mean forward times if those are longer" in told
+        assert "twice" in told and "prefix" in told
+
+
 @pytest.mark.parametrize("more", [["--loads", "0.1,0.2"], ["--max-qps", "--slo-ttft", "0.4"]])
 def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
     for name in ("p.png", "p.html"):
@@ -233,7 +248,17 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         (["paper-4k"], "no scenario 'paper-4k'"),
         (["paper-3k", "--policies", "fifo"], "--policies: 'fifo' is not one of sbs"),
         (["paper-decode", "--policies", "eta"], "--policies: 'eta' is not one of sbs_potential"),
-        (["paper-decode", "--max-qps"], "paper-decode has none"),
+        (["paper-decode", "--max-qps"], "--max-qps: this searches the prefill capacity;"),
+        (["paper-decode", "--loads", "0.6,0.8,1.0"], "--loads: paper-decode has one load"),
+        (["paper-decode", "--chunk", "64"], "--chunks: paper-decode has no prefill cluster"),
+        (["paper-decode", "--cost=mixed"], "--cost: paper-decode has no prefill passes"),
+        (["paper-decode", "--duration", "80"], "--duration: paper-decode has a fixed number"),
+        (["paper-decode", "--slo-ttft", "1"], "--slo-ttft: this is of the prefill capacity"),
+        (["paper-decode", "--overlap"], "--overlap: paper-decode has no prefill cluster"),
+        (["paper-decode", "--latency-ms", "5"], "--latency-ms: paper-decode has no prefill"),
+        (["paper-3k", "--step-cost", "h100"], "--step-cost: decode steps are in paper-decode"),
+        (["paper-3k", "--max-qps", "--loads", "0.5"], "--loads: --max-qps searches for the load"),
+        (["paper-3k", "--slo-ttft", "0.8"], "--slo-ttft: only --max-qps searches"),
         (["paper-3k", "--cost", "free"], "--cost: 'free' is not one of table"),
         (["paper-3k", "--loads", "0.5,much"], "write positive numbers"),
         (["paper-3k", "--chunks", "0"], "write positive integers"),
@@ -245,7 +270,15 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         (["paper-3k", "--at", "soon:down:p1"], "'soon': write a number, 0 or greater"),
         (["paper-3k", "--at", "5:down:p1,6:drain:p1"], "--at 6:drain:p1: after down comes up"),
         (["paper-3k", "--instance", "ranks=4"], "'ranks=4': write count=, dp=, chunk=, speed="),
-        (["paper-3k", "--instance", "speed=0"], "positive number"),
+        (["paper-3k", "--instance", "speed=0"], "'speed=0': write a positive number, as in speed"),
+        (
+            ["paper-3k", "--instance", "speed=1,dp=0"],
+            "'dp=0': write a positive integer, as in dp=4",
+        ),
+        (["paper-3k", "--instance", "count=x"], "'count=x': write a positive integer, as in count"),
+        (["paper-3k", "--seeds", "0"], "--seeds: '0': write a positive integer, as in 3"),
+        (["paper-3k", "--seeds", "1,2"], "--seeds: '1,2': write a positive integer, as in 3"),
+        (["paper-3k", "--slo-ttft", "0"], "--slo-ttft: '0': write a positive number, as in 0.8"),
         (["paper-3k", "--instance", "dp=4", "--prefill", "2"], "--instance lists the instances"),
         (["paper-3k", "--length-error", "1"], "write a share below 1"),
         (["paper-3k", "--endforward-loss", "1.5"], "write a share between 0 and 1"),
@@ -260,6 +293,158 @@ def test_bad_flags_are_named(flags, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_window_without_arrivals_is_called_that(capsys):
+    flags = "--policies eta --loads 0.00001 --duration 21 --workers 1"
+    assert main(["paper-3k", *flags.split()]) == 0
+    out = capsys.readouterr().out
+    assert "no arrivals after warm-up" in out
+    assert "nan" not in out and "nothing completed" not in out
+
+
+def test_without_a_whole_pass_there_is_no_chunk_use_to_show():
+    row = {
+        "cost": "mixed",
+        "chunk_tokens": 512,
+        "scenario": "paper-3k",
+        "load": 1.0,
+        "policy": "eta",
+        "unfinished": 0,
+        "rejected": 0,
+        "completed": 1,
+        "ttft_mean_s": 0.5,
+        "ttft_p99_s": 0.5,
+        "chunk_utilization": math.nan,
+    }
+    cells = [
+        table.rows[0][1]
+        for change in ({}, {"chunk_utilization": 0.25}, {"completed": 0, "ttft_mean_s": math.nan})
+        for rejected in (0, 1)
+        for table in load_tables([{**row, **change, "rejected": rejected}])
+    ]
+    assert cells == [
+        "0.500/0.50",
+        "0.500/0.50 (50% refused)",
+        "0.500/0.50 25%",
+        "0.500/0.50 25% (50% refused)",
+        "no arrivals after warm-up",
+        "nothing completed",
+    ]
+
+
+@pytest.mark.parametrize("command", ["paper-3k", "matrix", "paper"])
+def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for module in ("cli", "matrix", "paper"):
+        monkeypatch.setattr(f"sglang_sbs.simulator.{module}.run_with_progress", interrupt)
+    assert main([command]) == 130
+    assert capsys.readouterr() == ("", "sglang-sbs simulate: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["trace:{}", "plan --slo-ttft 1 --trace {}", "matrix --regimes none --trace {}"],
+)
+def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_path, capsys):
+    trace = tmp_path / "latin.csv"
+    trace.write_bytes(b"TIMESTAMP,ContextTokens,GeneratedTokens\n\xff,1,1\n")
+    with pytest.raises(SystemExit) as ended:
+        main(command.format(trace).split())
+    assert ended.value.code == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "latin.csv:2: this is not UTF-8 text" in err
+    assert "--at" not in err.partition("error:")[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("paper-3k", ["--json", "--plot"]),
+        ("paper-decode", ["--json", "--plot"]),
+        ("plan --scenario paper-3k --slo-ttft 1", ["--json", "--plot"]),
+        ("matrix", ["--json"]),
+        ("bound paper-3k", ["--json"]),
+        ("paper", ["--json", "--out"]),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_run(command, flags, tmp_path, capsys):
+    file, folder = tmp_path / "file", tmp_path / "folder.png"
+    file.write_text("kept")
+    folder.mkdir()
+    for flag in flags:
+        for path in [file / "below.png", *([folder] if flag != "--out" else [file])]:
+            with pytest.raises(SystemExit) as ended:
+                main([*command.split(), flag, str(path)])
+            assert ended.value.code == 2
+            captured = capsys.readouterr()
+            assert f"{flag} {path}: cannot be written" in " ".join(captured.err.split())
+            assert not captured.out
+    assert file.read_text() == "kept"
+
+
+def test_an_old_file_stays_until_there_are_new_rows(tmp_path, capsys):
+    old, new = tmp_path / "old.json", tmp_path / "deep" / "new.json"
+    old.write_text("[]")
+    for path in (old, new):
+        with pytest.raises(SystemExit):
+            main(["paper-4k", "--json", str(path)])
+    assert old.read_text() == "[]"
+    assert not new.exists()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A log of two events, as a router writes it."""
+    path = tmp_path / "router.events"
+    config = SchedulerConfig(policy="round_robin")
+    scheduler, writer = Scheduler(config), EventLogWriter(path, config)
+    for now_s, event in (
+        (1.0, InstanceUp(instance="p0", role="prefill", dp_size=2, chunk_tokens=3000)),
+        (2.0, RequestArrived(rid="a", prompt_tokens=500)),
+    ):
+        writer.write(now_s, event, scheduler.handle(event, now_s))
+    writer.close()
+    return path
+
+
+def test_a_log_is_reproduced(log, capsys):
+    assert main(["--replay", str(log)]) == 0
+    captured = capsys.readouterr()
+    assert "2 events" in captured.out and "reproduced exactly" in captured.out
+    assert captured.err == ""
+
+
 def test_a_log_that_is_none_is_refused(tmp_path, capsys):
-    assert main(["--replay", str(tmp_path / "absent")]) == 2
-    assert "absent" in capsys.readouterr().out
+    (tmp_path / "text").write_text("not a log")
+    for name in ("absent", "text"):
+        assert main(["--replay", str(tmp_path / name)]) == 2
+        captured = capsys.readouterr()
+        assert name in captured.err
+        assert captured.out == ""
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_log_without_events_reproduces_nothing(configured, tmp_path, capsys):
+    path = tmp_path / "router.events"
+    if configured:
+        EventLogWriter(path, SchedulerConfig()).close()
+    else:
+        path.write_bytes(MAGIC)
+    assert main(["--replay", str(path)]) == 1
+    captured = capsys.readouterr()
+    assert "router.events holds no events" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("cut", [1, 5])
+def test_a_torn_log_is_reproduced_as_far_as_it_goes_and_called_torn(cut, log, capsys):
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-cut])
+    assert main(["--replay", str(log)]) == 0
+    captured = capsys.readouterr()
+    assert "1 events" in captured.out
+    assert "router.events is torn: its last" in captured.err
+    log.write_bytes(whole + b"\0\0")
+    assert main(["--replay", str(log)]) == 0
+    assert "is torn: its last 2 bytes" in capsys.readouterr().err

@@ -7,11 +7,26 @@ import json
 import pytest
 from simulator_fixtures import lengths, write_azure
 
+from sglang_sbs.simulator import plan
 from sglang_sbs.simulator.cli import main
-from sglang_sbs.simulator.plan import best_chunk, needed, needs_table
+from sglang_sbs.simulator.plan import (
+    best_chunk,
+    capacity_table,
+    needed,
+    needs_table,
+    over_seeds,
+)
+from sglang_sbs.simulator.scenario import PREFILL_SCENARIOS
+from sglang_sbs.simulator.sweep import Row
 
 CELLS = [
-    {"policy": p, "prefill_instances": n, "chunk_tokens": c, "max_qps": n * per * factor}
+    {
+        "policy": p,
+        "prefill_instances": n,
+        "chunk_tokens": c,
+        **dict.fromkeys(("max_qps", "max_qps_least", "max_qps_most"), n * per * factor),
+        "seeds": 1,
+    }
     for p, per in (("good", 10.0), ("bad", 5.0))
     for n in (2, 3, 4)
     for c, factor in ((1024, 1.0), (2048, 1.2 if p == "good" else 0.9))
@@ -33,12 +48,54 @@ def test_the_table_says_when_the_range_was_too_small_or_too_large():
     ]
 
 
+def rows_of(*max_qps: float, instances: int) -> list[Row]:
+    return [
+        {"policy": "sbs", "prefill_instances": instances, "chunk_tokens": 512, "max_qps": qps}
+        for qps in max_qps
+    ]
+
+
+def test_how_far_seeds_are_apart_is_shown():
+    cells = over_seeds([*rows_of(4, 8, 12, instances=1), *rows_of(16, 17, 18, instances=2)])
+    capacity = capacity_table(cells, 0.5)
+    assert "mean over 3 seeds, least-most" in capacity.title
+    assert capacity.rows == [["sbs", "8.0, 4.0-12.0 (512)", "17.0, 16.0-18.0 (512)"]]
+    needs = needs_table(cells, [("now", 3), ("x 2", 6), ("x 3", 9), ("x 5.5", 16.5)])
+    assert "mean over 3 seeds, fewest-most of a seed" in needs.title
+    assert needs.rows == [
+        ["sbs", "1 (512)", "1 (512), 1 - 2", "2 (512), 1 - 2", "2 (512), 2 - more than 2"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "seeds"), [([], {1, 2, 3, 4, 5}), (["--seeds", "2", "--first-seed", "7"], {7, 8})]
+)
+def test_a_plan_for_a_trace_looks_at_several_windows(flags, seeds, tmp_path, monkeypatch, capsys):
+    def capacity(tasks, console, workers) -> list[Row]:
+        return [
+            {**row, "seed": job.seed, "max_qps": 10.0 + job.seed}
+            for _, (job, _) in tasks
+            for row in rows_of(0.0, instances=1)
+        ]
+
+    monkeypatch.setattr(plan, "run_with_progress", capacity)
+    trace = write_azure(tmp_path / "t.csv", lengths(30))
+    rows = tmp_path / "rows.json"
+    words = f"plan --trace {trace} --slo-ttft 1 --prefill 1 --policies sbs --json {rows}"
+    assert main([*words.split(), *flags]) == 0
+    written = json.loads(rows.read_text())
+    assert {row["seed"] for row in written} == seeds
+    assert {row["max_qps_least"] for row in written} == {10.0 + min(seeds)}
+    assert {row["max_qps_most"] for row in written} == {10.0 + max(seeds)}
+    assert f"mean over {len(seeds)} seeds" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_command_plans_for_a_trace(tmp_path, capsys):
     trace = write_azure(tmp_path / "t.csv", lengths(300))
     page, rows = tmp_path / "plan.html", tmp_path / "rows.json"
     code = main(
         f"plan --trace {trace} --slo-ttft 1 --prefill 1..2 --dp 2 --policies sbs,random_rank "
-        f"--duration 24 --workers 1 --plot {page} --json {rows}".split()
+        f"--duration 24 --workers 1 --seeds 2 --plot {page} --json {rows}".split()
     )
     assert code == 0
     written = json.loads(rows.read_text())
@@ -56,6 +113,11 @@ def test_the_command_plans_for_a_trace(tmp_path, capsys):
         (["--slo-ttft", "1"], "one of the arguments --trace --scenario is required"),
         (["--scenario", "paper-3k"], "--slo-ttft"),
         (["--scenario", "x", "--slo-ttft", "1"], "no scenario 'x'"),
+        (
+            ["--scenario", "paper-decode", "--slo-ttft", "1"],
+            "paper-decode has no prefill instances; those that have: paper-3k, paper-5k, "
+            "paper-long, fixed:TOKENS, sessions",
+        ),
         (["--trace", "/absent.csv", "--slo-ttft", "1"], "no such file"),
         (["--scenario", "paper-3k", "--slo-ttft", "1", "--prefill", "6..2"], "as in 2..6 or 2,4"),
         (["--scenario", "paper-3k", "--slo-ttft", "0"], "positive number"),
@@ -68,3 +130,10 @@ def test_bad_flags_are_named(flags, message, capsys):
         main(["plan", *flags])
     assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_help_names_every_scenario_that_can_be_planned_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in PREFILL_SCENARIOS)

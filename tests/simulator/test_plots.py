@@ -38,7 +38,14 @@ def test_the_kv_band_has_a_panel_per_policy():
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_suffix_chooses_the_format(tmp_path, suffix):
     cells = [
-        {"policy": "sbs", "prefill_instances": n, "chunk_tokens": 1, "max_qps": 9.0 * n}
+        {
+            "policy": "sbs",
+            "prefill_instances": n,
+            "chunk_tokens": 1,
+            "max_qps": 9.0 * n,
+            "max_qps_least": 8.0 * n,
+            "max_qps_most": 9.5 * n,
+        }
         for n in (1, 2)
     ]
     path = tmp_path / "new" / f"p.{suffix}"

@@ -46,6 +46,29 @@ def test_an_unknown_scenario_is_refused_with_the_known_ones(name):
         make_scenario(name)
 
 
+@pytest.mark.parametrize("load", [0.6, 1.0])
+def test_prompts_of_one_length_bring_as_many_tokens_as_the_papers(load: float):
+    paper = make_scenario("paper-3k").at_load(load, 200.0, seed=5)
+    tokens = sum(a.prompt_tokens for a in paper)
+    for length in (1, 1600, 2000, 9000):
+        scenario = make_scenario(f"fixed:{length}")
+        duration_s = 200.0 if length > 1 else 1.0
+        arrivals = scenario.at_load(load, duration_s, seed=5)
+        assert {a.prompt_tokens for a in arrivals} == {length}
+        assert len(arrivals) * length / duration_s == pytest.approx(tokens / 200, rel=0.06)
+        assert scenario.spec.chunk_tokens == 3072
+        assert scenario.workload_qps == scenario.nominal_qps
+    assert make_scenario("fixed:1600", burstiness=3.0).nominal_qps == pytest.approx(
+        3 * 57 * 1000.5 / 1600
+    )
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-5", "1.5", "1e3", "9" * 30, "1600:3"])
+def test_a_length_that_is_none_is_refused(text: str):
+    with pytest.raises(ScenarioError, match="write how many tokens every prompt has"):
+        make_scenario(f"fixed:{text}")
+
+
 def test_an_instance_that_differs_counts_what_its_full_chunks_are_worth():
     equal = make_scenario("paper-3k", instances=[{}, {}])
     assert equal.nominal_qps == pytest.approx(2 * 57)
@@ -112,6 +135,8 @@ def test_what_cannot_be_is_refused(tmp_path):
         make_scenario("sessions", burstiness=2.0)
     with pytest.raises(ScenarioError, match="nothing is cached there"):
         make_scenario("paper-5k", load_counts="uncached")
+    with pytest.raises(ScenarioError, match="nothing is cached there"):
+        make_scenario("fixed:1600", load_counts="uncached")
 
 
 def test_the_papers_prompts_may_have_blocks_and_share_none():

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
+from multiprocessing import active_children
 
 import pytest
 from simulator_fixtures import CACHE_FIELDS, ROW_FIELDS, write_turns
 
-from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, PassCost, TopologyChange
+from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, PassCost, TopologyChange, sweep
 from sglang_sbs.simulator.cost import save_cost
 from sglang_sbs.simulator.outcome import Outcome, PassRecord, RequestRecord
-from sglang_sbs.simulator.scenario import make_scenario
+from sglang_sbs.simulator.scenario import Scenario, make_scenario
 from sglang_sbs.simulator.sweep import (
+    EmptyWindowError,
     Job,
+    Row,
     max_load,
     run_all,
     run_job,
@@ -20,6 +25,7 @@ from sglang_sbs.simulator.sweep import (
     scenario_of,
     summary,
 )
+from sglang_sbs.simulator.workload import Arrival
 
 SMALL = {"prefill_instances": 1, "dp_size": 2}
 JOB = Job("paper-3k", "eta", 0.2, 1, 26.0, "mixed", SMALL)
@@ -58,6 +64,65 @@ def test_an_slo_below_one_pass_has_no_capacity():
     row = max_load(JOB, 0.01)
     assert row["max_qps"] == 0
     assert row.keys() >= ROW_FIELDS
+
+
+def test_a_load_that_is_partly_refused_is_not_served():
+    """The short queue keeps the mean TTFT within the SLO at any load: by refusing."""
+    quick = replace(JOB, config={"max_queue_requests": 4}, policy="sbs", duration_s=24.0)
+    refusing = run_job(quick.at_load(4.0))
+    assert refusing["rejected"] > 0 and refusing["ttft_mean_s"] <= 1.0
+    row = max_load(quick, 1.0)
+    assert 0 < row["load"] < 4.0
+    assert row["rejected"] == row["unfinished"] == 0
+
+
+def arriving_from(monkeypatch: pytest.MonkeyPatch, least_load: float) -> None:
+    """Of lighter loads nothing comes after the warm-up."""
+
+    def scenario_of(job: Job) -> Scenario:
+        whole = sweep.make_scenario(job.scenario, **job.spec)
+
+        def arrivals(qps: float, duration_s: float, seed: int) -> list[Arrival]:
+            least_qps = least_load * whole.nominal_qps
+            return whole.arrivals(qps, duration_s if qps >= least_qps else 20.0, seed)
+
+        return replace(whole, arrivals=arrivals)
+
+    monkeypatch.setattr(sweep, "scenario_of", scenario_of)
+
+
+def test_a_load_without_arrivals_neither_meets_an_slo_nor_breaks_it(monkeypatch):
+    whole = max_load(JOB, 1.0)
+    arriving_from(monkeypatch, 0.22)
+    assert whole["load"] > 0.25
+    assert max_load(JOB, 1.0)["load"] == pytest.approx(whole["load"], rel=0.05)
+    row = max_load(JOB, 0.01)
+    assert (row["max_qps"], row["load"]) == (0, pytest.approx(0.22, rel=0.05))
+    assert row["completed"] > 0
+
+
+def test_a_window_without_arrivals_has_no_capacity_and_says_why(monkeypatch):
+    arriving_from(monkeypatch, math.inf)
+    with pytest.raises(EmptyWindowError, match="seed 1: nothing arrives between the warm-up of 20"):
+        max_load(JOB, 0.4)
+
+
+def test_an_error_ends_the_other_jobs():
+    tasks = [(wait_long, ()), (fail, ()), *[(wait_long, ())] * 5]
+    with pytest.raises(EmptyWindowError, match="nothing"):
+        run_all(tasks, workers=2)
+    for process in active_children():
+        process.join(20)
+    assert active_children() == []
+
+
+def wait_long() -> Row:
+    time.sleep(600)
+    return {}
+
+
+def fail() -> Row:
+    raise EmptyWindowError("nothing")
 
 
 def test_utilisation_and_bubbles_are_of_what_each_instance_offers():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from simulator_fixtures import lengths, write_azure, write_mooncake, write_turns
@@ -56,6 +57,10 @@ def test_a_trace_is_read_as_written(tmp_path, name, write):
     assert [a.at_s for a in read] == pytest.approx([t for t, _, _ in rows], abs=1e-3)
 
 
+AZURE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+MOONCAKE = '{"timestamp": %s, "input_length": %s, "output_length": 1}\n'
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -63,6 +68,15 @@ def test_a_trace_is_read_as_written(tmp_path, name, write):
         ("t.jsonl", "nonsense\n", "t.jsonl:1: not a Mooncake request"),
         ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1\n", "t.csv:2: not an Azure"),
         ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests in it"),
+        ("t.csv", f"{AZURE_HEAD}2023-11-16 18:17:03,1,-5\n", "t.csv:2: .*GeneratedTokens must be"),
+        ("t.csv", f"{AZURE_HEAD}\n\n{'x' * 200_000},1,1\n", "t.csv:4: .*field larger than"),
+        ("t.csv", f"{'x' * 200_000}\n", "t.csv:.*field larger than"),
+        ("t.jsonl", MOONCAKE % ("NaN", "1"), "t.jsonl:1: .*timestamp must be a finite number"),
+        ("t.jsonl", MOONCAKE % ("0", "1e400"), "input_length must be a finite number, not inf"),
+        ("t.jsonl", MOONCAKE % ("0", "1e12"), "input_length must be between 0 and 10000000"),
+        ("t.jsonl", MOONCAKE % ("0", '"9"'), "input_length must be a finite number, not '9'"),
+        ("t.jsonl", "[" * 100_000, "t.jsonl:1: not a Mooncake request"),
+        ("t.jsonl", MOONCAKE % ("0", "1") + "\n[]\n", "t.jsonl:3: not a Mooncake request"),
         ("t.txt", "", "expected a Mooncake .jsonl or an Azure .csv"),
     ],
 )
@@ -73,6 +87,25 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path, name, text, message):
         read_trace(path)
     with pytest.raises(TraceError, match="no such file"):
         read_trace(tmp_path / "absent.csv")
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_a_trace_that_is_not_utf_8_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"TIMESTAMP\n\xff\xfe,1,1\n")
+    with pytest.raises(TraceError, match=f"{name}:2: this is not UTF-8 text"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(("name", "write"), [("t.JSONL", write_mooncake), ("T.CSV", write_azure)])
+def test_what_editors_add_to_a_trace_changes_nothing(tmp_path: Path, name: str, write) -> None:
+    """A byte order mark, Windows' line ends, empty lines at the end."""
+    path = write(tmp_path / name, lengths(20))
+    plain = read_trace(path)
+    assert len(plain) == 20
+    edited = path.read_text().replace("\n", "\r\n") + "\r\n\n"
+    path.write_bytes(b"\xef\xbb\xbf" + edited.encode())
+    assert read_trace(path) == plain
 
 
 def test_a_replayed_window_wraps_around_and_keeps_the_rate(tmp_path):
