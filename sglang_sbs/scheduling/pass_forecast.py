@@ -24,7 +24,7 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
-CHUNK_WEIGHT = 0.6
+CHUNK_WEIGHT = 0.4
 """A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
 MOST_PLANNED = 128
 """Waiting requests looked at; the rest does not matter for the next pass."""

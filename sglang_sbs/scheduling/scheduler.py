@@ -16,7 +16,8 @@ After every event the same loop runs: time-outs, then the policy is asked for on
 until it has none, each batch gets its decode ranks (Algorithm 3 or the potential), and the earliest
 time at which anything could change by itself becomes :class:`WakeAt`. A batch's request that no
 decode rank can admit is not dispatched: a prefill whose decode has no room would hold a bootstrap
-slot and compute nothing.
+slot and compute nothing. It waits for room, and the oldest such request gets a rank kept for it
+before smaller ones starve it (``decode_admission``).
 
 Not in the table: a request may also enter as *dispatched* (:class:`RequestAdopted`): somebody else
 placed it. Until the next report of its ranks it counts as in flight; that report includes it, so it
@@ -38,6 +39,7 @@ from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode import schedule_decode
 from sglang_sbs.scheduling.decode_admission import RESERVE_AFTER_PASSES, DecodeAdmission
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
+from sglang_sbs.scheduling.flow_control import missing_role, refusal_of, retry_after_s
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.observation import Observation
 from sglang_sbs.scheduling.pbaa import first_part
@@ -54,6 +56,7 @@ _LATENCY_SAMPLES = 64
 _ADOPTED_S = 0.05
 _MOST_UNPLACED = 64
 """Planning goes on without those that decode had no rank for, until they are so many."""
+_MOST_ADOPTED = 64
 _FORGET_DOWN_S = 600.0
 """A longer outage of an instance with nothing outstanding is taken for its removal."""
 
@@ -157,7 +160,7 @@ class Scheduler:
     def _on_arrived(self, event: ev.RequestArrived, now_s: float, out: list[ev.Command]) -> None:
         if event.rid in self._requests:
             return
-        refusal = self._refusal(event)
+        refusal = refusal_of(event, self.config, self.queue, self._up_prefill, self._up_decode)
         if refusal is not None:
             cause, message = refusal
             out.append(self._refuse(event.rid, cause, message))
@@ -180,46 +183,12 @@ class Scheduler:
         self.queue.add(request)
         self.policy.on_arrival(request.uncached_tokens, now_s)
 
-    def _refusal(self, event: ev.RequestArrived) -> tuple[ev.RefuseCause, str] | None:
-        config = self.config
-        missing = self._missing()
-        if missing is not None:
-            return missing
-        up_decode = self._up_decode
-        if event.prompt_tokens > max(d.kv_capacity_tokens for d in up_decode):
-            return "too_long", (
-                f"the prompt has {event.prompt_tokens} tokens, more than a decode DP rank can hold "
-                f"({max(d.kv_capacity_tokens for d in up_decode)})"
-            )
-        if len(self.queue) >= config.max_queue_requests:
-            return "queue_full", f"{len(self.queue)} requests are waiting (the limit)"
-        if config.max_queue_tokens and (
-            self.queue.tokens + event.prompt_tokens > config.max_queue_tokens
-        ):
-            return "queue_full", (
-                f"{self.queue.tokens} prompt tokens are waiting "
-                f"(the limit is {config.max_queue_tokens})"
-            )
-        if self.throttled:
-            return "flow_control", (
-                f"overload: a request has waited more than {config.n_limit} scheduling cycles"
-            )
-        return None
-
-    def _missing(self) -> tuple[ev.RefuseCause, str] | None:
-        """Why no request at all can be placed."""
-        if not self._up_prefill:
-            return "no_prefill", "no prefill instance is up"
-        if not self._up_decode:
-            return "no_decode", "no decode instance is up"
-        return None
-
     def _refuse_hopeless(self, out: list[ev.Command]) -> None:
         """What waits when the last instance of a role goes is told so at once, as who comes then.
 
         It would only find out at its deadline, and its client could have asked elsewhere.
         """
-        missing = self._missing()
+        missing = missing_role(self._up_prefill, self._up_decode)
         if missing is None:
             return
         for request in list(self.queue):
@@ -295,7 +264,7 @@ class Scheduler:
             rank = request.prefill[1]
             if prefill is not None and not request.prefilled and 0 <= rank < prefill.dp_size:
                 prefill.adopted(request.rid, rank, request.prompt_tokens, now_s)
-                self._adopted.setdefault(request.prefill, []).append(request.rid)
+                self._await_report(request.prefill, request.rid)
         if request.decode is not None and only in (None, request.decode[0]):
             decode = self.decode.get(request.decode[0])
             if decode is not None and 0 <= request.decode[1] < decode.dp_size:
@@ -306,7 +275,15 @@ class Scheduler:
                     request.total_tokens,
                     now_s,
                 )
-                self._adopted.setdefault(request.decode, []).append(request.rid)
+                self._await_report(request.decode, request.rid)
+
+    def _await_report(self, rank: tuple[ev.InstanceId, int], rid: str) -> None:
+        """The next report of the rank contains a request that was adopted."""
+        rids = self._adopted.setdefault(rank, [])
+        rids.append(rid)
+        if len(rids) > _MOST_ADOPTED + 2 * len(self._requests):
+            # It never reports.
+            self._adopted[rank] = [one for one in rids if one in self._requests]
 
     # Instances ----------------------------------------------------------------------------
 
@@ -325,6 +302,7 @@ class Scheduler:
             else:
                 known.chunk_tokens = event.chunk_tokens or known.chunk_tokens
                 known.overlap = event.overlap
+                known.page_size = max(1, event.page_size)
         else:
             self.prefill.pop(event.instance, None)
             known_decode = self.decode.get(event.instance)
@@ -599,12 +577,5 @@ class Scheduler:
         return request.prompt_tokens + expected
 
     def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
-        return ev.Refuse(rid=rid, cause=cause, retry_after_s=self._retry_after_s(), message=message)
-
-    def _retry_after_s(self) -> float:
-        """Time until the prompt tokens that wait now are computed, at full passes; at least 1 s."""
-        rate = sum(
-            i.capacity_tokens / i.model.predict_s([i.chunk_tokens] * i.dp_size)
-            for i in self._up_prefill
-        )
-        return max(1.0, self.queue.tokens / rate) if rate else 5.0
+        after_s = retry_after_s(self.queue.tokens, self._up_prefill)
+        return ev.Refuse(rid=rid, cause=cause, retry_after_s=after_s, message=message)

@@ -12,6 +12,7 @@ from sglang_sbs.scheduling import (
     Dispatch,
     InstanceUp,
     PrefillDone,
+    RequestAdopted,
     RequestArrived,
     RequestEnded,
     Scheduler,
@@ -90,6 +91,25 @@ def test_nothing_grows_with_the_requests_that_are_over(config: dict[str, Any], i
     sizes = [
         one for one in containers(cluster.scheduler, "scheduler", set()) if "_random" not in one[0]
     ]
+    assert max(size for _, size in sizes) <= MOST_ENTRIES, max(sizes, key=lambda one: one[1])
+
+
+def test_adopted_requests_are_forgotten_by_ranks_that_never_report():
+    cluster = Cluster(1)
+    for i in range(FINISHED):
+        cluster.tell(
+            RequestAdopted(
+                rid=f"a{i}",
+                prompt_tokens=100,
+                prefill="p0",
+                prefill_rank=0,
+                decode="d0",
+                decode_rank=1,
+                prefilled=False,
+            )
+        )
+        cluster.tell(RequestEnded(rid=f"a{i}", outcome="completed", completion_tokens=1))
+    sizes = list(containers(cluster.scheduler, "scheduler", set()))
     assert max(size for _, size in sizes) <= MOST_ENTRIES, max(sizes, key=lambda one: one[1])
 
 

@@ -1,0 +1,68 @@
+"""Who is refused instead of being queued, and what it is told.
+
+Owns the limits of the queue and N_limit's consequence (Algorithm 2). Must not know how long anybody
+waits in it, or the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.decode_instance import DecodeInstance
+from sglang_sbs.scheduling.events import RefuseCause, RequestArrived
+from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.request import RequestQueue
+
+Refusal = tuple[RefuseCause, str]
+"""Why, for programs and for people."""
+
+
+def refusal_of(
+    event: RequestArrived,
+    config: SchedulerConfig,
+    queue: RequestQueue,
+    prefill: Sequence[PrefillInstance],
+    decode: Sequence[DecodeInstance],
+) -> Refusal | None:
+    """Why a new request is refused; None if it may wait. ``prefill``, ``decode``: that are up."""
+    missing = missing_role(prefill, decode)
+    if missing is not None:
+        return missing
+    largest_tokens = max(one.kv_capacity_tokens for one in decode)
+    if event.prompt_tokens > largest_tokens:
+        return "too_long", (
+            f"the prompt has {event.prompt_tokens} tokens, more than a decode DP rank can hold "
+            f"({largest_tokens})"
+        )
+    if len(queue) >= config.max_queue_requests:
+        return "queue_full", f"{len(queue)} requests are waiting (the limit)"
+    if config.max_queue_tokens and queue.tokens + event.prompt_tokens > config.max_queue_tokens:
+        return "queue_full", (
+            f"{queue.tokens} prompt tokens are waiting (the limit is {config.max_queue_tokens})"
+        )
+    if queue.over_limit:
+        return "flow_control", (
+            f"overload: a request has waited more than {config.n_limit} scheduling cycles"
+        )
+    return None
+
+
+def missing_role(
+    prefill: Sequence[PrefillInstance], decode: Sequence[DecodeInstance]
+) -> Refusal | None:
+    """Why no request at all can be placed."""
+    if not prefill:
+        return "no_prefill", "no prefill instance is up"
+    if not decode:
+        return "no_decode", "no decode instance is up"
+    return None
+
+
+def retry_after_s(queue_tokens: int, prefill: Sequence[PrefillInstance]) -> float:
+    """Time until the prompt tokens that wait now are computed, at full passes; at least 1 s."""
+    rate = sum(
+        one.capacity_tokens / one.model.predict_s([one.chunk_tokens] * one.dp_size)
+        for one in prefill
+    )
+    return max(1.0, queue_tokens / rate) if rate else 5.0
