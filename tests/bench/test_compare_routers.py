@@ -73,6 +73,17 @@ def test_the_best_peer_is_the_one_we_look_worst_against() -> None:
     assert (cell["p99_peer"], cell["p99_ratio"]) == ("smg", pytest.approx(200 / 150))
 
 
+def test_a_peer_that_ran_with_one_of_the_seeds_is_not_compared_by_that_seeds_luck() -> None:
+    rows = [
+        *(row("sbs", mean, seed=seed) for seed, mean in ((1, 900), (2, 500))),
+        *(row("mini_lb", 1000, seed=seed) for seed in (1, 2)),
+        row("smg", 1000, seed=1),
+    ]
+    cell = ratios.ratio_cells(rows)[0]
+    assert cell["mean_peer"] == "mini_lb"
+    assert cell["mean_ratio"] == pytest.approx(0.7)
+
+
 def test_our_own_immediate_policies_have_ratios_of_their_own() -> None:
     rows = [row("sbs", 50), row("eta", 60), row("smg", 100), row("mini_lb", 200)]
     (cell,) = ratios.ratio_cells(rows)

@@ -90,7 +90,9 @@ def best_peer(
 ) -> tuple[str, list[float]] | None:
     """The peer in a cell that ``policy`` looks worst against, and the ratio of every seed.
 
-    ``None``: no peer ran on the same arrivals, or ``policy`` does not answer what it is sent.
+    Among those that ran with most of its seeds: one that ran with a single seed only would be
+    compared by that seed's luck. ``None``: no peer ran on the same arrivals, or ``policy`` does not
+    answer what it is sent.
     """
     if not serves([row for row in rows if row.key.policy == policy]):
         return None
@@ -106,9 +108,13 @@ def best_peer(
             if row.key.seed in ours and figure(row) > 0
         ]
         ratios = [one for one in ratios if math.isfinite(one)]
-        if ratios and (best is None or statistics.fmean(ratios) > statistics.fmean(best[1])):
+        if ratios and (best is None or _weight(ratios) > _weight(best[1])):
             best = (peer, ratios)
     return best
+
+
+def _weight(ratios: Sequence[float]) -> tuple[int, float]:
+    return len(ratios), statistics.fmean(ratios)
 
 
 def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
