@@ -22,10 +22,10 @@ from rich.table import Table
 
 from sglang_sbs import __version__
 from sglang_sbs.bench.endforward_capture import capture
-from sglang_sbs.bench.outputs import make_writable
 from sglang_sbs.bench.record import record_runs
 from sglang_sbs.bench.rig import COST as RIG_COST
 from sglang_sbs.cluster.local import ClusterStartError
+from sglang_sbs.outputs import make_writable
 from sglang_sbs.scheduling.eventlog import MAGIC
 from sglang_sbs.simulator.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
 from sglang_sbs.simulator.captured import Captured, read_capture, recording_of_messages

@@ -25,7 +25,6 @@ import uvloop
 from rich.console import Console
 
 from sglang_sbs.bench.contenders import free_ports
-from sglang_sbs.bench.outputs import make_writable
 from sglang_sbs.bench.scale_client import Clients
 from sglang_sbs.bench.scale_messages import message_costs
 from sglang_sbs.bench.scale_router import (
@@ -35,6 +34,7 @@ from sglang_sbs.bench.scale_router import (
     running_router,
     shape_of,
 )
+from sglang_sbs.outputs import make_writable
 
 _EPILOG = """\
 Everything runs on this machine: engines that cost next to nothing (one process, one EndForward

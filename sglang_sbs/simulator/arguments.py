@@ -14,6 +14,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sglang_sbs.outputs import try_to_write
 from sglang_sbs.simulator.cost import COSTS, CostError, cost_name, find_cost
 from sglang_sbs.simulator.sweep import WARM_UP_S, Row, Task, run_all
 
@@ -187,19 +188,9 @@ def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
                 path.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=path).close()
             else:
-                _try_to_write(path)
+                try_to_write(path)
         except OSError as error:
             parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
-
-
-def _try_to_write(path: Path) -> None:
-    """Leaves a file as it is, and none where there was none. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    if new or path.is_dir() or path.is_file():
-        path.open("ab").close()
-    if new:
-        path.unlink()
 
 
 def given(

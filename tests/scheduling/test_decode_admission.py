@@ -143,7 +143,7 @@ class TestWork:
         it = driver(default_output_tokens=10)
         prefill(it)
         decode(it, "d0", [100])
-        for index in range(MOST_REFUSED + 50):
+        for index in range(4 * MOST_REFUSED):
             it.arrive(f"r{index}", 500)
         asked = []
         admits = it.scheduler._admission.admits
