@@ -31,6 +31,8 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
+from sglang_sbs.scheduling.decode import DecodeBoard, DecodeLoad, potential
+from sglang_sbs.scheduling.request import Request
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
 
@@ -199,11 +201,20 @@ class DecodeSimulation:
         self._wake_s = math.inf
         self._placed: list[Dispatch] = []
         self._weights: Sequence[float] | None = None
+        self._foresight_steps = 0
 
-    def run(self, skew: float = 0.0) -> DecodeOutcome:
-        """Simulate. ``skew`` > 0 ignores the scheduler's choice and draws ranks with weights from
-        ``1 - skew`` to ``1 + skew``: the persistent imbalance of hashing or sticky placement."""
+    def run(self, skew: float = 0.0, foresight_steps: int = 0) -> DecodeOutcome:
+        """Simulate.
+
+        Args:
+            skew: above 0 ranks are drawn, whatever the scheduler chose, with weights from
+                ``1 - skew`` to ``1 + skew``: the persistent imbalance of hashing or sticky
+                placement.
+            foresight_steps: above 0 ranks are chosen by the potential, with the knowledge of what
+                will end within so many steps and thus of the room that it leaves.
+        """
         spec = self._spec
+        self._foresight_steps = foresight_steps
         if skew:
             last = max(1, spec.ranks - 1)
             self._weights = [1 - skew + 2 * skew * i / last for i in range(spec.ranks)]
@@ -292,6 +303,8 @@ class DecodeSimulation:
         if prefill.sent:
             self._tell(ForwardEnded(instance=_PREFILL, report=prefill.launch(self._now_s)))
         placed, self._placed = self._placed, []
+        if self._foresight_steps:  # longest first, as the scheduler does
+            placed.sort(key=lambda command: -self._lengths[command.rid][0])
         for command in placed:
             self._join(command, spread_ages)
 
@@ -301,6 +314,8 @@ class DecodeSimulation:
         index = command.decode_rank
         if self._weights is not None:
             index = self._rng.choices(range(len(self._ranks)), self._weights)[0]
+        elif self._foresight_steps:
+            index = self._foreseen_rank(command.rid, prompt)
         age = int(self._rng.random() * output) if spread_ages else 0
         rank = self._ranks[index]
         rank.running += 1
@@ -309,6 +324,31 @@ class DecodeSimulation:
         rank.accepted_total += 1
         self._live[command.rid] = (index, prompt, output)
         heapq.heappush(self._finish, (self._step + output - age, command.rid))
+
+    def _foreseen_rank(self, rid: str, prompt: int) -> int:
+        """What ends soon hardly counts any more in K; all that runs counts in B, as in the step."""
+        kv_tokens = [float(rank.kv_tokens) for rank in self._ranks]
+        for end_step, live in self._finish:
+            left = end_step - self._step
+            if left < self._foresight_steps:
+                its_rank, its_prompt, its_output = self._live[live]
+                soon = 1 - left / self._foresight_steps
+                kv_tokens[its_rank] -= soon * (its_prompt + its_output)
+        loads = [
+            DecodeLoad(rank.running, int(kv))
+            for rank, kv in zip(self._ranks, kv_tokens, strict=True)
+        ]
+        request = Request(
+            rid=rid,
+            order=0,
+            prompt_tokens=prompt,
+            max_new_tokens=None,
+            arrived_s=self._now_s,
+            deadline_s=math.inf,
+        )
+        index = potential(request, DecodeBoard(loads), lambda _: True)
+        assert index is not None
+        return index
 
     def _length(self, mean: float, cv: float) -> int:
         sigma = math.sqrt(math.log(1 + cv * cv))

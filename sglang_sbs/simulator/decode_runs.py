@@ -16,14 +16,29 @@ from sglang_sbs.simulator.sweep import NO_FLOW_CONTROL, Row
 PERSISTENT_SKEW = 0.7
 """Rank weights from 0.3 to 1.7: gives the paper's baseline band of 40-130K."""
 
-DECODE_POLICIES: dict[str, tuple[dict[str, Any], float]] = {
-    "sbs_potential": ({"policy": "sbs", "decode_rule": "potential"}, 0.0),
-    "sbs_iqr": ({"policy": "sbs", "decode_rule": "iqr"}, 0.0),
-    "least_requests": ({"policy": "least_requests"}, 0.0),
-    "round_robin": ({"policy": "round_robin"}, 0.0),
-    "skewed": ({"policy": "round_robin"}, PERSISTENT_SKEW),
+FORESIGHT_STEPS = 100
+"""Of ``clairvoyant``; with 30 and with 300 the band of K is wider (seeds 101 to 104)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePolicy:
+    """Scheduler settings, and what replaces the scheduler's choice of a rank."""
+
+    settings: Mapping[str, Any]
+    skew: float = 0.0
+    foresight_steps: int = 0
+
+
+DECODE_POLICIES: dict[str, DecodePolicy] = {
+    "sbs_potential": DecodePolicy({"policy": "sbs", "decode_rule": "potential"}),
+    "sbs_iqr": DecodePolicy({"policy": "sbs", "decode_rule": "iqr"}),
+    "least_requests": DecodePolicy({"policy": "least_requests"}),
+    "round_robin": DecodePolicy({"policy": "round_robin"}),
+    "skewed": DecodePolicy({"policy": "round_robin"}, skew=PERSISTENT_SKEW),
+    "clairvoyant": DecodePolicy({"policy": "round_robin"}, foresight_steps=FORESIGHT_STEPS),
 }
-"""Scheduler settings and skew by name. ``skewed`` is placement with persistent rank weights."""
+"""``skewed`` is placement with persistent rank weights; ``clairvoyant``, which no router can be,
+the potential with the knowledge of when every request will end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +56,15 @@ class DecodeJob:
 
 def run_decode_outcome(job: DecodeJob) -> DecodeOutcome:
     """Simulate."""
-    settings, skew = DECODE_POLICIES[job.policy]
-    config = SchedulerConfig(**{**NO_FLOW_CONTROL, **settings, **job.config})
+    policy = DECODE_POLICIES[job.policy]
+    config = SchedulerConfig(**{**NO_FLOW_CONTROL, **policy.settings, **job.config})
     spec = DecodeSpec(
         seed=job.seed,
         cost=STEP_COSTS[job.cost],
         steps=job.steps,
         warm_up_steps=job.warm_up_steps,
     )
-    return DecodeSimulation(spec, config).run(skew)
+    return DecodeSimulation(spec, config).run(policy.skew, policy.foresight_steps)
 
 
 def run_decode(job: DecodeJob) -> Row:

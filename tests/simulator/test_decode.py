@@ -17,9 +17,9 @@ SPEC = DecodeSpec(ranks=8, concurrency=200, steps=1600, warm_up_steps=800, seed=
 
 
 def outcome(policy: str, spec: DecodeSpec = SPEC):
-    settings, skew = DECODE_POLICIES[policy]
-    config = SchedulerConfig(**settings, max_queue_requests=10_000)
-    return DecodeSimulation(spec, config).run(skew)
+    chosen = DECODE_POLICIES[policy]
+    config = SchedulerConfig(**chosen.settings, max_queue_requests=10_000)
+    return DecodeSimulation(spec, config).run(chosen.skew, chosen.foresight_steps)
 
 
 def test_a_row_has_the_contracts_fields():
@@ -48,6 +48,10 @@ def test_the_potential_narrows_the_kv_band():
     narrow = outcome("sbs_potential").row()["kv_cv"]
     assert narrow < 0.7 * outcome("round_robin").row()["kv_cv"]
     assert narrow < 0.9 * outcome("sbs_iqr").row()["kv_cv"]
+
+
+def test_knowing_the_ends_narrows_it_further():
+    assert outcome("clairvoyant").row()["kv_cv"] < outcome("sbs_potential").row()["kv_cv"]
 
 
 def test_the_books_the_scheduler_keeps_are_the_ranks(monkeypatch):
