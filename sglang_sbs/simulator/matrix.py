@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +200,9 @@ def _run_cell(name: str, job: Job) -> Row:
     return {**run_job(job), "cell": name}
 
 
+_NO_RIVAL = "none finished"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """How the policy did in a cell; times in seconds, means over seeds."""
@@ -208,11 +212,16 @@ class Verdict:
     p99_s: float
     best_mean: tuple[str, float]
     best_p99: tuple[str, float]
+    """Infinite if no rival finished."""
     unfinished: int
 
     @property
+    def has_rival(self) -> bool:
+        return math.isfinite(self.best_mean[1])
+
+    @property
     def mean_ratio(self) -> float:
-        """Its mean TTFT by that of the best rival."""
+        """Its mean TTFT by that of the best rival; 0 if no rival finished."""
         return self.mean_s / self.best_mean[1]
 
     @property
@@ -261,10 +270,10 @@ def matrix_table(results: Sequence[Verdict], policy: str, cost: str) -> ResultTa
             [
                 one.cell,
                 f"{one.mean_s:.3f} / {one.p99_s:.2f}",
-                f"{one.best_mean[0]} {one.best_mean[1]:.3f}",
-                f"{one.mean_ratio:.3f}",
-                f"{one.best_p99[0]} {one.best_p99[1]:.2f}",
-                f"{one.p99_ratio:.3f}",
+                f"{one.best_mean[0]} {one.best_mean[1]:.3f}" if one.has_rival else _NO_RIVAL,
+                f"{one.mean_ratio:.3f}" if one.has_rival else "",
+                f"{one.best_p99[0]} {one.best_p99[1]:.2f}" if one.has_rival else _NO_RIVAL,
+                f"{one.p99_ratio:.3f}" if one.has_rival else "",
                 "LOST" if one.lost else "",
             ]
         )
@@ -272,11 +281,11 @@ def matrix_table(results: Sequence[Verdict], policy: str, cost: str) -> ResultTa
 
 
 def summary_of(results: Sequence[Verdict]) -> str:
-    """Cells lost, and the geometric means of the ratios."""
-    lost = sum(one.lost for one in results)
-    mean = math.exp(sum(math.log(one.mean_ratio) for one in results) / len(results))
-    p99 = math.exp(sum(math.log(one.p99_ratio) for one in results) / len(results))
-    return (
-        f"{lost} of {len(results)} cells lost; geometric mean of the ratios: "
-        f"mean TTFT {mean:.3f}, p99 {p99:.3f}"
-    )
+    """Cells lost, and the geometric means of the ratios of those in which a rival finished."""
+    lost = f"{sum(one.lost for one in results)} of {len(results)} cells lost"
+    compared = [one for one in results if one.has_rival]
+    if not compared:
+        return f"{lost}; no rival finished in any"
+    mean = statistics.geometric_mean(one.mean_ratio for one in compared)
+    p99 = statistics.geometric_mean(one.p99_ratio for one in compared)
+    return f"{lost}; geometric mean of the ratios: mean TTFT {mean:.3f}, p99 {p99:.3f}"

@@ -8,7 +8,14 @@ import pytest
 from simulator_fixtures import lengths, write_azure
 
 from sglang_sbs.simulator.cli import main
-from sglang_sbs.simulator.matrix import REGIMES, Verdict, job_of, summary_of, verdict
+from sglang_sbs.simulator.matrix import (
+    REGIMES,
+    Verdict,
+    job_of,
+    matrix_table,
+    summary_of,
+    verdict,
+)
 from sglang_sbs.simulator.sweep import Row, scenario_of
 
 
@@ -44,6 +51,17 @@ def test_a_rival_that_leaves_requests_is_none():
     one = judged(row("sbs", 1.0, 1.0), row("eta", 0.1, 0.1, unfinished=3), row("random", 2.0, 2.0))
     assert one.best_mean == ("random", 2.0)
     assert "0 of 1 cells lost" in summary_of([one])
+
+
+def test_a_cell_in_which_no_rival_finishes_is_won_and_in_no_mean():
+    alone = judged(row("sbs", 1.0, 1.0), row("eta", 0.1, 0.1, unfinished=3))
+    assert not alone.lost
+    assert "none finished" in matrix_table([alone], "sbs", "mixed").rows[0]
+    assert summary_of([alone]) == "0 of 1 cells lost; no rival finished in any"
+    other = judged(row("sbs", 0.5, 0.8), row("eta", 1.0, 1.0))
+    assert summary_of([alone, other]) == (
+        "0 of 2 cells lost; geometric mean of the ratios: mean TTFT 0.500, p99 0.800"
+    )
 
 
 @pytest.mark.parametrize("regime", REGIMES)
