@@ -50,8 +50,23 @@ def test_the_potential_narrows_the_kv_band():
     assert narrow < 0.9 * outcome("sbs_iqr").row()["kv_cv"]
 
 
-def test_knowing_the_ends_narrows_it_further():
-    assert outcome("clairvoyant").row()["kv_cv"] < outcome("sbs_potential").row()["kv_cv"]
+@pytest.mark.parametrize(("large_ends_at", "chosen"), [(1, 0), (5000, 1)])
+def test_foresight_does_not_count_what_is_about_to_end(large_ends_at: int, chosen: int):
+    spec = msgspec.structs.replace(SPEC, ranks=2)
+    simulation = DecodeSimulation(spec, SchedulerConfig(policy="round_robin"))
+    simulation._foresight_steps = 100
+    for index, (kv_tokens, end_step) in enumerate([(50_000, large_ends_at), (10_000, 5000)]):
+        simulation._ranks[index].running = 1
+        simulation._ranks[index].kv_tokens = kv_tokens
+        simulation._live[str(index)] = (index, kv_tokens, 0)
+        simulation._finish.append((end_step, str(index)))
+    assert simulation._foreseen_rank("new", 1000) == chosen
+
+
+def test_a_rule_with_foresight_is_faster_than_in_turn():
+    assert (
+        outcome("clairvoyant").row()["tokens_per_s"] > outcome("round_robin").row()["tokens_per_s"]
+    )
 
 
 def test_the_books_the_scheduler_keeps_are_the_ranks(monkeypatch):
