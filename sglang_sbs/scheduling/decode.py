@@ -25,7 +25,7 @@ TOKENS_PER_REQUEST = STEP_PER_REQUEST_MS / STEP_PER_TOKEN_MS
 _B_TEMPERATURE = 0.5
 """Of the potential, in requests: who is ahead of another by so much counts e times as much. B comes
 in whole requests; with 1.0 the largest batch was 35.6 instead of 35.1 and the throughput 0.35 %
-smaller, with 0.4 the band of K is wider (seeds 101 to 105)."""
+smaller, with 0.4 the band of K is wider (seeds 101 to 105, K weighing 8)."""
 _KV_EMPHASIS = 32.0
 """Of the potential: what is asked of K compared to B. With 8 the CV of K is 7.30 % and the
 throughput 8.05 % above round robin's, with 32 it is 6.95 % and 7.88 % (``sglang-sbs simulate

@@ -12,6 +12,8 @@ from model_engine import DecodeEngine
 
 from sglang_sbs.scheduling import InstanceUp, SchedulerConfig
 from sglang_sbs.scheduling.decode import (
+    _B_TEMPERATURE,
+    _KV_EMPHASIS,
     TOKENS_PER_REQUEST,
     DecodeBoard,
     DecodeLoad,
@@ -364,8 +366,8 @@ class TestRules:
         def growth(b: int, k: int) -> float:
             x, y = b - mean_b, (k - mean_k) / TOKENS_PER_REQUEST
             more = tokens / TOKENS_PER_REQUEST
-            y_step = more + math.log(-math.expm1(-more)) + math.log(8)
-            terms = (2 * x + math.log(math.expm1(2)), y + y_step)
+            y_step = more + math.log(-math.expm1(-more)) + math.log(_KV_EMPHASIS)
+            terms = (x / _B_TEMPERATURE + math.log(math.expm1(1 / _B_TEMPERATURE)), y + y_step)
             return max(terms) + math.log1p(math.exp(-abs(terms[0] - terms[1])))
 
         best = min(growth(b, k) for b, k in loads)
