@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def test_the_scaled_cost_keeps_its_proportions() -> None:
     assert cost.prefill_base_s / PASS_S == pytest.approx(theirs.fixed_s / whole_s)
     one_sided_s = theirs.pass_s([CHUNK, 0], [0.0, 0.0])
     assert cost.prefill_s([1024, 0]) / PASS_S == pytest.approx(one_sided_s / whole_s)
+
+
+def test_longer_passes_are_the_same_cost_stretched() -> None:
+    """Every ratio stays, decode beside prefill too: only the host weighs less."""
+    usual, longer = (scaled_cost(COSTS["mixed"], 2, CHUNK, s) for s in (PASS_S, 3 * PASS_S))
+    for name, value in asdict(usual).items():
+        assert asdict(longer)[name] == pytest.approx(3 * value), name
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 8])

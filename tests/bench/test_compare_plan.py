@@ -49,6 +49,8 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
         (["--report", "/dev/null"], "--report: /dev/null is not a folder"),
         ([*REAL, "--capacity", "-5"], "--capacity must be greater than 0"),
         ([*REAL, "--capacity", "0"], "--capacity must be greater than 0"),
+        (["--pass-s", "0"], "--pass-s must be greater than 0"),
+        ([*REAL, "--capacity", "5", "--pass-s", "1.5"], "leave it out with --real"),
     ],
 )
 def test_says_what_is_wrong_before_anything_starts(
@@ -87,6 +89,18 @@ def test_the_example_with_given_engines_is_complete(
     assert Plan(command.build_parser().parse_args(line.split()[1:])).model is not None
 
 
+def test_longer_passes_stretch_the_limits_and_thin_the_arrivals() -> None:
+    """So that a load, and a request within its limits, mean what they did."""
+    usual, longer = (
+        Plan(command.build_parser().parse_args(words)) for words in ([], ["--pass-s", "1.22"])
+    )
+    assert longer.settings()["slo_ttft_s"] == pytest.approx(2 * usual.settings()["slo_ttft_s"])
+    assert longer.settings()["slo_tpot_s"] == pytest.approx(2 * usual.settings()["slo_tpot_s"])
+    assert longer.capacity_tokens_per_s == pytest.approx(usual.capacity_tokens_per_s / 2)
+    said = Plan(command.build_parser().parse_args(["--pass-s", "1.22", "--slo-tpot", "0.3"]))
+    assert said.settings()["slo_tpot_s"] == 0.3
+
+
 def test_seeds_may_begin_elsewhere() -> None:
     plan = Plan(command.build_parser().parse_args(["--first-seed", "4", "--seeds", "2"]))
     assert list(plan.scope.all_seeds) == [4, 5]
@@ -111,6 +125,7 @@ def test_resume_refuses_rows_of_another_setting(
     ("words", "name"),
     [
         (["--timeout", "61"], "timeout s 60.0, not 61.0"),
+        (["--pass-s", "1.5"], "pass s 0.61, not 1.5"),
         (["--cost", "COST"], "cost sha256 "),
     ],
 )
@@ -118,7 +133,7 @@ def test_resume_refuses_what_changes_a_figure(words: list[str], name: str, tmp_p
     cost = tmp_path / "cost.json"
     words = ["--report", str(tmp_path), *(str(cost) if w == "COST" else w for w in words)]
     cost.write_text('{"fixed_s": 0.1, "max_s": 1e-5}')
-    before = [word for word in words if word not in ("--timeout", "61")]
+    before = [word for word in words if word not in ("--timeout", "61", "--pass-s", "1.5")]
     parse = command.build_parser().parse_args
     file = RowFile(tmp_path / "rows.jsonl")
     Plan(parse(before)).begin(file, Console(quiet=True))

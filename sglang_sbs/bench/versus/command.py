@@ -16,9 +16,9 @@ from rich.console import Console
 from sglang_sbs.bench.rig import CHUNK_TOKENS
 from sglang_sbs.bench.versus.campaign import Campaign
 from sglang_sbs.bench.versus.clients import CLIENTS
-from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS
+from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S
 from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, STOCK
-from sglang_sbs.bench.versus.plan import SLO_PASSES, Plan, check_outputs
+from sglang_sbs.bench.versus.plan import SLO_PASSES, SLO_TPOT_S, Plan, check_outputs
 from sglang_sbs.bench.versus.ratios import errors, is_sbs, ratio_cells
 from sglang_sbs.bench.versus.report import summary, write_into_docs, write_json, write_report
 from sglang_sbs.bench.versus.rows import Header, Row, RowFile, figures
@@ -26,14 +26,13 @@ from sglang_sbs.bench.versus.workloads import WORKLOADS
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.simulator.cost import COSTS, CostError
 
-_SLO_TPOT_S = 0.1
-
 _EXAMPLE = f"""\
 examples:
   scripts/compare-routers --quick                                    about 7 minutes on two cores
   scripts/compare-routers --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --resume --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --workload long-tail,bursty,mooncake --contenders sbs,smg,least_tokens
+  scripts/compare-routers --pass-s 1.5 --loads 0.6,0.8           the host is a smaller part of a pass
   scripts/compare-routers --report-only --report out/compare --docs docs/results.md
   scripts/compare-routers --real --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
       --decode http://d0:30000 --capacity 180000 --slo-ttft 0.8 \\
@@ -108,7 +107,10 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"mean TTFT of the search, TTFT of goodput ({SLO_PASSES} full passes)",
     )
     what.add_argument(
-        "--slo-tpot", type=float, default=_SLO_TPOT_S, metavar="S", help=f"({_SLO_TPOT_S})"
+        "--slo-tpot",
+        type=float,
+        metavar="S",
+        help=f"of goodput ({SLO_TPOT_S}, longer as --pass-s is)",
     )
     what.add_argument(
         "--quick",
@@ -132,6 +134,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="chunk per DP rank of the deployment the cost is of; one of the cluster's "
         f"{CHUNK_TOKENS} stands for the whole ({H800_CHUNK_TOKENS})",
+    )
+    how.add_argument(
+        "--pass-s",
+        type=float,
+        metavar="S",
+        help=f"how long a full chunk takes on the virtual GPU ({PASS_S}); everything else of the "
+        "cost is stretched with it, so that a slow host (engines, clients and router share these "
+        "cores) is a smaller part of a pass, and runs take longer",
     )
     how.add_argument("--client", choices=CLIENTS, default=CLIENTS[0], help=f"({CLIENTS[0]})")
     how.add_argument(

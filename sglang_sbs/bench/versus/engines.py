@@ -30,6 +30,9 @@ H800_CHUNK_TOKENS = 3072
 """Per DP rank, of the deployment that the named costs are of (the paper's chunk of 3K)."""
 PASS_S = 0.61
 """Of a full chunk here: long enough that CPU work between passes is a few percent on two cores."""
+_DECODE_STEP_S = 0.02
+_DECODE_REQUEST_S = 2e-4
+"""A decode step and what each request of the fullest rank adds, beside passes of ``PASS_S``."""
 _MIX_REQUESTS = 2000
 """Whose mean is taken for what a token brings of pairs and requests."""
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
@@ -83,11 +86,14 @@ class GivenEngines:
     """Their SGLANG_SBS_KEY_FILE."""
 
 
-def scaled_cost(cost: PassCost, dp_size: int, chunk_tokens: int) -> VirtualGpuCost:
+def scaled_cost(
+    cost: PassCost, dp_size: int, chunk_tokens: int, pass_s: float = PASS_S
+) -> VirtualGpuCost:
     """A cost of engines with this chunk, for engines with ours.
 
     One of our tokens stands for ``chunk_tokens / CHUNK_TOKENS`` of theirs, and time is stretched
-    so that a full chunk takes ``PASS_S``: fixed share and split between mean and slowest rank stay.
+    so that a full chunk takes ``pass_s``: fixed share and split between mean and slowest rank stay,
+    and decode steps are as long beside a pass.
     A virtual pass knows only tokens: what attention pairs and requests cost is in their price, as
     with the prompts of the paper workload.
 
@@ -103,13 +109,13 @@ def scaled_cost(cost: PassCost, dp_size: int, chunk_tokens: int) -> VirtualGpuCo
             "it needs mean_s, max_s, pair_s or request_s"
         )
     tokens = chunk_tokens / CHUNK_TOKENS
-    stretch = PASS_S / cost.full_chunk_s(chunk_tokens)
+    stretch = pass_s / cost.full_chunk_s(chunk_tokens)
     return VirtualGpuCost(
         prefill_base_s=cost.fixed_s * stretch,
         prefill_per_max_token_s=cost.max_s * tokens * stretch,
         prefill_per_total_token_s=cost.mean_s * tokens * stretch / dp_size,
-        decode_base_s=0.02,
-        decode_per_max_request_s=2e-4,
+        decode_base_s=_DECODE_STEP_S * pass_s / PASS_S,
+        decode_per_max_request_s=_DECODE_REQUEST_S * pass_s / PASS_S,
     )
 
 

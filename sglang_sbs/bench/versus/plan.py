@@ -52,6 +52,8 @@ H800 = "h800"
 _H800_COST = "mixed"
 SLO_PASSES = 2.4
 """The paper's SLO of 0.8 s, in full passes of its deployment (0.33 s)."""
+SLO_TPOT_S = 0.1
+"""For goodput, beside passes of ``PASS_S``."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -111,6 +113,14 @@ class Plan:
             )
             WORKLOADS[workload](1, requests, self.chunk_tokens)
 
+    @property
+    def _pass_s(self) -> float:
+        return self._args.pass_s or PASS_S
+
+    @property
+    def _slo_tpot_s(self) -> float:
+        return self._args.slo_tpot or SLO_TPOT_S * self._pass_s / PASS_S
+
     def _check(self) -> None:
         args = self._args
         for name in (
@@ -127,7 +137,7 @@ class Plan:
         for name in ("search_steps", "share_of_capacity"):
             if getattr(args, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-        for name in ("slo_ttft", "slo_tpot", "timeout", "cost_chunk", "capacity"):
+        for name in ("slo_ttft", "slo_tpot", "timeout", "cost_chunk", "pass_s", "capacity"):
             if getattr(args, name) is not None and not getattr(args, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be greater than 0")
         given = [
@@ -137,6 +147,8 @@ class Plan:
             raise ValueError("--real needs --prefill URL PORT, --decode URL and --capacity")
         if given and not args.real:
             raise ValueError(f"{given[0]} is for engines that run already: add --real")
+        if args.real and args.pass_s is not None:
+            raise ValueError("--pass-s is for the virtual GPU: leave it out with --real")
         if args.key_file is not None:
             if not args.real:
                 raise ValueError("--key-file is for engines that run already: add --real")
@@ -177,7 +189,7 @@ class Plan:
             search_steps=args.search_steps,
             search_seeds=args.search_seeds,
             share_of_capacity=args.share_of_capacity,
-            slo_ttft_s=args.slo_ttft or SLO_PASSES * PASS_S,
+            slo_ttft_s=args.slo_ttft or SLO_PASSES * self._pass_s,
         )
 
     def _model(self) -> Path | None:
@@ -205,9 +217,8 @@ class Plan:
             return (lambda _variant: given_engines(given)), args.capacity, CHUNK_TOKENS
         prefill, decode = parse_topology(args.topology)
         cost = _cost(args.cost)
-        cluster = VirtualCluster(
-            prefill, decode, args.dp, scaled_cost(cost, args.dp, args.cost_chunk), args.report
-        )
+        scaled = scaled_cost(cost, args.dp, args.cost_chunk, self._pass_s)
+        cluster = VirtualCluster(prefill, decode, args.dp, scaled, args.report)
 
         def start(variant: str) -> AbstractAsyncContextManager[Engines]:
             return virtual_engines(cluster, ENGINE_VARIANTS[variant], Console())
@@ -228,6 +239,7 @@ class Plan:
             else {
                 "engines": f"{args.topology}, dp={args.dp}, virtual GPU",
                 "cost": f"{args.cost}, chunk {args.cost_chunk}",
+                "pass_s": self._pass_s,
                 # Given engines are asked for theirs when they are needed.
                 "chunk_tokens": self.chunk_tokens,
             }
@@ -244,7 +256,7 @@ class Plan:
             "requests": args.requests,
             "search_requests": args.search_requests,
             "slo_ttft_s": self.scope.slo_ttft_s,
-            "slo_tpot_s": args.slo_tpot,
+            "slo_tpot_s": self._slo_tpot_s,
             "capacity_tokens_per_s": round(self.capacity_tokens_per_s, 1),
         }
 
@@ -284,7 +296,7 @@ class Plan:
             prompts=self._prompts,
             model=self.model,
             slo_ttft_s=self.scope.slo_ttft_s,
-            slo_tpot_s=args.slo_tpot,
+            slo_tpot_s=self._slo_tpot_s,
             timeout_s=args.timeout,
             log_dir=args.report,
             salt=datetime.now(UTC).isoformat(),
