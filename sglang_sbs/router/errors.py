@@ -115,6 +115,7 @@ class LegFailure(RouterError):
         *,
         transport: bool = False,
         unreachable: bool = False,
+        broke_off: bool = False,
         blameless: bool = False,
     ) -> None:
         super().__init__(status, code, message, retry_after_s=1.0 if status == 503 else None)
@@ -124,6 +125,9 @@ class LegFailure(RouterError):
         """The connection failed, as opposed to the engine answering with an error."""
         self.unreachable = unreachable
         """Nothing listens at the worker's address."""
+        self.broke_off = broke_off
+        """The connection went away under the request, as when its engine ends: of the request, for
+        all that is known."""
         self._blameless = blameless
 
     @property
@@ -136,7 +140,9 @@ class LegFailure(RouterError):
         return self.status >= 500 and not self._blameless
 
 
-def transport_failure(leg: Leg, worker: str, detail: str, *, unreachable: bool) -> LegFailure:
+def transport_failure(
+    leg: Leg, worker: str, detail: str, *, unreachable: bool, broke_off: bool = False
+) -> LegFailure:
     """A leg could not be reached or broke off: 502 ``prefill_server_error`` or ``decode_…``."""
     return LegFailure(
         leg,
@@ -146,6 +152,7 @@ def transport_failure(leg: Leg, worker: str, detail: str, *, unreachable: bool) 
         f"{leg.capitalize()} server error: {detail} ({worker})",
         transport=True,
         unreachable=unreachable,
+        broke_off=broke_off,
     )
 
 

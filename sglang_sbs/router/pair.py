@@ -344,7 +344,11 @@ class _Leg:
             return
         self.pair.leg_failed(
             transport_failure(
-                self.name, self.worker, str(error), unreachable=error.kind == "refused"
+                self.name,
+                self.worker,
+                str(error),
+                unreachable=error.kind == "refused",
+                broke_off=error.kind == "reset",
             )
         )
 

@@ -61,6 +61,10 @@ PATHS: dict[RouteKind, str] = {
     "chat": "/v1/chat/completions",
 }
 
+_MOST_BROKEN_OFF = 2
+"""Engines that may go away under a request before it is no longer tried on others: it may be what
+ends them, and then it must not end them all."""
+
 
 @dataclass(frozen=True)
 class RelayConfig:
@@ -288,6 +292,7 @@ class Relay:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
         exclude: tuple[str, ...] = ()
         attempt = 1
+        broken_off = 0
         while True:
             try:
                 return await self._attempt(exchange, unit, exclude, make_sink)
@@ -295,10 +300,18 @@ class Relay:
                 self._registry.leg_failed(failure)
                 self._metrics.leg_failed(failure)
                 started = unit.index in exchange.pairs and exchange.pairs[unit.index].opened
-                last = attempt >= self._config.max_attempts
+                broken_off += failure.broke_off
+                last = attempt >= self._config.max_attempts or broken_off >= _MOST_BROKEN_OFF
                 if started or not failure.retryable or last:
                     if last and failure.retryable and not started:
                         self._metrics.gave_up(failure, exchange.path)
+                        if broken_off >= _MOST_BROKEN_OFF:
+                            logger.warning(
+                                "%s: %d engines went away under it: not sent to another (%s)",
+                                exchange.request_id,
+                                broken_off,
+                                failure,
+                            )
                     raise
                 exclude = tuple(dict.fromkeys((*exclude, failure.worker)))
                 self._metrics.retried(failure, exchange.path)

@@ -17,7 +17,7 @@ import orjson
 from sglang_sbs.router.block_names import PLAIN, Namespace
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.rank_contract import decode_members, prefill_members
-from sglang_sbs.wire.front_end import MAX_SESSION_CHARS
+from sglang_sbs.wire.front_end import MAX_COUNT, MAX_SESSION_CHARS
 
 RouteKind = Literal["generate", "completions", "chat"]
 MAX_UNITS = 16_384
@@ -36,8 +36,18 @@ _INTERNAL_FIELDS = (
     "need_wait_for_mm_inputs",
     "num_items_assigned",
     "received_time",
+    "encoder_urls",
+    "lora_id",
+    "positional_embed_overrides",
+    "kv_hints",
+    "external_trace_header",
+    "background",
+    "return_bytes",
 )
-"""Routing internals and fields one SGLang process sets for another: never the client's to give."""
+"""Routing internals and fields one SGLang process sets for another: never the client's to give.
+SGLang 0.5.23 takes the later ones of anyone and believes them (``managers/io_struct.py``): a number
+for ``positional_embed_overrides``, or an unknown ``lora_id`` on an engine with ``--enable-lora``,
+ends its scheduler process."""
 
 _PER_PROMPT_FIELDS = (
     "text",
@@ -62,7 +72,6 @@ _PER_PROMPT_FIELDS = (
     "custom_logit_processor",
     "extra_key",
     "cache_salt",
-    "kv_hints",
     "multi_item_delimiter_indices",
     "token_indices_to_pool",
 )
@@ -357,7 +366,9 @@ def _text_of(body: dict[str, Any], name: str) -> str:
 
 def _limit(value: Any) -> int | None:
     """A limit of output tokens as the scheduler may count with; the engine judges nonsense."""
-    return max(0, value) if isinstance(value, int) and not isinstance(value, bool) else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return min(max(0, value), MAX_COUNT)
 
 
 def _positive(name: str, value: Any) -> int:

@@ -38,7 +38,8 @@ MAX_RID_CHARS = 128
 MAX_EXCLUDED = 4096
 MAX_BLOCKS = 65_536
 MAX_SESSION_CHARS = 256
-_MAX_COUNT = 1 << 40
+MAX_COUNT = 1 << 40
+"""Of tokens and ranks; what is larger nobody can mean."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -338,5 +339,5 @@ def _check(rid: str, *counts: int | None) -> None:
     if not 0 < len(rid) <= MAX_RID_CHARS:
         raise MalformedMessage("the rid is empty or too long")
     for count in counts:
-        if count is not None and not 0 <= count <= _MAX_COUNT:
+        if count is not None and not 0 <= count <= MAX_COUNT:
             raise MalformedMessage(f"{count} is not a count")

@@ -119,6 +119,34 @@ async def test_retries_are_bounded() -> None:
         c.check_books()
 
 
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_request_that_ends_engines_is_not_sent_to_all_of_them(leg: str) -> None:
+    async with cluster(prefill=3, decode=3) as c:
+        engines = c.prefill if leg == "prefill" else c.decode
+        for engine in engines:
+            engine.behaviour = Behaviour(fault="reset_before_head")
+        others = c.decode if leg == "prefill" else c.prefill
+        for engine in others:
+            engine.gate.close()
+        status, body = await c.generate(text="x")
+        assert (status, body["error"]["code"]) == (502, f"{leg}_server_error")
+        assert sorted(len(engine.requests) for engine in engines) == [0, 1, 1]
+        for engine in others:
+            engine.gate.open()
+        await c.settled()
+        assert c.scheduler.ended() == ["failed"] * 2
+        c.check_books()
+
+
+async def test_engines_that_are_not_there_do_not_end_the_retries() -> None:
+    """Nothing that a request did: it never came there."""
+    async with cluster(prefill=4) as c:
+        for engine in c.prefill[:3]:
+            await engine.stop()
+        assert (await c.generate(text="x"))[0] == 200
+        await c.settled()
+
+
 async def test_client_errors_are_not_retried() -> None:
     async with cluster() as c:
         c.prefill[0].behaviour = Behaviour(status=400)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import logging
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -28,7 +31,9 @@ from sglang_sbs.router.requests import (
     plan_request,
 )
 from sglang_sbs.router.server import RouterServer
+from sglang_sbs.scheduling.events import RequestArrived
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from sglang_sbs.wire.front_end import decode_to_scheduler, encode
 
 GARBAGE = [b"data: {not json\n\n", b"data: [1]\n\n", b"\x00\xff", b'{"text": 5', b"[]"]
 
@@ -461,6 +466,54 @@ def test_a_negative_limit_does_not_get_into_the_books(kind: Any, body: dict[str,
     (unit,) = plan_request(kind, orjson.dumps(body)).units
     assert unit.max_new_tokens == 0
     assert b"-7" in unit.common  # the engine is the one to refuse it
+
+
+@pytest.mark.parametrize("limit", [(1 << 53) - 1, 1 << 63, (1 << 64) - 1])
+def test_a_limit_beyond_all_counts_gets_to_the_scheduler_process(limit: int) -> None:
+    """It would drop the message, and the client would wait for nothing."""
+    raw = b'{"text": "x", "sampling_params": {"max_new_tokens": %d}}' % limit
+    (unit,) = plan_request("generate", raw).units
+    arrived = RequestArrived(rid="r", prompt_tokens=1, max_new_tokens=unit.max_new_tokens)
+    assert decode_to_scheduler(encode(arrived)) == arrived
+    assert b"%d" % limit in unit.common  # the engine is the one to refuse it
+
+
+CLIENTS_OWN = {
+    *("rid", "session_id", "text", "input_ids", "input_embeds", "image_data", "video_data"),
+    *("audio_data", "mm_hashes", "mm_content_hashes", "use_audio_in_video", "video_config"),
+    *("sampling_params", "watermark", "return_logprob", "logprob_start_len", "top_logprobs_num"),
+    *("token_ids_logprob", "return_sampling_mask", "sampling_logprobs_mode"),
+    *("return_text_in_logprobs", "return_flat_raw_top_logprobs"),
+    *("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64", "stream"),
+    *("log_metrics", "return_hidden_states", "return_routed_experts", "routed_experts_start_len"),
+    *("return_indexer_topk", "modalities", "session_params", "lora_path", "routing_key"),
+    *("custom_logit_processor", "conversation_id", "require_reasoning", "max_thinking_tokens"),
+    *("priority", "extra_key", "no_logs", "custom_labels", "return_entropy", "cache_salt"),
+    *("return_prompt_token_ids", "max_dynamic_patch", "min_dynamic_patch", "images_config"),
+    *("image_max_dynamic_patch", "video_max_dynamic_patch", "mm_processor_kwargs"),
+    *("multi_item_delimiter_indices", "token_indices_to_pool"),
+}
+"""Fields of SGLang's ``/generate`` that a client may set."""
+
+
+def test_every_field_of_sglangs_generate_is_the_clients_or_stripped() -> None:
+    """A new release of SGLang may have new internals: somebody must decide."""
+    spec = find_spec("sglang")
+    if spec is None or spec.submodule_search_locations is None:
+        pytest.skip("SGLang is not installed")
+    path = Path(spec.submodule_search_locations[0]) / "srt/managers/io_struct.py"
+    (found,) = (
+        node
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "GenerateReqInput"
+    )
+    fields = {
+        node.target.id
+        for node in found.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assert fields == CLIENTS_OWN | set(_INTERNAL_FIELDS)
+    assert not CLIENTS_OWN & set(_INTERNAL_FIELDS)
 
 
 @given(raw=st.binary(max_size=60))
