@@ -5,16 +5,19 @@ Owns the drawing; needs matplotlib (the ``sim`` extra).
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_sbs.bench.runs import Run
 
-_WINDOW_S = 8.0
+_WINDOW_PASSES = 16
+"""Of the median length."""
 
 
 def draw_timeline(runs: Sequence[Run], path: Path) -> bool:
-    """Draw some seconds from the middle of each run; False if matplotlib is not installed."""
+    """Draw some passes towards the end of each run, as many seconds of all; False if matplotlib is
+    not installed."""
     try:
         import matplotlib
 
@@ -25,6 +28,8 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> bool:
     figure, axes = pyplot.subplots(
         len(runs), 1, figsize=(12, 2.6 * len(runs)), squeeze=False, constrained_layout=True
     )
+    lengths_s = [one.end_s - one.start_s for run in runs for one in run.engines.passes]
+    window_s = _WINDOW_PASSES * statistics.median(lengths_s or [1.0])
     colours = pyplot.get_cmap("viridis")
     for axis, run in zip(axes[:, 0], runs, strict=True):
         passes = run.engines.passes
@@ -33,9 +38,9 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> bool:
             axis.set_title(f"{run.label}: no pass was reported")
             continue
         last_s = max(one.end_s for one in passes)
-        from_s = max(min(one.start_s for one in passes), last_s - 2 * _WINDOW_S)
+        from_s = max(min(one.start_s for one in passes), last_s - 2 * window_s)
         for one in passes:
-            if one.end_s < from_s or one.start_s > from_s + _WINDOW_S:
+            if one.end_s < from_s or one.start_s > from_s + window_s:
                 continue
             capacity = run.engines.chunk_tokens * len(one.tokens)
             for rank, tokens in enumerate(one.tokens):
@@ -49,7 +54,7 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> bool:
                     linewidth=0.5,
                 )
         axis.set_yticks(range(len(names)), names)
-        axis.set_xlim(0, _WINDOW_S)
+        axis.set_xlim(0, window_s)
         axis.set_xlabel("seconds")
         axis.set_title(
             f"{run.label}: forward passes, one stripe per DP rank "

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from sglang_sbs.bench.versus import command
-from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S, scaled_cost
+from sglang_sbs.bench.versus.engines import (
+    H800_CHUNK_TOKENS,
+    PASS_S,
+    gate_environment,
+    scaled_cost,
+)
 from sglang_sbs.bench.versus.workloads import WORKLOADS
+from sglang_sbs.engine.config import GANG_GATE_MS
 from sglang_sbs.simulator.cost import COSTS, CostError, PassCost, save_cost
 
 CHUNK = H800_CHUNK_TOKENS
@@ -30,6 +36,17 @@ def test_longer_passes_are_the_same_cost_stretched() -> None:
     usual, longer = (scaled_cost(COSTS["mixed"], 2, CHUNK, s) for s in (PASS_S, 3 * PASS_S))
     for name, value in asdict(usual).items():
         assert asdict(longer)[name] == pytest.approx(3 * value), name
+
+
+def test_the_gang_gate_is_stretched_with_the_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GANG_GATE_MS, raising=False)
+    gates = [
+        gate_environment(scaled_cost(COSTS["mixed"], 2, CHUNK, times * PASS_S))
+        for times in (1, 3, 100)
+    ]
+    assert gates == [{}, {GANG_GATE_MS: "60"}, {GANG_GATE_MS: "200"}]
+    monkeypatch.setenv(GANG_GATE_MS, "5")
+    assert gate_environment(scaled_cost(COSTS["mixed"], 2, CHUNK, 3 * PASS_S)) == {}
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 8])

@@ -20,7 +20,7 @@ from sglang_sbs.bench.versus import cell, clients, command, ratios, report, tabl
 from sglang_sbs.bench.versus.engines import Engines
 from sglang_sbs.bench.versus.field import BY_NAME, Contender
 from sglang_sbs.bench.versus.prompts import id_prompts
-from sglang_sbs.bench.versus.rows import Key, Row, RowFile
+from sglang_sbs.bench.versus.rows import NOT_RUN, Key, Row, RowFile
 
 
 def broken(policy: str, *, load: float = 0.8, seed: int = 1, warm_up_failed: int = 0) -> Row:
@@ -40,6 +40,7 @@ def broken(policy: str, *, load: float = 0.8, seed: int = 1, warm_up_failed: int
     "ours",
     [
         [row("sbs", 10, failed=40)],
+        [row("sbs", 10, failed=1)],
         [row("sbs", math.nan, failed=100)],
         [broken("sbs")],
         [row("sbs", 10, seed=2), broken("sbs")],
@@ -56,9 +57,15 @@ def test_sbs_gains_no_ratio_by_failing(ours: list[Row]) -> None:
     assert table.marks == {0: "worse"}
 
 
-def test_a_failed_request_in_a_hundred_is_still_measured() -> None:
-    (found,) = ratios.ratio_cells([row("sbs", 50, failed=1), row("smg", 100)])
+def test_a_peer_that_fails_a_request_in_a_hundred_is_still_measured_against() -> None:
+    (found,) = ratios.ratio_cells([row("sbs", 50), row("smg", 100, failed=1)])
     assert (found["failed"], found["mean_ratio"]) == (False, 0.5)
+
+
+def test_what_was_not_tried_after_a_failure_does_not_hide_why() -> None:
+    rows = [broken("sbs"), replace(broken("sbs", load=1.0), error=NOT_RUN), row("smg", 100)]
+    assert ratios.errors(rows) == {"sbs": "it ended at its start"}
+    assert [one["failed"] for one in ratios.ratio_cells(rows)] == [True, True]
 
 
 def test_a_contender_that_fails_is_marked_and_in_no_picture(
@@ -221,8 +228,12 @@ async def test_a_client_that_does_not_finish_does_not_stop_the_comparison(
     attempts.hangs = 2
     found = await attempts.run(tmp_path)
     assert (found.answers, found.error) == (None, "bench_serving did not finish")
+    assert found.warm_up_failed == 2
     attempts.hangs = 1
-    assert (await attempts.run(tmp_path)).answers is not None
+    found = await attempts.run(tmp_path)
+    assert found.answers is not None
+    # The request it hung on has failed, whatever the second attempt answers.
+    assert found.warm_up_failed == 1
 
 
 async def test_no_two_runs_are_warmed_up_with_the_same_prompts(

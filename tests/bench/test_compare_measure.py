@@ -129,3 +129,6 @@ def test_bench_serving_details_become_samples() -> None:
     found = measure.answers([good, empty], slo_ttft_s=1.0, slo_tpot_s=0.2, load_s=2.0)
     assert (found.completed, found.failed) == (1, 1)
     assert found.ttft_ms.mean == pytest.approx(500.0)
+    # It waits for six hours by itself.
+    late, *_ = clients.samples_of(result, sent, timeout_s=0.7)
+    assert late.error == "TimeoutError: took 0.8 s"

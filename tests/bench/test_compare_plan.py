@@ -51,6 +51,10 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
         ([*REAL, "--capacity", "0"], "--capacity must be greater than 0"),
         (["--pass-s", "0"], "--pass-s must be greater than 0"),
         ([*REAL, "--capacity", "5", "--pass-s", "1.5"], "leave it out with --real"),
+        (
+            [*REAL, "--capacity", "5", "--client", "bench_serving"],
+            "--client bench_serving needs --tokenizer-path",
+        ),
     ],
 )
 def test_says_what_is_wrong_before_anything_starts(
@@ -96,6 +100,7 @@ def test_longer_passes_stretch_the_limits_and_thin_the_arrivals() -> None:
     )
     assert longer.settings()["slo_ttft_s"] == pytest.approx(2 * usual.settings()["slo_ttft_s"])
     assert longer.settings()["slo_tpot_s"] == pytest.approx(2 * usual.settings()["slo_tpot_s"])
+    assert longer.settings()["timeout_s"] == 2 * usual.settings()["timeout_s"]
     assert longer.capacity_tokens_per_s == pytest.approx(usual.capacity_tokens_per_s / 2)
     said = Plan(command.build_parser().parse_args(["--pass-s", "1.22", "--slo-tpot", "0.3"]))
     assert said.settings()["slo_tpot_s"] == 0.3
@@ -155,6 +160,12 @@ def test_resume_refuses_other_engines_and_other_code(
     Plan(parse(words)).begin(file, Console(quiet=True))
     words.append("--resume")
     Plan(parse(words)).begin(file, Console(quiet=True))
+    with pytest.raises(ValueError, match="engine flags 'stock', not 'delayer'"):
+        Plan(parse([*words, "--engines", "delayer"])).begin(file, Console(quiet=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "machine", lambda: {"smg": "9.9"})
+        with pytest.raises(ValueError, match=r"with smg '.+', not '9\.9'"):
+            Plan(parse(words)).begin(file, Console(quiet=True))
     with pytest.raises(ValueError, match="decode http://d0:30000, http://d1:30000"):
         Plan(parse([*words, "--decode", "http://d1:30000"])).begin(file, Console(quiet=True))
     for other in ("5678", ""):

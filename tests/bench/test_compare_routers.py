@@ -131,6 +131,11 @@ def test_peers_are_ranked_over_all_cells() -> None:
     assert ratios.ranking(rows) == ["mini_lb", "smg"]
 
 
+def test_peers_are_ranked_on_the_same_seeds() -> None:
+    rows = [row("smg", 100), row("smg", 300, seed=2), row("smg", 300, seed=3)]
+    assert ratios.ranking([*rows, row("mini_lb", 110)]) == ["smg", "mini_lb"]
+
+
 # ---- order of runs
 
 
@@ -259,6 +264,39 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     # What did not work is tried again: something may have been installed.
     assert [k.policy for k in ran] == ["mini_lb"]
     assert started == ["stock"]
+
+
+async def test_what_a_broken_contender_did_not_run_is_no_better_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be judged by the seeds before it broke."""
+    work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
+    made_up = campaign.run_cell
+    ran = []
+
+    async def run_cell(contender: Contender, key: Key, requests: int, *words: object) -> Row:
+        ran.append(key)
+        if key.policy == "sbs" and (key.seed, key.load) == (2, 1.0):
+            return Row(key=key, client="open-loop", requests=requests, error="it hung")
+        return await made_up(contender, key, requests, *words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(campaign, "run_cell", run_cell)
+    work.scope = dataclasses.replace(work.scope, loads=[1.0, 0.4], search_steps=0, seeds=3)
+    await work.run()
+    cells = {one["load"]: one["failed"] for one in ratios.ratio_cells(work.rows)}
+    assert cells == {1.0: True, 0.4: True}
+    assert (3, "sbs") not in {(key.seed, key.policy) for key in ran}
+    assert ratios.errors(work.rows)["sbs"].endswith("seed 2: it hung")
+    assert work.file.read()[1] == work.rows
+
+
+async def test_there_is_no_cell_at_a_share_of_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, _started, ran = small_campaign(tmp_path, monkeypatch, rows=[])
+    work.scope = dataclasses.replace(work.scope, slo_ttft_s=0.01)
+    await work.run()
+    assert {key.load for key in ran if key.kind == "cell"} == {0.4, 1.0}
 
 
 async def test_engines_are_warmed_up_by_a_contender_that_works(

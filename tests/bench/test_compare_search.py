@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
@@ -76,6 +78,19 @@ def test_a_search_that_never_meets_the_slo_has_a_bound() -> None:
     assert found == search.Capacity(0.65, pytest.approx(0.65 * 30), bounded=True)
 
 
+def test_a_load_at_which_sbs_left_a_request_unanswered_is_not_at_the_slo() -> None:
+    """The one that failed is in no mean."""
+    rows = [searched("sbs", 0.8, 500), searched("smg", 0.8, 500)]
+    one_failed = [
+        replace(one, answers=replace(one.answers, failed=1))  # type: ignore[type-var]
+        for one in rows
+    ]
+    found = search.searches(one_failed, 1.0)
+    assert math.isfinite(found["smg"].found.qps)
+    assert search.next_load(one_failed, "sbs", [1], 1.0, 4) < 0.8
+    assert search.next_load(one_failed, "smg", [1], 1.0, 4) > 0.8
+
+
 def failing(rows: list[Row]) -> list[Row]:
     assert all(one.answers is not None for one in rows)
     return [
@@ -120,3 +135,4 @@ def test_the_best_peers_load_is_not_ours() -> None:
         searched("mini_lb", 0.6, 1500),
     ]
     assert search.best_peer_load(rows, 1.0) == pytest.approx(0.6)
+    assert search.best_peer_load(rows, 0.1) is None

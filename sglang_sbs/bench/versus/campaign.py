@@ -34,7 +34,7 @@ from sglang_sbs.bench.versus.engines import Engines
 from sglang_sbs.bench.versus.field import BY_NAME, STOCK, Contender
 from sglang_sbs.bench.versus.ratios import is_immediate, is_peer, is_sbs, ranking
 from sglang_sbs.bench.versus.revision import revision
-from sglang_sbs.bench.versus.rows import Key, Row, RowFile
+from sglang_sbs.bench.versus.rows import NOT_RUN, Key, Row, RowFile
 from sglang_sbs.bench.versus.search import best_peer_load, next_load
 from sglang_sbs.cluster.local import ClusterStartError
 
@@ -150,10 +150,16 @@ class Campaign:
             for mine in by_engines(focus):
                 for step in range(scope.search_steps):
                     await runner.run(self._search_keys(mine, step))
-            capacity = best_peer_load(self.rows, scope.slo_ttft_s)
             cells = scope.cells
-            if capacity is not None and scope.share_of_capacity > 0:
-                cells.append((SEARCH_WORKLOAD, round(scope.share_of_capacity * capacity, 3)))
+            if scope.search_steps and scope.share_of_capacity > 0:
+                capacity = best_peer_load(self.rows, scope.slo_ttft_s)
+                if capacity is None:
+                    self.console.print(
+                        "no peer has a load at the SLO between those that were tried: no cell at "
+                        f"{100 * scope.share_of_capacity:g} % of it"
+                    )
+                else:
+                    cells.append((SEARCH_WORKLOAD, round(scope.share_of_capacity * capacity, 3)))
             for seed in scope.all_seeds:
                 await runner.run(cell_keys(focus, cells, seed))
 
@@ -171,6 +177,10 @@ class Campaign:
 
     def requests(self, key: Key) -> int:
         return self.scope.search_requests if key.kind == "search" else self.scope.requests
+
+    def row_of(self, key: Key, error: str) -> Row:
+        """Of a run that has no figures."""
+        return Row(key=key, client=self.setting.client, requests=self.requests(key), error=error)
 
     def expected_key_s(self, key: Key) -> float:
         return _OVERHEAD_S + self.expected_s(key.workload, key.load, self.requests(key))
@@ -237,27 +247,27 @@ class _Runner:
             if key in self._counted:
                 continue
             self._counted.add(key)
-            if key not in self._done and key.policy not in self._broken:
-                await self._run_one(key)
+            if key not in self._done:
+                if key.policy in self._broken:
+                    self._add(self._campaign.row_of(key, NOT_RUN))
+                else:
+                    await self._run_one(key)
             self._progress.advance(self._task, self._campaign.expected_key_s(key))
 
     async def _run_one(self, key: Key) -> None:
         campaign = self._campaign
         contender = BY_NAME[key.policy]
         self._progress.update(self._task, description=_words(key))
-        requests = campaign.requests(key)
         begun, of_code = datetime.now(UTC).isoformat(timespec="seconds"), revision()
         try:
             engines = await self._engines_of(contender)
-            row = await run_cell(contender, key, requests, engines, campaign.setting)
+            row = await run_cell(contender, key, campaign.requests(key), engines, campaign.setting)
         except ClusterStartError as error:
             if contender.engines == STOCK:
                 raise
-            why = f"engines with its flags do not start: {error}"
-            row = Row(key=key, client=campaign.setting.client, requests=requests, error=why)
+            row = campaign.row_of(key, f"engines with its flags do not start: {error}")
         row = replace(row, begun=begun, revision=of_code)
-        campaign.rows.append(row)
-        campaign.file.add(row)
+        self._add(row)
         if row.answers is None:
             self._broken.add(key.policy)
             reason = row.error.strip().splitlines()
@@ -284,6 +294,10 @@ class _Runner:
                 markup=False,
                 soft_wrap=True,
             )
+
+    def _add(self, row: Row) -> None:
+        self._campaign.rows.append(row)
+        self._campaign.file.add(row)
 
     async def _engines_of(self, contender: Contender) -> Engines:
         variant = contender.engines

@@ -51,7 +51,8 @@ _LAG_STEP_S = 0.02
 _RECONNECT_S = 2.5
 """Engines look every 2 s at most for a router that was away, as ours is between two of its runs."""
 _LISTEN_STEP_S = 0.25
-_WARM_UP_TIMEOUT_S = 20.0
+_WARM_UP_TIMEOUT_S, _WARM_UP_SHARE = 20.0, 1 / 3
+"""Of a request of the warm-up, at least, and of the time a request has otherwise."""
 _MOST_FAILED_SHARE = 0.25
 """Of the warm-up; a contender that fails more is not measured."""
 _SETTLE_S = 0.3
@@ -86,7 +87,7 @@ class DoesNotWorkError(RuntimeError):
     def __init__(self, message: str, failed: int = 0) -> None:
         super().__init__(message)
         self.failed = failed
-        """Requests of the warm-up."""
+        """Requests that were not answered: of the warm-up, and the one that a client hung on."""
 
 
 async def run_cell(
@@ -138,7 +139,8 @@ async def _measured(
     async with _running(contender, key, engines, setting) as (url, processes):
         if contender.ours:
             await asyncio.sleep(_RECONNECT_S)
-        warmed = await run_load(url, warm_up, timeout_s=_WARM_UP_TIMEOUT_S)
+        warm_up_timeout_s = max(_WARM_UP_TIMEOUT_S, _WARM_UP_SHARE * setting.timeout_s)
+        warmed = await run_load(url, warm_up, timeout_s=warm_up_timeout_s)
         warm_up_failed = _check(warmed)
         await _check_hearing(contender, engines)
         engines.listener.take()
@@ -155,7 +157,8 @@ async def _measured(
                 log=setting.log_dir / f"bench_serving-{_file_name(contender.name)}.log",
             )
         except NotFinishedError as error:
-            raise DoesNotWorkError(str(error)) from error
+            # At least one; which, and how many, it does not say.
+            raise DoesNotWorkError(str(error), warm_up_failed + 1) from error
         finally:
             lag.cancel()
         await asyncio.sleep(_SETTLE_S)

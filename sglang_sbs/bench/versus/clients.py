@@ -50,7 +50,7 @@ async def send_load(
         return await run_load(url, arrivals, timeout_s=timeout_s)
     with tempfile.TemporaryDirectory(prefix="sbs-bench-serving-") as folder:
         result = await _run_serving(url, arrivals, timeout_s, model, log, Path(folder))
-    return samples_of(result, arrivals)
+    return samples_of(result, arrivals, timeout_s)
 
 
 async def _run_serving(
@@ -110,11 +110,14 @@ _START_S = 120.0
 """SGLang's benchmark imports torch before it sends anything."""
 
 
-def samples_of(result: dict[str, Any], arrivals: Sequence[Arrival]) -> list[Sample]:
+def samples_of(
+    result: dict[str, Any], arrivals: Sequence[Arrival], timeout_s: float = math.inf
+) -> list[Sample]:
     """Samples from what ``--output-details`` writes.
 
     SGLang's client takes HTTP 200 for success, also when the stream is empty or has only an error
-    in it: no first token is a failure here.
+    in it: no first token is a failure here. It waits six hours for an answer; one that took longer
+    than ``timeout_s`` is a failure too, as with the other client.
     """
     samples = []
     columns = zip(
@@ -136,5 +139,7 @@ def samples_of(result: dict[str, Any], arrivals: Sequence[Arrival]) -> list[Samp
             sample.ttft_s = float(ttft_s)
             sample.e2e_s = float(ttft_s) + math.fsum(gaps_s)
             sample.output_tokens = int(output_tokens)
+        if not sample.error and sample.e2e_s > timeout_s:
+            sample.error = f"TimeoutError: took {sample.e2e_s:.1f} s"
         samples.append(sample)
     return samples

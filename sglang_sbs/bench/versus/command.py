@@ -18,7 +18,7 @@ from sglang_sbs.bench.versus.campaign import Campaign
 from sglang_sbs.bench.versus.clients import CLIENTS
 from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S
 from sglang_sbs.bench.versus.field import BY_NAME, ENGINE_VARIANTS, STOCK
-from sglang_sbs.bench.versus.plan import SLO_PASSES, SLO_TPOT_S, Plan, check_outputs
+from sglang_sbs.bench.versus.plan import SLO_PASSES, SLO_TPOT_S, TIMEOUT_S, Plan, check_outputs
 from sglang_sbs.bench.versus.ratios import errors, is_sbs, ratio_cells
 from sglang_sbs.bench.versus.report import summary, write_into_docs, write_json, write_report
 from sglang_sbs.bench.versus.rows import Header, Row, RowFile, figures
@@ -32,7 +32,7 @@ examples:
   scripts/compare-routers --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --resume --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --workload long-tail,bursty,mooncake --contenders sbs,smg,least_tokens
-  scripts/compare-routers --pass-s 1.5 --loads 0.6,0.8           the host is a smaller part of a pass
+  scripts/compare-routers --pass-s 1.5 --loads 0.6,0.8          the host a smaller part of a pass
   scripts/compare-routers --report-only --report out/compare --docs docs/results.md
   scripts/compare-routers --real --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
       --decode http://d0:30000 --capacity 180000 --slo-ttft 0.8 \\
@@ -147,7 +147,12 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--prompts", choices=("text", "ids"), default="text", help="what requests carry (text)"
     )
-    how.add_argument("--timeout", type=float, default=60.0, metavar="S", help="per request (60)")
+    how.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help=f"per request ({TIMEOUT_S:g}, longer as --pass-s is)",
+    )
     out = parser.add_argument_group("results")
     out.add_argument("--json", type=Path, metavar="FILE", help="ratios and figures")
     out.add_argument(

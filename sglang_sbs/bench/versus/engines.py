@@ -22,6 +22,8 @@ from sglang_sbs.bench.versus.workloads import WORKLOADS
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.engine.config import GANG_GATE_MS, MOST_GATE_MS
+from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
 from sglang_sbs.simulator.cost import CostError, PassCost
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
@@ -145,7 +147,11 @@ async def virtual_engines(
         ],
         virtual_gpu=cluster.cost,
         log_dir=log_dir,
-        environment={**os.environ, "SGLANG_SBS_ROUTERS": ",".join(addresses)},
+        environment={
+            **os.environ,
+            "SGLANG_SBS_ROUTERS": ",".join(addresses),
+            **gate_environment(cluster.cost),
+        },
         with_router=False,
     )
     plan = plan_cluster(options, blocks)
@@ -163,6 +169,15 @@ async def virtual_engines(
             ports=ports,
             listener=listener,
         )
+
+
+def gate_environment(cost: VirtualGpuCost) -> dict[str, str]:
+    """The gang gate waits for about a decode step: as much longer as that is here. What the user's
+    environment says stays."""
+    if GANG_GATE_MS in os.environ or cost.decode_base_s == _DECODE_STEP_S:
+        return {}
+    gate_ms = DEFAULT_GATE_MS * cost.decode_base_s / _DECODE_STEP_S
+    return {GANG_GATE_MS: f"{min(gate_ms, MOST_GATE_MS):g}"}
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from sglang_sbs.bench.demo import parse_topology
 from sglang_sbs.bench.rig import CHUNK_TOKENS
 from sglang_sbs.bench.versus.campaign import SEARCH_WORKLOAD, Campaign, Scope
 from sglang_sbs.bench.versus.cell import Setting
+from sglang_sbs.bench.versus.clients import CLIENTS
 from sglang_sbs.bench.versus.engines import (
     PASS_S,
     Engines,
@@ -54,6 +55,8 @@ SLO_PASSES = 2.4
 """The paper's SLO of 0.8 s, in full passes of its deployment (0.33 s)."""
 SLO_TPOT_S = 0.1
 """For goodput, beside passes of ``PASS_S``."""
+TIMEOUT_S = 60.0
+"""Of a request, beside such passes."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -119,7 +122,12 @@ class Plan:
 
     @property
     def _slo_tpot_s(self) -> float:
-        return self._args.slo_tpot or SLO_TPOT_S * self._pass_s / PASS_S
+        return self._args.slo_tpot or round(SLO_TPOT_S * self._pass_s / PASS_S, 4)
+
+    @property
+    def _timeout_s(self) -> float:
+        """Longer with passes, as a peer that is slow must not turn into one that fails."""
+        return self._args.timeout or round(TIMEOUT_S * max(1.0, self._pass_s / PASS_S), 1)
 
     def _check(self) -> None:
         args = self._args
@@ -189,7 +197,7 @@ class Plan:
             search_steps=args.search_steps,
             search_seeds=args.search_seeds,
             share_of_capacity=args.share_of_capacity,
-            slo_ttft_s=args.slo_ttft or SLO_PASSES * self._pass_s,
+            slo_ttft_s=args.slo_ttft or round(SLO_PASSES * self._pass_s, 4),
         )
 
     def _model(self) -> Path | None:
@@ -198,6 +206,8 @@ class Plan:
             tokenizer: Path | None = args.tokenizer_path
             if tokenizer is None and args.prompts == "text":
                 raise ValueError("--prompts text needs --tokenizer-path; or use --prompts ids")
+            if tokenizer is None and args.client != CLIENTS[0]:
+                raise ValueError(f"--client {args.client} needs --tokenizer-path")
             return tokenizer
         if args.tokenizer_path is not None:
             raise ValueError("--tokenizer-path is for engines that run already: add --real")
@@ -234,7 +244,7 @@ class Plan:
         """What changes a figure. Contenders, workloads, loads and seeds may be added later."""
         args = self._args
         engines: dict[str, Any] = (
-            {"engines": f"given: {_urls(args)}"}
+            {"engines": f"given: {_urls(args)}", "engine_flags": args.engines}
             if args.real
             else {
                 "engines": f"{args.topology}, dp={args.dp}, virtual GPU",
@@ -252,7 +262,7 @@ class Plan:
             **engines,
             "client": args.client,
             "prompts": args.prompts,
-            "timeout_s": args.timeout,
+            "timeout_s": self._timeout_s,
             "requests": args.requests,
             "search_requests": args.search_requests,
             "slo_ttft_s": self.scope.slo_ttft_s,
@@ -264,9 +274,9 @@ class Plan:
         """The header, and the rows there are already. Says where rows of an earlier run went."""
         if self._args.resume:
             header, rows = file.read()
-            mine = self.settings()
-            for name in (*mine, *(header.settings.keys() - mine.keys())):
-                there, here = header.settings.get(name, "unknown"), mine.get(name, "unknown")
+            mine, theirs = self.settings() | machine(), header.settings | header.machine
+            for name in (*mine, *(theirs.keys() - mine.keys())):
+                there, here = theirs.get(name, "unknown"), mine.get(name, "unknown")
                 if there != here:
                     raise ValueError(
                         f"--resume: {file.path} was measured with {name.replace('_', ' ')} "
@@ -297,7 +307,7 @@ class Plan:
             model=self.model,
             slo_ttft_s=self.scope.slo_ttft_s,
             slo_tpot_s=self._slo_tpot_s,
-            timeout_s=args.timeout,
+            timeout_s=self._timeout_s,
             log_dir=args.report,
             salt=datetime.now(UTC).isoformat(),
             endforward_host="0.0.0.0" if args.real else "127.0.0.1",

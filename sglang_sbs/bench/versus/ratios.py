@@ -5,6 +5,7 @@ Owns which peer is the best and what a ratio is. Must not know how rows are made
 The best peer of a cell is the one we look worst against: for every peer the ratio is taken seed by
 seed on the same arrivals and averaged, and the largest average counts. It is looked for anew for
 the mean, the 99th percentile and everything else, so no single peer has to be best at all of them.
+Peers that ran with fewer seeds are no candidates where one ran with more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang_sbs.bench.versus.field import BY_NAME
-from sglang_sbs.bench.versus.rows import Row, figures
+from sglang_sbs.bench.versus.rows import NOT_RUN, Row, figures
 
 Figure = Callable[[Row], float]
 MOST_FAILED_SHARE = 0.01
@@ -72,6 +73,14 @@ def serves(rows: Sequence[Row]) -> bool:
     return failed <= MOST_FAILED_SHARE * sent
 
 
+def measurable(policy: str, rows: Sequence[Row]) -> bool:
+    """Whether its figures in ``rows`` count. Those of SBS only where it answered everything: a
+    request that failed is not in the mean, and would be in the tail."""
+    if is_sbs(policy):
+        return not any(row.answers is not None and row.answers.failed for row in rows)
+    return serves(rows)
+
+
 def serving(rows: Iterable[Row]) -> list[Row]:
     """Without the cells of contenders that do not answer what they are sent there: what these do
     not serve does not wait, and their figures say nothing."""
@@ -92,9 +101,9 @@ def best_peer(
 
     Among those that ran with most of its seeds: one that ran with a single seed only would be
     compared by that seed's luck. ``None``: no peer ran on the same arrivals, or ``policy`` does not
-    answer what it is sent.
+    answer all it is sent.
     """
-    if not serves([row for row in rows if row.key.policy == policy]):
+    if not measurable(policy, [row for row in rows if row.key.policy == policy]):
         return None
     ours = {row.key.seed: figure(row) for row in rows if row.key.policy == policy}
     best: tuple[str, list[float]] | None = None
@@ -120,8 +129,8 @@ def _weight(ratios: Sequence[float]) -> tuple[int, float]:
 def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One object per workload, load and policy of SBS.
 
-    ``own_*``: against the best of our own immediate policies. ``failed``: it does not answer what
-    it is sent there, and has no ratios.
+    ``own_*``: against the best of our own immediate policies. ``failed``: a run of
+    it there has no figures or left a request unanswered, and it has no ratios.
     """
     out = []
     cells = cells_of(rows)
@@ -134,7 +143,7 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
         lost = broken.get((workload, load), set())
         for policy in sorted(filter(is_sbs, {row.key.policy for row in mine} | lost)):
             of = [row for row in mine if row.key.policy == policy]
-            failed = policy in lost or not serves(of)
+            failed = policy in lost or not measurable(policy, of)
             if failed:
                 mine = [row for row in mine if row.key.policy != policy]
             peer_mean = best_peer(mine, policy, _mean_ms)
@@ -167,13 +176,23 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def ranking(rows: Sequence[Row], among: Callable[[str], bool] = is_peer) -> list[str]:
     """From best to worst: by mean TTFT over the best of each cell, averaged over cells.
 
-    Only those that ran in all cells and answered are in it.
+    Only those that ran in all cells and answered are in it, each with the seeds that all of them
+    ran with, if there are such.
     """
     cells = cells_of(rows)
     means: dict[str, list[float]] = {}
     for mine in cells.values():
-        for peer in {row.key.policy for row in mine if among(row.key.policy)}:
-            of = [row for row in mine if row.key.policy == peer]
+        seeds: dict[str, set[int]] = {}
+        for row in mine:
+            if among(row.key.policy):
+                seeds.setdefault(row.key.policy, set()).add(row.key.seed)
+        shared = set.intersection(*seeds.values()) if seeds else set()
+        for peer in seeds:
+            of = [
+                row
+                for row in mine
+                if row.key.policy == peer and (row.key.seed in shared or not shared)
+            ]
             mean_ms = statistics.fmean(map(_mean_ms, of))
             if serves(of) and math.isfinite(mean_ms):
                 means.setdefault(peer, []).append(mean_ms)
@@ -209,6 +228,8 @@ def errors(rows: Iterable[Row]) -> dict[str, str]:
     out = {}
     for row in without_figures(rows):
         key = row.key
+        if row.error == NOT_RUN and key.policy in out:
+            continue
         run = f"{key.kind} {key.workload} {key.load:g} seed {key.seed}: "
         out[key.policy] = f"{run if key.policy in others else ''}{row.error}"
     return out

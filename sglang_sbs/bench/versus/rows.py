@@ -19,6 +19,8 @@ from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
 
 _T = TypeVar("_T")
 Kind = Literal["cell", "search", "error"]
+NOT_RUN = "not run, since a run before it gave no figures"
+"""Of a row without figures: nobody tried."""
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
@@ -52,7 +54,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     cpu_ms_per_request: float = 0.0
     """CPU time of the router's processes during the load."""
     warm_up_failed: int = 0
-    """Requests before the load that were not answered as asked."""
+    """Requests before the load that were not answered as asked, those of a first attempt too."""
     answers: Answers | None = None
     engines: Engines | None = None
     trace: Trace | None = None

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_sbs.bench.versus.ratios import is_peer, serves
+from sglang_sbs.bench.versus.ratios import is_peer, measurable
 from sglang_sbs.bench.versus.rows import Row, figures
 
 LOWEST_LOAD, HIGHEST_LOAD = 0.5, 1.1
@@ -72,7 +72,7 @@ def _by_load(rows: Sequence[Row], policy: str) -> dict[float, dict[int, Point]]:
         key = row.key
         if key.kind == "search" and key.policy == policy:
             assert row.answers is not None
-            mean_s = row.answers.ttft_ms.mean / 1e3 if serves([row]) else math.inf
+            mean_s = row.answers.ttft_ms.mean / 1e3 if measurable(policy, [row]) else math.inf
             out.setdefault(key.load, {})[key.seed] = (key.load, mean_s, row.qps)
     return dict(sorted(out.items()))
 
@@ -150,10 +150,10 @@ def best_peer(found: dict[str, Search]) -> str | None:
 
 
 def best_peer_load(rows: Sequence[Row], slo_ttft_s: float) -> float | None:
-    """The best peer's load at the SLO; ``None`` if none was searched."""
+    """The best peer's load at the SLO; ``None`` if none was searched, or it is only a bound."""
     found = searches(rows, slo_ttft_s)
     best = best_peer(found)
-    return None if best is None else found[best].found.load
+    return found[best].found.load if best is not None and found[best].known else None
 
 
 def qps_ratio(found: dict[str, Search], policy: str) -> Ratio | None:

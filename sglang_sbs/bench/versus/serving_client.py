@@ -67,7 +67,9 @@ def main(argv: Sequence[str]) -> None:
     url, model, dataset, output = argv
     DATASET_MAPPING[_NAME] = ArrivalsDataset
     serving.get_request = functools.partial(serving.get_request, use_trace_timestamps=True)
-    words = ["bench_serving", "--backend", "sglang", "--base-url", url, "--model", model]
+    words = ["bench_serving", "--backend", "sglang", "--base-url", url]
+    # Without the second it asks the engines, whose folders may be on another machine.
+    words += ["--model", model, "--tokenizer", model]
     words += ["--dataset-name", "custom", "--dataset-path", dataset, "--output-file", output]
     words += ["--output-details", "--disable-tqdm", "--warmup-requests", "0"]
     words += ["--ready-check-timeout-sec", "0"]

@@ -81,7 +81,7 @@ def ratio_table(rows: Sequence[Row]) -> Table:
         ),
         out,
         "Below 1 is better. The best peer is the one SBS looks worst against, for every figure "
-        "anew. "
+        "anew, of those that ran with all seeds. "
         "own: the same against our own immediate policies, which have this relay too. "
         f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}.",
         marks,
