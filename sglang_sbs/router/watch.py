@@ -120,6 +120,7 @@ class Watch:
         """No new requests for it, and nothing is kept of it."""
         self.registry.remove(worker)
         self._monitor.stop(worker)
+        self._listener.removed(worker.url)
         self._kv_events.removed(worker.url)
         self._drift.forget(worker.url)
 
