@@ -54,6 +54,9 @@ is the router's own page ([dashboard.md](dashboard.md)).
 
 A counter ends in `_total`; a histogram has `_bucket`, `_sum` and `_count`. *Several processes*
 marks what only a router with `--workers N` (or `--sbs-role`) has.
+
+Series with the label `worker` end when that worker is removed; one that comes back at the same
+address begins at 0. Failures of its last requests after that are in the other metrics only.
 """
 
 

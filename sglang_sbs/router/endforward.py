@@ -15,7 +15,9 @@ of prefill passes are all looked at.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -42,6 +44,15 @@ _RECEIVE_HWM = 128
 _RECEIVE_BYTES = 64 << 10
 """Unread messages per sender, and what the kernel holds besides: seconds of a rank's reports. More
 would be of the past, and with a thousand ranks it would be gigabytes."""
+_RECONNECT_MS = 100
+_RECONNECT_AT_MOST_MS = 2_000
+_CONNECT_MS = 5_000
+"""Between two tries to reach an engine that binds, growing, and for each of them: what is sent to a
+host that is away is not refused, and the kernel alone would try for minutes, ever more rarely."""
+_HEARTBEAT_MS = 5_000
+_SILENT_MS = 15_000
+"""A connection on which nothing comes for so long after a heartbeat is over: a host that vanished
+closes none, and one that came back with the same address would not be heard."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_BOOTS = 10_000
 _MAX_STRANGERS = 64
@@ -87,7 +98,8 @@ class EndForwardListener:
         self._on_report = on_report
         self._boots: dict[str, str] = {}  # boot id -> worker URL
         self._unbound_warned: set[str] = set()
-        self._connected: set[str] = set()
+        self._binding: dict[str, frozenset[str]] = {}
+        """Where engines bind, by worker URL: what is connected to while the socket is open."""
         self.counts: Counter[str] = Counter()
         """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
         ``superseded`` (before anybody looked at it)."""
@@ -134,6 +146,7 @@ class EndForwardListener:
             self._dialling = self._subscriber()
             keys.connect(self._dialling)
             self._watch(self._dialling)
+        self._dial(frozenset().union(*self._binding.values()), frozenset())
         return endpoint
 
     def _subscriber(self) -> zmq.Socket[bytes]:
@@ -144,6 +157,11 @@ class EndForwardListener:
         sock.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
         sock.setsockopt(zmq.RCVBUF, _RECEIVE_BYTES)
         sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_AT_MOST_MS)
+        sock.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
         sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
         return sock
 
@@ -170,20 +188,49 @@ class EndForwardListener:
             self._context = None
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
-        """``/server_info`` was read: learn its boot id, connect to a publisher that binds."""
-        if info.sbs is None:
-            return
-        if info.sbs.boot_id:
-            self._boots[info.sbs.boot_id] = worker.url
+        """``/server_info`` was read: learn its boot id, connect to a publisher that binds, and no
+        longer to where it was before."""
+        if self._registry.get(worker.url) is not worker:
+            return  # removed while it was asked
+        bind = ""
+        if info.sbs is not None:
+            bind = info.sbs.bind
+            if info.sbs.boot_id:
+                self._boots[info.sbs.boot_id] = worker.url
+        self._follow(worker.url, frozenset(publisher_endpoints(worker.url, bind, info.dp_size)))
+
+    def removed(self, worker_url: str) -> None:
+        """Nothing of it is wanted any more."""
+        for boot_id in [boot_id for boot_id, url in self._boots.items() if url == worker_url]:
+            del self._boots[boot_id]
+        self._follow(worker_url, frozenset())
+
+    # Engines that bind ------------------------------------------------------------------------
+
+    def _follow(self, worker_url: str, endpoints: frozenset[str]) -> None:
+        before = self._binding.pop(worker_url, frozenset())
+        others = frozenset().union(*self._binding.values())
+        if endpoints:
+            self._binding[worker_url] = endpoints
+        self._dial(endpoints - before - others, before - endpoints - others)
+
+    def _dial(self, new: frozenset[str], gone: frozenset[str]) -> None:
         sock = self._dialling
-        if info.sbs.bind and sock is not None:
-            for endpoint in publisher_endpoints(worker.url, info.sbs.bind, info.dp_size):
-                if endpoint not in self._connected:
-                    self._connected.add(endpoint)
-                    sock.connect(endpoint)
-                    # ZMQ's descriptor is edge-triggered and connecting may use up the edge.
-                    fd = int(sock.getsockopt(zmq.FD))
-                    asyncio.get_running_loop().call_soon(self._drain, fd)
+        if sock is None or not (new or gone):
+            return
+        for endpoint in gone:
+            with contextlib.suppress(zmq.ZMQError):  # it never was one
+                sock.disconnect(endpoint)
+        for endpoint in new:
+            try:
+                sock.connect(endpoint)
+            except zmq.ZMQError as error:
+                reason = os.strerror(error.errno or 0)
+                logger.warning("no EndForward from %r: %s", endpoint, reason)
+        # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
+        asyncio.get_running_loop().call_soon(self._drain, int(sock.getsockopt(zmq.FD)))
+
+    # Messages ---------------------------------------------------------------------------------
 
     def receive(self, frames: list[bytes]) -> None:
         """Handle one message."""

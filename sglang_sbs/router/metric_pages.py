@@ -6,7 +6,8 @@ Owns adding them up. Must not know how they were fetched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 _LASTING = ("counter", "histogram", "summary")
 _MEANS = frozenset({"sbs_prompt_bytes_per_token"})
 """Gauges of which every process has its own and whose sum would mean nothing."""
+_WORKER = re.compile(r'[{,]worker="([^"]*)"')
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -56,6 +58,16 @@ class _One:
 
     def collect(self) -> Iterator[Metric]:
         yield self._family
+
+
+def of_workers(page: str, known: Callable[[str], bool]) -> str:
+    """The page without the series of workers (label ``worker``) that are not known."""
+
+    def stays(line: str) -> bool:
+        worker = _WORKER.search(line)
+        return worker is None or known(worker[1])
+
+    return "\n".join(filter(stays, page.split("\n")))
 
 
 def add_pages(

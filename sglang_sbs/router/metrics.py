@@ -14,7 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from sglang_sbs.router.errors import LegFailure, RouterError
+from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.worker_metrics import gauge, total
+from sglang_sbs.router.worker_series import WorkerSeries
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.wire import EndForward
 
@@ -191,8 +193,8 @@ class RouterMetrics:
             _HIT_ERROR_BUCKETS,
         )
         self._gang = (-1, 0)
+        self._of_workers = WorkerSeries()
         # Looking a label set up costs more than counting: keep those of the hot paths.
-        self._legs: dict[tuple[str, int], Counter] = {}
         self._http: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._responses: dict[tuple[int, str], Counter] = {}
         self._served: dict[tuple[str, str, bool], tuple[Counter, Histogram]] = {}
@@ -206,13 +208,24 @@ class RouterMetrics:
         """Add state that is read when scraped."""
         self.registry.register(_ScrapeTime(collect))
 
+    # Workers come and go ----------------------------------------------------------------------
+
+    def follow(self, workers: Registry) -> None:
+        """From now on only its workers have series of their own, each until it is removed."""
+        self._of_workers.known = lambda url: workers.get(url) is not None
+        workers.removed = lambda worker: self.forget(worker.url)
+
+    def forget(self, worker_url: str) -> None:
+        """Remove the series of a worker. One that is added again begins at 0."""
+        self._of_workers.forget(worker_url)
+
     # DispatchObserver -------------------------------------------------------------------------
 
     def dispatched(self, command: Dispatch) -> None:
         self._dispatched += 1
         self.hold_seconds.observe(command.held_s)
-        self._leg("prefill", command.prefill, command.prefill_rank).inc()
-        self._leg("decode", command.decode, command.decode_rank).inc()
+        self._leg("prefill", command.prefill, command.prefill_rank)
+        self._leg("decode", command.decode, command.decode_rank)
         batch, size = self._gang
         if command.batch == batch:
             self._gang = (batch, size + 1)
@@ -221,11 +234,10 @@ class RouterMetrics:
                 self.gang_size.observe(size)
             self._gang = (command.batch, 1)
 
-    def _leg(self, role: str, worker: str, rank: int) -> Counter:
-        leg = self._legs.get((worker, rank))
-        if leg is None:
-            leg = self._legs[worker, rank] = self.dispatches.labels(role, worker, str(rank))
-        return leg
+    def _leg(self, role: str, worker: str, rank: int) -> None:
+        legs = self._of_workers.of(self.dispatches, worker, role, worker, rank)
+        if legs is not None:
+            legs.inc()
 
     def refused(self, command: Refuse) -> None:
         self.refusals.labels(command.cause).inc()
@@ -308,7 +320,10 @@ class RouterMetrics:
         ended.inc()
 
     def leg_failed(self, failure: LegFailure) -> None:
-        self.leg_failures.labels(failure.leg, "http", failure.worker, failure.code).inc()
+        labels = (failure.leg, "http", failure.worker, failure.code)
+        failures = self._of_workers.of(self.leg_failures, failure.worker, *labels)
+        if failures is not None:
+            failures.inc()
 
     def stream_broken(self, error: RouterError) -> None:
         self.broken_streams.labels(error.code).inc()
@@ -330,7 +345,9 @@ class RouterMetrics:
         if report.extend_tokens > 0 and chunk_tokens > 0:
             self.chunk_utilisation.observe(min(1.0, report.extend_tokens / chunk_tokens))
         if report.dp_rank == 0:
-            self.forward_seconds.labels(worker_url).observe(report.forward_s)
+            passes = self._of_workers.of(self.forward_seconds, worker_url, worker_url)
+            if passes is not None:
+                passes.observe(report.forward_s)
             if report.tokens_per_rank:
                 busy = sum(tokens > 0 for tokens in report.tokens_per_rank)
                 ranks = len(report.tokens_per_rank)
@@ -352,8 +369,9 @@ class _ScrapeTime(Collector):
         return []
 
 
-def snapshot_families(snapshot: Any) -> Iterator[Metric]:
-    """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges."""
+def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
+    """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges, without instances that
+    are no ``workers`` any more: it knows them for a while yet."""
     for name, text, value in (
         ("sbs_queue_requests", "Requests waiting in the scheduler", snapshot.queue_requests),
         ("sbs_queue_tokens", "Their prompt tokens", snapshot.queue_tokens),
@@ -384,6 +402,8 @@ def snapshot_families(snapshot: Any) -> Iterator[Metric]:
         "age": gauge("sbs_endforward_age_seconds", "Since its last message", "worker", "dp_rank"),
     }
     for instance in snapshot.prefill:
+        if workers.get(instance.instance) is None:
+            continue
         prefill["tier"].add_metric([instance.instance, instance.tier], 1)
         prefill["ready"].add_metric([instance.instance], float(instance.ready))
         prefill["error"].add_metric([instance.instance], instance.prediction_error_s)
@@ -399,6 +419,8 @@ def snapshot_families(snapshot: Any) -> Iterator[Metric]:
     running = gauge("sbs_rank_running_requests", "B, own dispatches counted", "worker", "dp_rank")
     kv_tokens = gauge("sbs_rank_kv_tokens", "K, own dispatches counted", "worker", "dp_rank")
     for decode in snapshot.decode:
+        if workers.get(decode.instance) is None:
+            continue
         for number, rank in enumerate(decode.ranks):
             labels = [decode.instance, str(number)]
             running.add_metric(labels, rank.running)

@@ -176,6 +176,8 @@ class Registry:
         self.silenced: Callable[[Worker], None] = lambda worker: None
         """Called when a worker answers nothing any more, or restarted: what it was doing is lost,
         though the connections may not know yet."""
+        self.removed: Callable[[Worker], None] = lambda worker: None
+        """Called when a worker was removed: what was counted for it may go."""
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -235,6 +237,7 @@ class Registry:
         self._workers.pop(worker.url, None)
         self._aliases = {alias_key(url): url for url in reversed(self._workers)}
         logger.info("worker %s (%s) removed", worker.url, worker.role)
+        self.removed(worker)
 
     # Reports ----------------------------------------------------------------------------------
 

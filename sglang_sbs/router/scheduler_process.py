@@ -23,7 +23,7 @@ from sglang_sbs.dashboard.leases import Leases
 from sglang_sbs.router.decision_times import lag_families
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.hub import Hub
-from sglang_sbs.router.metric_pages import add_pages, page_parts
+from sglang_sbs.router.metric_pages import add_pages, of_workers, page_parts
 from sglang_sbs.router.metrics import RouterMetrics, snapshot_families
 from sglang_sbs.router.pump import SchedulerPump
 from sglang_sbs.router.scheduler_sockets import SchedulerSocket
@@ -189,9 +189,11 @@ class SchedulerProcess:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         pages = await self._hub.metrics_pages()
+        self._retired = self._of_workers(self._retired)
+        pages = [*map(self._of_workers, pages), self._retired]
         parts = []
         since_s = time.monotonic()
-        for part in page_parts([*pages, self._retired], own=self.metrics.registry.collect()):
+        for part in page_parts(pages, own=self.metrics.registry.collect()):
             parts.append(part)
             if time.monotonic() - since_s > _SCRAPE_TURN_S:
                 await asyncio.sleep(0)  # decisions first
@@ -204,10 +206,16 @@ class SchedulerProcess:
     def _retire(self, page: str) -> None:
         """What a dead front end counted still happened."""
         with contextlib.suppress(ValueError):
-            self._retired = add_pages([self._retired, page], lasting_only=True)
+            pages = map(self._of_workers, (self._retired, page))
+            self._retired = add_pages(pages, lasting_only=True)
+
+    def _of_workers(self, page: str) -> str:
+        """Removed ones have no series: their front end's page may be of before."""
+        registry = self._watch.registry
+        return of_workers(page, lambda url: registry.get(url) is not None)
 
     def _collect(self) -> Iterator[Metric]:
-        yield from snapshot_families(self._hub.pump.snapshot())
+        yield from snapshot_families(self._hub.pump.snapshot(), self._watch.registry)
         yield from self._hub.pump.times.families()
         yield from lag_families(self._hub.lag)
         yield from self._watch.families()

@@ -130,7 +130,7 @@ class OwnScheduler:
 
     def families(self) -> Iterator[Metric]:
         """See :class:`Schedulers`."""
-        yield from snapshot_families(self.dispatcher.snapshot())
+        yield from snapshot_families(self.dispatcher.snapshot(), self.registry)
         yield from self._times.families()
         yield from self._watch.families()
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
@@ -164,6 +164,7 @@ class RemoteScheduler:
             return FrontEndSocket(endpoint, options.scheduler_keys, receive)
 
         mirror = MirroredRegistry(self._found_out, options.breaker)
+        metrics.follow(mirror)
         self._link = SchedulerLink(
             connect,
             mirror,

@@ -56,6 +56,7 @@ class Watch:
             ),
             prefix_source=options.prefix_source,
         )
+        metrics.follow(self.registry)
         self._kv_events = KvEventSubscriber(self.registry, submit)
         self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
         self._monitor = Monitor(
@@ -116,9 +117,12 @@ class Watch:
             await self._discovery.start()
 
     def remove_worker(self, worker: Worker) -> None:
+        """No new requests for it, and nothing is kept of it."""
         self.registry.remove(worker)
         self._monitor.stop(worker)
+        self._listener.removed(worker.url)
         self._kv_events.removed(worker.url)
+        self._drift.forget(worker.url)
 
     def families(self) -> Iterator[Metric]:
         """What is known of workers and their messages, for a scrape."""

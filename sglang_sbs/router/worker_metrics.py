@@ -47,6 +47,10 @@ class Drift:
     def reported(self, worker: Worker, report: EndForward) -> None:
         self._held.setdefault(worker.url, {})[report.dp_rank] = engine_requests(report)
 
+    def forget(self, worker_url: str) -> None:
+        """A worker was removed."""
+        self._held.pop(worker_url, None)
+
     def of(self, worker: Worker) -> int | None:
         """Own books minus the engine's; ``None`` while not every rank has reported."""
         held = self._held.get(worker.url, {})

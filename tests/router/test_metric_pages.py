@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_sbs.router.metric_pages import add_pages
+from sglang_sbs.router.metric_pages import add_pages, of_workers
 from sglang_sbs.router.metrics import RouterMetrics, gauge
 
 
@@ -62,3 +62,21 @@ def test_own_families_are_added_without_being_read():
     assert text.count("# TYPE smg_pd_ttft_seconds histogram") == 1
     alone = add_pages([], own=own.registry.collect())
     assert alone == add_pages([own.render().decode()])
+
+
+def test_series_of_workers_that_are_not_known_are_left_out_and_nothing_else():
+    metrics = RouterMetrics()
+    for url in ("http://d0:1", "http://d1:1"):
+        metrics.dispatches.labels("decode", url, "0").inc()
+        metrics.forward_seconds.labels(url).observe(0.1)
+    odd = 'model\u2028,worker="http://d1:1'
+    metrics.request_failed("/generate", odd, "x")
+    page = metrics.render().decode()
+    text = of_workers(page, lambda url: url == "http://d0:1")
+    gone = [line for line in page.split("\n") if line not in text.split("\n")]
+    assert gone and all('{worker="http://d1:1"' in g or ',worker="http://d1:1"' in g for g in gone)
+    assert value(text, 'sbs_forward_seconds_count{worker="http://d0:1"}') == 1
+    assert value(text, 'sbs_forward_seconds_count{worker="http://d1:1"}') is None
+    assert "smg_router_request_errors_total{" in text
+    assert of_workers(page, lambda url: True) == page
+    assert of_workers("", lambda url: False) == ""
