@@ -15,6 +15,10 @@ waits for a decision then is placed by the fallback at once. Alone becomes conne
 :class:`Welcome`: everything in flight is announced with its placement (:class:`Adopted`), so that
 a restarted scheduler knows it and one that merely stalled forgets what it believed.
 
+Going alone takes a fallback, a new line and telling others. None of these may be missing for ever:
+a step that fails (no descriptors are left, say) is tried again at every tick, and the others do not
+wait for it.
+
 Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
 either direction. A request is in ``_requests`` from :meth:`assign` until it is refused or ended.
 """
@@ -106,6 +110,7 @@ class Line(Protocol):
 
 
 Connect = Callable[[Callable[[FromScheduler], None]], Line]
+"""May raise; then it has left nothing open."""
 
 
 @dataclass(slots=True)
@@ -157,6 +162,10 @@ class SchedulerLink:
         self._snapshot: Any = None
         self._errors = 0
         self._line: Line | None = None
+        self._undone: list[Callable[[], None]] = []
+        """Steps of going alone that failed, or are under way."""
+        self._problems: set[str] = set()
+        """Why they failed, as far as that is logged."""
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._heard_s = 0.0
@@ -166,7 +175,11 @@ class SchedulerLink:
         self._loop = asyncio.get_running_loop()
 
     async def start(self, patience_s: float) -> bool:
-        """Find the scheduler; False if it was not there in time (it is looked for ever after)."""
+        """Find the scheduler; False if it was not there in time (it is looked for ever after).
+
+        Raises what ``connect`` does, which later is logged and survived.
+        """
+        self._new_line()
         self._go_alone()
         self._ticker = asyncio.create_task(self._tick())
         try:
@@ -202,14 +215,17 @@ class SchedulerLink:
         )
         request = _Request(arrival, self._loop.create_future())
         self._requests[rid] = request
-        self._say(arrival)
         watchdog = self._loop.call_later(self._give_up_s, self._give_up, rid)
         try:
+            self._say(arrival)
             return await request.decision
         except asyncio.CancelledError:
             if request.decision.done() and not request.decision.cancelled():
                 request.decision.exception()  # retrieved: nobody waits for it any more
             self.ended(rid, "aborted")
+            raise
+        except Exception:
+            self.ended(rid, "failed")  # unless it was refused: then it is gone already
             raise
         finally:
             watchdog.cancel()
@@ -290,31 +306,74 @@ class SchedulerLink:
         logger.warning(
             "lost the scheduler (%s): placing requests at once, %d wait", why, self.waiting
         )
-        self._go_alone()
+        self._go_alone(self._new_line)
 
-    def _go_alone(self) -> None:
+    def _go_alone(self, *more: Callable[[], None]) -> None:
+        """Raises nothing; ``more`` is what this time takes besides the usual steps."""
         self.connected = False
         self.times_alone += 1
         self._welcome.clear()
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(_no_scheduler())
-        self._new_line()
-        self._pump = SchedulerPump(
+        self._undone = [self._place_alone, *more, self._tell_alone]
+        self._carry_on()
+
+    def _carry_on(self) -> None:
+        """Take the steps that are left; those that fail are left for the next tick."""
+        steps, self._undone = self._undone, []
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                self._undone.append(step)
+                problem = repr(error)
+                if problem not in self._problems:
+                    self._problems.add(problem)
+                    logger.exception("doing without the scheduler: a step failed, trying again")
+        if not self._undone:
+            self._problems.clear()
+
+    def _place_alone(self) -> None:
+        """Let the fallback place requests, those that wait first."""
+        self._pump = pump = SchedulerPump(
             self._fallback(), decided=self._decided_alone, failed=self._failed
         )
-        for up in self._registry.announcements():
-            self._pump.submit(up)
-        for adopted in self._placed():
-            self._pump.submit(adopted)
-        for request in list(self._requests.values()):
-            if not request.decision.done():
-                self._pump.submit(request.arrival)
+        try:
+            for up in self._registry.announcements():
+                pump.submit(up)
+            for adopted in self._placed():
+                pump.submit(adopted)
+            for request in list(self._requests.values()):
+                if not request.decision.done():
+                    pump.submit(request.arrival)
+        except BaseException:
+            self._leave_pump()  # the next one gets it all again
+            raise
+
+    def _leave_pump(self) -> None:
+        pump, self._pump = self._pump, None
+        if pump is not None:
+            self._errors += pump.errors
+            pump.close()
+
+    def _tell_alone(self) -> None:
         self.alone_changed(True)
 
     def _welcomed(self, welcome: Welcome) -> None:
         if self.connected or self._line is None:
             return
+        try:
+            self._join(welcome)
+        except Exception:
+            logger.exception("could not answer the scheduler's welcome")
+            self._lose("it was not told everything")
+        if self.connected:
+            self._welcome.set()
+            self.alone_changed(False)
+
+    def _join(self, welcome: Welcome) -> None:
+        """From alone to connected, and alone again if it is lost meanwhile."""
         restarted = self._scheduler not in ("", welcome.scheduler)
         if self._scheduler == welcome.scheduler:
             self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
@@ -323,10 +382,9 @@ class SchedulerLink:
         self._scheduler = welcome.scheduler
         self._found_s = self._loop.time()
         self.connected = True
-        if self._pump is not None:
-            self._errors += self._pump.errors
-            self._pump.close()
-            self._pump = None
+        self._undone.clear()
+        self._problems.clear()
+        self._leave_pump()
         self._registry.follow(welcome.workers)
         placed = list(self._placed())
         for first in range(0, len(placed), MAX_ADOPTED):
@@ -335,14 +393,12 @@ class SchedulerLink:
             if not request.decision.done():
                 self._say(request.arrival)
         if not self.connected:
-            return  # lost again while it was being told
+            return
         logger.info(
             "connected to the %sscheduler; announced %d requests in flight",
             "restarted " if restarted else "",
             len(placed),
         )
-        self._welcome.set()
-        self.alone_changed(False)
 
     def _placed(self) -> Iterable[RequestAdopted]:
         for rid, request in list(self._requests.items()):
@@ -359,8 +415,11 @@ class SchedulerLink:
                 )
 
     def _new_line(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        """A new session. Raises what ``connect`` does: then there is no line."""
+        # The old one first: it has descriptors that the new one needs.
+        before, self._line = self._line, None
+        if before is not None:
+            before.close()
         line: Line
 
         def take(message: FromScheduler) -> None:
@@ -375,27 +434,39 @@ class SchedulerLink:
             await asyncio.sleep(ALIVE_EVERY_S)
             now_s = self._loop.time()
             stalled, last_s = now_s - last_s > _STALLED_S, now_s
-            if self._line is None:
-                continue
+            try:
+                self._beat(now_s, stalled=stalled)
+            except Exception:
+                logger.exception("heartbeat failed")
+                if self.connected:
+                    self._lose("the line to it failed")
+                elif self._new_line not in self._undone:
+                    self._undone.append(self._new_line)
+
+    def _beat(self, now_s: float, *, stalled: bool) -> None:
+        if self._line is not None:
             self._line.drain()
-            if not self.connected:
-                self._line.tell(
-                    Hello(
-                        version=VERSION,
-                        front_end=self._id,
-                        name=self._name,
-                        scheduler=self._scheduler,
-                        workers=self._registry.states(),
-                    )
+        self._carry_on()
+        if self._line is None:
+            return
+        if not self.connected:
+            self._line.tell(
+                Hello(
+                    version=VERSION,
+                    front_end=self._id,
+                    name=self._name,
+                    scheduler=self._scheduler,
+                    workers=self._registry.states(),
                 )
-            elif stalled:
-                self._heard_s = now_s
-            elif now_s - self._heard_s > self._patience_s:
-                self._lose(f"silent for {now_s - self._heard_s:.1f} s")
-            elif not self._line.tell(Alive()):
-                self._lose("it takes no messages")
-            elif now_s - self._found_s > _FORGIVEN_S:
-                self._patience_s = LOST_AFTER_S
+            )
+        elif stalled:
+            self._heard_s = now_s
+        elif now_s - self._heard_s > self._patience_s:
+            self._lose(f"silent for {now_s - self._heard_s:.1f} s")
+        elif not self._line.tell(Alive()):
+            self._lose("it takes no messages")
+        elif now_s - self._found_s > _FORGIVEN_S:
+            self._patience_s = LOST_AFTER_S
 
     def _received(self, message: FromScheduler) -> None:
         self._heard_s = self._loop.time()

@@ -37,16 +37,23 @@ class _Socket:
     """A ZMQ socket in an event loop."""
 
     def __init__(self, kind: int, take: Callable[[list[bytes]], None]) -> None:
+        """Raises: zmq.ZMQError, there is no room for another one."""
         self._take = take
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._socket: zmq.Socket[bytes] | None = self._context.socket(kind)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.set_hwm(_HWM)
         self._loop = asyncio.get_running_loop()
         self._fd = -1
         self._again = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket: zmq.Socket[bytes] | None = None
+        try:
+            self._socket = self._context.socket(kind)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            self._socket.set_hwm(_HWM)
+        except BaseException:
+            _Socket.close(self)
+            self.end()
+            raise
 
     def watch(self) -> None:
         """Take messages from now on, in the event loop."""
@@ -112,18 +119,23 @@ class FrontEndSocket(_Socket):
         keys: CurveKeys | None,
         receive: Callable[[FromScheduler], None],
     ) -> None:
+        """Raises: zmq.ZMQError, there is no room for another one, or no such endpoint."""
         super().__init__(zmq.DEALER, self._received)
         self._receive = receive
         self.malformed = 0
         assert self._socket is not None
-        # Queue nothing for a scheduler that is away: by its return it would be stale.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        if keys is not None:
-            keys.connect(self._socket)
-        self._socket.connect(endpoint)
-        self.watch()
+        try:
+            # Queue nothing for a scheduler that is away: by its return it would be stale.
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            if keys is not None:
+                keys.connect(self._socket)
+            self._socket.connect(endpoint)
+            self.watch()
+        except BaseException:
+            self.close()
+            raise
 
     def tell(self, message: ToScheduler) -> bool:
         """Send one message; False if no scheduler takes it."""

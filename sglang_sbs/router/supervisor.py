@@ -76,47 +76,39 @@ class Child:
         return self._process.pid if self._process is not None else 0
 
     async def keep(self) -> None:
-        """Run it, and again when it dies, until :meth:`end`. Raises: StartError."""
+        """Run it, and again when it dies or could not be run again, until :meth:`end`.
+
+        Raises: StartError.
+        """
         pause_s = 0.0
         ever_served = False
         while not self._stopping:
             started_s = time.monotonic()
-            served, code = await self._run()
+            served, how = await self._run()
             ever_served = ever_served or served
             if self._stopping:
                 return
             if not ever_served:
-                raise StartError(f"{self.name} did not start ({_describe(code)})")
+                raise StartError(f"{self.name} did not start ({how})")
             lived_s = time.monotonic() - started_s
             pause_s = (
                 0.0 if lived_s > _STABLE_S else min(_LONGEST_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
             )
             logger.error(
                 "%s ended (%s) after %.1f s; restarting it in %g s",
-                *(self.name, _describe(code), lived_s, pause_s),
+                *(self.name, how, lived_s, pause_s),
             )
             if not served:
                 # Twice in a row: what waits for this one is better off with the others.
                 self._close_sockets()
             await asyncio.sleep(pause_s)
 
-    async def _run(self) -> tuple[bool, int]:
-        """One life; whether it came to serve, and its exit code."""
-        if self._renew is not None and not self.sockets:
-            self.sockets = self._renew()
-        self._line = line = ChildLine()
-        fds = [sock.fileno() for sock in self.sockets]
-        arguments = [*self._command(), "--sbs-parent-fd", str(line.child_socket.fileno())]
-        if fds:
-            arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "sglang_sbs.launch_router", *arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=[line.child_socket.fileno(), *fds],
-            start_new_session=True,
-        )
-        self._process = process
-        line.child_socket.close()
+    async def _run(self) -> tuple[bool, str]:
+        """One life; whether it came to serve, and how it ended."""
+        try:
+            line, process = await self._spawn()
+        except OSError as error:
+            return False, f"could not be run: {error}"
         ended = asyncio.create_task(process.wait())
         ready = asyncio.create_task(line.ready())
         try:
@@ -133,7 +125,29 @@ class Child:
             await asyncio.gather(ready, return_exceptions=True)
             line.close()
             self.serving.clear()
-        return served, code
+        return served, _describe(code)
+
+    async def _spawn(self) -> tuple[ChildLine, asyncio.subprocess.Process]:
+        """Raises: OSError, the system has no process, memory, descriptor or port for it now."""
+        if self._renew is not None and not self.sockets:
+            self.sockets = self._renew()
+        self._line = line = ChildLine()
+        try:
+            fds = [sock.fileno() for sock in self.sockets]
+            arguments = [*self._command(), "--sbs-parent-fd", str(line.child_socket.fileno())]
+            if fds:
+                arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "sglang_sbs.launch_router", *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[line.child_socket.fileno(), *fds],
+                start_new_session=True,
+            )
+        except BaseException:
+            line.close()
+            raise
+        line.child_socket.close()
+        return line, process
 
     async def _until_hung(self, line: ChildLine, ended: asyncio.Task[int]) -> None:
         """Until it has ended; it is killed when it is stopped or stuck."""
@@ -182,6 +196,7 @@ class Supervisor:
         self._schedulers = 0
         self._front_ends: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._failed = False
 
     async def run(self) -> int:
         """Serve until a signal or a successor ends it; the exit code.
@@ -204,9 +219,10 @@ class Supervisor:
         base = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_TMPDIR else None
         with tempfile.TemporaryDirectory(prefix="sglang-sbs-", dir=base) as folder:  # mode 0700
             try:
-                return await self._serve(Path(folder), predecessor)
+                code = await self._serve(Path(folder), predecessor)
             finally:
                 await self._kill()
+        return 1 if self._failed else code
 
     async def _serve(self, folder: Path, predecessor: Predecessor | None) -> int:
         options = self._options
@@ -304,7 +320,9 @@ class Supervisor:
 
     async def _start(self, children: list[Child]) -> None:
         """Start them and wait until all serve, or a signal comes. Raises: StartError."""
-        tasks = [asyncio.create_task(child.keep()) for child in children]
+        tasks = [asyncio.create_task(child.keep(), name=child.name) for child in children]
+        for task in tasks:
+            task.add_done_callback(self._kept)
         self._tasks += tasks
         serving = asyncio.create_task(_all_serve(children))
         stopping = asyncio.create_task(self._stopping.wait())
@@ -314,6 +332,13 @@ class Supervisor:
         for task in tasks:
             if task.done():
                 task.result()
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        """A child is kept no longer; that is a defect unless it was to end or never served."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, StartError):
+            self._failed = True
+            logger.error("lost %s by a defect: the router ends", task.get_name(), exc_info=error)
 
     def _sockets(self) -> list[socket.socket]:
         return [sock for child in self._front_ends for sock in child.sockets]
@@ -355,9 +380,7 @@ class Supervisor:
             return 1
         if self._scheduler is not None:
             self._scheduler.end()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_MARGIN_S):
-                    await self._tasks[0]
+            await asyncio.wait({self._tasks[0]}, timeout=_MARGIN_S)
         return 0
 
     async def _kill(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 from collections.abc import Callable
 
@@ -85,6 +86,10 @@ class Net:
         """The scheduler process is stopped: what is sent to it waits."""
         self.cut = False
         """Connections are broken: what is sent is lost, and nobody is told."""
+        self.full = False
+        """There are no descriptors for another connection."""
+        self.not_made = 0
+        """Connections, for that reason."""
         self._lines: dict[bytes, FakeLine] = {}
         self._held: list[tuple[bytes, list[bytes]]] = []
         self._unsent: list[tuple[FakeLine, list[bytes]]] = []
@@ -92,6 +97,9 @@ class Net:
         self._loop = asyncio.get_running_loop()
 
     def connect(self, receive: Callable[[FromScheduler], None]) -> FakeLine:
+        if self.full:
+            self.not_made += 1
+            raise too_many_files()
         line = FakeLine(self, receive, b"%d" % next(self._numbers))
         self._lines[line.identity] = line
         return line
@@ -146,6 +154,10 @@ class Net:
 
     def forget(self, line: FakeLine) -> None:
         self._lines.pop(line.identity, None)
+
+
+def too_many_files() -> OSError:
+    return OSError(errno.EMFILE, "Too many open files")
 
 
 class FakeLine:

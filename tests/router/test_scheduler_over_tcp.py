@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -83,6 +84,14 @@ async def test_a_front_end_with_keys_speaks_to_no_other_scheduler(keys: CurveKey
         assert not impostor.taken
     finally:
         impostor.socket.close()
+
+
+async def test_a_socket_that_cannot_be_made_leaves_no_descriptor_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(zmq.ZMQError) as raised:
+        FrontEndSocket("tcp://without-a-port", None, lambda message: None)
+    # While the error is still held, and with it all that was in scope.
+    assert len(os.listdir("/proc/self/fd")) <= before, raised.value
 
 
 async def test_garbage_is_counted_and_dropped(door: Door, keys: CurveKeys) -> None:
