@@ -22,6 +22,7 @@ from sglang_sbs.simulator.arguments import (
     names,
     numbers,
     open_console,
+    positive,
     positive_number,
     run_with_progress,
     seeds,
@@ -34,7 +35,7 @@ from sglang_sbs.simulator.cluster_arguments import (
     cluster_fields,
     topology_fields,
 )
-from sglang_sbs.simulator.decode import STEP_COSTS, DecodeSpec
+from sglang_sbs.simulator.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
 from sglang_sbs.simulator.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
 from sglang_sbs.simulator.matrix import main as matrix_main
 from sglang_sbs.simulator.paper import main as paper_main
@@ -112,6 +113,13 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
         help="decode step cost of paper-decode (h100)",
     )
     parser.add_argument(
+        "--decode-ranks",
+        type=positive,
+        default=DecodeSpec().ranks,
+        metavar="N",
+        help=f"DP ranks of paper-decode, {REQUESTS_PER_RANK} requests each ({DecodeSpec().ranks})",
+    )
+    parser.add_argument(
         "--max-qps",
         action="store_true",
         help="search the capacity: the most that is served with the mean TTFT of the SLO and "
@@ -183,7 +191,10 @@ def _without_meaning(
 ) -> dict[str, str]:
     """The flags that a run would not look at, and why."""
     if not decode:
-        flags = {"step_cost": f"decode steps are in {DECODE} only; the cost of passes is --cost"}
+        flags = {
+            "step_cost": f"decode steps are in {DECODE} only; the cost of passes is --cost",
+            "decode_ranks": f"decode is in {DECODE} only; those of prefill are --dp",
+        }
         if max_qps:
             flags["loads"] = "--max-qps searches for the load"
         else:
@@ -195,7 +206,7 @@ def _without_meaning(
         "max_qps": f"this searches the prefill capacity; {DECODE} has none",
         "slo_ttft": f"this is of the prefill capacity; {DECODE} has none",
         "cost": f"{DECODE} has no prefill passes; the cost of its steps is --step-cost",
-        "loads": f"{DECODE} has one load, {DecodeSpec().concurrency} requests in a closed loop",
+        "loads": f"{DECODE} has one load, {REQUESTS_PER_RANK} requests per rank in a closed loop",
         "duration": f"{DECODE} has a fixed number of steps",
     }
 
@@ -205,7 +216,7 @@ def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     policies = names(args.policies or default, DECODE_POLICIES, "--policies", parser)
     config = scheduler_fields(args)
     return [
-        (run_decode, (DecodeJob(p, s, args.step_cost, config=config),))
+        (run_decode, (DecodeJob(p, s, args.step_cost, ranks=args.decode_ranks, config=config),))
         for p in policies
         for s in seeds(args)
     ]

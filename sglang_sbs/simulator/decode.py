@@ -59,11 +59,15 @@ STEP_COSTS = {
 prediction. ``low-overhead``: a step with little fixed cost."""
 
 
+REQUESTS_PER_RANK = 35
+"""Of the paper's decode experiment."""
+
+
 class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The experiment: ``concurrency`` requests at all times over ``ranks`` ranks."""
 
     ranks: int = 32
-    concurrency: int = 1120
+    concurrency: int = 32 * REQUESTS_PER_RANK
     steps: int = 12000
     warm_up_steps: int = 3000
     batch_steps: int = 8

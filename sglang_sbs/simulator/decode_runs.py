@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.scheduling import SchedulerConfig
-from sglang_sbs.simulator.decode import STEP_COSTS, DecodeOutcome, DecodeSimulation, DecodeSpec
+from sglang_sbs.simulator.decode import (
+    REQUESTS_PER_RANK,
+    STEP_COSTS,
+    DecodeOutcome,
+    DecodeSimulation,
+    DecodeSpec,
+)
 from sglang_sbs.simulator.sweep import NO_FLOW_CONTROL, Row
 
 PERSISTENT_SKEW = 0.7
@@ -51,6 +57,8 @@ class DecodeJob:
     cost: str = "h100"
     steps: int = DecodeSpec().steps
     warm_up_steps: int = DecodeSpec().warm_up_steps
+    ranks: int = DecodeSpec().ranks
+    """``REQUESTS_PER_RANK`` requests each."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the :class:`SchedulerConfig`."""
 
@@ -64,6 +72,8 @@ def run_decode_outcome(job: DecodeJob) -> DecodeOutcome:
         cost=STEP_COSTS[job.cost],
         steps=job.steps,
         warm_up_steps=job.warm_up_steps,
+        ranks=job.ranks,
+        concurrency=job.ranks * REQUESTS_PER_RANK,
     )
     return DecodeSimulation(spec, config).run(policy.skew, policy.foresight_steps)
 

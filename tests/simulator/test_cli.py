@@ -257,6 +257,8 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         (["paper-decode", "--overlap"], "--overlap: paper-decode has no prefill cluster"),
         (["paper-decode", "--latency-ms", "5"], "--latency-ms: paper-decode has no prefill"),
         (["paper-3k", "--step-cost", "h100"], "--step-cost: decode steps are in paper-decode"),
+        (["paper-3k", "--decode-ranks", "8"], "--decode-ranks: decode is in paper-decode only"),
+        (["paper-decode", "--decode-ranks", "0"], "--decode-ranks: '0': write a positive integer"),
         (["paper-3k", "--max-qps", "--loads", "0.5"], "--loads: --max-qps searches for the load"),
         (["paper-3k", "--slo-ttft", "0.8"], "--slo-ttft: only --max-qps searches"),
         (["paper-3k", "--cost", "free"], "--cost: 'free' is not one of table"),

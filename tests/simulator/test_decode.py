@@ -28,6 +28,10 @@ def test_a_row_has_the_contracts_fields():
     assert row.keys() >= ROW_FIELDS | decode
     assert row["kv_sigma_low"] < row["kv_sigma_high"] < row["kv_peak"]
     assert row["tokens_per_s"] > 0
+    # As many requests on each of fewer ranks.
+    few = run_decode(DecodeJob("sbs_potential", 1, steps=60, warm_up_steps=20, ranks=4))
+    assert few["tokens_per_s"] < row["tokens_per_s"] / 2
+    assert few["batch_max"] > row["batch_max"] / 2
 
 
 def test_nobody_is_lost_between_the_passes():
