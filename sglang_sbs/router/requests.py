@@ -46,8 +46,8 @@ _INTERNAL_FIELDS = (
 )
 """Routing internals and fields one SGLang process sets for another: never the client's to give.
 SGLang 0.5.23 takes the later ones of anyone and believes them (``managers/io_struct.py``): a number
-for ``positional_embed_overrides``, or an unknown ``lora_id`` on an engine with ``--enable-lora``,
-ends its scheduler process."""
+for ``positional_embed_overrides`` ends an engine on CPU (``managers/scheduler.py``; elsewhere with
+several nodes or pipeline parallelism), an unknown ``lora_id`` one with ``--enable-lora``."""
 
 _PER_PROMPT_FIELDS = (
     "text",
