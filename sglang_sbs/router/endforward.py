@@ -208,7 +208,10 @@ class EndForwardListener:
     # Engines that bind ------------------------------------------------------------------------
 
     def _follow(self, worker_url: str, endpoints: frozenset[str]) -> None:
-        before = self._binding.pop(worker_url, frozenset())
+        before = self._binding.get(worker_url, frozenset())
+        if endpoints == before:
+            return
+        self._binding.pop(worker_url, None)
         others = frozenset().union(*self._binding.values())
         if endpoints:
             self._binding[worker_url] = endpoints

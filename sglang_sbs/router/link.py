@@ -40,6 +40,7 @@ from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.router.mirror import MirroredRegistry
 from sglang_sbs.router.pump import SchedulerLike, SchedulerPump
 from sglang_sbs.router.registry import Worker
+from sglang_sbs.router.undone import Undone
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
@@ -162,10 +163,7 @@ class SchedulerLink:
         self._snapshot: Any = None
         self._errors = 0
         self._line: Line | None = None
-        self._undone: list[Callable[[], None]] = []
-        """Steps of going alone that failed, or are under way."""
-        self._problems: set[str] = set()
-        """Why they failed, as far as that is logged."""
+        self._undone = Undone("doing without the scheduler")
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._heard_s = 0.0
@@ -316,23 +314,7 @@ class SchedulerLink:
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(_no_scheduler())
-        self._undone = [self._place_alone, *more, self._tell_alone]
-        self._carry_on()
-
-    def _carry_on(self) -> None:
-        """Take the steps that are left; those that fail are left for the next tick."""
-        steps, self._undone = self._undone, []
-        for step in steps:
-            try:
-                step()
-            except Exception as error:
-                self._undone.append(step)
-                problem = repr(error)
-                if problem not in self._problems:
-                    self._problems.add(problem)
-                    logger.exception("doing without the scheduler: a step failed, trying again")
-        if not self._undone:
-            self._problems.clear()
+        self._undone.begin(self._place_alone, *more, self._tell_alone)
 
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""
@@ -383,7 +365,6 @@ class SchedulerLink:
         self._found_s = self._loop.time()
         self.connected = True
         self._undone.clear()
-        self._problems.clear()
         self._leave_pump()
         self._registry.follow(welcome.workers)
         placed = list(self._placed())
@@ -440,13 +421,13 @@ class SchedulerLink:
                 logger.exception("heartbeat failed")
                 if self.connected:
                     self._lose("the line to it failed")
-                elif self._new_line not in self._undone:
-                    self._undone.append(self._new_line)
+                else:
+                    self._undone.add(self._new_line)
 
     def _beat(self, now_s: float, *, stalled: bool) -> None:
         if self._line is not None:
             self._line.drain()
-        self._carry_on()
+        self._undone.carry_on()
         if self._line is None:
             return
         if not self.connected:

@@ -292,7 +292,7 @@ class Relay:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
         exclude: tuple[str, ...] = ()
         attempt = 1
-        broken_off = 0
+        broken_off: set[str] = set()
         while True:
             try:
                 return await self._attempt(exchange, unit, exclude, make_sink)
@@ -300,17 +300,18 @@ class Relay:
                 self._registry.leg_failed(failure)
                 self._metrics.leg_failed(failure)
                 started = unit.index in exchange.pairs and exchange.pairs[unit.index].opened
-                broken_off += failure.broke_off
-                last = attempt >= self._config.max_attempts or broken_off >= _MOST_BROKEN_OFF
+                if failure.broke_off:
+                    broken_off.add(failure.worker)
+                harmful = len(broken_off) >= _MOST_BROKEN_OFF
+                last = attempt >= self._config.max_attempts or harmful
                 if started or not failure.retryable or last:
                     if last and failure.retryable and not started:
                         self._metrics.gave_up(failure, exchange.path)
-                        if broken_off >= _MOST_BROKEN_OFF:
+                        if harmful:
                             logger.warning(
-                                "%s: %d engines went away under it: not sent to another (%s)",
+                                "%s: %s went away under it: not sent to another engine",
                                 exchange.request_id,
-                                broken_off,
-                                failure,
+                                " and ".join(sorted(broken_off)),
                             )
                     raise
                 exclude = tuple(dict.fromkeys((*exclude, failure.worker)))

@@ -189,11 +189,11 @@ class SchedulerProcess:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         pages = await self._hub.metrics_pages()
+        # Those that live forget a removed worker themselves.
         self._retired = self._of_workers(self._retired)
-        pages = [*map(self._of_workers, pages), self._retired]
         parts = []
         since_s = time.monotonic()
-        for part in page_parts(pages, own=self.metrics.registry.collect()):
+        for part in page_parts([*pages, self._retired], own=self.metrics.registry.collect()):
             parts.append(part)
             if time.monotonic() - since_s > _SCRAPE_TURN_S:
                 await asyncio.sleep(0)  # decisions first

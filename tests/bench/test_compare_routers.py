@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -266,21 +266,29 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     assert started == ["stock"]
 
 
+def breaking(monkeypatch: pytest.MonkeyPatch, breaks: Callable[[list[Key]], bool]) -> list[Key]:
+    """The last run of those that were tried gives no figures where ``breaks`` says so; all that
+    are tried from now on."""
+    made_up = campaign.run_cell
+    tried: list[Key] = []
+
+    async def run_cell(contender: Contender, key: Key, requests: int, *words: object) -> Row:
+        tried.append(key)
+        if breaks(tried):
+            return Row(key=key, client="open-loop", requests=requests, error="it hung")
+        return await made_up(contender, key, requests, *words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(campaign, "run_cell", run_cell)
+    return tried
+
+
 async def test_what_a_broken_contender_did_not_run_is_no_better_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be judged by the seeds before it broke."""
     work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
-    made_up = campaign.run_cell
-    ran = []
-
-    async def run_cell(contender: Contender, key: Key, requests: int, *words: object) -> Row:
-        ran.append(key)
-        if key.policy == "sbs" and (key.seed, key.load) == (2, 1.0):
-            return Row(key=key, client="open-loop", requests=requests, error="it hung")
-        return await made_up(contender, key, requests, *words)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(campaign, "run_cell", run_cell)
+    hangs = Key("cell", "paper", 1.0, 2, "sbs")
+    ran = breaking(monkeypatch, lambda tried: tried[-1] == hangs)
     work.scope = dataclasses.replace(work.scope, loads=[1.0, 0.4], search_steps=0, seeds=3)
     await work.run()
     cells = {one["load"]: one["failed"] for one in ratios.ratio_cells(work.rows)}
@@ -303,23 +311,12 @@ async def test_engines_are_warmed_up_by_a_contender_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
-    made_up = campaign.run_cell
-    primed = []
-
-    async def run_cell(contender: Contender, key: Key, requests: int, *words: object) -> Row:
-        found = await made_up(contender, key, requests, *words)  # type: ignore[arg-type]
-        if key.seed == 0:
-            primed.append(contender.name)
-            if len(primed) == 1:
-                return Row(key=key, client="open-loop", requests=requests, error="it ended")
-        return found
-
-    monkeypatch.setattr(campaign, "run_cell", run_cell)
+    tried = breaking(monkeypatch, lambda tried: [key.seed for key in tried] == [0])
     field = chosen("sbs,smg,mini_lb")
     work.scope = dataclasses.replace(work.scope, contenders=field, seeds=1)
     await work.run()
     order = [key.policy for key in campaign.cell_keys(field, [("paper", 1.0)], 1)]
-    assert primed == order[:2]
+    assert [key.policy for key in tried if key.seed == 0] == order[:2]
 
 
 # ---- files

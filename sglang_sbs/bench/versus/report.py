@@ -17,7 +17,7 @@ import orjson
 
 from sglang_sbs.bench.versus import ratios
 from sglang_sbs.bench.versus.plots import pictures
-from sglang_sbs.bench.versus.rows import Header, Row, figures
+from sglang_sbs.bench.versus.rows import NOT_RUN, Header, Row, figures
 from sglang_sbs.bench.versus.search import best_peer, qps_ratio, searches
 from sglang_sbs.bench.versus.tables import (
     LEGEND,
@@ -168,7 +168,7 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [
         *facts,
         ("host lag", f"{lag_ms:.0f} ms in the median run, {worst_ms:.0f} ms in the worst"),
-        ("runs", f"{len(rows)}, {minutes:.0f} minutes"),
+        ("runs", f"{sum(row.error != NOT_RUN for row in rows)}, {minutes:.0f} minutes"),
         ("failed requests", f"{failed[0]} of SBS, {failed[1]} of peers"),
     ]
 
