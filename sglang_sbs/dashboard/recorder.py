@@ -241,6 +241,8 @@ class Recorder:
                 "oldest_wait_s": round(snapshot.oldest_wait_s, 4),
                 "in_flight": snapshot.in_flight_requests,
                 "throttled": snapshot.throttled,
+                "classes": snapshot.queue_classes,
+                "tenants": snapshot.queue_tenants,
                 "oldest": self._oldest(now_s),
             },
             "timing": {

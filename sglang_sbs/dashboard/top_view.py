@@ -100,7 +100,7 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
     second = Text(
         f"waiting {queue['requests']:,} ({queue['tokens']:,} tokens), oldest "
         f"{seconds(queue['oldest_wait_s'])}; in flight {queue['in_flight']:,}; "
-        f"{frame['rates']['dispatched_per_s']:.1f}/s"
+        f"{frame['rates']['dispatched_per_s']:.1f}/s{_classes(queue)}"
     )
     third = Text(
         f"I_opt {seconds(timing['interval_s'])}  T_fwd {seconds(timing['mean_forward_s'])}  "
@@ -108,6 +108,14 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
         f"held p50 {seconds(hold.get('p50'))} p95 {seconds(hold.get('p95'))}"
     )
     return [first, second, third]
+
+
+def _classes(queue: dict[str, Any]) -> str:
+    """What waits by class and tenants, where requests differ."""
+    classes, tenants = queue.get("classes", {}), queue.get("tenants", 0)
+    high, low = classes.get("high", 0), classes.get("low", 0)
+    shown = f"; {high:,} high, {low:,} low" if high or low else ""
+    return shown + (f"; {tenants:,} tenants" if tenants > 1 else "")
 
 
 def _alerts(alerts: list[dict[str, Any]], most: int) -> list[Line]:

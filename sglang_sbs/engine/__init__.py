@@ -11,7 +11,9 @@ the engine.
 | ``collect`` | reading SGLang's objects, across its versions |
 | ``publish`` | the PUB socket, addresses of routers |
 | ``hooks`` | when to send what; the hooks themselves |
-| ``gang_gate`` | the wait for the rest of a batch before SGLang forms its own |
+| ``gang_hold`` | a batch starts as a whole: its requests are held until all can start |
+| ``gang_board`` | what DP ranks of one host tell each other for that |
+| ``gang_gate`` | the wait for the rest of a batch where ``gang_hold`` does not work |
 | ``install`` | the registration with SGLang, the block in ``/server_info`` |
 """
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, cast
+
+from sglang_sbs.wire.endforward import Started
 
 Role = Literal["prefill", "decode", "null"]
 
@@ -119,6 +122,16 @@ def rank_processes(scheduler: Any) -> Processes:
     return Processes(of_rank, int(getattr(ranks, "pp_size", 1)))
 
 
+def shares_barrier(scheduler: Any) -> bool:
+    """Whether the DP ranks run their event loops in lockstep: they gather what each brings to a
+    pass in every turn (``managers/scheduler_components/dp_attn.py``), unless told not to."""
+    ranks = _parallel(scheduler)
+    under_attention = int(getattr(ranks, "attn_dp_size", 1)) > 1
+    skips = os.environ.get("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "").lower() in ("1", "true", "yes")
+    dwdp = int(getattr(ranks, "dwdp_size", 1) or 1) > 1
+    return under_attention and not skips and not dwdp
+
+
 def _parallel(scheduler: Any) -> Any:
     """The object that has the parallel ranks and sizes (:func:`read_placement`)."""
     ranks = getattr(scheduler, "ps", None)
@@ -174,6 +187,24 @@ def note_pass(result: Any, launched: Pass) -> None:
 
 def noted_pass(result: Any) -> Pass | None:
     return getattr(result, "_sbs_pass", None)
+
+
+def newly_started(batch: Any) -> list[Started]:
+    """Requests that were in no earlier pass; each is named once, by a mark that is left on it.
+
+    Their times are SGLang's own (``observability/req_time_stats.py``), of ``time.perf_counter``,
+    which is the monotonic clock on Linux.
+    """
+    started = []
+    for req in batch.reqs:
+        if getattr(req, "_sbs_started", False) or is_health_check(req):
+            continue
+        req._sbs_started = True
+        stats = getattr(req, "time_stats", None)
+        queued_s = float(getattr(stats, "prefill_bootstrap_queue_entry_time", 0.0))
+        schedulable_s = float(getattr(stats, "wait_queue_entry_time", 0.0))
+        started.append(Started(req.rid, queued_s, schedulable_s))
+    return started
 
 
 def is_health_check(req: Any) -> bool:

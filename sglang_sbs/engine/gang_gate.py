@@ -1,7 +1,8 @@
 """Waits a moment for the rest of a gang before SGLang forms a prefill batch.
 
-Owns that wait. Must not know EndForward, nor which requests make up a gang: those of a holding
-router's requests (``GANG_RID_PREFIX``) that are still in the handshake with decode.
+For engines on which :mod:`.gang_hold` does not work, and for requests of older routers. Owns that
+wait. Must not know EndForward, nor which requests make up a gang: those of a holding router's
+requests (``GANG_RID_PREFIX``) that are still in the handshake with decode.
 
 Why
 ---
@@ -32,21 +33,27 @@ from sglang_sbs.wire.endforward import GANG_RID_PREFIX
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.001
-DEFAULT_GATE_MS = 20.0
-"""Where nobody chose: about one decode pass."""
+DEFAULT_GATE_MS = 40.0
+"""Where nobody chose: the way of the leg at decode, and a pass there."""
 
 
 class GangGate:
     """The gate of one scheduler process."""
 
     def __init__(
-        self, gate_ms: float | None, *, sleep: Callable[[float], None] = time.sleep
+        self,
+        gate_ms: float | None,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        elsewhere: Callable[[Any], bool] = lambda _req: False,
     ) -> None:
         """``gate_ms``: for how long a request is waited for at most, in polls of a millisecond; 0:
         never. None: ``DEFAULT_GATE_MS`` where a DP rank is one process, else never, as one node
-        without the plugin would leave the others polling alone."""
+        without the plugin would leave the others polling alone. ``elsewhere``: whether a request is
+        waited for by somebody else."""
         self._gate_ms = gate_ms
         self._sleep = sleep
+        self._elsewhere = elsewhere
         self._most: int | None = None
         """Polls per request; None: not known before the first call."""
         self._polled: dict[str, int] = {}
@@ -66,7 +73,11 @@ class GangGate:
         chunked = getattr(scheduler, "chunked_req", None)
         if running and not scheduler.waiting_queue and chunked is None:
             return
-        mine = [req.rid for req in queue.queue if req.rid.startswith(GANG_RID_PREFIX)]
+        mine = [
+            req.rid
+            for req in queue.queue
+            if req.rid.startswith(GANG_RID_PREFIX) and not self._elsewhere(req)
+        ]
         self._polled = {rid: self._polled.get(rid, 0) for rid in mine}
         while young := self._young(queue.queue, self._most):
             self._sleep(POLL_S)

@@ -30,13 +30,14 @@ from sglang_sbs.engine.collect import (
     Role,
     SchedulerReader,
     is_quiescent,
+    newly_started,
     note_pass,
     noted_pass,
     read_pass,
     read_role,
 )
 from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
-from sglang_sbs.wire.endforward import MAX_RIDS, EndForward, Kind, encode_endforward
+from sglang_sbs.wire.endforward import MAX_RIDS, EndForward, Kind, Started, encode_endforward
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,9 @@ class RankHook:
         note_pass(result, launched)
         role = read_role(scheduler)
         if role == "prefill" or (role == "null" and launched.is_extend):
-            self._send("launch", role, reader.occupancy(role), launched, self._clock())
+            begun_s = self._clock()
+            started = newly_started(batch) if launched.is_extend else []
+            self._send("launch", role, reader.occupancy(role), launched, begun_s, started)
 
     def _on_result(self, scheduler: Any, batch: Any, result: Any) -> bool:
         """Returns False when the end of the pass is not known yet."""
@@ -326,9 +329,10 @@ class RankHook:
         role: Role,
         occupancy: Occupancy,
         reported: Pass | None,
-        started_s: float,
+        begun_s: float,
+        started: Sequence[Started] = (),
     ) -> None:
-        """Build, encode and send one message; ``started_s`` is when its making began."""
+        """Build, encode and send one message; ``begun_s`` is when its making began."""
         reader, sink = self._reader, self._sink
         assert reader is not None and sink is not None
         backlog = reader.backlog(role)
@@ -378,16 +382,17 @@ class RankHook:
             hook_errors=self.errors,
             sglang_version=self._sglang_version,
             hook_us=self._hook_us,
+            started=list(started[:MAX_RIDS]),
         )
         sink.send(encode_endforward(message))
         self._seq += 1
         del self._rids[:MAX_RIDS]
         self._sent_s = now_s
         self._sent_change = self._change(occupancy)
-        self._measure(started_s)
+        self._measure(begun_s)
 
-    def _measure(self, started_s: float) -> None:
-        self._hook_us = int((self._clock() - started_s) * 1e6)
+    def _measure(self, begun_s: float) -> None:
+        self._hook_us = int((self._clock() - begun_s) * 1e6)
         self._total_us += self._hook_us
         self._max_us = max(self._max_us, self._hook_us)
         if self._seq % LOG_EVERY == 0:

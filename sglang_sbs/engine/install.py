@@ -18,6 +18,7 @@ from sglang_sbs import __version__
 from sglang_sbs.engine import direct
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gate import GangGate
+from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.engine.hooks import RankHook
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
 NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
+POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
 
@@ -104,10 +106,13 @@ def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
-    gate = GangGate(config.gang_gate_ms)
+    hold = GangHold(config.gang_gate_ms, config.boot_id)
+    gate = GangGate(config.gang_gate_ms, elsewhere=hold.handles)
     return [
         Hook((SERVER_INFO,), add_sbs_block, "AFTER"),
         *_rank_hooks(hook),
+        Hook((NEXT_PREFILL_BATCH,), hold.before_next_batch, "BEFORE", optional=True),
+        Hook((POP_BOOTSTRAPPED,), hold.around_pop_bootstrapped, "AROUND", optional=True),
         Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
     ]
 

@@ -20,11 +20,12 @@ from sglang_sbs.router.clients import Answer, Client, WebClient
 from sglang_sbs.router.control import Control
 from sglang_sbs.router.direct import RequestHead
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.headers import asked_in, forwarded_headers
 from sglang_sbs.router.http_ids import request_id
 from sglang_sbs.router.identity import TokenCheck
 from sglang_sbs.router.logs import current_request_id, log_answer
 from sglang_sbs.router.relay import PATHS
-from sglang_sbs.router.requests import RouteKind, forwarded_headers
+from sglang_sbs.router.requests import RouteKind
 from sglang_sbs.router.worker_metrics import model_name
 
 if TYPE_CHECKING:
@@ -117,13 +118,14 @@ class Surface:
         started_s = time.monotonic()
         streaming = False
         try:
+            asked = asked_in(received, self._options.tenant_header)
             if server.traces is None:
                 headers = forwarded_headers(received, identifier)
-                answer = await server.relay.handle(client, kind, headers, identifier)
+                answer = await server.relay.handle(client, kind, headers, identifier, asked)
             else:
                 with server.traces.request(path, received, identifier) as (span, passed):
                     headers = forwarded_headers(passed, identifier)
-                    answer = await server.relay.handle(client, kind, headers, identifier)
+                    answer = await server.relay.handle(client, kind, headers, identifier, asked)
                     status = 200 if answer is None else answer.status
                     span.set_attribute("http.response.status_code", status)
             streaming = answer is None

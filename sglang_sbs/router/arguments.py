@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang_sbs.router.class_flags import add_class_flags
 from sglang_sbs.router.platform_flags import add_discovery_flags, add_identity_flags
 from sglang_sbs.router.stock_flags import IGNORED_FLAGS, Arity
 from sglang_sbs.scheduling.config import (
@@ -196,8 +197,8 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     add(
         "sbs-gang-gate",
         "engines with the plugin let a batch wait a moment for requests sent with it that are "
-        "still in the handshake with decode (SGLANG_SBS_GANG_GATE_MS there, 20 by default where a "
-        "DP rank is one process). off: they never do",
+        "on their way or in the handshake with decode (SGLANG_SBS_GANG_GATE_MS there, 40 by "
+        "default where a DP rank is one process). off: they never do",
         choices=("on", "off"),
         default="on",
     )
@@ -237,6 +238,8 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         choices=FORWARD_TOKEN_IDS,
         default="auto",
     )
+
+    add_class_flags(group("priority, SLO and tenants"), _seconds)
 
     add = group("serving")
     add("host", "address to listen at", default="0.0.0.0")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.router.pump import SchedulerLike, SchedulerPump
@@ -33,6 +33,20 @@ Assignment = Dispatch
 """What a request is told: the two instances and ranks, and why."""
 
 
+class Arrival(TypedDict, total=False):
+    """The fields of :class:`RequestArrived` that the relay gives, besides the rid."""
+
+    prompt_tokens: Required[int]
+    max_new_tokens: int | None
+    exclude: tuple[str, ...]
+    blocks: list[int]
+    block_tokens: int
+    session: str
+    priority: int
+    ttft_slo_s: float | None
+    tenant: str
+
+
 class DispatchObserver(Protocol):
     """Who counts what the scheduler decided (metrics)."""
 
@@ -43,17 +57,7 @@ class DispatchObserver(Protocol):
 class Assigner(Protocol):
     """What the relay tells the scheduler, wherever that is."""
 
-    async def assign(
-        self,
-        rid: str,
-        *,
-        prompt_tokens: int,
-        max_new_tokens: int | None = None,
-        exclude: tuple[str, ...] = (),
-        blocks: list[int] | None = None,
-        block_tokens: int = 0,
-        session: str = "",
-    ) -> Assignment:
+    async def assign(self, rid: str, **arrival: Unpack[Arrival]) -> Assignment:
         """Wait for instances and ranks. Cancelling it ends the request as aborted.
 
         Raises:
@@ -115,32 +119,12 @@ class Dispatcher:
 
     # What the router does with requests -------------------------------------------------------
 
-    async def assign(
-        self,
-        rid: str,
-        *,
-        prompt_tokens: int,
-        max_new_tokens: int | None = None,
-        exclude: tuple[str, ...] = (),
-        blocks: list[int] | None = None,
-        block_tokens: int = 0,
-        session: str = "",
-    ) -> Assignment:
+    async def assign(self, rid: str, **arrival: Unpack[Arrival]) -> Assignment:
         """See :class:`Assigner`."""
         future: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
         self._waiting[rid] = future
         self._open.add(rid)
-        self.submit(
-            RequestArrived(
-                rid=rid,
-                prompt_tokens=prompt_tokens,
-                max_new_tokens=max_new_tokens,
-                exclude=exclude,
-                blocks=blocks or [],
-                block_tokens=block_tokens,
-                session=session,
-            )
-        )
+        self.submit(RequestArrived(rid=rid, **arrival))
         if future.done():  # most policies decide at once
             return future.result()
         watchdog = (

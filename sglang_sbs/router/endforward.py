@@ -408,6 +408,8 @@ def implausible(report: EndForward) -> str | None:
         return "boot_id or instance_id is empty or too long"
     if len(report.rids) > MAX_RIDS:
         return f"{len(report.rids)} request ids"
+    if len(report.started) > MAX_RIDS:
+        return f"{len(report.started)} requests in their first pass"
     per_rank = report.tokens_per_rank
     if per_rank is not None and (
         len(per_rank) > MAX_DP_SIZE or not all(0 <= count <= _MAX_COUNT for count in per_rank)

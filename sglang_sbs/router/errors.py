@@ -37,6 +37,7 @@ _REFUSALS: dict[RefuseCause, tuple[int, str]] = {
     "no_prefill": (503, "no_prefill_servers"),
     "no_decode": (503, "no_decode_servers"),
     "too_long": (400, "prompt_too_long"),
+    "slo": (429, "slo_unreachable"),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Literal, cast
 from sglang_sbs.router.access import ControlKey, parse_control_key
 from sglang_sbs.router.arguments import NEAREST_POLICY, FlagError, build_parser
 from sglang_sbs.router.breaker import BreakerConfig
+from sglang_sbs.router.class_flags import class_fields, tenant_header_of
 from sglang_sbs.router.identity import JwtConfig
 from sglang_sbs.router.monitor import MonitorConfig
 from sglang_sbs.router.platform_flags import discovery_of, jwt_of
@@ -69,6 +70,8 @@ class RouterOptions:
     prefix_source: PrefixSourceFlag = "auto"
     """How it is found out what ranks have cached; ``auto``: events where there are any."""
     forward_token_ids: ForwardTokenIds = "auto"
+    tenant_header: str | None = None
+    """In lower case."""
     api_key: str | None = None
     admin_api_key: str | None = None
     control_plane_keys: tuple[ControlKey, ...] = ()
@@ -208,6 +211,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
     policy = _policy(args.policy, warnings)
     try:
         discovery, jwt = discovery_of(args, warnings), jwt_of(args)
+        classes, tenant_header = class_fields(args), tenant_header_of(args, warnings)
     except ValueError as error:
         raise FlagError(str(error)) from None
     return RouterOptions(
@@ -225,6 +229,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             default_timeout_s=args.sbs_queue_timeout_secs,
             max_hold_s=args.sbs_max_hold_ms / 1000,
             prefix_index_blocks=args.sbs_prefix_index_blocks,
+            **classes,
         ),
         relay=RelayConfig(
             request_timeout_s=args.request_timeout_secs,
@@ -235,6 +240,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             jitter_factor=args.retry_jitter_factor,
             max_payload_bytes=args.max_payload_size,
             sends_gangs=policy == "sbs" and args.sbs_gang_gate == "on",
+            low_priority_values_first=args.schedule_low_priority_values_first,
         ),
         breaker=BreakerConfig(
             enabled=not args.disable_circuit_breaker,
@@ -273,6 +279,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         chat_template=args.chat_template,
         prefix_source=cast(PrefixSourceFlag, args.sbs_prefix_source),
         forward_token_ids=cast(ForwardTokenIds, args.sbs_forward_token_ids),
+        tenant_header=tenant_header,
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
         control_plane_keys=_control_keys(args.control_plane_api_keys),

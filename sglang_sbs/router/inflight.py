@@ -22,6 +22,7 @@ from sglang_sbs.router.registry import Worker
 from sglang_sbs.router.tracing import AttemptTrace, Traces
 from sglang_sbs.router.upstream import Pool
 from sglang_sbs.scheduling.events import Outcome
+from sglang_sbs.scheduling.priority import PriorityClass
 
 _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
@@ -31,6 +32,9 @@ _LAST_CHANCE_S = 5.0
 class _Request:
     length: PromptLength
     announced_s: float
+    priority: PriorityClass
+    slo_s: float | None
+    """The client wants its first token by then."""
     pair: Pair | None = None
     prefill: Worker | None = None
     decode: Worker | None = None
@@ -129,8 +133,14 @@ class InFlight:
 
     # Attempts ---------------------------------------------------------------------------------
 
-    def announce(self, rid: str, length: PromptLength) -> None:
-        request = self._requests[rid] = _Request(length, time.monotonic())
+    def announce(
+        self,
+        rid: str,
+        length: PromptLength,
+        priority: PriorityClass = "normal",
+        slo_s: float | None = None,
+    ) -> None:
+        request = self._requests[rid] = _Request(length, time.monotonic(), priority, slo_s)
         if self._traces is not None:
             request.trace = self._traces.announced()
 
@@ -138,6 +148,7 @@ class InFlight:
         """The scheduler let it go."""
         request = self._requests[assignment.rid]
         request.expected_cached_tokens = assignment.cached_tokens
+        self._metrics.class_held(request.priority, assignment.held_s)
         trace = request.trace
         if trace is not None:
             trace.assignment = assignment
@@ -213,7 +224,7 @@ class InFlight:
             self._dispatcher.prefill_done(rid)
         if request is not None:
             self._prefill_over(request)
-            self._metrics.ttft_seconds.observe(now_s - request.announced_s)
+            self._metrics.first_byte(request.priority, now_s - request.announced_s, request.slo_s)
             if request.trace is not None:
                 request.trace.first_byte_ns = time.time_ns()
 

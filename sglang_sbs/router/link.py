@@ -31,11 +31,11 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import msgspec
 
-from sglang_sbs.router.dispatcher import Assignment, DispatchObserver, lost_track
+from sglang_sbs.router.dispatcher import Arrival, Assignment, DispatchObserver, lost_track
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.router.mirror import MirroredRegistry
 from sglang_sbs.router.pump import SchedulerLike, SchedulerPump
@@ -190,27 +190,9 @@ class SchedulerLink:
 
     # What the relay says (Assigner) -----------------------------------------------------------
 
-    async def assign(
-        self,
-        rid: str,
-        *,
-        prompt_tokens: int,
-        max_new_tokens: int | None = None,
-        exclude: tuple[str, ...] = (),
-        blocks: list[int] | None = None,
-        block_tokens: int = 0,
-        session: str = "",
-    ) -> Assignment:
+    async def assign(self, rid: str, **fields: Unpack[Arrival]) -> Assignment:
         """See :class:`~sglang_sbs.router.dispatcher.Assigner`."""
-        arrival = RequestArrived(
-            rid=rid,
-            prompt_tokens=prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            exclude=exclude,
-            blocks=blocks or [],
-            block_tokens=block_tokens,
-            session=session,
-        )
+        arrival = RequestArrived(rid=rid, **fields)
         request = _Request(arrival, self._loop.create_future())
         self._requests[rid] = request
         watchdog = self._loop.call_later(self._give_up_s, self._give_up, rid)

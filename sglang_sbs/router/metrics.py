@@ -18,6 +18,7 @@ from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.worker_metrics import gauge, total
 from sglang_sbs.router.worker_series import WorkerSeries
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
+from sglang_sbs.scheduling.priority import PriorityClass
 from sglang_sbs.wire import EndForward
 
 _DURATION_BUCKETS = (
@@ -139,6 +140,21 @@ class RouterMetrics:
         )
         self.hold_seconds = histogram(
             "sbs_hold_seconds", "From arrival at the scheduler to dispatch", _HOLD_BUCKETS
+        )
+        self.class_ttft_seconds = histogram(
+            "sbs_class_ttft_seconds",
+            "Announcement to decode's first byte, per attempt, by class of priority",
+            buckets,
+            "class",
+        )
+        self.class_hold_seconds = histogram(
+            "sbs_class_hold_seconds",
+            "From arrival at the scheduler to dispatch, by class of priority",
+            _HOLD_BUCKETS,
+            "class",
+        )
+        self.slo = counter(
+            "sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result"
         )
         self.gang_size = histogram(
             "sbs_gang_size", "Requests dispatched to one prefill instance together", _GANG_BUCKETS
@@ -325,6 +341,16 @@ class RouterMetrics:
         if failures is not None:
             failures.inc()
 
+    def class_held(self, priority: PriorityClass, held_s: float) -> None:
+        self.class_hold_seconds.labels(priority).observe(held_s)
+
+    def first_byte(self, priority: PriorityClass, seconds: float, slo_s: float | None) -> None:
+        """Decode's first byte came; ``slo_s``: what the client wanted."""
+        self.ttft_seconds.observe(seconds)
+        self.class_ttft_seconds.labels(priority).observe(seconds)
+        if slo_s is not None:
+            self.slo.labels("met" if seconds <= slo_s else "missed").inc()
+
     def stream_broken(self, error: RouterError) -> None:
         self.broken_streams.labels(error.code).inc()
 
@@ -388,6 +414,13 @@ def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
         yield _one(
             "sbs_lead_seconds", "How far ahead of a pass's end is dispatched", snapshot.lead_s
         )
+    waiting = gauge("sbs_queue_class_requests", "Requests waiting, by class of priority", "class")
+    for name, count in snapshot.queue_classes.items():
+        waiting.add_metric([name], count)
+    yield waiting
+    yield _one(
+        "sbs_queue_tenants", "Tenants with requests waiting, if several", snapshot.queue_tenants
+    )
     prefill: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
         "tier": gauge("sbs_signal_tier", "1 for the signal tier in force", "worker", "tier"),
         "ready": gauge("sbs_instance_ready", "1 if it may take a batch now", "worker"),

@@ -30,6 +30,7 @@ import math
 import random
 
 from sglang_sbs.scheduling.events import RankChoice
+from sglang_sbs.wire.gangs import GangPart, gang_room
 
 UNCOUPLED_VERSION = (0, 5, 10)
 """First SGLang release whose prefill and decode ranks can be chosen independently."""
@@ -67,7 +68,11 @@ def decode_members(prefill_rank: int, decode_rank: int, *, coupled: bool) -> dic
 
 
 def pick_bootstrap_room(
-    prefill_rank: int, prefill_dp_size: int, decode_rank: int = 0, decode_dp_size: int = 1
+    prefill_rank: int,
+    prefill_dp_size: int,
+    decode_rank: int = 0,
+    decode_dp_size: int = 1,
+    gang: GangPart | None = None,
 ) -> int:
     """A fresh room below 2**63 with ``room % prefill_dp_size == prefill_rank``.
 
@@ -77,8 +82,11 @@ def pick_bootstrap_room(
     Args:
         decode_rank: wanted as ``room % decode_dp_size``, where that decides on it. If no room gives
             both, prefill's rank counts: with a wrong one the request would fail.
+        gang: what the room is to say of the requests it is sent with.
     """
     step = math.lcm(prefill_dp_size, decode_dp_size)
     firsts = range(prefill_rank, step, prefill_dp_size)
     first = next((room for room in firsts if room % decode_dp_size == decode_rank), prefill_rank)
+    if gang is not None:
+        return gang_room(gang, step, first)
     return random.randrange(2**63 // step) * step + first

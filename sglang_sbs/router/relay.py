@@ -23,6 +23,7 @@ from sglang_sbs.router.dispatcher import Assigner, Assignment
 from sglang_sbs.router.downstream import Downstream
 from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
+from sglang_sbs.router.headers import Asked, session_header
 from sglang_sbs.router.inflight import InFlight
 from sglang_sbs.router.intake import read_body
 from sglang_sbs.router.merge import (
@@ -47,11 +48,11 @@ from sglang_sbs.router.requests import (
     leg_bodies,
     may_ask_cached,
     plan_request,
-    session_header,
 )
 from sglang_sbs.router.upstream import Pool
 from sglang_sbs.scheduling.events import Outcome
-from sglang_sbs.wire.endforward import GANG_RID_PREFIX
+from sglang_sbs.scheduling.priority import clamped_priority, class_of
+from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ PATHS: dict[RouteKind, str] = {
     "chat": "/v1/chat/completions",
 }
 
+_ALONE = GangPart(tag=0, members=1, ranks=1)
 _MOST_BROKEN_OFF = 2
 """Engines that may go away under a request before it is no longer tried on others: it may be what
 ends them, and then it must not end them all."""
@@ -77,6 +79,8 @@ class RelayConfig:
     max_payload_bytes: int = 512 * 1024 * 1024
     sends_gangs: bool = False
     """The policy holds requests: engines may wait a moment for those sent together."""
+    low_priority_values_first: bool = False
+    """A smaller number in a body is a higher priority."""
 
 
 @dataclass(slots=True)
@@ -91,6 +95,9 @@ class _Exchange:
     prompts: list[ReadPrompt]
     """By prompt index."""
     session: str
+    asked: Asked
+    priority: int
+    """Larger is more urgent."""
     pairs: dict[int, Pair]
     """By unit index: the attempt under way."""
 
@@ -122,9 +129,11 @@ class Relay:
         self._in_flight = in_flight
 
     async def handle(
-        self, client: Client, kind: RouteKind, headers: bytes, request_id: str
+        self, client: Client, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
     ) -> Answer | None:
         """Answer one client request; ``None``: the answer was streamed to the client.
+
+        ``headers`` are those that both legs get; ``asked`` is what the others say.
 
         Raises:
             RouterError: as long as nothing was sent to the client.
@@ -135,7 +144,7 @@ class Relay:
         # From the first byte on: a request whose body is still coming is waited for at the end.
         self._in_flight.began(task)
         try:
-            return await self._serve(client, kind, headers, request_id, task)
+            return await self._serve(client, kind, headers, request_id, asked, task)
         except asyncio.CancelledError:
             if not self._in_flight.was_aborted(task):
                 raise
@@ -150,6 +159,7 @@ class Relay:
         kind: RouteKind,
         headers: bytes,
         request_id: str,
+        asked: Asked,
         task: asyncio.Task[Any],
     ) -> Answer | None:
         plan = plan_request(kind, await read_body(client, self._config.max_payload_bytes))
@@ -164,6 +174,8 @@ class Relay:
                 pairs=pairs,
                 prompts=await self._prompts.read(plan),
                 session=session_header(headers) or plan.session,
+                asked=asked,
+                priority=self._priority_of(plan),
             )
             async with self._admission.slot():
                 try:
@@ -196,6 +208,10 @@ class Relay:
                 self._metrics.stream_broken(error)
                 await exchange.downstream.finish()
                 return None
+
+    def _priority_of(self, plan: Plan) -> int:
+        sign = -1 if self._config.low_priority_values_first else 1
+        return clamped_priority(sign * plan.priority)
 
     async def _answer(self, exchange: _Exchange) -> Answer | None:
         plan = exchange.plan
@@ -337,9 +353,10 @@ class Relay:
     ) -> Pair:
         rid = uuid.uuid4().hex
         if self._config.sends_gangs:
-            rid = GANG_RID_PREFIX + rid
+            rid = SIZED_RID_PREFIX + rid
         prompt = exchange.prompts[unit.prompt_index]
-        self._in_flight.announce(rid, prompt.length)
+        slo_s = exchange.asked.ttft_slo_s
+        self._in_flight.announce(rid, prompt.length, class_of(exchange.priority), slo_s)
         outcome: Outcome = "failed"
         pair: Pair | None = None
         try:
@@ -351,6 +368,9 @@ class Relay:
                 blocks=prompt.blocks.tolist(),
                 block_tokens=prompt.block_tokens,
                 session=exchange.session,
+                priority=exchange.priority,
+                ttft_slo_s=exchange.asked.ttft_slo_s,
+                tenant=exchange.asked.tenant,
             )
             self._in_flight.assigned(assignment)
             pair = self._start(exchange, unit, assignment, make_sink)
@@ -399,11 +419,12 @@ class Relay:
                     "rank_out_of_range",
                     f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})",
                 )
+        gang = (assignment.gang or _ALONE) if self._config.sends_gangs else None
         ranks = (assignment.prefill_rank, prefill.dp_size)
         if decode.rank_choice == "by_room":
-            room = pick_bootstrap_room(*ranks, assignment.decode_rank, decode.dp_size)
+            room = pick_bootstrap_room(*ranks, assignment.decode_rank, decode.dp_size, gang=gang)
         else:
-            room = pick_bootstrap_room(*ranks)
+            room = pick_bootstrap_room(*ranks, gang=gang)
         fields = LegFields(
             rid=assignment.rid,
             bootstrap_host=prefill.bootstrap_host,

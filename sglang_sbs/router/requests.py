@@ -7,8 +7,6 @@ so they become single requests here, each with a room of its own.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -145,6 +143,8 @@ class Plan:
     model: str = ""
     session: str = ""
     """What the client calls its conversation in the body."""
+    priority: int = 0
+    """As the client wrote it."""
 
     @property
     def single(self) -> bool:
@@ -205,6 +205,7 @@ def plan_request(kind: RouteKind, raw: bytes) -> Plan:
         client_rids=rids,
         model=_text_of(body, "model") if kind != "generate" else "",
         session=_session_of(body),
+        priority=_priority_of(body),
     )
 
 
@@ -359,6 +360,15 @@ def _session_of(body: dict[str, Any]) -> str:
     return ""
 
 
+def _priority_of(body: dict[str, Any]) -> int:
+    value = body.get("priority")
+    if value is None:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise bad_request(f"priority must be a whole number, as in 1, not {value!r:.40}")
+    return value
+
+
 def _text_of(body: dict[str, Any], name: str) -> str:
     value = body.get(name)
     return value[:MAX_SESSION_CHARS] if isinstance(value, str) else ""
@@ -461,46 +471,3 @@ def leg_bodies(
 
 def _append(members: bytes, fields: dict[str, Any]) -> bytes:
     return b"{%b,%b" % (members, orjson.dumps(fields)[1:])
-
-
-# Headers --------------------------------------------------------------------------------------
-
-_HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
-"""No line breaks: what is forwarded stays one header. The parser in front sees to it as well."""
-
-_FORWARDED_HEADERS = frozenset(
-    {
-        "authorization",
-        "x-request-id",
-        "x-correlation-id",
-        "traceparent",
-        "tracestate",
-        "x-smg-routing-key",
-    }
-)
-
-
-def session_header(headers: bytes) -> str:
-    """``x-smg-routing-key`` of forwarded header lines: what a client calls its conversation."""
-    for line in headers.split(b"\r\n"):
-        name, _, value = line.partition(b": ")
-        if name == b"x-smg-routing-key":
-            return value.decode("utf-8", "replace")[:MAX_SESSION_CHARS]
-    return ""
-
-
-def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:
-    """The client's headers both legs get, as header lines; everything else stays here.
-
-    Also dropped thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the
-    rank chosen here.
-    """
-    lines = []
-    if _HEADER_VALUE.fullmatch(request_id):
-        lines.append(f"x-request-id: {request_id}\r\n")
-    for name, value in headers:
-        lower = name.lower()
-        passes = lower in _FORWARDED_HEADERS or lower.startswith("x-request-id-")
-        if passes and lower != "x-request-id" and _HEADER_VALUE.fullmatch(value):
-            lines.append(f"{lower}: {value}\r\n")
-    return "".join(lines).encode("utf-8", "surrogateescape")

@@ -15,10 +15,13 @@ before is learned from what either costs (``dispatch_lead``). Then, per decision
    that start before it can hold (nothing is lost by committing early), in the order in which a
    batch sent now would start. Under overlap scheduling and with
    more waiting than all can take, first those that could run on without a gap (``lookahead``);
+   A request may also follow a batch that is on its way while it would most likely still be there
+   in time: one that leaves alone can leave later than a batch can;
 2. spacing: instances are kept apart in phase by a fraction of the pass time that the arrival rate
-   calls for. Never while all are idle, the queue is long, or the candidate will run anyway;
-3. order: short first, with an ageing that bounds how long anything is overtaken. A prompt of
-   several chunks counts as one chunk;
+   calls for. Never while all are idle, the queue is long, or the candidate will run anyway; and
+   less where idle instances start with a part of what is sent to them;
+3. order: urgent (``priority``) and short first, with an ageing that bounds how long anything is
+   overtaken. A prompt of several chunks counts as one chunk;
 4. share: how much of the queue to send now and how much to leave for the instances that are ready
    next, so that the sum of predicted completion times is smallest. With prompts of several chunks
    about, where a request goes matters more than how much: only those leave that cost least here
@@ -40,6 +43,8 @@ from sglang_sbs.scheduling.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.lookahead import lookahead
+from sglang_sbs.scheduling.observation import Observation
+from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.pass_forecast import (
     MOST_PLANNED,
     NEAREST,
@@ -50,6 +55,7 @@ from sglang_sbs.scheduling.pass_forecast import (
 from sglang_sbs.scheduling.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.priority import Urgency
 from sglang_sbs.scheduling.request import Request, RequestQueue, uncached_tokens_of
 from sglang_sbs.scheduling.water_level import fair_share, prefix, tokens_per_s
 
@@ -105,6 +111,9 @@ LEFTOVER_ERRORS = 2.0
 earlier, as being late costs it that pass."""
 MOST_LOAD = 0.95
 """The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
+MOST_JOINING = 32
+"""With more waiting nobody joins a batch on its way: they were left for later passes on purpose,
+and asking again at every event costs more than it brings."""
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
 MOST_REFUSED = 256
@@ -122,8 +131,11 @@ class AdaptiveTrigger(PrefillPolicy):
 
     holds = True
 
-    def __init__(self, interval: IntervalController, *, max_hold_s: float) -> None:
+    def __init__(
+        self, interval: IntervalController, *, max_hold_s: float, urgency: Urgency
+    ) -> None:
         self._interval = interval
+        self._urgency = urgency
         self._max_hold_s = max_hold_s
         self._last_s = float("-inf")
         self._token_rate = 0.0
@@ -157,16 +169,11 @@ class AdaptiveTrigger(PrefillPolicy):
     def on_dispatched(self, now_s: float) -> None:
         self._last_s = now_s
 
-    def on_landing(
-        self,
-        landed_s: Sequence[float],
-        idled_s: Sequence[float],
-        left_behind_s: Sequence[float],
-    ) -> None:
+    def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
         self._lead.observe(
-            landed_s,
-            idled_s,
-            left_behind_s,
+            seen,
+            now_s,
+            ranks=ranks,
             load=self._load,
             latency_s=self._interval.latency_s,
             pass_s=self._interval.mean_forward_s,
@@ -179,7 +186,8 @@ class AdaptiveTrigger(PrefillPolicy):
         """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting. What is
         longer takes several passes as it is, and would be the tail if it started last."""
         chunks = min(1.0, request.uncached_tokens / self._chunk_tokens)
-        return request.arrived_s + self._ageing_s() * chunks
+        shift_s = self._urgency.shift_s(request, request.uncached_tokens / self._chunk_tokens)
+        return request.arrived_s + self._ageing_s() * chunks + shift_s
 
     def _hold_s(self) -> float:
         return max(self._max_hold_s, HOLD_PASSES * self._interval.mean_forward_s)
@@ -223,11 +231,16 @@ class AdaptiveTrigger(PrefillPolicy):
         lead_s = self.lead_s
         candidates: list[PrefillInstance] = []
         ahead_tokens = 0
+        # What is committed early takes the next pass from an urgent request that comes meanwhile.
+        late = self._urgency.matters(now_s) and not self._chunked(queue, instances)
+        few = len(queue) <= MOST_JOINING
         for start_s, _, index in starts:
             instance = instances[index]
             ahead_tokens += instance.capacity_tokens
-            long_queue = queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
+            long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
             if not _may_take(instance, long_queue):
+                if few and self._may_join(instance, now_s):
+                    candidates.append(instance)
                 continue
             open_s = now_s
             if not (instance.idle or long_queue):
@@ -243,7 +256,7 @@ class AdaptiveTrigger(PrefillPolicy):
             else:
                 wakes.append(open_s)
         all_idle = all(instance.idle for instance in instances)
-        ahead, due_s = lookahead(instances, queue.tokens, lead_s, now_s)
+        ahead, due_s = ([], None) if late else lookahead(instances, queue.tokens, lead_s, now_s)
         if due_s is not None:
             wakes.append(due_s)
         chunked = bool(candidates or ahead) and self._chunked(queue, instances)
@@ -326,7 +339,8 @@ class AdaptiveTrigger(PrefillPolicy):
         # How long passes take in which what came during the one before is computed.
         idle_share = 1 - self._load
         pass_s = sum([min(fixed_s / idle_share, s) for fixed_s, s in self._pass_times_s]) / n
-        due_s = self._last_s + SPACING_SHARE * pass_s / n
+        # An instance that falls idle meanwhile would start with a part of the next batch.
+        due_s = self._last_s + SPACING_SHARE * self._lead.whole * pass_s / n
         long_queue = queue_tokens >= BACKLOG_FACTOR * max(1.0, self._token_rate * pass_s / n)
         if due_s <= now_s + _EPSILON_S or long_queue:
             return candidates
@@ -354,9 +368,11 @@ class AdaptiveTrigger(PrefillPolicy):
         room = sum(c for c in c_avail if c > 0)
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take;
         # under overlap only when the rest, which runs at once and all but alone, does not matter.
-        keep_tokens = self._capacity_tokens - instance.capacity_tokens
+        keep_tokens: float = self._capacity_tokens - instance.capacity_tokens
         if instance.overlap:
             keep_tokens += OVERLAP_KEEP_PASSES * self._capacity_tokens
+        if home_of is None and self._urgency.matters(now_s):
+            keep_tokens = math.inf  # the rest would be formed at once, without the batch after it
         spare = room if queue.tokens > keep_tokens else 0
         affinity = BatchAffinity(decision, instance, chooses_instance=home_of is None)
         # Whatever was predicted, nobody waits for a cached prefix longer than this.
@@ -385,7 +401,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 and (request.arrived_s <= patient_s or affinity.belongs_here(request))
             ):
                 (head if taken < room else rest).append(request)
-                taken += request.uncached_tokens_on(instance.id)
+                taken += paged(request.uncached_tokens_on(instance.id), instance.page)
         if forbidden == len(queue):
             return None
         its_tokens = queue.tokens * len(instances) * tokens_per_s(instance) / self._tokens_per_s
@@ -419,6 +435,7 @@ class AdaptiveTrigger(PrefillPolicy):
             affinity.hits_of,
             affinity.rank_of,
             [rank.received_tokens for rank in instance.ranks],
+            instance.page,
         )
         beyond = queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
         allocation = top_up(
@@ -427,6 +444,7 @@ class AdaptiveTrigger(PrefillPolicy):
             instance.chunk_tokens,
             keep_tokens=keep_tokens - beyond,
             hits_of=affinity.hits_of,
+            page=instance.page,
         )
         ahead_ms = 1e3 * (self._free_at_s(instance, now_s) - now_s)
         return Plan(
@@ -517,6 +535,15 @@ class AdaptiveTrigger(PrefillPolicy):
             tokens <= one.chunk_tokens and permitted(request, one, instances) for one in instances
         )
 
+    def _may_join(self, instance: PrefillInstance, now_s: float) -> bool:
+        """Whether a request would most likely still be in the pass that a batch on its way is
+        meant for."""
+        follows = instance.has_flight and instance.last_dispatch_s < now_s
+        if not (follows and instance.has_room and instance.passes):
+            return False
+        left_s = self._forms_at_s(instance, now_s) - now_s
+        return left_s >= self._lead.join_s(self._interval.latency_s)
+
     def _starts(
         self, instances: Sequence[PrefillInstance], now_s: float
     ) -> list[tuple[float, float, int]]:
@@ -570,8 +597,8 @@ class AdaptiveTrigger(PrefillPolicy):
 def _may_take(instance: PrefillInstance, long_queue: bool) -> bool:
     """Whether a batch could go there before its next report.
 
-    One batch per pass: adding to it later would delay those already on their way, and pays only
-    when more waits than the pass holds.
+    One batch per pass, unless more waits than the pass holds. Single requests may still follow it
+    (``AdaptiveTrigger._may_join``).
     """
     if instance.has_flight and not long_queue:
         return False

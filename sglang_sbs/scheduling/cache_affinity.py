@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.prefix_index import Upcoming, shared_blocks
@@ -100,7 +101,7 @@ class CacheAffinity:
         """What is known of the instance in this decision."""
         view = self._views.get(instance.id)
         if view is None:
-            backlog = [rank.backlog_tokens for rank in instance.ranks]
+            backlog = [rank.charged_tokens for rank in instance.ranks]
             view = self._views[instance.id] = _View(
                 instance,
                 self._start_of(instance),
@@ -207,7 +208,7 @@ class CacheAffinity:
         chunk = instance.chunk_tokens
         uncached = request.prompt_tokens - cached
         attention_s = model.rank_s(0, uncached * (cached + uncached / 2))
-        passes = -(-(backlog + uncached) // chunk)
+        passes = -(-(backlog + paged(uncached, instance.page)) // chunk)
         fill = min(chunk, backlog + uncached)
         slope_s = model.slope_s_per_token() / instance.dp_size
         pass_s = max(
@@ -288,7 +289,8 @@ class BatchAffinity:
         )
         need = request.prompt_tokens - hits[best]
         # With most of it cached there, waiting for another pass would only lose its place.
-        if capacity[best] >= first_part(need, here.chunk_tokens) or hits[best] > need:
+        first_tokens = first_part(paged(need, here.page), here.chunk_tokens)
+        if capacity[best] >= first_tokens or hits[best] > need:
             return best
         return None
 

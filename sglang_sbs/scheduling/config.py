@@ -9,6 +9,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from sglang_sbs.scheduling.fairness import LEAST_WEIGHT, MOST_WEIGHT
+
 Policy = Literal[
     "sbs",
     "round_robin",
@@ -42,9 +44,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 100
     """W_size of Algorithm 1: forward times in the moving average."""
     watchdog_factor: float = 5.0
-    """T_timeout = watchdog_factor x mean forward time (paper section 4.1.2)."""
+    """T_timeout = watchdog_factor x mean forward time (paper section 4.1.2), of the cluster or of
+    the instance, whichever is longer."""
     n_limit: int = 100
-    """N_limit of Algorithm 2: cycles a request may stay unallocated before flow control."""
+    """N_limit of Algorithm 2: cycles a request may stay unallocated before flow control. A cycle is
+    one batch of each prefill instance."""
     iqr_k: float = 1.5
     """k of Algorithm 3."""
 
@@ -62,6 +66,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """L_net (dispatch until the rank can run the request) before the first measurement."""
     max_hold_s: float = 2.0
     """Adaptive trigger: no request is held longer than this while an instance could take it."""
+    priority_step_s: float = 5.0
+    """Adaptive trigger: a level of priority is worth so much waiting, at least."""
+    refuse_missed_slo: bool = False
+    """Refuse a request whose SLO for the first token cannot be met as things are."""
+    tenant_weights: dict[str, float] = {}
+    """Shares of the passes; 1 for tenants that are not here."""
     stale_s: float = 1.0
     """Age of the loads ``stale_tokens`` sees: the poll interval of the gateway it stands for."""
     prefix_index_blocks: int = 2_000_000
@@ -86,11 +96,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_queue_requests",
             "default_timeout_s",
             "max_hold_s",
+            "priority_step_s",
             "stale_s",
             "prefix_index_blocks",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)}")
+        for tenant, weight in self.tenant_weights.items():
+            if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+                raise ValueError(
+                    f"tenant_weights: that of {tenant!r} must be between {LEAST_WEIGHT:g} and "
+                    f"{MOST_WEIGHT:g}, not {weight}"
+                )
         for name in ("n_limit", "iqr_k", "max_queue_tokens", "initial_latency_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")

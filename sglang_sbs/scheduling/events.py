@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.gangs import GangPart
 
 InstanceId = str
 """How the driver names an engine instance (the router: its worker URL)."""
@@ -57,6 +58,12 @@ class RequestArrived(_Message, frozen=True):
     """Tokens per block; instances with another page size are taken to hold none of it."""
     session: str = ""
     """What the client calls its conversation, for policies that pin one to an instance."""
+    priority: int = 0
+    """Larger is more urgent."""
+    ttft_slo_s: float | None = None
+    """The client wants its first token within this time."""
+    tenant: str = ""
+    """Who shares the cluster with others by weight; empty: nobody in particular."""
 
 
 class PrefillDone(_Message, frozen=True):
@@ -119,6 +126,8 @@ class InstanceUp(_Message, frozen=True):
     overlap: bool = False
     """One-batch lookahead (SGLang's overlap scheduling): what is left over of a pass is launched as
     the next one in the moment it starts, without what arrives while it runs."""
+    charged_page: int = 0
+    """Each request is charged whole pages of so many tokens of the chunk; 0: ``page_size``."""
 
 
 class InstanceDown(_Message, frozen=True):
@@ -207,10 +216,13 @@ class Dispatch(_Message, frozen=True):
     """Why now and why there, for people."""
     cached_tokens: int = 0
     """L_hit it was placed with: prompt tokens the rank is expected to find in its cache."""
+    gang: GangPart | None = None
+    """The part of its gang that goes to the same rank; whoever carries the decision out fills it
+    in (:mod:`sglang_sbs.router.pump`)."""
 
 
 RefuseCause = Literal[
-    "queue_full", "deadline", "flow_control", "no_prefill", "no_decode", "too_long"
+    "queue_full", "deadline", "flow_control", "no_prefill", "no_decode", "too_long", "slo"
 ]
 
 

@@ -12,7 +12,8 @@ from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
 from sglang_sbs.scheduling.events import RefuseCause, RequestArrived
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.request import RequestQueue
+from sglang_sbs.scheduling.request import Request, RequestQueue
+from sglang_sbs.scheduling.slo_forecast import first_token_in_s
 
 Refusal = tuple[RefuseCause, str]
 """Why, for programs and for people."""
@@ -46,6 +47,30 @@ def refusal_of(
             f"overload: a request has waited more than {config.n_limit} scheduling cycles"
         )
     return None
+
+
+def slo_refusal_of(
+    request: Request,
+    queue: RequestQueue,
+    prefill: Sequence[PrefillInstance],
+    now_s: float,
+    latency_s: float,
+) -> Refusal | None:
+    """Why a request that is not queued yet is refused if its SLO counts; None if it has none or may
+    meet it."""
+    slo_s = request.ttft_slo_s
+    if slo_s is None:
+        return None
+    ahead_tokens = queue.ahead_tokens(request)
+    forecast_s = first_token_in_s(
+        request.uncached_tokens, ahead_tokens, queue.tokens, prefill, now_s, latency_s, slo_s
+    )
+    if forecast_s <= slo_s:
+        return None
+    return "slo", (
+        f"the first token would take longer than the {1e3 * slo_s:.0f} ms that were asked for: "
+        f"{ahead_tokens:.0f} prompt tokens are ahead"
+    )
 
 
 def missing_role(

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 
 from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPolicy, permitted
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue
@@ -162,9 +163,10 @@ class Eta(ImmediatePolicy):
             pass_s = instance.model.fixed_s + slope * min(instance.chunk_tokens, mean_fill)
             # A pass that ends before the request can arrive is not the one to wait for.
             start_s = free_s + pass_s if instance.passes and free_s < latency_s else free_s
+            charged = paged(request.prompt_tokens, instance.page)
             for index, rank in enumerate(instance.ranks):
-                ahead = rank.backlog_tokens
-                passes = (ahead + request.prompt_tokens - 1) // instance.chunk_tokens + 1
+                ahead = rank.charged_tokens
+                passes = (ahead + charged - 1) // instance.chunk_tokens + 1
                 key = (start_s + passes * pass_s, ahead)
                 if best is None or key < best:
                     best, chosen = key, (instance, index)

@@ -61,7 +61,7 @@ def lookahead(
 
 
 def _room_tokens(instance: PrefillInstance) -> int:
-    return max(0, instance.capacity_tokens - instance.backlog_tokens)
+    return max(0, instance.capacity_tokens - instance.charged_tokens)
 
 
 def _wants_one(instance: PrefillInstance) -> bool:
@@ -69,7 +69,7 @@ def _wants_one(instance: PrefillInstance) -> bool:
     after the next if the next waits already, else the one after the pass that is queued."""
     if not instance.overlap:
         return False
-    filled = instance.backlog_tokens / instance.capacity_tokens
+    filled = instance.charged_tokens / instance.capacity_tokens
     if len(instance.passes) == 1:
         return FILLED <= filled < MOST_FILLED
     return len(instance.passes) == 2 and filled <= LEFT_OVER and not instance.has_flight

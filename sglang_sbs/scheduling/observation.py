@@ -1,7 +1,15 @@
-"""What one signal of a prefill instance teaches about latency and lead.
+"""What one signal of a prefill instance teaches about the network: L_net, the lead, torn batches.
 
-Owns the samples and how the launch of a pass is read for them. Must not know the books of a rank
-or what the samples are used for.
+Each sample is of one thing, and what would poison it is left out:
+
+- *latency*: dispatch until launch of a request that was sent to an idle instance and was in the
+  pass that its own batch started. Not one that this pass left behind, and that was in a later one:
+  it waited for a pass, not for the network.
+- *landed*, *idled*, *left behind*: how a batch fared that was sent ahead of the end of a pass. Not
+  one that was sent to an idle instance: no lead could have helped it. Not one that joined a batch
+  on its way: it left later than the lead on purpose.
+- *torn*: what share of a batch the launch left behind that the batch itself caused on an idle
+  instance. Not of a batch of one request.
 """
 
 from __future__ import annotations
@@ -30,6 +38,9 @@ class Observation:
     any more."""
     left_behind_s: list[float] = field(default_factory=list)
     """As ``landed_s`` for those that have to wait for the next pass although this one had room."""
+    torn: float | None = None
+    """Of a batch that was sent to the idle instance: the share of its requests for this rank that
+    its launch left behind."""
     restarted: bool = False
     """The rank spoke with another boot id than before."""
 
@@ -47,8 +58,8 @@ def observe_launch(
     """Read a rank's message about the launch of a pass.
 
     Args:
-        accepted: requests that the rank names in it.
-        in_flight: requests that are still not accepted.
+        accepted: requests that the rank names in it, by the batch they were sent with.
+        in_flight: requests that are still not accepted, likewise.
         launch_s: when the pass was launched.
         free_since_s: when the pass before it ended.
         gap_s: usual pause between the two.
@@ -56,12 +67,19 @@ def observe_launch(
         bootstrapping_requests: at the rank, not schedulable yet.
     """
     learned = Observation()
+    in_flight = list(in_flight)
     landed_s = []
+    started = 0
+    """Requests of the batch that woke the instance."""
     for sent in accepted:
         ahead_s = max(0.0, launch_s - sent.at_s)
         if sent.to_idle:
-            learned.latencies_s.append(ahead_s)
-        elif launch_s > free_since_s + 2 * gap_s + _ON_TIME_S:
+            if sent.at_s >= free_since_s:
+                started += sent.requests > 1
+                learned.latencies_s.append(ahead_s)
+        elif sent.joins:
+            continue
+        elif launch_s > free_since_s + 1.5 * gap_s + _ON_TIME_S:
             # The instance fell idle and launched when this one came: too late for the gapless
             # launch it was meant for.
             learned.idled_s.append(free_since_s - sent.at_s)
@@ -71,8 +89,15 @@ def observe_launch(
         # The last accepted are still in the handshake with decode: too late for this pass, like
         # those that are not even at the rank.
         late = min(bootstrapping_requests, len(landed_s))
-        learned.left_behind_s += [launch_s - sent.at_s for sent in in_flight]
+        ahead = [sent for sent in in_flight if not (sent.to_idle or sent.joins)]
+        learned.left_behind_s += [launch_s - sent.at_s for sent in ahead]
         learned.left_behind_s += landed_s[len(landed_s) - late :]
         landed_s = landed_s[: len(landed_s) - late]
     learned.landed_s = landed_s
+    missed = sum(
+        sent.to_idle and sent.requests > 1 and free_since_s <= sent.at_s <= launch_s
+        for sent in in_flight
+    )
+    if started or missed:
+        learned.torn = missed / (started + missed)
     return learned

@@ -47,12 +47,13 @@ class PaperTrigger(PrefillPolicy):
         new: list[Request] = []
         for request in queue:
             if admissible(request) and permitted(request, target, instances):
-                (pending if request.waited_cycles else new).append(request)
+                (pending if request.waited_batches else new).append(request)
         allocation = pbaa(
             pending,
             new,
             target.c_avail(),
             lambda request, rank: request.hit_tokens(target.id, rank),
+            target.page,
         )
         self._last_s = now_s
         self._target = self._after(target, instances)

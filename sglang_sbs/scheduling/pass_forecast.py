@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
@@ -75,7 +76,7 @@ class PassForecast:
         self._start_s = start_s
         self._passes: list[_Pass] = []
         self._ahead: list[int] = []
-        """Tokens per rank that are computed before those of the next request."""
+        """Per rank: what is charged for those before the next request."""
         for index, rank in enumerate(instance.ranks):
             left = rank.backlog_tokens
             self._ahead.append(0)
@@ -156,7 +157,7 @@ class PassForecast:
         instance, passes = self.instance, self._passes
         model, chunk = instance.model, instance.chunk_tokens
         at = self._ahead[rank]
-        self._ahead[rank] += tokens
+        self._ahead[rank] += paged(tokens, instance.page)
         while tokens > 0:
             index = at // chunk
             while len(passes) <= index:

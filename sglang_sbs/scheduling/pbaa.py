@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 LEAST_HIT_SHARE = 0.02
@@ -57,6 +58,7 @@ def pbaa(
     new: Iterable[Request],
     c_avail: Sequence[int],
     prefix_hit_tokens: PrefixHit = no_hit,
+    page: int = 1,
 ) -> Allocation:
     """Phases 1 and 2 of Algorithm 2: pending before new, each longest first.
 
@@ -69,6 +71,7 @@ def pbaa(
         new: requests that have not been through a cycle.
         c_avail: C_avail per DP rank, uncached tokens; not modified.
         prefix_hit_tokens: L_hit; the default is the basic mode.
+        page: a request costs whole pages of so many tokens.
     """
     capacity = list(c_avail)
     ranks = range(len(capacity))
@@ -81,7 +84,8 @@ def pbaa(
                 left += longest_first[position:]
                 break
             after = [
-                capacity[d] - (request.prompt_tokens - prefix_hit_tokens(request, d)) for d in ranks
+                capacity[d] - paged(request.prompt_tokens - prefix_hit_tokens(request, d), page)
+                for d in ranks
             ]
             best = max(ranks, key=after.__getitem__)
             if capacity[best] > 0:
@@ -99,12 +103,15 @@ def place_fitting(
     hits_of: PrefixHits = no_hits,
     rank_of: RankOf | None = None,
     received_tokens: Sequence[int] | None = None,
+    page: int = 1,
 ) -> Allocation:
     """Longest first into the emptiest rank, but only where the whole request fits in the pass.
 
     A prompt longer than a chunk is cut anyway: it goes where it takes no more passes than it has
     chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
-    Who was left out of several batches takes the place of a new one (:func:`_take_turns`).
+    Who was left out of several batches takes the place of a new one (:func:`_take_turns`). If one
+    is left out that has a higher priority than one that is placed, those of high priority are
+    placed first: this packs less well.
 
     Args:
         requests: longest first is by their uncached tokens.
@@ -115,29 +122,51 @@ def place_fitting(
             should rather wait.
         received_tokens: what each rank was ever sent: of equally empty ranks the one that got least
             is taken, so that all caches fill alike.
+        page: a request costs whole pages of so many tokens; C_avail and C_chunk are whole pages.
     """
+    longest_first = sorted(requests, key=lambda r: -r.uncached_tokens)
+    more = chunk_tokens, hits_of, rank_of, received_tokens, page
+    placed, left, capacity = _place(longest_first, c_avail, *more)
+    if left and placed:
+        highest = max(request.priority for request in left)
+        if highest > min(request.priority for request, _ in placed):
+            longest_first.sort(key=lambda r: -r.priority)
+            placed, left, capacity = _place(longest_first, c_avail, *more)
+    if any(request.waited_batches >= LEFT_OUT for request in left):
+        left = _take_turns(placed, left, capacity, chunk_tokens, hits_of, page)
+    return Allocation(placed, left)
+
+
+def _place(
+    requests: Iterable[Request],
+    c_avail: Sequence[int],
+    chunk_tokens: int,
+    hits_of: PrefixHits,
+    rank_of: RankOf | None,
+    received_tokens: Sequence[int] | None,
+    page: int,
+) -> tuple[list[tuple[Request, int]], list[Request], list[int]]:
+    """In this order: who is placed, who is left, and the capacity left on each rank."""
     capacity = list(c_avail)
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
     rank: int | None
-    for request in sorted(requests, key=lambda r: -r.uncached_tokens):
+    for request in requests:
         hits = hits_of(request)
         if hits is None or rank_of is None:
-            need = request.prompt_tokens
+            need = paged(request.prompt_tokens, page)
             rank = _emptiest(capacity, received_tokens)
             if capacity[rank] < first_part(need, chunk_tokens):
                 rank = None
         else:
             rank = rank_of(request, capacity)
-            need = request.prompt_tokens - (0 if rank is None else hits[rank])
+            need = paged(request.prompt_tokens - (0 if rank is None else hits[rank]), page)
         if rank is None:
             left.append(request)
         else:
             placed.append((request, rank))
             capacity[rank] -= need
-    if any(request.waited_cycles >= LEFT_OUT for request in left):
-        left = _take_turns(placed, left, capacity, chunk_tokens, hits_of)
-    return Allocation(placed, left)
+    return placed, left, capacity
 
 
 def _take_turns(
@@ -146,6 +175,7 @@ def _take_turns(
     capacity: list[int],
     chunk_tokens: int,
     hits_of: PrefixHits,
+    page: int,
 ) -> list[Request]:
     """Let those in that were left out of several batches, each for the shortest new one that makes
     room.
@@ -161,18 +191,18 @@ def _take_turns(
 
     def need_of(request: Request, rank: int) -> int:
         hits = hits_of(request)
-        return request.prompt_tokens - (0 if hits is None else hits[rank])
+        return paged(request.prompt_tokens - (0 if hits is None else hits[rank]), page)
 
     still: list[Request] = []
     turns = 0
     for old in sorted(left, key=lambda r: r.order):
         at = None
-        if old.waited_cycles >= LEFT_OUT and turns < MOST_TURNS and may_move(old):
+        if old.waited_batches >= LEFT_OUT and turns < MOST_TURNS and may_move(old):
             turns += 1
             for index, (one, rank) in enumerate(placed):
                 if (
                     one.order > old.order
-                    and one.waited_cycles == 0
+                    and one.waited_batches == 0
                     and capacity[rank] + need_of(one, rank) >= need_of(old, rank)
                     and may_move(one)
                     and (at is None or one.prompt_tokens < placed[at][0].prompt_tokens)
@@ -217,8 +247,10 @@ def top_up(
     keep_tokens: float,
     hits_of: PrefixHits = no_hits,
     hole_share: float = 0.02,
+    page: int = 1,
 ) -> Allocation:
-    """Fill what :func:`place_fitting` left free by splitting the oldest leftovers over two passes.
+    """Fill what :func:`place_fitting` left free by splitting the oldest leftovers over two passes,
+    those of low priority first.
 
     Only while more than ``keep_tokens`` uncached tokens are left over, and only holes of at least
     ``hole_share`` of a chunk: splitting costs the next pass, so it pays only under backlog.
@@ -226,11 +258,11 @@ def top_up(
     capacity = list(c_avail)
     for request, rank in allocation.placed:
         hits = hits_of(request)
-        capacity[rank] -= request.prompt_tokens - (0 if hits is None else hits[rank])
+        capacity[rank] -= paged(request.prompt_tokens - (0 if hits is None else hits[rank]), page)
     placed = list(allocation.placed)
     left: list[Request] = []
     remaining = uncached_tokens_of(allocation.left)
-    for request in sorted(allocation.left, key=lambda r: r.order):
+    for request in sorted(allocation.left, key=lambda r: (r.priority, r.order)):
         if remaining <= keep_tokens:
             left.append(request)
             continue
@@ -239,7 +271,7 @@ def top_up(
         best = after.index(max(after))
         if capacity[best] > hole_share * chunk_tokens:
             placed.append((request, best))
-            capacity[best] -= request.prompt_tokens - hits[best]
+            capacity[best] -= paged(request.prompt_tokens - hits[best], page)
             remaining -= request.uncached_tokens
         else:
             left.append(request)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.observation import Observation
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue
 
@@ -59,13 +60,8 @@ class PrefillPolicy(ABC):
     def on_dispatched(self, now_s: float) -> None:  # noqa: B027
         """A batch left."""
 
-    def on_landing(  # noqa: B027
-        self,
-        landed_s: Sequence[float],
-        idled_s: Sequence[float],
-        left_behind_s: Sequence[float],
-    ) -> None:
-        """A rank launched: see :class:`~sglang_sbs.scheduling.prefill_instance.Observation`."""
+    def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:  # noqa: B027
+        """A rank launched, one of so many of its instance."""
 
     def on_forward_learned(self) -> None:  # noqa: B027
         """The forward model of some instance has changed."""

@@ -1,8 +1,8 @@
 """What the scheduler believes about one prefill instance, and how reports correct it.
 
-Owns the passes in flight with their predicted ends, C_avail, readiness (quiescence, EndForward,
-watchdog) and the forward model. The books of a rank are in ``prefill_rank``, the samples in
-``observation``. Must not know the queue, other instances or the policy.
+Owns the passes in flight with their predicted ends, C_avail, readiness (quiescence, EndForward)
+and the forward model. The books of a rank are in ``prefill_rank``, the samples in ``observation``,
+how long silence may last in ``watchdog``. Must not know the queue, other instances or the policy.
 
 How the belief is kept true
 ---------------------------
@@ -26,7 +26,9 @@ from typing import Literal
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.forward_model import ForwardModel
 from sglang_sbs.scheduling.observation import Observation, observe_launch
-from sglang_sbs.scheduling.prefill_rank import PrefillRank, Sent
+from sglang_sbs.scheduling.paging import paged, whole_pages
+from sglang_sbs.scheduling.prefill_rank import MOST_TAKEN, PrefillRank, Sent
+from sglang_sbs.scheduling.watchdog import Watchdog
 from sglang_sbs.wire import EndForward
 
 Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
@@ -65,42 +67,54 @@ class PrefillInstance:
     def __init__(self, up: InstanceUp, *, t_default_s: float, default_chunk_tokens: int) -> None:
         self.id: InstanceId = up.instance
         self.dp_size = up.dp_size
-        self.chunk_tokens = up.chunk_tokens or default_chunk_tokens
-        self.page_size = max(1, up.page_size)
+        self.chunk_tokens = default_chunk_tokens
+        self.page = 1
+        """Tokens per page that a request is charged of the chunk."""
         self.overlap = up.overlap
-        self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
         self.ranks = [PrefillRank() for _ in range(up.dp_size)]
+        self.set_limits(up)
+        self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
         self.passes: list[Pass] = []
         self.tier: Tier = "none"
         self.ready = True
         """EndForward (or quiescence) since the last dispatch."""
-        self.watchdog_s: float | None = None
-        self.watchdog_fires = 0
+        self.watchdog = Watchdog(t_default_s)
         self.gap_s = 0.005
         """Smoothed pause between the end of a pass and the launch of the next."""
         self.free_since_s = float("-inf")
         self.last_dispatch_s = float("-inf")
         self.passes_ended = 0
         self._outstanding = 0
+        self._batch: Sent | None = None
+        """The newest one."""
         self.backlog_tokens = 0
         """Dispatched or queued and in no pass yet, all ranks."""
+        self.charged_tokens = 0
+        """What that costs of the chunks to come."""
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
-        self._least_backlog_tokens = 0
+        self._least_charged_tokens = 0
         self._next_pass_s: float | None = None
         """Remembered until the ledgers change, as is the next."""
         self._longest_prompt_tokens: int | None = None
         self._presumed_id = -1
         """Newest pass that some rank has told of for all."""
-        self.timeout_s = 5 * t_default_s
-        """T_timeout of the watchdog; the owner keeps it at 5 x the mean forward time."""
+
+    def set_limits(self, up: InstanceUp) -> None:
+        """Chunk, page and overlap scheduling as the engine has them."""
+        self.page = max(1, up.charged_page or up.page_size)
+        self.chunk_tokens = whole_pages(up.chunk_tokens or self.chunk_tokens, self.page)
+        self.overlap = up.overlap
+        for rank in self.ranks:
+            rank.set_page(self.page)
 
     # Questions ----------------------------------------------------------------------------
 
     def c_avail(self, passes: int = 1) -> list[int]:
         """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens; for
-        several, what fits into them together and no more than a chunk."""
-        room = [passes * self.chunk_tokens - rank.backlog_tokens for rank in self.ranks]
+        several, what fits into them together and no more than a chunk. Charged, as all that is
+        weighed against it must be."""
+        room = [passes * self.chunk_tokens - rank.charged_tokens for rank in self.ranks]
         return room if passes == 1 else [min(self.chunk_tokens, tokens) for tokens in room]
 
     @property
@@ -116,14 +130,9 @@ class PrefillInstance:
         return self._longest_prompt_tokens
 
     @property
-    def _full_tokens(self) -> int:
-        """With so many tokens of a rank in a pass no whole page fits any more."""
-        return self.chunk_tokens - self.page_size + 1
-
-    @property
     def has_room(self) -> bool:
         """Whether C_avail is positive on some rank."""
-        return self._least_backlog_tokens < self.chunk_tokens
+        return self._least_charged_tokens < self.chunk_tokens
 
     @property
     def idle(self) -> bool:
@@ -168,22 +177,22 @@ class PrefillInstance:
         Returns:
             When to call again even if nothing is heard; None for never.
         """
-        if self.watchdog_s is not None and self.watchdog_s <= now_s:
-            self._on_watchdog(now_s)
+        if self.watchdog.due_s is not None and self.watchdog.due_s <= now_s:
+            self._on_silence(now_s)
         if not self.launching and (self.tier == "endforward" or not self.passes):
-            return self.watchdog_s
+            return self.watchdog.due_s
         if self.tier != "endforward":
             while self.passes and not self.passes[0].rids and self.passes[0].end_s <= now_s:
                 # No request finishes in this pass (chunks only), so no answer will end it.
                 self.free_since_s = self.passes.pop(0).end_s
                 self.ready = True
-        times = [self.watchdog_s] if self.watchdog_s is not None else []
         launch_s = self._presumed_launch_s(latency_s)
         if launch_s is not None and launch_s <= now_s:
             self._presume_launch(now_s, launch_s)
             self._recount()
-        elif launch_s is not None:
-            times.append(launch_s)
+            self._watch(now_s)
+            launch_s = None
+        times = [one for one in (self.watchdog.due_s, launch_s) if one is not None]
         if self.tier != "endforward" and self.passes and not self.passes[0].rids:
             times.append(self.passes[0].end_s)
         return min(times, default=None)
@@ -194,8 +203,10 @@ class PrefillInstance:
         self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
     ) -> None:
         """A request leaves for a rank; arms the watchdog if none did before it."""
-        target = self.ranks[rank]
-        target.sent[rid] = Sent(now_s, not self.passes and target.backlog_tokens == 0)
+        if self._batch is None or self._batch.at_s != now_s:
+            self._batch = Sent(now_s, self.idle, self.has_flight, 0)
+        self._batch.requests += 1
+        self.ranks[rank].sent[rid] = self._batch
         self.has_flight = True
         self.adopted(rid, rank, prompt_tokens, now_s, cached_tokens)
 
@@ -203,10 +214,10 @@ class PrefillInstance:
         self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
     ) -> None:
         """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
-        if not self.has_outstanding:
-            self.watchdog_s = now_s + self.timeout_s
+        is_first = not self.has_outstanding
         target = self.ranks[rank]
-        before, requests = target.backlog_tokens, len(target.outstanding)
+        before, requests = target.charged_tokens, len(target.outstanding)
+        self.backlog_tokens -= target.backlog_tokens
         tokens = max(1, prompt_tokens - cached_tokens)
         target.flight.add(rid, tokens)
         target.outstanding.add(rid, tokens)
@@ -214,10 +225,13 @@ class PrefillInstance:
         target.has_cached = target.has_cached or cached_tokens > 0
         target.received_tokens += tokens
         self._next_pass_s = self._longest_prompt_tokens = None
-        self.backlog_tokens += target.backlog_tokens - before
-        if before == self._least_backlog_tokens:
-            self._least_backlog_tokens = min([one.backlog_tokens for one in self.ranks])
+        self.backlog_tokens += target.backlog_tokens
+        self.charged_tokens += target.charged_tokens - before
+        if before == self._least_charged_tokens:
+            self._least_charged_tokens = min([one.charged_tokens for one in self.ranks])
         self._outstanding += len(target.outstanding) - requests
+        if is_first:
+            self._watch(now_s)
         self.last_dispatch_s = now_s
         self.ready = False
 
@@ -231,7 +245,7 @@ class PrefillInstance:
         if self.tier == "endforward":
             return Observation()
         if self.has_outstanding:
-            self.watchdog_s = now_s + self.timeout_s
+            self._watch(now_s)
         if ended is None:
             return Observation()
         if self.tier != "load_poll":
@@ -248,7 +262,8 @@ class PrefillInstance:
             # No answer will end the pass for this request; without any it ends by time.
             running.rids.pop(rid, None)
         self._recount()
-        self._watch(self.watchdog_s)
+        if not self._owes_signal:
+            self.watchdog.due_s = None
         if not self.has_outstanding and self.tier != "endforward" and not self.passes:
             self.ready = True
 
@@ -278,8 +293,8 @@ class PrefillInstance:
             self._learn_gap(rank, report, launch_s, latency_s)
         learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
         learned.restarted = taken.restarted
-        rank.give_up(now_s - max(LOST_S, self.timeout_s))
-        rank.queued_tokens = rank.uncached_queue(report)
+        rank.give_up(now_s - max(LOST_S, self.watchdog.timeout_s))
+        rank.on_queue(report)
         rank.idle = report.idle
         for running in self.passes:
             if running.forward_id is None:
@@ -288,11 +303,11 @@ class PrefillInstance:
             self._on_launch(report, now_s)
         elif report.kind == "forward":
             learned.forward_s = self._on_end(rank, report, now_s)
-        rank.presume_again(self._full_tokens)
+        rank.presume_again(self.chunk_tokens)
         if report.kind in ("launch", "forward") and report.forward_id > self._presumed_id:
             self._presume_of_all(report)
         self._recount()
-        self._watch(now_s + self.timeout_s)
+        self._watch(now_s)
         if report.kind in ("idle", "heartbeat") and all(r.idle for r in self.ranks):
             self._on_quiescent(now_s)
         return learned
@@ -317,7 +332,7 @@ class PrefillInstance:
             rank.forget()
         self._recount()
         self.passes.clear()
-        self.watchdog_s = None
+        self.watchdog.due_s = None
         self.ready = True
 
     def down(self) -> None:
@@ -333,15 +348,28 @@ class PrefillInstance:
         """After anything that changed a rank's ledgers."""
         self._next_pass_s = None
         self._longest_prompt_tokens = None
-        backlogs = [rank.flight.total + rank.queued_tokens for rank in self.ranks]
-        self.backlog_tokens = sum(backlogs)
-        self._least_backlog_tokens = min(backlogs)
+        self.backlog_tokens = sum([rank.backlog_tokens for rank in self.ranks])
+        charged = [rank.charged_tokens for rank in self.ranks]
+        self.charged_tokens = sum(charged)
+        self._least_charged_tokens = min(charged)
         self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
         self.has_flight = any(rank.sent for rank in self.ranks)
 
-    def _watch(self, due_s: float | None) -> None:
-        """Arm the watchdog while a signal is owed: an answer to a request, or the end of a pass."""
-        self.watchdog_s = due_s if self.has_outstanding or self.passes else None
+    @property
+    def _owes_signal(self) -> bool:
+        """An answer to a request, or the end of a pass."""
+        return self.has_outstanding or bool(self.passes)
+
+    def _watch(self, now_s: float) -> None:
+        """Something was heard or is believed anew: the watchdog waits for what comes next."""
+        if not self._owes_signal:
+            self.watchdog.due_s = None
+        elif not self.passes:
+            self.watchdog.arm(now_s, busy_until_s=now_s, launched=False)
+        else:
+            first = self.passes[0]
+            launched = first.forward_id is not None
+            self.watchdog.arm(now_s, busy_until_s=first.end_s, launched=launched)
 
     def _on_restart(self, rank: PrefillRank) -> None:
         """Another boot id: forward ids start anew, and what the rank held is gone."""
@@ -353,9 +381,9 @@ class PrefillInstance:
         for other in self.ranks:
             other.new_boot()
 
-    def _on_watchdog(self, now_s: float) -> None:
+    def _on_silence(self, now_s: float) -> None:
         """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
-        self.watchdog_fires += 1
+        self.watchdog.on_fire()
         self.reset()
         self.tier = "interval"
         self.free_since_s = now_s
@@ -365,7 +393,7 @@ class PrefillInstance:
         if self._has_vector(report):
             self._presumed_id = report.forward_id
             for rank, tokens in zip(self.ranks, self._vector(report), strict=True):
-                rank.presume(report.forward_id, tokens, self._full_tokens)
+                rank.presume(report.forward_id, tokens, self.chunk_tokens)
 
     def _presumed_launch_s(self, latency_s: float) -> float | None:
         if not self.launching:
@@ -383,22 +411,23 @@ class PrefillInstance:
         queued = []
         for index, rank in enumerate(self.ranks):
             room = self.chunk_tokens
-            take = min(room, rank.queued_tokens)
-            rank.queued_tokens -= take
-            queued.append(take)
-            room -= take
+            taken = min(rank.queued_tokens, int(room / rank.queue_charge))
+            rank.queued_tokens -= taken
+            queued.append(taken)
+            room -= round(taken * rank.queue_charge)
             for rid in rank.flight.oldest():
                 if room <= 0:
                     break
                 part = min(room, rank.flight[rid])
-                room -= part
+                room -= paged(part, self.page)
+                taken += part
                 if part == rank.flight[rid]:
                     sent = rank.land(rid)
                     sent_s[rid] = self.last_dispatch_s if sent is None else sent.at_s
                     rids[rid] = index
                 else:
                     rank.flight.reduce(rid, part)
-            tokens.append(self.chunk_tokens - room)
+            tokens.append(taken)
         pairs = self._pairs(tokens)
         end_s = max(now_s, start_s + self.model.predict_s(tokens, pairs))
         self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs, sent_s))
@@ -406,16 +435,20 @@ class PrefillInstance:
     def _acknowledge(
         self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
     ) -> Observation:
-        sent = [rank.land(rid) for rid in report.rids]
+        sent = [one for rid in report.rids if (one := rank.land(rid)) is not None]
+        if report.kind in ("heartbeat", "idle"):
+            rank.taken = [*rank.taken, *sent][-MOST_TAKEN:]
+        elif report.kind == "launch":
+            sent, rank.taken = [*rank.taken, *sent], []
         learned = Observation()
         if report.kind == "launch" and not self._is_over(report.forward_id):
             learned = observe_launch(
-                [one for one in sent if one is not None],
+                sent,
                 rank.sent.values(),
                 launch_s=launch_s,
                 free_since_s=self.free_since_s,
                 gap_s=self.gap_s,
-                has_room=report.extend_tokens < self.chunk_tokens,
+                has_room=self._has_room_beside(report),
                 bootstrapping_requests=report.bootstrapping_requests,
             )
         presumed = [running.rids for running in self.passes if running.forward_id is None]
@@ -432,6 +465,11 @@ class PrefillInstance:
                     rids.pop(rid, None)
             rank.acknowledge_lost(lost_requests - len(here))
         return learned
+
+    def _has_room_beside(self, report: EndForward) -> bool:
+        """Whether a page would have fitted into the reported pass, whatever its requests were."""
+        charged = report.extend_tokens + report.batch_size * (self.page - 1)
+        return charged + self.page <= self.chunk_tokens
 
     def _is_over(self, forward_id: int) -> bool:
         """Another rank has said so: the message about its launch is late, nobody knows how much."""
@@ -501,6 +539,7 @@ class PrefillInstance:
             return None
         self.passes_ended += 1
         self.model.observe(tokens, report.forward_s, pairs)
+        self.watchdog.on_pass(report.forward_s)
         return report.forward_s
 
     def _end_presumed(self, now_s: float) -> Observation:
@@ -511,6 +550,7 @@ class PrefillInstance:
         self._rechain(now_s)
         self.passes_ended += 1
         self.model.observe(ended.tokens, forward_s, self._compute(ended.tokens))
+        self.watchdog.on_pass(forward_s)
         return Observation(forward_s=forward_s)
 
     def _rechain(self, start_s: float) -> None:
@@ -538,7 +578,7 @@ class PrefillInstance:
                 for rid, at in running.rids.items():
                     if at == index and rid in rank.outstanding:
                         rank.flight.add(rid, 0)
-                        rank.sent[rid] = Sent(running.sent_s[rid], False)
+                        rank.sent[rid] = Sent(running.sent_s[rid])
             # Whole again, and the oldest in front: that order is what a lost report is healed by.
             for rid in rank.outstanding.oldest():
                 if rid in rank.flight:
@@ -558,7 +598,7 @@ class PrefillInstance:
     def next_pass_s(self) -> float:
         """Predicted forward time of a pass with what waits for it now."""
         if self._next_pass_s is None:
-            tokens = [min(self.chunk_tokens, rank.backlog_tokens) for rank in self.ranks]
+            tokens = [rank.next_tokens(self.chunk_tokens) for rank in self.ranks]
             self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
         return self._next_pass_s
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.prompt_progress import PromptProgress
 from sglang_sbs.scheduling.report_cursor import ReportCursor
 from sglang_sbs.scheduling.token_ledger import TokenLedger
@@ -27,13 +28,20 @@ _REMEMBERED_PASSES = 16
 """Older ones are taken for facts: the rank may never be heard."""
 
 
+MOST_TAKEN = 64
+"""The newest ones: a rank may never tell of a launch."""
+
+
 @dataclass(slots=True)
 class Sent:
-    """How a request was dispatched, kept until its rank accepts it."""
+    """How the requests of a batch were dispatched; each refers to it until its rank accepts it."""
 
     at_s: float
-    to_idle: bool
-    """Nothing ran or waited there, so the time until its launch is L_net and nothing else."""
+    to_idle: bool = False
+    """Nothing ran or waited at the instance, so its next launch is due to this batch alone."""
+    joins: bool = False
+    """Another batch was on its way already."""
+    requests: int = 1
 
 
 class Presumed(NamedTuple):
@@ -54,8 +62,14 @@ class PrefillRank:
     """U_flight by request: dispatched, and neither accepted by the rank nor presumed to be."""
     sent: dict[str, Sent] = field(default_factory=dict)
     """One for each request in flight."""
+    taken: list[Sent] = field(default_factory=list)
+    """Of those an idle rank has named and not launched: it waits for the rest of the batch."""
     queued_tokens: int = 0
     """R_queued as last reported, less what passes since then are presumed to have taken."""
+    queue_charge: float = 1.0
+    """What a token of the queue costs of the chunk, by the pages of the requests in it."""
+    page: int = 1
+    """Tokens per page that a request is charged."""
     outstanding: TokenLedger = field(default_factory=TokenLedger)
     """Everything dispatched here and not yet prefilled, whatever its state."""
     prompts: PromptProgress = field(default_factory=PromptProgress)
@@ -78,21 +92,29 @@ class PrefillRank:
     presumed_passes: dict[int, int] = field(default_factory=dict)
     """Tokens of this rank in passes after ``launched_id``, by forward id, ascending."""
 
+    def set_page(self, page: int) -> None:
+        """Requests are charged pages of so many tokens from now on."""
+        self.page = page
+        self.flight.set_page(page)
+
     def forget(self) -> None:
         """Drop everything believed to be at the rank; its report counters stay, and so does how far
         each prompt is: if the rank was only silent, it goes on with them."""
         self.flight.clear()
         self.sent.clear()
+        self.taken.clear()
         self.outstanding.clear()
         self.presumed.clear()
         self.presumed_passes.clear()
         self.queued_tokens = 0
+        self.queue_charge = 1.0
         self.idle = True
 
     def new_boot(self) -> None:
         """Forward ids start anew."""
         self.last_forward_id = self.launched_id = -1
         self.presumed_passes.clear()
+        self.taken.clear()
 
     def land(self, rid: str) -> Sent | None:
         """The request is not in flight any more; how it was sent, if it was."""
@@ -116,14 +138,31 @@ class PrefillRank:
             self.presumed.clear()
         self.launched_id = max(self.launched_id, launched_id)
 
-    def uncached_queue(self, report: EndForward) -> int:
+    def on_queue(self, report: EndForward) -> None:
+        """R_queued of a report, in tokens and what they cost."""
+        self.queued_tokens = self._uncached_queue(report)
+        self.queue_charge = 1.0
+        if self.page > 1 and self.queued_tokens:
+            cut = report.chunk_remainder_tokens > 0
+            requests = report.waiting_requests + report.bootstrapping_requests + cut
+            here = self._youngest(requests)
+            unknown = (requests - len(here)) * (self.page // 2)
+            more = unknown + sum([-self.outstanding[rid] % self.page for rid in here])
+            self.queue_charge += more / self.queued_tokens
+
+    def _youngest(self, requests: int) -> list[str]:
+        """So many at the rank, those that came last; fewer if they are not known."""
+        here = [rid for rid in self.outstanding.oldest() if rid not in self.flight]
+        return here[max(0, len(here) - requests) :]
+
+    def _uncached_queue(self, report: EndForward) -> int:
         """R_queued of a report. SGLang looks a prefix up when it schedules a request, so until then
         it counts the whole prompt; we count what is left of it by our books."""
         queued = report.queued_tokens
         requests = report.waiting_requests + report.bootstrapping_requests
         if not self.has_cached or not requests:
             return queued
-        here = [rid for rid in self.outstanding.oldest() if rid not in self.flight][-requests:]
+        here = self._youngest(requests)
         if len(here) < requests:
             return queued
         uncached = sum(self.outstanding[rid] for rid in here)
@@ -158,8 +197,8 @@ class PrefillRank:
             forward_id: of the pass; one that is contained in the rank's state already, or older
                 than one that was presumed before, changes nothing.
             tokens: extend tokens of this rank in it.
-            full_tokens: from here on the chunk is full, so the last request in it may be cut, and
-                what was sent together with it waits behind it.
+            full_tokens: charged so many, the chunk is full, so the last request in it may be
+                cut, and what was sent together with it waits behind it.
         """
         newest = next(reversed(self.presumed_passes), self.launched_id)
         if self.clean or forward_id <= newest:
@@ -170,7 +209,7 @@ class PrefillRank:
         queued = min(tokens, self.queued_tokens)
         self.queued_tokens -= queued
         new = left = tokens - queued
-        full = tokens >= full_tokens
+        full = self._charge_of(queued, new) >= full_tokens
         taken = 0
         sent_s: float | None = None
         for rid in self.flight.oldest():
@@ -192,6 +231,24 @@ class PrefillRank:
             taken += size
             sent_s = None if sent is None else sent.at_s
 
+    def _charge_of(self, queued: int, new: int) -> int:
+        """What these tokens of the queue and of the oldest in flight cost."""
+        charge = round(queued * self.queue_charge)
+        if self.page == 1:
+            return charge + new
+        for rid in self.flight.oldest():
+            part = min(new, self.flight[rid])
+            charge += paged(part, self.page)
+            new -= part
+            if new <= 0:
+                break
+        return charge + new
+
+    def next_tokens(self, chunk_tokens: int) -> int:
+        """What of the backlog fits into a pass."""
+        tokens, charged = self.backlog_tokens, self.charged_tokens
+        return tokens if charged <= chunk_tokens else chunk_tokens * tokens // charged
+
     def _settle(self, forward_id: int) -> None:
         """Nothing was heard of the rank for long: what is presumed of this pass stays so."""
         del self.presumed_passes[forward_id]
@@ -203,3 +260,8 @@ class PrefillRank:
     def backlog_tokens(self) -> int:
         """U_flight + R_queued: ahead of a new request in the passes to come."""
         return self.flight.total + self.queued_tokens
+
+    @property
+    def charged_tokens(self) -> int:
+        """What the backlog costs of the chunks to come."""
+        return self.flight.charged + round(self.queued_tokens * self.queue_charge)

@@ -11,8 +11,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.events import InstanceId, RequestArrived
+from sglang_sbs.scheduling.fairness import MOST_TENANT_CHARS, TenantTurns
 from sglang_sbs.scheduling.prefix_index import NO_HITS, Hits, PrefixIndex, Upcoming
+from sglang_sbs.scheduling.priority import clamped_priority, clamped_slo_s
 
 _SPARE_ENTRIES = 64
 """Of a heap, of requests that are gone, before it is cleared of them."""
@@ -37,6 +39,10 @@ class Request:
     """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""
     block_tokens: int = 0
     session: str = ""
+    priority: int = 0
+    """Larger is more urgent, as are the next two bounded."""
+    ttft_slo_s: float | None = None
+    tenant: str = ""
     hits: Hits = NO_HITS
     """L_hit per rank, as of when it was last looked up."""
     upcoming: Sequence[Upcoming] = ()
@@ -51,8 +57,10 @@ class Request:
     """Prompt plus expected output: what it will occupy in decode."""
     key: float = 0.0
     """Place in the policy's order, smallest first; fixed at arrival."""
-    waited_cycles: int = 0
-    """``r.wait`` of Algorithm 2; 0 means newly arrived."""
+    waited_batches: int = 0
+    """How many left without it that it could have been in. 0 means newly arrived."""
+    waited_cycles: float = 0.0
+    """``r.wait`` of Algorithm 2. As many batches as there are instances are a cycle."""
     prefill: tuple[InstanceId, int] | None = None
     decode: tuple[InstanceId, int] | None = None
     dispatched_s: float = 0.0
@@ -62,6 +70,25 @@ class Request:
 
     def __post_init__(self) -> None:
         self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
+
+    @classmethod
+    def arrived(cls, event: RequestArrived, order: int, now_s: float, timeout_s: float) -> Request:
+        """What was announced, within bounds. ``timeout_s``: if it brings no deadline."""
+        return cls(
+            rid=event.rid,
+            order=order,
+            prompt_tokens=max(1, event.prompt_tokens),
+            max_new_tokens=event.max_new_tokens,
+            arrived_s=now_s,
+            deadline_s=now_s + timeout_s if event.deadline_s is None else event.deadline_s,
+            exclude=event.exclude,
+            blocks=event.blocks if event.block_tokens > 0 else (),
+            block_tokens=event.block_tokens,
+            session=event.session,
+            priority=clamped_priority(event.priority),
+            ttft_slo_s=clamped_slo_s(event.ttft_slo_s),
+            tenant=event.tenant[:MOST_TENANT_CHARS],
+        )
 
     def hit_tokens(self, instance: InstanceId, rank: int) -> int:
         """L_hit(r, d)."""
@@ -94,6 +121,8 @@ class RequestQueue:
     key_of: Callable[[Request], float] = lambda request: request.arrived_s
     """The policy's order; must not change while a request waits and its hits stay the same."""
     prefix: PrefixIndex | None = None
+    turns: TenantTurns = field(default_factory=TenantTurns)
+    """Whose requests come next, where those of several tenants wait."""
     tokens: int = 0
     """Uncached prompt tokens waiting."""
     _requests: dict[str, Request] = field(default_factory=dict)
@@ -114,11 +143,17 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return map(self._looked_up, self._requests.values())
 
+    def look_at(self, request: Request) -> None:
+        """Give a request that is about to be added its hits and its key."""
+        self.look_up(request)
+        request.key = self.key_of(request)
+
     def add(self, request: Request) -> None:
         """Append; arrival order is the order of calls."""
-        self.look_up(request)
+        self.look_at(request)
         self._requests[request.rid] = request
-        request.key = self.key_of(request)
+        if self.turns.active or request.tenant:
+            self._share(request)
         insort(self._ordered, (request.key, request.order, request))
         self.tokens += request.uncached_tokens
         if request.blocks:
@@ -135,7 +170,30 @@ class RequestQueue:
             if self.prefix is not None and rid in self._watches:
                 self.prefix.unwatch(self._watches.pop(rid), rid)
             del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
+            if self.turns.active:
+                self.turns.remove(request)
         return request
+
+    def dispatch(self, request: Request) -> None:
+        """Take out a waiting request that is served now: its tenant has had a turn."""
+        if self.turns.active:
+            self.turns.charge(request)
+        self.remove(request.rid)
+
+    def _share(self, request: Request) -> None:
+        if not self.turns.active:
+            self.turns.begin(self._ordered)
+        self.turns.add(request)
+
+    def ahead_tokens(self, request: Request) -> float:
+        """About how many of the waiting tokens would be served before a request with its key."""
+        if not self._ordered:
+            return 0.0
+        if self.turns.several:
+            ahead = self.turns.ahead_share(request)
+        else:
+            ahead = bisect_left(self._ordered, (request.key, request.order))
+        return self.tokens * min(1.0, ahead / len(self._ordered))
 
     @property
     def oldest(self) -> Request | None:
@@ -143,7 +201,10 @@ class RequestQueue:
         return next(iter(self), None)
 
     def in_order(self) -> Iterator[Request]:
-        """All waiting requests in the policy's order. Not to be changed meanwhile."""
+        """All waiting requests in the policy's order, in turn where several tenants wait. Not to be
+        changed meanwhile."""
+        if self.turns.several:
+            return map(self._looked_up, self.turns.in_turn())
         return (self._looked_up(request) for _, _, request in self._ordered)
 
     def first(self, count: int) -> Iterator[Request]:
@@ -175,8 +236,13 @@ class RequestQueue:
                 continue
             self._watches.pop(rid, None)
             del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
+            shared = self.turns.active
+            if shared:
+                self.turns.remove(request)
             self._looked_up(request)
             request.key = self.key_of(request)
+            if shared:
+                self._share(request)
             insort(self._ordered, (request.key, request.order, request))
             self._watch(request)
 
@@ -234,10 +300,16 @@ class RequestQueue:
         request = self._requests.get(entry[2])
         return request is not None and request.order == entry[1]
 
-    def count_cycle(self, passed_over: Iterable[Request], n_limit: int) -> None:
-        """Phase 3 of Algorithm 2: ``r.wait`` of what took part in a cycle and was not allocated."""
+    def count_batch(self, passed_over: Iterable[Request], instances: int, n_limit: int) -> None:
+        """Phase 3 of Algorithm 2, for what could have been in a batch and was not.
+
+        Its cycle is a batch, of which few leave in the time of a pass in the paper's cluster. With
+        64 instances a request that only waits for the next pass would be over ``n_limit``; so a
+        cycle is one batch of each of the ``instances``.
+        """
         for request in passed_over:
-            request.waited_cycles += 1
+            request.waited_batches += 1
+            request.waited_cycles += 1 / instances
             if request.waited_cycles > n_limit and request.rid in self._requests:
                 self._over_limit.add(request.rid)
 

@@ -29,7 +29,6 @@ everywhere, so a late or repeated event is harmless.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -39,9 +38,17 @@ from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode import schedule_decode
 from sglang_sbs.scheduling.decode_admission import RESERVE_AFTER_PASSES, DecodeAdmission
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
-from sglang_sbs.scheduling.flow_control import missing_role, refusal_of, retry_after_s
+from sglang_sbs.scheduling.fairness import TenantTurns
+from sglang_sbs.scheduling.flow_control import (
+    missing_role,
+    refusal_of,
+    retry_after_s,
+    slo_refusal_of,
+)
 from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.network_latency import NetworkLatency
 from sglang_sbs.scheduling.observation import Observation
+from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.pbaa import first_part
 from sglang_sbs.scheduling.policy import Placement, Plan
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
@@ -52,7 +59,6 @@ from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 from sglang_sbs.wire import EndForward
 
 _OUTPUT_STEP = 0.05
-_LATENCY_SAMPLES = 64
 _ADOPTED_S = 0.05
 _MOST_UNPLACED = 64
 """Planning goes on without those that decode had no rank for, until they are so many."""
@@ -75,7 +81,8 @@ class Scheduler:
         self.policy = make_policy(self.config, self.interval)
         self.prefill: dict[ev.InstanceId, PrefillInstance] = {}
         self.decode: dict[ev.InstanceId, DecodeInstance] = {}
-        self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill)
+        turns = TenantTurns(self.config.tenant_weights)
+        self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill, turns)
         self._down: dict[ev.InstanceId, float] = {}
         """Since when."""
         self._up_prefill: list[PrefillInstance] = []
@@ -87,7 +94,7 @@ class Scheduler:
         """By rank: adopted since its last report, which therefore does not count them."""
         self._choose_decode = make_decode_rule(self.config)
         self._expected_output = float(self.config.default_output_tokens)
-        self._latencies_s: deque[float] = deque(maxlen=_LATENCY_SAMPLES)
+        self._latency = NetworkLatency(self.config.initial_latency_s)
         self._arrivals = 0
         self.batches = 0
         """Gangs dispatched so far."""
@@ -161,23 +168,14 @@ class Scheduler:
         if event.rid in self._requests:
             return
         refusal = refusal_of(event, self.config, self.queue, self._up_prefill, self._up_decode)
+        request = Request.arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
+        if refusal is None and self.config.refuse_missed_slo:
+            self.queue.look_at(request)
+            latency_s = self.interval.latency_s
+            refusal = slo_refusal_of(request, self.queue, self._up_prefill, now_s, latency_s)
         if refusal is not None:
-            cause, message = refusal
-            out.append(self._refuse(event.rid, cause, message))
+            out.append(self._refuse(event.rid, *refusal))
             return
-        timeout_s = now_s + self.config.default_timeout_s
-        request = Request(
-            rid=event.rid,
-            order=self._arrivals,
-            prompt_tokens=max(1, event.prompt_tokens),
-            max_new_tokens=event.max_new_tokens,
-            arrived_s=now_s,
-            deadline_s=timeout_s if event.deadline_s is None else event.deadline_s,
-            exclude=event.exclude,
-            blocks=event.blocks if event.block_tokens > 0 else (),
-            block_tokens=event.block_tokens,
-            session=event.session,
-        )
         self._arrivals += 1
         self._requests[event.rid] = request
         self.queue.add(request)
@@ -204,7 +202,8 @@ class Scheduler:
         self.prefix.prefilled(request, now_s, event.cached_tokens)
         instance = self.prefill.get(request.prefill[0])
         if instance is not None:
-            self._learn(instance.prefilled(request.rid, request.prefill[1], now_s))
+            seen = instance.prefilled(request.rid, request.prefill[1], now_s)
+            self._learn(seen, now_s, instance.dp_size)
 
     def _on_ended(self, event: ev.RequestEnded) -> bool:
         """Whether that means something to anybody but its decode rank."""
@@ -223,8 +222,12 @@ class Scheduler:
                 kv_tokens = request.prompt_tokens + (event.completion_tokens or 0)
                 decode.ended(request.rid, request.decode[1], kv_tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
-            difference = event.completion_tokens - self._expected_output
-            self._expected_output += _OUTPUT_STEP * difference
+            # No answer is longer than was asked for, or than a decode rank holds.
+            most = max((one.kv_capacity_tokens for one in self._up_decode), default=0)
+            if request.max_new_tokens is not None:
+                most = min(most, request.max_new_tokens)
+            tokens = min(max(0, event.completion_tokens), most)
+            self._expected_output += _OUTPUT_STEP * (tokens - self._expected_output)
         return not request.prefilled or (
             request.decode is not None and self._makes_room(request.decode[0])
         )
@@ -300,9 +303,7 @@ class Scheduler:
                     default_chunk_tokens=self.config.default_chunk_tokens,
                 )
             else:
-                known.chunk_tokens = event.chunk_tokens or known.chunk_tokens
-                known.overlap = event.overlap
-                known.page_size = max(1, event.page_size)
+                known.set_limits(event)
         else:
             self.prefill.pop(event.instance, None)
             known_decode = self.decode.get(event.instance)
@@ -354,7 +355,7 @@ class Scheduler:
             observation = prefill.on_report(report, now_s, self.interval.latency_s)
             if observation.restarted:
                 self.prefix.on_restart(event.instance, report.dp_rank)
-            self._learn(observation)
+            self._learn(observation, now_s, prefill.dp_size)
             return
         decode = self.decode.get(event.instance)
         if decode is not None:
@@ -383,21 +384,16 @@ class Scheduler:
         if decode is not None:
             decode.on_load_poll(event.running_requests, event.kv_tokens)
 
-    def _learn(self, observation: Observation) -> None:
-        if observation.latencies_s:
-            self._latencies_s.extend(observation.latencies_s)
-            ordered = sorted(self._latencies_s)
-            self.interval.latency_s = ordered[len(ordered) // 2]
-        if observation.landed_s or observation.idled_s or observation.left_behind_s:
-            self.policy.on_landing(
-                observation.landed_s, observation.idled_s, observation.left_behind_s
-            )
+    def _learn(self, observation: Observation, now_s: float, ranks: int) -> None:
+        self.interval.latency_s = self._latency.observe(observation.latencies_s, now_s)
+        self.policy.on_landing(observation, ranks, now_s)
         if observation.forward_s is not None:
             self.interval.on_end_forward(observation.forward_s)
             self.policy.on_forward_learned()
-            timeout_s = self.config.watchdog_factor * self.interval.mean_forward_s
             for instance in self.prefill.values():
-                instance.timeout_s = timeout_s
+                instance.watchdog.on_cluster(
+                    self.interval.mean_forward_s, self.config.watchdog_factor
+                )
 
     # The loop -----------------------------------------------------------------------------
 
@@ -429,7 +425,7 @@ class Scheduler:
         while instances and len(self.queue):
             plan = self.policy.plan(self.queue, instances, admissible, now_s)
             left = self._commit(plan, now_s, out)
-            self.queue.count_cycle(plan.passed_over, self.config.n_limit)
+            self.queue.count_batch(plan.passed_over, len(instances), self.config.n_limit)
             again.update(placement.instance for placement in plan.placements)
             unplaced.update(left)
             nothing_left = len(left) == len(plan.placements)
@@ -498,7 +494,8 @@ class Scheduler:
         """The same on another rank of the prefill instance; whether there was one."""
         request, instance, rank = placement
         c_avail = instance.c_avail()
-        need = first_part(request.prompt_tokens, instance.chunk_tokens)
+        charged = paged(request.prompt_tokens, instance.page)
+        need = first_part(charged, instance.chunk_tokens)
         for other in sorted(range(instance.dp_size), key=lambda d: -c_avail[d]):
             if other == rank or c_avail[other] < need:
                 continue
@@ -541,7 +538,7 @@ class Scheduler:
         out: list[ev.Command],
     ) -> None:
         request, instance, rank = placement
-        self.queue.remove(request.rid)
+        self.queue.dispatch(request)
         self.queue.look_up(request)
         request.cached_tokens = request.hit_tokens(instance.id, rank)
         request.prefill = (instance.id, rank)

@@ -25,6 +25,7 @@ from sglang_sbs.scheduling.immediate import (
 from sglang_sbs.scheduling.interval import IntervalController
 from sglang_sbs.scheduling.paper_trigger import PaperTrigger
 from sglang_sbs.scheduling.policy import PrefillPolicy
+from sglang_sbs.scheduling.priority import Urgency
 
 
 def make_policy(config: SchedulerConfig, interval: IntervalController) -> PrefillPolicy:
@@ -33,7 +34,11 @@ def make_policy(config: SchedulerConfig, interval: IntervalController) -> Prefil
         case "sbs":
             if config.trigger == "paper":
                 return PaperTrigger(interval)
-            return AdaptiveTrigger(interval, max_hold_s=config.max_hold_s)
+            return AdaptiveTrigger(
+                interval,
+                max_hold_s=config.max_hold_s,
+                urgency=Urgency(interval, config.priority_step_s),
+            )
         case "round_robin":
             return RoundRobin()
         case "random":

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_sbs.scheduling.decode import UNLIMITED
+from sglang_sbs.scheduling.priority import CLASSES, class_of
+from sglang_sbs.scheduling.request import RequestQueue
 
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.scheduler import Scheduler
@@ -84,6 +86,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     decode: list[DecodeState]
     prefix_blocks: int = 0
     """Entries of the prefix index."""
+    queue_classes: dict[str, int] = {}
+    """Requests waiting, by class of priority."""
+    queue_tenants: int = 0
+    """With requests waiting; 0 while no request names one."""
 
 
 def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
@@ -113,7 +119,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
                 forward_fixed_s=i.model.fixed_s,
                 prediction_error_s=i.model.error_s,
                 gap_s=i.gap_s,
-                watchdog_fires=i.watchdog_fires,
+                watchdog_fires=i.watchdog.fires,
                 passes=i.passes_ended,
                 ranks=[
                     PrefillRankState(
@@ -147,7 +153,16 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
             for d in scheduler.decode.values()
         ],
         prefix_blocks=len(scheduler.prefix.prefill) + len(scheduler.prefix.decode),
+        queue_classes=_classes_of(scheduler.queue),
+        queue_tenants=scheduler.queue.turns.tenants,
     )
+
+
+def _classes_of(queue: RequestQueue) -> dict[str, int]:
+    counts: dict[str, int] = dict.fromkeys(CLASSES, 0)
+    for request in queue.first(len(queue)):
+        counts[class_of(request.priority)] += 1
+    return counts
 
 
 def _age_s(reported_s: float | None, now_s: float) -> float | None:

@@ -1,18 +1,23 @@
-"""Tokens by request with their running total. Owns nothing else."""
+"""Tokens by request with their running totals. Owns nothing else."""
 
 from __future__ import annotations
 
 from itertools import islice
 
+from sglang_sbs.scheduling.paging import paged
+
 
 class TokenLedger:
-    """An insertion-ordered map from request id to tokens whose sum costs nothing to read."""
+    """An insertion-ordered map from request id to tokens whose sums cost nothing to read."""
 
-    __slots__ = ("_tokens", "total")
+    __slots__ = ("_page", "_tokens", "charged", "total")
 
-    def __init__(self) -> None:
+    def __init__(self, page: int = 1) -> None:
         self._tokens: dict[str, int] = {}
+        self._page = page
         self.total = 0
+        self.charged = 0
+        """The same in whole pages per request."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -23,27 +28,37 @@ class TokenLedger:
     def __getitem__(self, rid: str) -> int:
         return self._tokens[rid]
 
+    def set_page(self, page: int) -> None:
+        """Pages of so many tokens are charged from now on."""
+        self._page = page
+        self.charged = self._charge(self._tokens)
+
     def add(self, rid: str, tokens: int) -> None:
         """Enter or replace a request."""
         self.pop(rid)
         self._tokens[rid] = tokens
         self.total += tokens
+        self.charged += paged(tokens, self._page)
 
     def add_oldest(self, tokens: dict[str, int]) -> None:
         """Enter requests that are not there, before all others."""
         self._tokens = {**tokens, **self._tokens}
         self.total += sum(tokens.values())
+        self.charged += self._charge(tokens)
 
     def reduce(self, rid: str, tokens: int) -> None:
         """Take some tokens off a request that stays."""
-        self._tokens[rid] -= tokens
+        before = self._tokens[rid]
+        self._tokens[rid] = before - tokens
         self.total -= tokens
+        self.charged += paged(before - tokens, self._page) - paged(before, self._page)
 
     def pop(self, rid: str) -> int | None:
         """Remove a request; its tokens, or None if it is not there."""
         tokens = self._tokens.pop(rid, None)
         if tokens is not None:
             self.total -= tokens
+            self.charged -= paged(tokens, self._page)
         return tokens
 
     def oldest(self, count: int | None = None) -> list[str]:
@@ -53,4 +68,7 @@ class TokenLedger:
     def clear(self) -> None:
         """Remove everything."""
         self._tokens.clear()
-        self.total = 0
+        self.total = self.charged = 0
+
+    def _charge(self, tokens: dict[str, int]) -> int:
+        return sum([paged(one, self._page) for one in tokens.values()])

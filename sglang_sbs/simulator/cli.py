@@ -29,6 +29,7 @@ from sglang_sbs.simulator.arguments import (
     write_json,
 )
 from sglang_sbs.simulator.bound import main as bound_main
+from sglang_sbs.simulator.class_arguments import add_classes, classes_of, slo_fields
 from sglang_sbs.simulator.cluster_arguments import (
     add_cluster,
     add_topology,
@@ -57,6 +58,7 @@ from sglang_sbs.simulator.tables import (
     ResultTable,
     cache_tables,
     capacity_tables,
+    class_tables,
     decode_table,
     load_tables,
 )
@@ -77,6 +79,7 @@ examples:
   sglang-sbs simulate paper-3k --at 30:drain:p1,40:up:p1,50:down:p2,70:up:p2 --duration 100
   sglang-sbs simulate paper-3k --instance count=2,dp=8 --instance dp=4,speed=0.5 --jitter 0.15
   sglang-sbs simulate fixed:1600 --loads 0.6,0.8  every prompt has 1600 tokens
+  sglang-sbs simulate paper-3k --priority-share 0.2 --policies sbs,sbs_equal --loads 0.9,1.2
   sglang-sbs simulate paper-decode --seeds 3
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
@@ -130,7 +133,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
     )
     parser.add_argument("--replay", type=Path, metavar="LOG", help="re-run a router's event log")
     add_scheduler(parser)
-    return parser, [*add_cluster(parser), *add_topology(parser)]
+    return parser, [*add_cluster(parser), *add_topology(parser), *add_classes(parser)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,7 +177,9 @@ def _main(words: list[str]) -> int:
         tables = [decode_table(rows)]
     else:
         tables = (
-            capacity_tables(rows) if args.max_qps else [*load_tables(rows), *cache_tables(rows)]
+            capacity_tables(rows)
+            if args.max_qps
+            else [*load_tables(rows), *class_tables(rows), *cache_tables(rows)]
         )
     for table in tables:
         table.print(console)
@@ -225,7 +230,7 @@ def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
     policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)
     costs = cost_words(args.cost, parser)
-    spec = {**cluster_fields(args), **topology_fields(args, parser)}
+    spec = {**cluster_fields(args), **topology_fields(args, parser), **slo_fields(args)}
     try:
         scenario = make_scenario(args.scenario, **spec)
     except (ScenarioError, TraceError) as error:
@@ -234,13 +239,24 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         parser.error(f"--at {error}")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config = scheduler_fields(args)
+    classes = classes_of(args, parser)
     tasks: list[Task] = []
     for cost in costs:
         for chunk in args.chunks or [None]:
             shape = spec if chunk is None else {**spec, "chunk_tokens": chunk}
             for seed in seeds(args):
                 for policy in policies:
-                    job = Job(args.scenario, policy, 1.0, seed, args.duration, cost, shape, config)
+                    job = Job(
+                        args.scenario,
+                        policy,
+                        1.0,
+                        seed,
+                        args.duration,
+                        cost,
+                        shape,
+                        config,
+                        classes,
+                    )
                     if args.max_qps:
                         tasks.append((max_load, (job, slo_s)))
                     else:

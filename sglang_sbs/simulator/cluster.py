@@ -172,6 +172,7 @@ class _Simulation:
                 kv_capacity_tokens=spec.kv_capacity_tokens if spec.block_tokens else 0,
                 prefix_source=spec.prefix_source if spec.block_tokens else "off",
                 overlap=spec.overlap,
+                charged_page=spec.page_size,
             )
         )
 
@@ -243,10 +244,11 @@ class _Simulation:
         heapq.heappush(self._heap, (max(time_s, self._now_s), self._pushed, action))
 
     def _tell(self, event: Event) -> None:
+        batches: dict[tuple[int, str], list[Dispatch]] = {}
         for command in self._scheduler.handle(event, self._now_s):
             match command:
                 case Dispatch():
-                    self._send(command)
+                    batches.setdefault((command.batch, command.prefill), []).append(command)
                 case Refuse():
                     record = self._attempts.pop(command.rid)
                     record.refused = command.cause
@@ -254,6 +256,8 @@ class _Simulation:
                 case WakeAt():
                     self._wake_s = command.time_s
                     self._at(command.time_s, self._wake)
+        for batch in batches.values():
+            self._send(batch)
         if self._observe is not None:
             self._observe(self._scheduler, self._now_s)
 
@@ -284,6 +288,9 @@ class _Simulation:
         record.attempts += 1
         self._attempts[rid] = record
         blocks = self._blocks_of(record)
+        arrival = self._arrivals[record.index]
+        if not isinstance(arrival, Arrival):
+            arrival = Arrival(*arrival, 0)
         self._tell(
             RequestArrived(
                 rid=rid,
@@ -292,7 +299,10 @@ class _Simulation:
                 exclude=record.excluded,
                 blocks=list(blocks),
                 block_tokens=self._spec.block_tokens if blocks else 0,
-                session=self._session_of(record),
+                session=arrival.session,
+                priority=arrival.priority,
+                ttft_slo_s=self._spec.ttft_slo_s,
+                tenant=arrival.tenant,
             )
         )
 
@@ -300,11 +310,18 @@ class _Simulation:
         arrival = self._arrivals[record.index]
         return arrival.blocks if self._spec.block_tokens and isinstance(arrival, Arrival) else ()
 
-    def _session_of(self, record: RequestRecord) -> str:
-        arrival = self._arrivals[record.index]
-        return arrival.session if isinstance(arrival, Arrival) else ""
+    def _send(self, batch: Sequence[Dispatch]) -> None:
+        """What leaves for one instance at the same time."""
+        reach_s = [self._reach_s(command) for command in batch]
+        whole_s = max(reach_s)
+        for command, at_s in zip(batch, reach_s, strict=True):
+            self._at(
+                max(at_s, min(whole_s, min(reach_s) + self._spec.gang_gate_s)),
+                lambda rid=command.rid: self._deliver(rid),  # type: ignore[misc]
+            )
 
-    def _send(self, command: Dispatch) -> None:
+    def _reach_s(self, command: Dispatch) -> float:
+        """When a request that leaves now is at its ranks."""
         record = self._attempts[command.rid]
         record.dispatched_s = self._now_s
         record.prefill = (command.prefill, command.prefill_rank)
@@ -322,7 +339,7 @@ class _Simulation:
             free_s = max(self._now_s, self._front_free_s[command.prefill])
             self._front_free_s[command.prefill] = free_s + self._spec.dispatch_serial_s
             reach_s += free_s + self._spec.dispatch_serial_s - self._now_s
-        self._at(reach_s, lambda: self._deliver(command.rid))
+        return reach_s
 
     def _deliver(self, rid: str) -> None:
         """Both legs have reached their ranks."""

@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 from sglang_sbs.scheduling.events import PrefixSource
 from sglang_sbs.simulator.arguments import add_overlap, not_negative, positive, positive_number
-from sglang_sbs.simulator.scenario import LOAD_COUNTS
+from sglang_sbs.simulator.scenario import LOAD_COUNTS, NETWORK
 from sglang_sbs.simulator.spec import ACTIONS, KV_CAPACITY_TOKENS, Action, TopologyChange
 
 _INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float], str]] = {
@@ -30,6 +30,38 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     actions = [
         add("--dp", type=positive, default=8, help="DP ranks per prefill instance (8)"),
         add("--latency-ms", type=not_negative, default=5.0, help="dispatch latency (5)"),
+        add(
+            "--page-size",
+            type=positive,
+            default=1,
+            metavar="TOKENS",
+            help="KV page of the prefill engines: each request is charged whole pages of the chunk "
+            "(1)",
+        ),
+        add(
+            "--serial-ms",
+            type=not_negative,
+            default=1e3 * NETWORK["dispatch_serial_s"],
+            metavar="MS",
+            help="how far apart the requests of a batch reach the instance, one after the other "
+            f"({1e3 * NETWORK['dispatch_serial_s']:g})",
+        ),
+        add(
+            "--dispatch-jitter",
+            type=not_negative,
+            default=NETWORK["dispatch_jitter"],
+            metavar="SIGMA",
+            help="lognormal sigma of each request's dispatch latency "
+            f"({NETWORK['dispatch_jitter']:g})",
+        ),
+        add(
+            "--gang-gate-ms",
+            type=not_negative,
+            default=1e3 * NETWORK["gang_gate_s"],
+            metavar="MS",
+            help="how long engines wait for the rest of a batch, as with the plugin; 0: they start "
+            f"with what is there ({1e3 * NETWORK['gang_gate_s']:g})",
+        ),
         add(
             "--jitter",
             type=not_negative,
@@ -186,7 +218,11 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
     """What :func:`add_cluster` was given, as keywords of ``make_scenario``."""
     return {
         "dp_size": args.dp,
+        "page_size": args.page_size,
         "dispatch_latency_s": args.latency_ms / 1e3,
+        "dispatch_serial_s": args.serial_ms / 1e3,
+        "dispatch_jitter": args.dispatch_jitter,
+        "gang_gate_s": args.gang_gate_ms / 1e3,
         "pass_jitter": args.jitter,
         "first_pass_s": args.first_pass_s,
         "launch_gap_s": args.gap_ms / 1e3,

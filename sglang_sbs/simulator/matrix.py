@@ -60,6 +60,26 @@ class Cell:
 _SECONDS_BY_INSTANCES = {1: 140.0, 2: 100.0, 6: 60.0, 12: 45.0}
 """About as many requests in each."""
 
+_NETWORKS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((f"{ms} ms apart", {"dispatch_serial_s": ms / 1e3, "dispatch_jitter": 0.0}) for ms in (1, 2)),
+    *(
+        (
+            f"jitter {jitter:g} of {ms} ms",
+            {
+                "dispatch_serial_s": 0.0,
+                "dispatch_jitter": jitter,
+                "dispatch_latency_s": ms / 1e3,
+            },
+        )
+        for jitter in (0.15, 0.3, 0.5)
+        for ms in (5, 20)
+    ),
+    ("1 ms apart, arrivals in clumps", {"dispatch_serial_s": 1e-3, "burstiness": 4.0}),
+)
+"""How requests of a batch come apart on their way; engines without a gang gate."""
+
+_ONE_SLOW: tuple[dict[str, Any], ...] = ({}, {}, {"speed": 0.3})
+
 REGIMES: dict[str, list[Cell]] = {
     "load": [
         Cell(f"load {load:g}", "paper-3k", load, 160.0 if load < 0.4 else 80.0)
@@ -69,6 +89,11 @@ REGIMES: dict[str, list[Cell]] = {
         Cell(f"{ms} ms, load {load:g}", "paper-3k", load, spec={"dispatch_latency_s": ms / 1e3})
         for ms in (0, 20, 50)
         for load in (0.2, 0.6, 1.0, 1.2)
+    ],
+    "network": [
+        Cell(f"{label}, load {load:g}", "paper-3k", load, spec={"gang_gate_s": 0.0, **spec})
+        for label, spec in _NETWORKS
+        for load in (0.4, 0.6, 0.8, 1.0)
     ],
     "jitter": [
         Cell(f"jitter {jitter:g}, load {load:g}", "paper-3k", load, spec={"pass_jitter": jitter})
@@ -112,8 +137,28 @@ REGIMES: dict[str, list[Cell]] = {
         for load in (0.6, 0.8)
     ]
     + [Cell("chunk 1024, load 0.8", "paper-3k", 0.8, spec={"chunk_tokens": 1024})],
+    "pages": [
+        Cell(f"page 64, load {load:g}", "paper-3k", load, spec={"page_size": 64})
+        for load in (0.6, 1.0, 1.1)
+    ],
+    "bounds": [
+        *(Cell(f"64K now and then, load {load:g}", "one-long", load) for load in (0.6, 1.0)),
+        *(Cell(f"on/off 0.5 s, load {load:g}", "onoff", load) for load in (0.6, 1.0)),
+        *(Cell(f"chunk + 1, load {load:g}", "fixed:3073", load) for load in (0.4, 0.8)),
+        *(
+            Cell(f"one at 0.3 x, load {load:g}", "paper-3k", load, spec={"instances": _ONE_SLOW})
+            for load in (0.6, 1.0)
+        ),
+        Cell("64 instances, load 0.4", "paper-3k", 0.4, 23.0, {"prefill_instances": 64}),
+        *(
+            Cell(f"one rank, load {load:g}", "paper-3k", load / 8, 160.0, {"dp_size": 1})
+            for load in (0.6, 1.0)
+        ),
+    ],
 }
-"""``fixed``: prompts of which no two fit into a chunk, and chunks that most prompts do not fit."""
+"""``fixed``: prompts of which no two fit into a chunk, and chunks that most prompts do not fit.
+``bounds``: what is at the edge of what a cluster is asked. Instances of one rank get an eighth of
+the load."""
 _TRACE_LOADS = (0.2, 0.4, 0.6, 0.75)
 
 

@@ -121,7 +121,7 @@ def recording_of(records: Sequence[LogRecord], config: SchedulerConfig) -> Recor
         ValueError: there is no EndForward of a prefill pass among them.
     """
     recording = Recording(config)
-    offsets_s = _clock_offsets(records)
+    offsets_s = clock_offsets(records)
     if not offsets_s:
         raise ValueError("has no EndForward message of a prefill engine (no plugin?)")
     reader = _Reader(recording, offsets_s)
@@ -216,7 +216,7 @@ def _stamp_s(report: EndForward) -> float:
     return report.end_s if report.kind == "forward" else report.launch_s
 
 
-def _clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
+def clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
     """Per instance: router's clock minus engine's clock, with the fastest message taken as instant.
 
     The router's own time of a message also has its waiting for the event loop in it.

@@ -21,11 +21,13 @@ from sglang_sbs.simulator.workload import (
     MOST_PROMPT_TOKENS,
     Arrival,
     LengthOf,
+    on_off,
     read_trace,
     replayed,
     synthetic,
     truncated_pareto,
     uniform_like,
+    with_long,
     with_own_blocks,
 )
 
@@ -36,6 +38,8 @@ PREFILL_SCENARIOS = (
     "paper-5k",
     "paper-long",
     "fixed:TOKENS",
+    "one-long",
+    "onoff",
     "sessions",
     "trace:FILE",
 )
@@ -45,11 +49,23 @@ LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
 _SHORT_MEAN_TOKENS = 1000.5
-_OWN_LENGTHS = ("paper-", "fixed:")
+_OWN_LENGTHS = ("paper-", "fixed:", "one-long", "onoff")
 """Scenarios whose prompts share nothing."""
 _LONG = truncated_pareto(3072, 65536, 6700.0)
+_LONG_TOKENS = 65536
+_LONG_EVERY_S = 15.0
+"""``one-long``: 2.5 % of what load 1.0 computes."""
+_PHASE_S = 0.5
+"""``onoff``: on for so long, then off."""
 _SAMPLE = 20.0, 500.0, 0
 """Conversations that load 1.0 is calculated of: rate, seconds, seed."""
+
+
+NETWORK = {"dispatch_serial_s": 5e-4, "dispatch_jitter": 0.15, "gang_gate_s": 0.04}
+"""How the requests of a batch reach an instance, unless told otherwise: one after the other, with
+jitter, and gathered by the plugin's gang gate. ``scripts/measure-gangs`` shows it of real engines:
+on a host that is not overloaded half of the batches of four or five requests are there within one
+or two milliseconds."""
 
 
 class ScenarioError(ValueError):
@@ -101,7 +117,9 @@ def make_scenario(
     Load 1.0 is 57 QPS per prefill instance in ``paper-3k``, 70 in ``paper-5k`` (the baseline
     peaks of the paper, which are only physical as figures per instance), as many tokens per second
     as in ``paper-3k`` where all prompts have one length (``fixed:TOKENS``), the rate of full chunks
-    in ``paper-long``, ``sessions`` and in traces. Where instances differ, one counts as what its
+    in ``paper-long``, ``sessions`` and in traces. ``one-long`` and ``onoff`` have the cluster,
+    lengths and loads of ``paper-3k``; in the first a prompt of 64K comes on top now and then, in
+    the second all come in every other half second. Where instances differ, one counts as what its
     full chunks are worth.
 
     Raises:
@@ -111,7 +129,7 @@ def make_scenario(
     """
 
     def cluster(chunk_tokens: int, block_tokens: int = 0) -> ClusterSpec:
-        shape = {"chunk_tokens": chunk_tokens, "block_tokens": block_tokens, **spec}
+        shape = {"chunk_tokens": chunk_tokens, "block_tokens": block_tokens, **NETWORK, **spec}
         equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
         return ClusterSpec(
             cost=cost,
@@ -166,6 +184,30 @@ def make_scenario(
             qps = full_chunk_tokens_per_s(shape) / 6700.0
             own_qps = qps * _PAPER_INSTANCES / worth(shape)
             return Scenario(name, shape, qps, bursty(_LONG), 4.0, own_qps)
+        case ("one-long", "", ""):
+            shape = cluster(3072)
+            check_room(shape, _LONG_TOKENS)
+            short = bursty(_SHORT)
+
+            def some_long(qps: float, duration_s: float, seed: int) -> list[Arrival]:
+                arrivals = short(qps, duration_s, seed)
+                return with_long(arrivals, duration_s, _LONG_TOKENS, _LONG_EVERY_S)
+
+            return Scenario(
+                name, shape, 57.0 * worth(shape), some_long, 0.8, 57.0 * _PAPER_INSTANCES
+            )
+        case ("onoff", "", ""):
+            if burstiness != 1.0:
+                raise ScenarioError("onoff has its own bursts; leave the burstiness out")
+            shape = cluster(3072)
+            return Scenario(
+                name,
+                shape,
+                57.0 * worth(shape),
+                lambda q, d, s: on_off(q, d, _SHORT, s, phase_s=_PHASE_S),
+                0.8,
+                57.0 * _PAPER_INSTANCES,
+            )
         case ("fixed", ":", text):
             tokens = _length(text)
             shape = cluster(3072)

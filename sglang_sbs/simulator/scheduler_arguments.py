@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang_sbs.scheduling.fairness import parse_weights
 from sglang_sbs.simulator.arguments import not_negative, positive, positive_number
 
 
@@ -45,6 +46,13 @@ _FLAGS = {
     "sbs-t-default-ms": _Flag(
         "t_default_s", positive_number, 1e-3, "T_default: forward time before the first (300)"
     ),
+    "sbs-priority-step-ms": _Flag(
+        "priority_step_s",
+        positive_number,
+        1e-3,
+        "sbs: what a level of priority is worth, or five mean forward times if those are longer "
+        "(5000)",
+    ),
     "sbs-iqr-k": _Flag("iqr_k", not_negative, 1, "k of Algorithm 3, for sbs_paper, sbs_iqr (1.5)"),
 }
 
@@ -56,6 +64,18 @@ def add_scheduler(parser: argparse.ArgumentParser) -> None:
     ).add_argument
     for name, flag in _FLAGS.items():
         add(f"--{name}", type=flag.parse, metavar=name.rpartition("-")[2].upper(), help=flag.help)
+    add(
+        "--sbs-tenant-weights",
+        type=_weights,
+        metavar="NAME=W,...",
+        help="sbs: shares of the passes of --tenants; 1 for those that are not named",
+    )
+    add(
+        "--sbs-refuse-missed-slo",
+        action="store_true",
+        default=None,
+        help="refuse what cannot meet --ttft-slo-ms as things are when it arrives",
+    )
 
 
 def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,7 +85,19 @@ def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
         for name, flag in _FLAGS.items()
         if getattr(args, name.replace("-", "_")) is not None
     }
-    return {
+    fields: dict[str, Any] = {
         flag.field: value * flag.scale if flag.scale != 1 else value
         for flag, value in given.items()
     }
+    if args.sbs_tenant_weights:
+        fields["tenant_weights"] = args.sbs_tenant_weights
+    if args.sbs_refuse_missed_slo:
+        fields["refuse_missed_slo"] = True
+    return fields
+
+
+def _weights(text: str) -> dict[str, float]:
+    try:
+        return parse_weights(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -90,6 +90,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """As ``dispatch_jitter``, shared by the requests of a batch, which leave back to back."""
     dispatch_serial_s: float = 0.0
     """Part of the dispatch that an instance spends on one request after the other."""
+    gang_gate_s: float = 0.0
+    """What arrives of a batch waits so long at most for the rest of it: the plugin's gang gate.
+    0: engines without one start with whatever is there."""
     launch_gap_s: float = 0.0
     """Engine work between the end of a pass and the launch of the next."""
     prepare_s: float = 0.0
@@ -99,9 +102,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One-batch lookahead of SGLang's overlap scheduling. False: a pass takes all that waits when
     the one before it ends."""
     page_size: int = 1
-    """Tokens per KV page; a request is charged whole pages of the chunk."""
+    """Tokens per KV page; a request is charged whole pages of the chunk. The scheduler is told."""
     block_tokens: int = 0
-    """Tokens per block of the radix caches; the scheduler is told that this is the page size. 0:
+    """Tokens per block of the radix caches, which the scheduler is told as the page size of KV
+    events; whatever it is, the chunk is charged in pages of ``page_size``. 0:
     the engines have no radix cache (``--disable-radix-cache``), and unbounded KV."""
     kv_capacity_tokens: int = KV_CAPACITY_TOKENS
     """Per prefill DP rank, cached or in use; only with a radix cache."""
@@ -137,6 +141,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Per decode rank; 0: unbounded."""
     max_new_tokens: int | None = None
     """What requests ask for; None: they do not say."""
+    ttft_slo_s: float | None = None
+    """The SLO that every request brings; None: none does."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 
 from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator.classes import Classes, class_summary, equal
 from sglang_sbs.simulator.cluster import simulate
 from sglang_sbs.simulator.cost import cost_name, find_cost
 from sglang_sbs.simulator.optimum import optimal_cached_tokens
-from sglang_sbs.simulator.outcome import Outcome
+from sglang_sbs.simulator.outcome import Outcome, RequestRecord
 from sglang_sbs.simulator.scenario import Scenario, make_scenario
 from sglang_sbs.simulator.spec import ClusterSpec
 from sglang_sbs.simulator.workload import Arrival
@@ -39,6 +40,7 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
+    "sbs_equal": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
     **{
         name: {"policy": name}
@@ -57,7 +59,9 @@ POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Policies by the name they have here."""
-READS_CACHES = ("sbs", "sbs_paper")
+SEES_ALL_EQUAL = "sbs_equal"
+"""``sbs`` that is told of no priorities and no tenants."""
+READS_CACHES = ("sbs", "sbs_equal", "sbs_paper")
 """Policies that are told what the ranks have cached. ``sbs_basic`` is ``sbs`` without that; the
 others know nothing of caches, or only what they sent where."""
 
@@ -79,6 +83,7 @@ class Job:
     """As :func:`~sglang_sbs.simulator.cost.find_cost` takes it."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    classes: Classes = field(default_factory=Classes)
 
     def at_load(self, load: float) -> Job:
         """The same run at another load."""
@@ -102,8 +107,10 @@ def scenario_of(job: Job) -> Scenario:
 
 def run(scenario: Scenario, job: Job) -> Row:
     """As :func:`run_job`, with the scenario at hand."""
-    arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
+    arrivals = arrivals_of(scenario, job)
     outcome = run_arrivals(scenario, job, arrivals)
+    slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
+    classes = class_summary(_counted(outcome), arrivals, slo_s)
     return {
         "scenario": job.scenario,
         "policy": job.policy,
@@ -115,12 +122,19 @@ def run(scenario: Scenario, job: Job) -> Row:
         "prefill_instances": len(scenario.spec.prefill),
         **summary(outcome, scenario),
         **cache_summary(outcome, arrivals, scenario.spec),
+        **({"slo_s": slo_s, "classes": classes} if classes else {}),
     }
+
+
+def arrivals_of(scenario: Scenario, job: Job) -> list[Arrival]:
+    """The requests of a run."""
+    arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
+    return job.classes.of(arrivals, job.seed)
 
 
 def run_outcome(scenario: Scenario, job: Job) -> Outcome:
     """The simulation itself."""
-    return run_arrivals(scenario, job, scenario.at_load(job.load, job.duration_s, job.seed))
+    return run_arrivals(scenario, job, arrivals_of(scenario, job))
 
 
 def run_arrivals(scenario: Scenario, job: Job, arrivals: Sequence[Arrival]) -> Outcome:
@@ -131,7 +145,7 @@ def run_arrivals(scenario: Scenario, job: Job, arrivals: Sequence[Arrival]) -> O
         prefix_source=scenario.spec.prefix_source if job.policy in READS_CACHES else "off",
     )
     return simulate(
-        arrivals,
+        equal(arrivals) if job.policy == SEES_ALL_EQUAL else arrivals,
         scheduler_config(job.policy, job.seed, **dict(job.config)),
         spec,
         drain_s=120.0,
@@ -140,7 +154,7 @@ def run_arrivals(scenario: Scenario, job: Job, arrivals: Sequence[Arrival]) -> O
 
 def summary(outcome: Outcome, scenario: Scenario) -> Row:
     """Latency of what arrived after the warm-up; passes from then until the last arrival."""
-    counted = [r for r in outcome.requests if r.arrived_s >= WARM_UP_S]
+    counted = _counted(outcome)
     ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
     last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
     passes = [p for p in outcome.passes if p.start_s >= WARM_UP_S and p.end_s <= last_s]
@@ -161,6 +175,10 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
         "rejected": sum(r.refused is not None for r in counted),
         "unfinished": sum(r.ends == 0 for r in counted),
     }
+
+
+def _counted(outcome: Outcome) -> list[RequestRecord]:
+    return [r for r in outcome.requests if r.arrived_s >= WARM_UP_S]
 
 
 def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], spec: ClusterSpec) -> Row:

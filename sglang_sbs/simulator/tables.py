@@ -105,6 +105,38 @@ def cache_tables(rows: Sequence[Row]) -> list[ResultTable]:
     return tables
 
 
+def class_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """TTFT and goodput of each class and tenant: a row per policy and class, a column per load; a
+    table per cost model and chunk size. None where all requests are of one kind."""
+    tables = []
+    with_classes = [row for row in rows if row.get("classes")]
+    for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in with_classes):
+        shown = [r for r in with_classes if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
+        loads = list(dict.fromkeys(r["load"] for r in shown))
+        table = ResultTable(
+            f"by class: mean / p99 TTFT in s, share within {shown[0]['slo_s']:g} s; "
+            f"{shown[0]['scenario']}, cost {cost}, chunk {chunk}",
+            ["policy, class", *(f"load {load:g}" for load in loads)],
+        )
+        names = dict.fromkeys(name for row in shown for name in row["classes"])
+        for policy in dict.fromkeys(r["policy"] for r in shown):
+            for name in names:
+                cells = []
+                for load in loads:
+                    mine = [
+                        row["classes"][name]
+                        for row in shown
+                        if (row["policy"], row["load"]) == (policy, load) and name in row["classes"]
+                    ]
+                    cells.append(
+                        f"{mean_of(mine, 'ttft_mean_s'):.3f}/{mean_of(mine, 'ttft_p99_s'):.2f} "
+                        f"{mean_of(mine, 'goodput'):.1%}"
+                    )
+                table.rows.append([f"{policy}, {name}", *cells])
+        tables.append(table)
+    return tables
+
+
 def capacity_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Max QPS at the SLO: a row per policy, a column per chunk size; a table per cost model."""
     tables = []

@@ -37,6 +37,8 @@ class Arrival(NamedTuple):
     Empty: it shares nothing."""
     session: str = ""
     """The conversation it is a turn of."""
+    priority: int = 0
+    tenant: str = ""
 
 
 class TraceError(ValueError):
@@ -82,6 +84,27 @@ def synthetic(
     while (now_s := now_s + rng.gammavariate(shape, 1 / (qps * shape))) < duration_s:
         arrivals.append(Arrival(now_s, length_of(rng), output_tokens))
     return arrivals
+
+
+def on_off(
+    qps: float, duration_s: float, length_of: LengthOf, seed: int, *, phase_s: float
+) -> list[Arrival]:
+    """Poisson arrivals at twice the rate for a phase, then none for another, and so on."""
+    steady = synthetic(qps, duration_s, length_of, seed)
+    # Time of the steady arrivals runs only while the source is on, at twice the speed.
+    return [
+        arrival._replace(at_s=arrival.at_s / 2 + phase_s * (arrival.at_s / 2 // phase_s))
+        for arrival in steady
+    ]
+
+
+def with_long(
+    arrivals: Sequence[Arrival], duration_s: float, prompt_tokens: int, every_s: float
+) -> list[Arrival]:
+    """The same with a long prompt now and then."""
+    times_s = [every_s * (number + 0.5) for number in range(int(duration_s / every_s))]
+    long = [Arrival(at_s, prompt_tokens, 200) for at_s in times_s]
+    return sorted([*arrivals, *long], key=lambda arrival: arrival.at_s)
 
 
 def with_own_blocks(arrivals: Sequence[Arrival], block_tokens: int) -> list[Arrival]:

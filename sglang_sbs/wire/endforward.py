@@ -27,6 +27,16 @@ class MalformedMessage(ValueError):
     """The frames are not an EndForward v1 message."""
 
 
+class Started(msgspec.Struct, array_like=True, frozen=True):
+    """A request in its first pass. Times as in :class:`EndForward`; 0: SGLang does not say."""
+
+    rid: str
+    queued_s: float = 0.0
+    """The rank took it in; on prefill its handshake with decode began."""
+    schedulable_s: float = 0.0
+    """A pass could take it from then on; on prefill the handshake was over."""
+
+
 class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """State of one DP rank at the end of a forward pass (or while idle).
 
@@ -105,6 +115,8 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     sglang_version: str = ""
     hook_us: int = 0
     """Engine time spent on making and sending this rank's previous message, microseconds."""
+    started: list[Started] = []
+    """``launch``: the requests whose first tokens are in this pass. At most ``MAX_RIDS``."""
 
     @property
     def queued_tokens(self) -> int:

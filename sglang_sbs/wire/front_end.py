@@ -26,6 +26,7 @@ from sglang_sbs.scheduling.events import (
     RequestArrived,
     RequestEnded,
 )
+from sglang_sbs.scheduling.fairness import MOST_TENANT_CHARS
 from sglang_sbs.scheduling.snapshot import Snapshot
 from sglang_sbs.wire.endforward import MalformedMessage
 
@@ -296,6 +297,8 @@ def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
             raise MalformedMessage(f"{len(message.exclude)} excluded instances")
         if len(message.session) > MAX_SESSION_CHARS:
             raise MalformedMessage("the name of the session is too long")
+        if len(message.tenant) > MOST_TENANT_CHARS:
+            raise MalformedMessage("the name of the tenant is too long")
         _check_blocks(message.blocks)
         _check(message.rid, message.prompt_tokens, message.max_new_tokens, message.block_tokens)
     elif isinstance(message, PrefillDone):

@@ -44,7 +44,7 @@ def test_the_gang_gate_is_stretched_with_the_decode_step(monkeypatch: pytest.Mon
         gate_environment(scaled_cost(COSTS["mixed"], 2, CHUNK, times * PASS_S))
         for times in (1, 3, 100)
     ]
-    assert gates == [{}, {GANG_GATE_MS: "60"}, {GANG_GATE_MS: "200"}]
+    assert gates == [{}, {GANG_GATE_MS: "120"}, {GANG_GATE_MS: "200"}]
     monkeypatch.setenv(GANG_GATE_MS, "5")
     assert gate_environment(scaled_cost(COSTS["mixed"], 2, CHUNK, 3 * PASS_S)) == {}
 

@@ -306,6 +306,17 @@ def test_a_frame_has_what_is_new_and_a_history_everything() -> None:
     assert [requests for _, requests in history["queue_trail"]] == [0, 0]
 
 
+def test_what_waits_is_shown_by_class_and_tenants() -> None:
+    watched = Watched()
+    for i in range(30):
+        more = {"priority": (i % 3) - 1, "tenant": "ab"[i % 2]}
+        watched.handle(RequestArrived(rid=f"r{i}", prompt_tokens=90, **more), 2.0)
+    queue = watched.recorder.frame(2.5)["queue"]
+    assert sum(queue["classes"].values()) == queue["requests"] > 6
+    assert min(queue["classes"].values()) > 0
+    assert queue["tenants"] == 2
+
+
 def test_refusals_and_waiting_requests_are_shown() -> None:
     watched = Watched(max_queue_requests=5)
     refused = 0

@@ -80,6 +80,13 @@ def test_alerts_come_before_everything_but_the_head() -> None:
     assert lines[3].startswith("● no prefill instance is up")
 
 
+def test_classes_and_tenants_are_shown_where_there_are_any() -> None:
+    frame = frame_of(1, 1)
+    assert "high" not in drawn(frame, 120, 40)[1]
+    frame["queue"] |= {"classes": {"low": 2, "normal": 1, "high": 3}, "tenants": 2}
+    assert drawn(frame, 120, 40)[1].endswith("; 3 high, 2 low; 2 tenants")
+
+
 def test_text_of_others_cannot_drive_the_terminal() -> None:
     evil = "\x1b]0;owned\x07\x1b[2J[red]markup\n\u202eabc"
     frame = frame_of(1, 1)

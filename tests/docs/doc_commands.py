@@ -37,7 +37,7 @@ class Command:
 def pages() -> list[Path]:
     """Every page of the documentation that there is."""
     root = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
-    folders = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    folders = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
     return [page for page in [*root, *folders, ROOT / "patches" / "README.md"] if page.exists()]
 
 

@@ -125,7 +125,7 @@ def test_every_documented_metric_is_exported() -> None:
     exported = set(re.findall(r"\"((?:sbs|smg)_[a-z_0-9]+)\"", source))
     assert len(exported) > 40
     metric = re.compile(r"`((?:sbs|smg)_[a-z_0-9]+[a-z0-9])(?:\{[^`]*\})?`")
-    policies = {"sbs_paper", "sbs_basic", "sbs_iqr", "sbs_potential"} | set(BY_NAME)
+    policies = {"sbs_paper", "sbs_basic", "sbs_equal", "sbs_iqr", "sbs_potential"} | set(BY_NAME)
     suffixes = re.compile(r"_(total|bucket|sum|count)$")
     assert {
         name: page

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 from engine_fakes import Batch, Mode, Rank, Req, Result, Role, Sink
 
+from sglang_sbs.wire.endforward import Started
+
 
 def launch_all(rank: Rank, turns: int = 20) -> None:
     """Run the overlap loop until nothing is left, then once idle."""
@@ -283,3 +285,23 @@ def test_hooks_hand_through_what_they_do_not_know() -> None:
         (scheduler, batch, result, "x"),
         {"later": 2},
     ]
+
+
+def test_a_launch_names_each_request_once_in_its_first_pass() -> None:
+    rank = Rank()
+    long, short, health = Req("long", 1500), Req("short", 100), Req("HEALTH_CHECK_1", 1)
+    long.time_stats = SimpleNamespace(  # type: ignore[attr-defined]
+        prefill_bootstrap_queue_entry_time=1.0, wait_queue_entry_time=2.5
+    )
+    for req in (long, short, health):
+        rank.add(req)
+    rank.bootstrapped()
+    for _ in range(2):
+        batch = rank.scheduler.cut_batch()
+        assert batch is not None
+        rank.overlap_turn(batch)
+    assert [message.started for message in rank.sink.of("launch")] == [
+        [Started("long", queued_s=1.0, schedulable_s=2.5)],
+        [Started("short")],
+    ]
+    assert not any(message.started for message in rank.sink.of("forward"))

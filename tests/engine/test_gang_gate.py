@@ -108,7 +108,7 @@ def test_other_routers_requests_are_not_waited_for() -> None:
 @pytest.mark.parametrize(
     ("ms", "attn_tp", "pipeline", "polls"),
     [
-        (None, 1, 1, 20),
+        (None, 1, 1, 40),
         # Every process of a DP rank must poll equally often, and some may lack the plugin.
         (None, 4, 1, 0),
         (5.0, 4, 1, 5),

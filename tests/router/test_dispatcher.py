@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_sbs.router.dispatcher import Dispatcher
@@ -87,6 +88,36 @@ async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
 
     await asyncio.gather(one("a"), one("b"), one("c"))
     assert sorted(order) == ["a", "b", "c"]
+
+
+async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
+    def at(rid: str, prefill: str, rank: int, batch: int) -> Dispatch:
+        return msgspec.structs.replace(
+            dispatch(rid), prefill=prefill, prefill_rank=rank, batch=batch
+        )
+
+    def answers(event: Event, now_s: float) -> list[Command]:
+        if not isinstance(event, RequestArrived) or event.rid != "f":
+            return []
+        return [
+            *(at("a", "p0", 0, 1), at("b", "p0", 1, 1), at("c", "p0", 1, 1)),
+            *(at("d", "p1", 0, 1), at("e", "p0", 0, 2), WakeAt(time_s=now_s + 9)),
+            Refuse(rid="f", cause="queue_full", retry_after_s=1, message="full"),
+        ]
+
+    dispatcher = Dispatcher(Scripted(answers))
+    told = await asyncio.gather(
+        *(dispatcher.assign(rid, prompt_tokens=1) for rid in "abcdef"), return_exceptions=True
+    )
+    parts = [one.gang for one in told if isinstance(one, Dispatch)]
+    assert all(part is not None for part in parts)
+    assert [(part.members, part.ranks) for part in parts if part] == [
+        *((1, 2), (2, 2), (2, 2), (1, 1), (1, 1)),
+    ]
+    tags = [part.tag for part in parts if part]
+    assert tags[0] == tags[1] == tags[2]
+    assert len({tags[0], *tags[3:]}) == 3
+    assert isinstance(told[5], Refused)
 
 
 async def test_refusals_raise_and_end_the_request() -> None:

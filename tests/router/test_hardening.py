@@ -21,12 +21,12 @@ from test_upstream import raw_server, read_request
 from sglang_sbs.router import aborts, downstream, intake
 from sglang_sbs.router.downstream import Downstream
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.headers import forwarded_headers
 from sglang_sbs.router.intake import Doorman
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.requests import (
     _INTERNAL_FIELDS,
     LegFields,
-    forwarded_headers,
     leg_bodies,
     plan_request,
 )

@@ -86,6 +86,22 @@ async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_
     assert front_end.link._requests["a"].arrival.blocks == []
 
 
+async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None:
+    side = await world.boot()
+    heard = []
+    handle = side.scheduler.handle
+
+    def listen(event: Event, now_s: float) -> list[Command]:
+        heard.append(event)
+        return handle(event, now_s)
+
+    side.scheduler.handle = listen  # type: ignore[method-assign]
+    front_end = await world.front_end()
+    await front_end.link.assign("a", prompt_tokens=2, priority=-2, ttft_slo_s=0.5, tenant="gold")
+    (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
+    assert (arrival.priority, arrival.ttft_slo_s, arrival.tenant) == (-2, 0.5, "gold")
+
+
 async def test_refusals_come_through_and_cancelling_withdraws(world: World) -> None:
     side = await world.boot(HOLDING)
     front_end = await world.front_end()

@@ -26,6 +26,7 @@ from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.testing.mock_engine import MockEngine
 from sglang_sbs.testing.versioned_engine import RankedRooms, VersionedEngine
+from sglang_sbs.wire.gangs import GangPart, part_of_room
 
 REQUESTS = 48
 
@@ -201,6 +202,16 @@ def test_one_room_serves_both_ranks_where_there_is_one(p: int, d: int, data: st.
     assert room % p == prefill_rank
     if (prefill_rank - decode_rank) % math.gcd(p, d) == 0:
         assert room % d == decode_rank
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.data())
+def test_a_room_says_its_gang_beside_the_ranks(p: int, d: int, data: st.DataObject) -> None:
+    prefill_rank = data.draw(st.integers(0, p - 1))
+    part = GangPart(tag=77, members=data.draw(st.integers(1, 100)), ranks=3)
+    room = pick_bootstrap_room(prefill_rank, p, prefill_rank % d, d, gang=part)
+    assert 0 <= room < 2**63
+    assert room % p == prefill_rank
+    assert part_of_room(room) == part
 
 
 def test_what_can_be_chosen_follows_from_release_and_method() -> None:

@@ -12,6 +12,7 @@ from sglang_sbs.router.rank_contract import pick_bootstrap_room
 from sglang_sbs.scheduling.events import Dispatch, PrefillDone, RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour
 from sglang_sbs.wire.endforward import GANG_RID_PREFIX
+from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, part_of_room
 
 CHAT = {"model": "mock", "messages": [{"role": "user", "content": "hello there"}]}
 
@@ -33,7 +34,10 @@ async def test_both_legs_get_the_rank_contract() -> None:
             assert p["bootstrap_host"] == d["bootstrap_host"] == "127.0.0.1"
             assert p["bootstrap_port"] == d["bootstrap_port"] == 9000
             assert p["rid"] == d["rid"]
-            assert p["rid"].startswith(GANG_RID_PREFIX)
+            assert p["rid"].startswith(SIZED_RID_PREFIX)
+            part = part_of_room(p["bootstrap_room"])
+            assert part.members >= 1
+            assert 1 <= part.ranks <= 2
         assert len({p.body["bootstrap_room"] for p, _ in pairs}) == 6
         assert len({p.rid for p, _ in pairs}) == 6
         assert {p.body["routed_dp_rank"] for p, _ in pairs} == {0, 1}

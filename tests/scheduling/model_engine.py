@@ -35,10 +35,12 @@ class PrefillRank:
 class PrefillEngine:
     """A prefill instance; :meth:`accept`, then :meth:`launch` and :meth:`finish` in turn."""
 
-    def __init__(self, name: str, dp_size: int, chunk_tokens: int) -> None:
+    def __init__(self, name: str, dp_size: int, chunk_tokens: int, page: int = 1) -> None:
+        """``page``: tokens per page, of which each request is charged whole ones."""
         self.name = name
         self.dp_size = dp_size
         self.chunk_tokens = chunk_tokens
+        self.page = page
         self.boots = 0
         self.start()
 
@@ -77,17 +79,18 @@ class PrefillEngine:
         self.running = []
         self.forward_id += 1
         for rank in self.ranks:
-            room = self.chunk_tokens
-            while rank.waiting and room:
+            room, taken = self.chunk_tokens, 0
+            while rank.waiting and room >= self.page:
                 rid, tokens = rank.waiting[0]
-                part = min(room, tokens)
-                room -= part
+                part = tokens if tokens <= room else room // self.page * self.page
+                room -= -(-part // self.page) * self.page
+                taken += part
                 if part == tokens:
                     rank.waiting.pop(0)
                     self.completing.append(rid)
                 else:
                     rank.waiting[0] = (rid, tokens - part)
-            self.running.append(self.chunk_tokens - room)
+            self.running.append(taken)
         return [self.message(d, "launch") for d in range(self.dp_size)]
 
     def finish(self) -> tuple[list[str], list[EndForward]]:

@@ -107,6 +107,12 @@ class TestPbaa:
         placed, _ = pbaa([], [request("big", 1000)], [1, 0])
         assert [(r.rid, d) for r, d in placed] == [("big", 0)]
 
+    def test_a_request_costs_whole_pages_as_in_the_engine(self):
+        batch = [request("a", 65), request("b", 1), request("c", 1)]
+        placed, left = pbaa([], batch, [192], page=64)
+        assert [r.rid for r, _ in placed] == ["a", "b"]
+        assert [r.rid for r in left] == ["c"]
+
     def test_no_capacity_leaves_everything_for_the_next_cycle(self):
         placed, left = pbaa([request("a", 1)], [request("b", 2)], [0, -3])
         assert placed == []
@@ -159,9 +165,9 @@ class TestPbaa:
             request("short", 400, order=2),
         ]
         assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
-        old.waited_cycles = LEFT_OUT - 1
+        old.waited_batches = LEFT_OUT - 1
         assert place_fitting(batch, [1000], 1000).placed == [(long, 0), (short, 0)]
-        old.waited_cycles = LEFT_OUT
+        old.waited_batches = LEFT_OUT
         fitted = place_fitting(batch, [1000], 1000)
         assert fitted.placed == [(long, 0), (old, 0)]
         assert fitted.left == [short]
@@ -172,7 +178,7 @@ class TestPbaa:
 
     def test_nobody_gives_way_to_one_that_came_later(self):
         batch = [request("a", 900, order=0), request("b", 300, order=1)]
-        batch[1].waited_cycles = LEFT_OUT
+        batch[1].waited_batches = LEFT_OUT
         assert place_fitting(batch, [1000], 1000).placed == [(batch[0], 0)]
 
     @given(
@@ -182,7 +188,7 @@ class TestPbaa:
     def test_turns_lose_nobody_and_overfill_no_rank(self, tokens, capacity):
         batch = [request(str(i), t, order=i) for i, (t, _) in enumerate(tokens)]
         for one, (_, waited) in zip(batch, tokens, strict=True):
-            one.waited_cycles = waited
+            one.waited_batches = waited
         placed, left = place_fitting(batch, capacity, chunk_tokens=1000)
         rids = [r.rid for r, _ in placed] + [r.rid for r in left]
         assert sorted(rids) == sorted(r.rid for r in batch)

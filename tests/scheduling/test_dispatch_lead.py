@@ -6,14 +6,20 @@ import random
 
 import pytest
 
-from sglang_sbs.scheduling.dispatch_lead import MARGIN_S, MOST, DispatchLead
+from sglang_sbs.scheduling.dispatch_lead import MARGIN_S, MOST, TORN_FORGET_S, DispatchLead
+from sglang_sbs.scheduling.observation import Observation
 
 LATENCY_S = 0.02
 PASS_S = 0.3
 
 
-def observe(lead: DispatchLead, *, landed=(), idled=(), left_behind=(), load=0.5) -> None:
-    lead.observe(landed, idled, left_behind, load=load, latency_s=LATENCY_S, pass_s=PASS_S)
+def observe(
+    lead: DispatchLead, *, landed=(), idled=(), left_behind=(), torn=None, load=0.5, now_s=0.0
+) -> None:
+    seen = Observation(
+        landed_s=list(landed), idled_s=list(idled), left_behind_s=list(left_behind), torn=torn
+    )
+    lead.observe(seen, now_s, ranks=8, load=load, latency_s=LATENCY_S, pass_s=PASS_S)
 
 
 def late_share(load: float, seed: int) -> float:
@@ -69,3 +75,20 @@ def test_what_was_sent_long_before_or_after_says_nothing():
     for _ in range(500):
         observe(lead, landed=[10 * LATENCY_S], idled=[0.001], left_behind=[0.001])
     assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + MARGIN_S)
+
+
+def test_a_single_request_may_join_later_than_a_batch_may_leave():
+    lead = DispatchLead()
+    for _ in range(1000):
+        observe(lead, left_behind=[lead.lead_s(LATENCY_S)])
+    assert LATENCY_S < lead.join_s(LATENCY_S) < lead.lead_s(LATENCY_S) / 2
+
+
+def test_torn_batches_are_forgotten_where_nobody_sees_any_more_of_them():
+    lead = DispatchLead()
+    assert lead.whole == 1
+    for _ in range(200):
+        observe(lead, torn=0.8)
+    assert lead.whole == 0
+    observe(lead, now_s=4 * TORN_FORGET_S)
+    assert lead.whole > 0.7

@@ -90,6 +90,10 @@ class Instance:
     has_flight: bool = False
 
     @property
+    def charged_tokens(self) -> int:
+        return self.backlog_tokens
+
+    @property
     def passes(self) -> list[Pass]:
         return [Pass(end_s - 0.3, end_s, [900], None) for end_s in self.ends_s]
 

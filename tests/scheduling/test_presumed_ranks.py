@@ -26,8 +26,10 @@ class Rig:
         self.now_s = 10.0
         self.hear(*[self.engine.message(d, "idle") for d in range(dp)])
 
-    def send(self, rid: str, rank: int, tokens: int, *, arrives: bool = True) -> None:
-        self.now_s += 0.001
+    def send(
+        self, rid: str, rank: int, tokens: int, *, arrives: bool = True, later_s: float = 0.001
+    ) -> None:
+        self.now_s += later_s
         self.books.dispatched(rid, rank, tokens, self.now_s)
         if arrives:
             self.engine.accept(rid, rank, tokens)
@@ -87,8 +89,8 @@ def test_the_ranks_own_message_confirms_and_its_samples_are_those_without_any_pr
     for first in (0, 1):
         rig = Rig()
         rig.send("a", 0, 300)
-        rig.send("b", 1, 500)
-        rig.send("late", 1, 50, arrives=False)
+        rig.send("b", 1, 500, later_s=0)
+        rig.send("late", 1, 50, arrives=False, later_s=0)
         messages = rig.launch()
         seen = {}
         for message in (messages[first], messages[1 - first]):
@@ -99,7 +101,7 @@ def test_the_ranks_own_message_confirms_and_its_samples_are_those_without_any_pr
         assert not rig.books.ranks[1].presumed
     assert learned[0] == learned[1]
     assert len(learned[0].latencies_s) == 1
-    assert len(learned[0].left_behind_s) == 1
+    assert learned[0].torn == 0.5
 
 
 def test_the_ranks_own_message_contradicts():
@@ -203,7 +205,7 @@ def test_a_second_pass_behind_the_first_is_presumed_after_it():
     rank = PrefillRank()
     for i, tokens in enumerate((1500, 300)):
         rank.flight.add(f"r{i}", tokens)
-        rank.sent[f"r{i}"] = Sent(float(i), False)
+        rank.sent[f"r{i}"] = Sent(float(i))
     rank.presume(7, CHUNK, CHUNK)
     assert (rank.flight.oldest(), rank.queued_tokens) == (["r1"], 500)
     rank.presume(8, 800, CHUNK)
@@ -224,7 +226,7 @@ def sent_together(tokens: list[int]) -> PrefillRank:
     rank = PrefillRank()
     for i, size in enumerate(tokens):
         rank.flight.add(f"r{i}", size)
-        rank.sent[f"r{i}"] = Sent(1.0, False)
+        rank.sent[f"r{i}"] = Sent(1.0)
     return rank
 
 
@@ -247,7 +249,7 @@ def test_lengths_that_do_not_add_up_mean_what_is_nearest(computed, in_flight, qu
 def test_behind_a_full_pass_waits_what_was_sent_together_with_it():
     rank = sent_together([800, 700, 400])
     rank.flight.add("later", 60)
-    rank.sent["later"] = Sent(2.0, False)
+    rank.sent["later"] = Sent(2.0)
     rank.presume(1, CHUNK, CHUNK)
     assert (rank.flight.oldest(), rank.queued_tokens) == (["later"], 900)
 
@@ -304,16 +306,15 @@ def test_a_launch_heard_after_the_end_of_its_pass_starts_nothing():
 def test_a_launch_heard_after_the_end_of_its_pass_says_nothing_of_who_was_late_for_it(over: bool):
     rig = Rig()
     rig.send("a", 0, 300)
-    rig.send("b", 1, 300)
+    rig.send("b", 1, 300, later_s=0)
+    rig.send("late", 1, 300, arrives=False, later_s=0)
     launched = rig.launch()
     ended = rig.finish()
     if over:
         rig.hear(ended[0])
-    # On its way to the next pass: nobody left it behind.
-    rig.send("next", 1, 300, arrives=False)
     rig.now_s += 0.05
     learned = rig.hear(launched[1])
-    assert bool(learned.left_behind_s) is not over
+    assert (learned.torn is not None) is not over
     assert bool(learned.latencies_s) is not over
 
 

@@ -112,7 +112,7 @@ def test_a_plugin_that_falls_silent_in_a_pass_does_not_stop_the_instance():
     )  # fmt: skip
     driver.tell(PrefillDone(rid="r"))
     driver.arrive("next")
-    assert driver.wait(5.0)
+    assert driver.wait(10.0), "longer than usual: it may compile in its first pass"
 
 
 def test_what_was_presumed_launched_returns_to_flight_whole_and_in_order():
@@ -138,7 +138,7 @@ def test_silence_does_not_make_a_long_prompt_young():
         driver.tell(ForwardEnded(instance="p0", report=message))
     prompts = driver.scheduler.prefill["p0"].ranks[dispatch.prefill_rank].prompts
     driver.wait(5.0)
-    assert driver.scheduler.prefill["p0"].watchdog_fires
+    assert driver.scheduler.prefill["p0"].watchdog.fires
     assert prompts.pairs(1000) == 1000 * 1500, "its second chunk attends to the first"
     driver.tell(InstanceDown(instance="p0"))
     assert prompts.pairs(1000) == 0

@@ -93,7 +93,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler._choose_decode = self.checked(self.scheduler._choose_decode)
         self.requests: dict[str, Known] = {}
         self.up: set[str] = set()
-        self.prefills = {n: PrefillEngine(n, dp, chunk) for n, (dp, chunk) in PREFILLS.items()}
+        self.prefills = {
+            n: PrefillEngine(n, dp, chunk, PAGE) for n, (dp, chunk) in PREFILLS.items()
+        }
         self.decodes = {n: DecodeEngine(n, dp, kv) for n, (dp, kv) in DECODES.items()}
         self.ends_s: dict[str, float] = {}
         self.inbox: list[Known] = []
@@ -304,8 +306,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline=st.sampled_from([None, None, 0.2, 3.0]),
         exclude=st.sampled_from([(), (), (), ("p0",), ("p1", "d0"), tuple(PREFILLS)]),
         chain=st.lists(st.sampled_from("ab"), min_size=1, max_size=30),
+        urgency=st.sampled_from([(0, None), (0, None), (1, None), (-9, None), (0, 0.5), (2, 30.0)]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
     )
-    def arrive(self, tokens, count, deadline, exclude, chain) -> None:
+    def arrive(self, tokens, count, deadline, exclude, chain, urgency, tenant) -> None:
         for _ in range(count):
             rid = f"r{len(self.requests)}"
             deadline_s = None if deadline is None else self.now_s + deadline
@@ -320,6 +324,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                     exclude=exclude,
                     blocks=self.names(chain[: tokens // PAGE]),
                     block_tokens=PAGE,
+                    priority=urgency[0],
+                    ttft_slo_s=urgency[1],
+                    tenant=tenant,
                 )
             )
 

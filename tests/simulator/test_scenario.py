@@ -63,6 +63,31 @@ def test_prompts_of_one_length_bring_as_many_tokens_as_the_papers(load: float):
     )
 
 
+def test_a_long_prompt_comes_on_top_of_the_short_ones_now_and_then():
+    short = make_scenario("paper-3k").at_load(0.6, 60.0, seed=5)
+    scenario = make_scenario("one-long")
+    arrivals = scenario.at_load(0.6, 60.0, seed=5)
+    long = [a for a in arrivals if a.prompt_tokens > 3001]
+    assert [(a.at_s, a.prompt_tokens) for a in long] == [
+        (at_s, 65536) for at_s in (7.5, 22.5, 37.5, 52.5)
+    ]
+    assert [a for a in arrivals if a not in long] == short
+    assert arrivals == sorted(arrivals, key=lambda a: a.at_s)
+    assert scenario.at_load(0.6, 60.0, seed=5) == arrivals
+
+
+def test_on_and_off_bring_the_same_requests_in_half_of_the_time():
+    scenario = make_scenario("onoff")
+    arrivals = scenario.at_load(1.0, 60.0, seed=5)
+    steady = make_scenario("paper-3k").at_load(1.0, 60.0, seed=5)
+    assert [a.prompt_tokens for a in arrivals] == [a.prompt_tokens for a in steady]
+    assert all(a.at_s % 1.0 < 0.5 for a in arrivals)
+    assert arrivals == sorted(arrivals, key=lambda a: a.at_s)
+    assert 59 < arrivals[-1].at_s < 60
+    with pytest.raises(ScenarioError, match="own bursts"):
+        make_scenario("onoff", burstiness=2.0)
+
+
 @pytest.mark.parametrize("text", ["", "x", "0", "-5", "1.5", "1e3", "9" * 30, "1600:3"])
 def test_a_length_that_is_none_is_refused(text: str):
     with pytest.raises(ScenarioError, match="write how many tokens every prompt has"):

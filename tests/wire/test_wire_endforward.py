@@ -14,6 +14,7 @@ from sglang_sbs.wire import (
     decode_endforward,
     encode_endforward,
 )
+from sglang_sbs.wire.endforward import Started
 
 MESSAGE = EndForward(
     instance_id="http://p0:30000",
@@ -33,6 +34,16 @@ MESSAGE = EndForward(
 
 def test_a_message_survives_the_wire():
     assert decode_endforward(encode_endforward(MESSAGE)) == MESSAGE
+
+
+def test_requests_in_their_first_pass_survive_the_wire_and_their_fields_grow():
+    started = [Started("a", queued_s=1.5, schedulable_s=2.5), Started("b")]
+    launch = msgspec.structs.replace(MESSAGE, kind="launch", started=started)
+    topic, seq, payload = encode_endforward(launch)
+    assert decode_endforward([topic, seq, payload]).started == started
+    fields = msgspec.msgpack.decode(payload)
+    fields[-1] = [[*one, "newer"] for one in fields[-1]]
+    assert decode_endforward([topic, seq, msgspec.msgpack.encode(fields)]).started == started
 
 
 def test_r_queued_is_waiting_plus_bootstrapping_plus_the_chunk_remainder():

@@ -201,6 +201,8 @@ function drawQueue(frame) {
   const queue = frame.queue;
   drawTrail($("queue-trail"), state.trail, frame.now_s, TRAIL_S);
   text("queue-now", count(queue.requests) + " of at most " + count(frame.limits.queue_requests) + " requests wait with " + count(queue.tokens) + " tokens, the first for " + seconds(queue.oldest_wait_s) + (queue.throttled ? "; flow control refuses new ones" : ""));
+  const { high = 0, normal = 0, low = 0 } = queue.classes || {};
+  text("queue-classes", high || low || queue.tenants > 1 ? "By priority: " + count(high) + " high, " + count(normal) + " normal, " + count(low) + " low" + (queue.tenants > 1 ? "; of " + count(queue.tenants) + " tenants" : "") : "");
   const hold = frame.hold;
   const most = Math.max(1, ...hold.counts);
   bars("hold", hold.counts.map((value, i) => ({

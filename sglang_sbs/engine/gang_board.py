@@ -1,0 +1,106 @@
+"""Where the DP ranks of an engine tell each other how far their parts of a gang are.
+
+Owns the datagram sockets between scheduler processes of one host, one per direction and pair, as a
+socket queues few messages. Must not know SGLang, nor what a gang waits for. Nothing here blocks; a
+message that is lost makes a gang wait until its time is over.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Protocol
+
+MOST_RANKS = 16
+"""An engine of one host has no more; the sockets grow with the square."""
+_MOST_GANGS = 64
+"""Whose messages are remembered."""
+_MESSAGE = struct.Struct("<IQd?Qd")
+
+
+@dataclass(slots=True)
+class Word:
+    """The newest that a rank said of a gang. Turns are those of its event loop, times those of the
+    host's monotonic clock."""
+
+    ready_turn: int = 0
+    """In which its part became ready to start, all of it. 0: it is not."""
+    ready_s: float = 0.0
+    arrived: bool = False
+    """All of its part is there, ready or not."""
+    asked_turn: int = 0
+    """In which it last waited for the other ranks, ..."""
+    until_s: float = 0.0
+    """... up to this time."""
+
+
+class Board(Protocol):
+    """What a rank says to the others of its engine, and hears of them."""
+
+    def say(self, tag: int, word: Word) -> None: ...
+
+    def listen(self) -> None:
+        """Take in what was said; to be called in every turn, as little of it can wait."""
+
+    def heard(self, tag: int) -> Mapping[int, Word]:
+        """By rank, without this one."""
+
+    def close(self) -> None: ...
+
+
+class SocketBoard:
+    """Over Linux's abstract Unix sockets, which leave nothing behind."""
+
+    def __init__(self, name: str, rank: int, ranks: int) -> None:
+        """``name``: the same on all ranks of the engine, and of no other engine.
+
+        Raises:
+            OSError: an address is taken, or this is no Linux.
+        """
+        peers = [peer for peer in range(ranks) if peer != rank]
+        self._addresses = [f"\0{name}.{rank}.{peer}" for peer in peers]
+        self._heard: dict[int, dict[int, Word]] = {}
+        self._inboxes: dict[int, socket.socket] = {}
+        self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._out.setblocking(False)
+        try:
+            for peer in peers:
+                inbox = self._inboxes[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                inbox.setblocking(False)
+                inbox.bind(f"\0{name}.{peer}.{rank}")
+        except OSError:
+            self.close()
+            raise
+
+    def say(self, tag: int, word: Word) -> None:
+        message = _MESSAGE.pack(tag, *astuple(word))
+        for address in self._addresses:
+            try:
+                self._out.sendto(message, address)
+            except OSError:
+                continue  # it is not up yet, or its queue is full
+
+    def listen(self) -> None:
+        for peer, inbox in self._inboxes.items():
+            self._read(peer, inbox)
+        while len(self._heard) > _MOST_GANGS:
+            del self._heard[next(iter(self._heard))]
+
+    def heard(self, tag: int) -> Mapping[int, Word]:
+        return self._heard.get(tag, {})
+
+    def close(self) -> None:
+        for one in (self._out, *self._inboxes.values()):
+            one.close()
+
+    def _read(self, peer: int, inbox: socket.socket) -> None:
+        while True:
+            try:
+                data = inbox.recv(_MESSAGE.size + 1)
+            except OSError:
+                return
+            if len(data) == _MESSAGE.size:
+                tag, *word = _MESSAGE.unpack(data)
+                self._heard.setdefault(tag, {})[peer] = Word(*word)

@@ -1,0 +1,54 @@
+"""What a request tells its prefill instance of the gang it was sent with.
+
+It travels in the bootstrap room, the one number that reaches SGLang's scheduler process untouched
+through every endpoint of every release. Such requests have ids that begin with
+``SIZED_RID_PREFIX``. Owns how the number is put together.
+
+A room has 63 bits: ``tag`` (20), ``members`` (7), ``ranks`` (7) and 29 that are drawn, so that the
+room has the remainder by which SGLang finds the DP rank.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from sglang_sbs.wire.endforward import GANG_RID_PREFIX
+
+SIZED_RID_PREFIX = GANG_RID_PREFIX + "g"
+"""Older routers continue ``GANG_RID_PREFIX`` with a hexadecimal number."""
+
+TAG_BITS, COUNT_BITS, DRAWN_BITS = 20, 7, 29
+MOST = (1 << COUNT_BITS) - 1
+
+
+class GangPart(msgspec.Struct, array_like=True, frozen=True):
+    """The part of a gang that goes to one DP rank."""
+
+    tag: int
+    """Tells gangs apart that are on their way to an instance at the same time."""
+    members: int
+    """Requests of the gang for this rank."""
+    ranks: int
+    """DP ranks of the instance that get requests of the gang, this one included."""
+
+
+def gang_room(part: GangPart, step: int, remainder: int) -> int:
+    """A fresh room that says ``part``, with ``room % step == remainder``. Counts that do not fit
+    are left out: the engine waits for nobody then."""
+    members, ranks = part.members, part.ranks
+    if members > MOST or ranks > MOST:
+        members = ranks = 1
+    tag = part.tag % (1 << TAG_BITS)
+    least = ((tag << COUNT_BITS | members) << COUNT_BITS | ranks) << DRAWN_BITS
+    first = least + (remainder - least) % step
+    return first + step * random.randrange((1 << DRAWN_BITS) // step - 1)
+
+
+def part_of_room(room: int) -> GangPart:
+    """What :func:`gang_room` was given."""
+    head = room >> DRAWN_BITS
+    return GangPart(
+        tag=head >> 2 * COUNT_BITS, members=head >> COUNT_BITS & MOST, ranks=head & MOST
+    )

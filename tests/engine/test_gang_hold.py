@@ -1,0 +1,433 @@
+"""What is held back in the handshake queue, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_sbs.engine.gang_board import SocketBoard, Word
+from sglang_sbs.engine.gang_hold import (
+    ARRIVAL_SHARE,
+    MAX_ERRORS,
+    MAX_SILENCES,
+    MOST_TURN_S,
+    PEERS_S,
+    GangHold,
+)
+from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
+
+GATE_MS = 20.0
+TURN_S = 0.001
+WAITING, READY = 1, 2
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Req:
+    """A request in the handshake: ``state`` is what its sender's poll says."""
+
+    def __init__(self, rid: str, part: GangPart | None = None, state: int = READY) -> None:
+        self.rid = rid if part is None else SIZED_RID_PREFIX + rid
+        self.bootstrap_room = 12345 if part is None else gang_room(part, 1, 0)
+        self.state = state
+        self.polls = 0
+        self.disagg_kv_sender = SimpleNamespace(poll=self._poll)
+
+    def _poll(self) -> int:
+        self.polls += 1
+        return self.state
+
+
+class Queue:
+    """``PrefillBootstrapQueue``: pops what is not in the handshake any more."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.queue: list[Req] = []
+
+    def pop_bootstrapped(self) -> list[Req]:
+        ready = [req for req in self.queue if req.state != WAITING]
+        self.queue = [req for req in self.queue if req.state == WAITING]
+        return ready
+
+
+class Hearsay:
+    """The boards of all ranks: what one says the others hear when they listen."""
+
+    def __init__(self) -> None:
+        self.said: dict[int, dict[int, Word]] = {}
+        self.deaf = False
+
+    def board(self, rank: int) -> Any:
+        heard: dict[int, dict[int, Word]] = {}
+
+        def say(tag: int, word: Word) -> None:
+            copy = Word(*(getattr(word, name) for name in Word.__slots__))
+            self.said.setdefault(tag, {})[rank] = copy
+
+        def listen() -> None:
+            for tag, words in ({} if self.deaf else self.said).items():
+                heard[tag] = {peer: word for peer, word in words.items() if peer != rank}
+
+        def hear(tag: int) -> Mapping[int, Word]:
+            return heard.get(tag, {})
+
+        return SimpleNamespace(say=say, listen=listen, heard=hear, close=lambda: None)
+
+
+class Rank:
+    """A scheduler process: ``turn`` is one turn of its event loop."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        attn_tp: int = 1,
+        pipeline: int = 1,
+        nodes: int = 1,
+        gate_ms: float | None = GATE_MS,
+        hearsay: Hearsay | None = None,
+    ) -> None:
+        self.clock = clock
+        self.while_asleep: Callable[[], None] = lambda: None
+        ps = SimpleNamespace(
+            dp_rank=None,
+            dp_size=1,
+            attn_dp_rank=rank,
+            attn_dp_size=ranks,
+            pp_rank=0,
+            pp_size=pipeline,
+            attn_tp_rank=0,
+            attn_tp_size=attn_tp,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+        )
+        self.queue = Queue(SimpleNamespace(ps=ps, server_args=SimpleNamespace(nnodes=nodes)))
+        self.hold = GangHold(
+            gate_ms,
+            "boot",
+            clock=clock,
+            sleep=self._sleep,
+            open_board=lambda _name, rank, _ranks: (hearsay or Hearsay()).board(rank),
+        )
+
+    def _sleep(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.while_asleep()
+
+    def pop(self) -> list[str]:
+        popped = self.hold.around_pop_bootstrapped(Queue.pop_bootstrapped, self.queue)
+        return [req.rid.removeprefix(SIZED_RID_PREFIX) for req in popped]
+
+    def turn(self, after_s: float = TURN_S) -> list[str]:
+        self.clock.now_s += after_s
+        popped = self.pop()
+        self.hold.before_next_batch(self.queue.scheduler)
+        return popped
+
+    def turns_until_pop(self) -> int:
+        for number in range(1, 1000):
+            if self.turn():
+                return number
+        raise AssertionError("it is held for ever")
+
+
+def test_a_gang_starts_when_its_last_request_is_there() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 2, 1)
+    rank.queue.queue.append(Req("a", part))
+    assert [rank.turn() for _ in range(5)] == [[]] * 5
+    rank.queue.queue.append(Req("b", part))
+    assert rank.turn() == ["a", "b"]
+
+
+def test_a_gang_starts_when_its_last_handshake_is_over() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 2, 1)
+    late = Req("b", part, WAITING)
+    rank.queue.queue += [Req("a", part), late]
+    assert rank.turn() == []
+    late.state = READY
+    assert rank.turn() == ["a", "b"]
+
+
+def test_one_that_failed_in_the_handshake_is_not_waited_for() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 2, 1)
+    rank.queue.queue += [Req("a", part), Req("b", part, state=0)]
+    assert rank.turn() == ["a", "b"]
+
+
+def test_one_that_was_lost_on_its_way_costs_one_bounded_wait() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 3, 1)
+    rank.queue.queue += [Req("a", part), Req("b", part)]
+    assert rank.turns_until_pop() == pytest.approx(GATE_MS, abs=2)
+    rank.queue.queue.append(Req("late after all", part))
+    assert rank.turn() == ["late after all"]
+
+
+def lost_one_costs(rank: Rank, tag: int) -> int:
+    """Turns that a gang waits for a request that never comes."""
+    rank.queue.queue.append(Req(f"a{tag}", GangPart(tag, 2, 1)))
+    return rank.turns_until_pop()
+
+
+def test_where_requests_come_late_they_are_waited_for_longer() -> None:
+    rank = Rank(Clock())
+    assert lost_one_costs(rank, 1) == pytest.approx(GATE_MS, abs=2)
+    rank.queue.queue.append(Req("late", GangPart(1, 2, 1)))
+    assert rank.turn() == ["late"]
+    assert lost_one_costs(rank, 2) == pytest.approx(ARRIVAL_SHARE * GATE_MS, abs=2)
+    for tag in range(3, 40):
+        rank.queue.queue += [Req("b", GangPart(tag, 2, 1)), Req("c", GangPart(tag, 2, 1))]
+        assert rank.turn() == ["b", "c"]
+    assert lost_one_costs(rank, 50) == pytest.approx(GATE_MS, abs=2)
+
+
+def test_one_that_decode_has_no_room_for_costs_one_bounded_wait() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 2, 1)
+    stuck = Req("b", part, WAITING)
+    rank.queue.queue += [Req("a", part), stuck]
+    assert rank.turns_until_pop() == pytest.approx(GATE_MS, abs=2)
+    assert rank.queue.queue == [stuck]
+    stuck.state = READY
+    assert rank.turn() == ["b"]
+
+
+def test_more_gangs_in_the_handshake_than_are_remembered_are_no_error() -> None:
+    """A decode instance that is full keeps them there."""
+    rank = Rank(Clock())
+    for tag in range(300):
+        part = GangPart(tag, 2, 1)
+        rank.queue.queue += [Req(f"a{tag}", part), Req(f"b{tag}", part, WAITING)]
+    popped: list[str] = []
+    for _ in range(30):
+        popped += rank.turn()
+    assert popped == [f"a{tag}" for tag in range(300)]
+    for req in rank.queue.queue:
+        req.state = READY
+    assert rank.turn() == [f"b{tag}" for tag in range(300)]
+    rank.queue.queue += [Req("new", GangPart(999, 2, 1))]
+    assert rank.turn() == []
+
+
+def test_waiting_is_not_counted_while_nothing_could_start() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 2, 1)
+    both = [Req("a", part, WAITING), Req("b", part, WAITING)]
+    rank.queue.queue += both
+    for _ in range(500):
+        assert rank.turn() == []
+    both[0].state = READY
+    assert rank.turn() == []
+    both[1].state = READY
+    assert rank.turn() == ["a", "b"]
+
+
+def test_a_pass_between_two_turns_counts_little() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 2, 1)
+    rank.queue.queue.append(Req("a", part))
+    assert rank.turn() == []
+    assert rank.turn(after_s=0.6) == []
+    assert rank.hold._gangs[1].arrival_s < 2 * MOST_TURN_S
+    rank.queue.queue.append(Req("b", part))
+    assert rank.turn() == ["a", "b"]
+
+
+def test_two_gangs_do_not_wait_for_each_other() -> None:
+    rank, first, second = Rank(Clock()), GangPart(1, 2, 1), GangPart(2, 2, 1)
+    rank.queue.queue += [Req("a1", first), Req("b1", second), Req("b2", second)]
+    assert rank.turn() == ["b1", "b2"]
+    rank.queue.queue.append(Req("a2", first))
+    assert rank.turn() == ["a1", "a2"]
+
+
+def test_requests_of_others_and_single_ones_are_neither_held_nor_asked() -> None:
+    rank = Rank(Clock())
+    others = [Req("3f9a"), Req("sbs-3f9a"), Req("HEALTH_CHECK_1"), Req("one", GangPart(3, 1, 1))]
+    held = Req("a", GangPart(1, 2, 1))
+    rank.queue.queue += [held, *others]
+    assert rank.turn() == ["3f9a", "sbs-3f9a", "HEALTH_CHECK_1", "one"]
+    assert rank.queue.queue == [held]
+    assert not any(req.polls for req in others)
+
+
+def test_who_is_held_keeps_its_place_in_the_queue() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 2, 1)
+    held, waiting = Req("a", part), Req("foreign", state=WAITING)
+    rank.queue.queue += [held, waiting]
+    rank.turn()
+    assert rank.queue.queue == [held, waiting]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"gate_ms": 0.0}, {"attn_tp": 4}, {"pipeline": 2}, {"nodes": 2}, {"nodes": 0}],
+    ids=["off", "attention TP", "pipeline", "several hosts", "unknown hosts"],
+)
+def test_where_it_does_not_work_nothing_is_held(engine: dict[str, Any]) -> None:
+    rank = Rank(Clock(), **engine)
+    req = Req("a", GangPart(1, 2, 1))
+    rank.queue.queue.append(req)
+    assert rank.turn() == ["a"]
+    assert not rank.hold.handles(req)
+
+
+def test_an_error_holds_nothing_back_and_some_end_it() -> None:
+    rank, part = Rank(Clock()), GangPart(1, 2, 1)
+    broken = Req("a", part)
+    broken.disagg_kv_sender = None  # type: ignore[assignment]
+    for _ in range(MAX_ERRORS):
+        rank.queue.queue = [broken]
+        assert rank.turn() == ["a"]
+    rank.queue.queue = [Req("b", GangPart(2, 2, 1))]
+    assert rank.turn() == ["b"]
+
+
+def test_the_queue_is_whole_again_if_sglang_fails() -> None:
+    rank = Rank(Clock())
+    held = Req("a", GangPart(1, 2, 1))
+    rank.queue.queue = [held]
+
+    def failing(_queue: Any) -> list[Any]:
+        raise RuntimeError("of SGLang")
+
+    with pytest.raises(RuntimeError, match="of SGLang"):
+        rank.hold.around_pop_bootstrapped(failing, rank.queue)
+    assert rank.queue.queue == [held]
+
+
+# Several ranks --------------------------------------------------------------------------------
+
+
+def pair() -> tuple[Rank, Rank, Hearsay]:
+    clock, hearsay = Clock(), Hearsay()
+    first, second = (Rank(clock, rank=rank, ranks=2, hearsay=hearsay) for rank in range(2))
+    return first, second, hearsay
+
+
+def test_a_rank_waits_for_the_part_of_another_that_has_seen_nothing_of_it() -> None:
+    first, second, _ = pair()
+    part = GangPart(1, 1, 2)
+    first.queue.queue.append(Req("a", part))
+    for _ in range(3):
+        assert (first.turn(), second.turn()) == ([], [])
+    second.queue.queue.append(Req("b", part))
+    popped: list[list[str]] = []
+
+    def peer() -> None:
+        if not popped:
+            popped.append(second.turn())
+
+    first.while_asleep = peer
+    assert first.turn() == ["a"]
+    assert popped == [["b"]]
+
+
+def test_a_rank_that_is_ready_too_late_in_a_turn_starts_in_the_next_with_the_others() -> None:
+    first, second, _ = pair()
+    part = GangPart(1, 1, 2)
+    first.queue.queue.append(Req("a", part))
+    second.queue.queue.append(Req("b", part))
+    assert first.turn() == []
+    assert second.turn() == [], "the first did not wait any longer"
+    assert first.turn() == ["a"]
+    assert second.turn() == ["b"]
+
+
+def test_a_rank_that_slept_through_its_time_comes_to_the_same_conclusion() -> None:
+    first, second, _ = pair()
+    part = GangPart(1, 1, 2)
+    first.queue.queue.append(Req("a", part))
+    second.queue.queue.append(Req("b", part))
+    popped: list[list[str]] = []
+
+    def peer() -> None:
+        if not popped:
+            popped.append(second.turn())
+            first.clock.now_s += 10 * PEERS_S
+
+    first.while_asleep = peer
+    assert first.turn() == ["a"]
+    assert popped == [["b"]]
+
+
+def test_a_part_that_was_lost_costs_the_other_rank_one_bounded_wait() -> None:
+    first, second, _ = pair()
+    first.queue.queue.append(Req("a", GangPart(1, 1, 2)))
+    begun_s = first.clock.now_s
+    while not first.turn():
+        second.turn()
+    assert GATE_MS / 1e3 <= first.clock.now_s - begun_s <= 2 * GATE_MS / 1e3
+
+
+def test_a_part_of_another_rank_that_comes_late_is_waited_for_longer_next_time() -> None:
+    first, second, _ = pair()
+    first.queue.queue.append(Req("a", GangPart(1, 1, 2)))
+    while not first.turn():
+        second.turn()
+    second.queue.queue.append(Req("b", GangPart(1, 1, 2)))
+    assert second.turn() == ["b"], "the first had told that it goes"
+    first.queue.queue.append(Req("c", GangPart(2, 1, 2)))
+    begun_s = first.clock.now_s
+    while not first.turn():
+        second.turn()
+    assert first.clock.now_s - begun_s >= ARRIVAL_SHARE * GATE_MS / 1e3
+
+
+def test_a_part_without_room_at_decode_costs_the_other_rank_less() -> None:
+    first, second, _ = pair()
+    part = GangPart(1, 1, 2)
+    stuck = Req("b", part, WAITING)
+    first.queue.queue.append(Req("a", part))
+    second.queue.queue.append(stuck)
+    begun_s = first.clock.now_s
+    while not first.turn():
+        assert second.turn() == []
+    assert first.clock.now_s - begun_s <= 3 * GATE_MS / 1e3
+    stuck.state = READY
+    assert second.turn() == ["b"], "the first had told that it goes"
+
+
+def test_ranks_that_are_never_heard_are_not_waited_for_any_more() -> None:
+    first, _, hearsay = pair()
+    hearsay.deaf = True
+    for tag in range(MAX_SILENCES):
+        first.queue.queue.append(Req(f"a{tag}", GangPart(tag, 1, 2)))
+        assert first.turns_until_pop() > 1
+    first.queue.queue.append(Req("next", GangPart(100, 1, 2)))
+    assert first.turn() == ["next"]
+
+
+def test_ranks_hear_each_other_through_sockets(request: pytest.FixtureRequest) -> None:
+    name = f"sglang-sbs-test.{id(request)}"
+    boards = [SocketBoard(name, rank, 3) for rank in range(3)]
+    try:
+        boards[0].say(7, Word(ready_turn=3, ready_s=1.5, arrived=True))
+        boards[2].say(7, Word(arrived=True, asked_turn=4, until_s=2.5))
+        boards[1].listen()
+        assert boards[1].heard(7) == {
+            0: Word(ready_turn=3, ready_s=1.5, arrived=True),
+            2: Word(arrived=True, asked_turn=4, until_s=2.5),
+        }
+        assert boards[1].heard(8) == {}
+        with pytest.raises(OSError, match="in use"):
+            SocketBoard(name, 0, 3)
+    finally:
+        for board in boards:
+            board.close()
+
+
+def test_a_rank_that_is_not_up_yet_is_no_error() -> None:
+    board = SocketBoard("sglang-sbs-test.alone", 0, 2)
+    board.say(1, Word(ready_turn=1))
+    board.listen()
+    assert board.heard(1) == {}
+    board.close()

@@ -1,0 +1,153 @@
+"""What the scheduler learns of the network from batches that arrive torn, late, or not at all."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang_sbs.scheduling import (
+    ForwardEnded,
+    InstanceUp,
+    RequestArrived,
+    RequestEnded,
+    Scheduler,
+    SchedulerConfig,
+)
+from sglang_sbs.scheduling.forward_model import ForwardModel
+from sglang_sbs.scheduling.network_latency import NetworkLatency
+from sglang_sbs.simulator.cluster import simulate
+from sglang_sbs.simulator.cost import COSTS
+from sglang_sbs.simulator.spec import ClusterSpec
+from sglang_sbs.simulator.sweep import scheduler_config
+from sglang_sbs.simulator.workload import synthetic, uniform_like
+from sglang_sbs.wire import EndForward
+
+MINUTE_S = 60.0
+HOUR_S = 3600.0
+
+
+def learned_latencies_s(spec: ClusterSpec, qps: float, duration_s: float = 40.0) -> list[float]:
+    """L_net after every event."""
+    seen: list[float] = []
+    simulate(
+        synthetic(qps, duration_s, uniform_like(3000), 7),
+        scheduler_config("sbs", 7),
+        spec,
+        observe=lambda scheduler, _now_s: seen.append(scheduler.interval.latency_s),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("cost", ["mixed", "table"])
+@pytest.mark.parametrize("qps", [20.0, 70.0, 140.0])
+def test_torn_batches_are_no_latency(cost: str, qps: float):
+    """The requests of a batch come a millisecond apart, so an idle instance starts with one of them
+    and leaves the others behind for a whole pass."""
+    truth_s = 0.006
+    spec = ClusterSpec(
+        cost=COSTS[cost], dispatch_latency_s=0.005, dispatch_serial_s=0.001, overlap=True
+    )
+    seen = learned_latencies_s(spec, qps)
+    assert abs(seen[-1] - truth_s) < 0.001
+    later = seen[len(seen) // 4 :]
+    assert max(later) < truth_s + 0.001
+
+
+@pytest.mark.parametrize("jitter", [0.15, 0.3, 0.5])
+def test_jitter_moves_the_latency_no_further_than_it_moves_requests(jitter: float):
+    spec = ClusterSpec(
+        cost=COSTS["mixed"], dispatch_latency_s=0.01, dispatch_jitter=jitter, overlap=True
+    )
+    seen = learned_latencies_s(spec, 60.0)
+    # Half of all requests are there within 10 ms, and hardly one takes three times as long.
+    assert max(seen[len(seen) // 4 :]) < 0.03
+
+
+def test_a_latency_is_forgotten_without_an_idle_instance_to_learn_from():
+    network = NetworkLatency(0.02)
+    hostile(network)
+    for step in range(1200):
+        network.observe([], HOUR_S + step / 10)
+    assert network.latency_s < 0.021
+
+
+def test_within_a_minute_of_the_truth_nothing_is_left_of_a_hostile_hour():
+    network = NetworkLatency(0.02)
+    hostile(network)
+    assert network.latency_s > 1.0
+    for step in range(600):
+        network.observe([0.004] if step % 40 == 0 else [], HOUR_S + step / 10)
+    assert network.latency_s == pytest.approx(0.004)
+
+
+def hostile(network: NetworkLatency) -> None:
+    rng = random.Random(1)
+    for second in range(int(HOUR_S)):
+        network.observe([rng.uniform(0.3, 900.0)], float(second))
+
+
+def test_one_wild_latency_moves_nothing():
+    network = NetworkLatency(0.02)
+    for step in range(20):
+        network.observe([0.005], step * 0.1)
+    assert network.observe([4.0], 2.0) == pytest.approx(0.005)
+
+
+def test_the_forward_model_recovers_from_a_hostile_hour():
+    model = ForwardModel(t_default_s=0.3, chunk_tokens=3072)
+    rng = random.Random(2)
+    for _ in range(10_000):
+        tokens = [rng.randrange(3072) for _ in range(8)]
+        model.observe(tokens, rng.choice([1e-3, 0.2, 3.0, 60.0]))
+    cost = COSTS["mixed"]
+    now_s, errors = 0.0, []
+    while now_s < 2 * MINUTE_S:
+        tokens = [rng.randrange(3072) for _ in range(8)]
+        forward_s = cost.pass_s(tokens, [0.0] * 8, [1] * 8)
+        now_s += forward_s
+        if now_s > MINUTE_S:
+            errors.append(abs(model.predict_s(tokens) / forward_s - 1))
+        model.observe(tokens, forward_s)
+    assert max(errors) < 0.1
+
+
+def test_expected_outputs_recover_from_answers_of_any_length():
+    scheduler = Scheduler(SchedulerConfig())
+    for name, role in (("p0", "prefill"), ("d0", "decode")):
+        scheduler.handle(
+            InstanceUp(
+                instance=name,
+                role=role,
+                dp_size=1,
+                chunk_tokens=4096,
+                kv_capacity_tokens=100_000,
+            ),
+            0.0,
+        )
+
+    def serve(index: int, completion_tokens: int) -> None:
+        rid = f"r{index}"
+        scheduler.handle(RequestArrived(rid=rid, prompt_tokens=10), float(index))
+        ended = RequestEnded(rid=rid, outcome="completed", completion_tokens=completion_tokens)
+        scheduler.handle(ended, float(index))
+        for kind in ("launch", "idle"):
+            report = EndForward(
+                instance_id="p0",
+                boot_id="b",
+                role="prefill",
+                dp_rank=0,
+                dp_size=1,
+                seq=2 * index + (kind == "idle"),
+                kind=kind,
+                forward_id=index,
+            )
+            scheduler.handle(ForwardEnded(instance="p0", report=report), float(index))
+
+    for index in range(200):
+        serve(index, 2**41)
+    for index in range(200, 400):
+        serve(index, 100)
+    probe = RequestArrived(rid="probe", prompt_tokens=10)
+    scheduler.handle(probe, 400.0)
+    assert scheduler._requests["probe"].total_tokens < 300
