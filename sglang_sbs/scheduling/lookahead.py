@@ -45,12 +45,13 @@ def lookahead(
     """
     if queue_tokens < FACTOR * min([one.capacity_tokens for one in instances]):
         return [], None
-    room_tokens = sum([_room_tokens(one) for one in instances])
+    rooms = [max(0, one.capacity_tokens - one.charged_tokens) for one in instances]
+    room_tokens = sum(rooms)
     found: list[PrefillInstance] = []
     due_s: float | None = None
-    for one in instances:
-        others_tokens = room_tokens - _room_tokens(one)
-        if queue_tokens < FACTOR * (one.capacity_tokens + others_tokens) or not _wants_one(one):
+    for one, its_room_tokens in zip(instances, rooms, strict=True):
+        needed_tokens = one.capacity_tokens + room_tokens - its_room_tokens
+        if queue_tokens < FACTOR * needed_tokens or not _wants_one(one):
             continue
         open_s = one.passes[0].end_s - lead_s
         if open_s <= now_s + _EPSILON_S:
@@ -58,10 +59,6 @@ def lookahead(
         elif due_s is None or open_s < due_s:
             due_s = open_s
     return found, due_s
-
-
-def _room_tokens(instance: PrefillInstance) -> int:
-    return max(0, instance.capacity_tokens - instance.charged_tokens)
 
 
 def _wants_one(instance: PrefillInstance) -> bool:

@@ -104,6 +104,8 @@ class PrefillInstance:
         """Chunk, page and overlap scheduling as the engine has them."""
         self.page = max(1, up.charged_page or up.page_size)
         self.chunk_tokens = whole_pages(up.chunk_tokens or self.chunk_tokens, self.page)
+        self.capacity_tokens = self.chunk_tokens * self.dp_size
+        """Of a pass with a full chunk on every rank."""
         self.overlap = up.overlap
         for rank in self.ranks:
             rank.set_page(self.page)
@@ -116,11 +118,6 @@ class PrefillInstance:
         weighed against it must be."""
         room = [passes * self.chunk_tokens - rank.charged_tokens for rank in self.ranks]
         return room if passes == 1 else [min(self.chunk_tokens, tokens) for tokens in room]
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of a pass with a full chunk on every rank."""
-        return self.chunk_tokens * self.dp_size
 
     @property
     def longest_prompt_tokens(self) -> int:
