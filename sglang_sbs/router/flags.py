@@ -177,6 +177,8 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         raise FlagError(f"--health-check-endpoint {endpoint!r} must start with /, e.g. /ready")
     if (args.tls_cert_path is None) != (args.tls_key_path is None):
         raise FlagError("--tls-cert-path and --tls-key-path belong together: give both or none")
+    if args.client_key_path is not None and args.client_cert_path is None:
+        raise FlagError("--client-key-path is the key of --client-cert-path: give both or none")
     bind = args.sbs_endforward_bind
     if bind.lower() == "none":
         bind = None
