@@ -101,6 +101,36 @@ async def test_the_only_worker_of_its_role_is_never_shut_out() -> None:
         assert [await ask(c) for _ in range(5)] == [500, 500, 500, 200, 200]
 
 
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_with_nobody_else_left_an_open_breaker_does_not_count(leg: str) -> None:
+    flags = (*BREAKER, "--policy", "round_robin")
+    async with cluster(*flags, real=True, prefill=2, decode=2, decode_dp=1) as c:
+        sick, well = legs(c, leg)
+        sick.behaviours.extend([FAILS] * 2)
+        assert {await ask(c) for _ in range(4)} == {200}
+        assert worker_of(c, sick).breaker.state == "open"
+        await well.stop()
+        assert {await ask(c) for _ in range(4)} == {200}
+        assert not worker_of(c, well).usable
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_request_that_every_engine_refuses_opens_no_breaker(leg: str) -> None:
+    """Else one sender could shut out all engines of a role but one."""
+    flags = (*BREAKER, "--policy", "round_robin")
+    async with cluster(*flags, real=True, prefill=3, decode=3, decode_dp=1) as c:
+        for engine in legs(c, leg):
+            engine.behaviour = FAILS
+        assert {await ask(c) for _ in range(8)} == {500}
+        assert {w.breaker.state for w in c.server.registry} == {"closed"}
+        # One that others serve is the engine's doing.
+        for engine in legs(c, leg)[1:]:
+            engine.behaviour = Behaviour()
+        assert {await ask(c) for _ in range(8)} == {200}
+        states = {engine.url: worker_of(c, engine).breaker.state for engine in legs(c, leg)}
+        assert list(states.values()) == ["open", "closed", "closed"]
+
+
 # Retries ------------------------------------------------------------------------------------------
 
 
