@@ -318,7 +318,7 @@ class Relay:
             except LegFailure as failure:
                 if failure.transport:
                     self._registry.leg_failed(failure)
-                else:
+                elif failure.counts_against_worker:
                     answered.append(failure)
                 self._metrics.leg_failed(failure)
                 started = unit.index in exchange.pairs and exchange.pairs[unit.index].opened

@@ -131,6 +131,15 @@ async def test_a_request_that_every_engine_refuses_opens_no_breaker(leg: str) ->
         assert list(states.values()) == ["open", "closed", "closed"]
 
 
+async def test_a_busy_engine_is_no_witness() -> None:
+    async with cluster(*BREAKER, "--policy", "round_robin", real=True, decode=2, decode_dp=1) as c:
+        busy, sick = c.decode
+        busy.behaviour, sick.behaviour = Behaviour(status=429), FAILS
+        assert {await ask(c) for _ in range(2)} <= {429, 500}
+        assert worker_of(c, busy).breaker.state == "closed"
+        assert worker_of(c, sick).breaker.state == "open"
+
+
 # Retries ------------------------------------------------------------------------------------------
 
 
