@@ -5,6 +5,7 @@ Owns the process: arguments, logging, signals, exit code. Must not know the part
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import gc
@@ -21,9 +22,12 @@ from sglang_sbs.router.arguments import FlagError
 from sglang_sbs.router.flags import RouterOptions, parse_flags
 from sglang_sbs.router.logs import set_up_logging
 from sglang_sbs.router.parent import Parent
+from sglang_sbs.router.router_args import RouterArgs
 from sglang_sbs.router.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.supervisor import supervise
+
+__all__ = ["Router", "RouterArgs", "launch_router", "main", "parse_router_args"]
 
 logger = logging.getLogger("sglang_sbs.router")
 
@@ -57,6 +61,44 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", error)
         return 1
+
+
+class Router:
+    """A router that is started from Python, as ``sglang_router.Router``."""
+
+    def __init__(self, args: RouterArgs) -> None:
+        """Raises: FlagError."""
+        self._arguments = args.command_line()
+        parse_flags(self._arguments)
+
+    @classmethod
+    def from_args(cls, args: RouterArgs) -> Router:
+        """The same under the name it has there."""
+        return cls(args)
+
+    def start(self) -> None:
+        """Run until SIGTERM or SIGINT, in the main thread of a process.
+
+        Raises:
+            RuntimeError: it could not start, or a second signal cut it off. Its log says more.
+        """
+        code = main(self._arguments)
+        if code:
+            raise RuntimeError(f"the router ended with exit code {code}: see what it logged")
+
+
+def launch_router(args: RouterArgs | argparse.Namespace) -> None:
+    """Run a router until SIGTERM or SIGINT. Raises: FlagError, RuntimeError."""
+    if not isinstance(args, RouterArgs):
+        args = RouterArgs.from_cli_args(args)
+    Router.from_args(args).start()
+
+
+def parse_router_args(argv: Sequence[str]) -> RouterArgs:
+    """What a command line (without the program name) says. Raises: FlagError, SystemExit."""
+    parser = argparse.ArgumentParser(prog="launch_router", allow_abbrev=False)
+    RouterArgs.add_cli_args(parser)
+    return RouterArgs.from_cli_args(parser.parse_args(argv))
 
 
 async def serve(options: RouterOptions) -> int:

@@ -7,13 +7,13 @@ exists as ``--x`` and as ``--router-x`` (the spelling of ``launch_server``).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_sbs.router.class_flags import add_class_flags
 from sglang_sbs.router.platform_flags import add_discovery_flags, add_identity_flags
-from sglang_sbs.router.stock_flags import IGNORED_FLAGS, Arity
+from sglang_sbs.router.stock_flags import IGNORED_FLAGS, REFUSED_FLAGS, Arity
 from sglang_sbs.scheduling.config import (
     DECODE_RULES,
     TRIGGERS,
@@ -23,7 +23,7 @@ from sglang_sbs.scheduling.config import (
 
 NEAREST_POLICY: dict[str, Policy] = {
     "cache_aware": "least_tokens",
-    "manual": "round_robin",
+    "manual": "session",
     "bucket": "least_tokens",
 }
 
@@ -70,16 +70,35 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_flags(parser)
+    return parser
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, prefix: str | None = None, without: Container[str] = ()
+) -> None:
+    """Add the router's flags to ``parser``.
+
+    Args:
+        prefix: ``None`` for the router's own parser, where both spellings mean the same. For a
+            parser of others only ``--{prefix}x`` is added, with argparse's own ``dest``.
+        without: names of flags to leave out.
+    """
+    own = prefix is None
 
     def group(title: str) -> Callable[..., None]:
-        section = parser.add_argument_group(title)
+        section = parser.add_argument_group(title if own else f"router: {title}")
 
         def add(name: str, help_text: str, **kwargs: Any) -> None:
+            if name in without:
+                return
             default = kwargs.get("default")
             if "action" not in kwargs and "choices" not in kwargs:
                 kwargs.setdefault("metavar", _metavar(name))
             shown = "" if default in (None, False, ()) else f" (default: {default})"
-            section.add_argument(f"--{name}", help=help_text + shown, **kwargs)
+            section.add_argument(f"--{prefix or ''}{name}", help=help_text + shown, **kwargs)
+            if not own:
+                return
             kwargs["default"] = argparse.SUPPRESS
             dest = name.replace("-", "_")
             parser.add_argument(f"--router-{name}", dest=dest, help=argparse.SUPPRESS, **kwargs)
@@ -87,7 +106,11 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         return add
 
     add = group("workers")
-    add("pd-disaggregation", "accepted for compatibility: always on", action="store_true")
+    add(
+        "pd-disaggregation",
+        "always on. Written without any worker, the router starts and waits for POST /workers",
+        action="store_true",
+    )
     add(
         "prefill",
         "a prefill instance and its --disaggregation-bootstrap-port; repeat per instance. Without "
@@ -421,16 +444,19 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         "serves it now, which then finishes what it has and ends; no request is lost",
         action="store_true",
     )
-    for name, kind in (("sbs-parent-fd", int), ("sbs-listen-fds", str)):
-        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)  # of the supervisor
+    if own:  # of the supervisor
+        for name, kind in (("sbs-parent-fd", int), ("sbs-listen-fds", str)):
+            parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
 
     add = group("traces")
     add("enable-trace", "send OpenTelemetry spans; needs the extra 'trace'", action="store_true")
     add("otlp-traces-endpoint", "OTLP collector, gRPC", default="localhost:4317")
 
     for name, (arity, _) in IGNORED_FLAGS.items():
-        _add_ignored(parser, name, arity)
-    return parser
+        _add_unused(parser, name, arity, prefix)
+    if not own:
+        for name in REFUSED_FLAGS:
+            _add_unused(parser, name, "many", prefix)
 
 
 def _metavar(name: str) -> str:
@@ -439,20 +465,20 @@ def _metavar(name: str) -> str:
     return known.get(last, "N")
 
 
-def _add_ignored(parser: argparse.ArgumentParser, name: str, arity: Arity) -> None:
+def _add_unused(
+    parser: argparse.ArgumentParser, name: str, arity: Arity, prefix: str | None
+) -> None:
     specs: dict[Arity, dict[str, Any]] = {
         "flag": {"action": "store_true"},
         "one": {"nargs": None},
         "many": {"nargs": "*"},
     }
-    parser.add_argument(
-        f"--{name}",
-        f"--router-{name}",
-        dest=f"ignored:{name}",
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-        **specs[arity],
-    )
+    options = specs[arity] | {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    if prefix is None:
+        spellings = (f"--{name}", f"--router-{name}")
+        parser.add_argument(*spellings, dest=f"ignored:{name}", **options)
+    else:
+        parser.add_argument(f"--{prefix}{name}", **options)
 
 
 def _number(text: str, low: float, high: float, what: str) -> float:

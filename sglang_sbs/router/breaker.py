@@ -68,6 +68,12 @@ class Breaker:
         """True if the timeout of an open breaker just ran out: let traffic probe the worker."""
         if self.state != "open" or now_s < self.opened_at_s + self._config.timeout_s:
             return False
+        return self.let_in()
+
+    def let_in(self) -> bool:
+        """Half-open an open breaker; True if it was one. Before its time if nobody else is left."""
+        if self.state != "open":
+            return False
         self._become("half_open")
         self._successes = 0
         return True

@@ -58,6 +58,8 @@ class RouterOptions:
     monitor: MonitorConfig
     discovery: DiscoveryConfig | None = None
     """Workers that are found as Kubernetes pods."""
+    starts_empty: bool = False
+    """``--pd-disaggregation`` without any worker: all of them come by ``POST /workers``."""
     host: str = "0.0.0.0"
     port: int = 30000
     prometheus_host: str = "0.0.0.0"
@@ -120,9 +122,8 @@ class RouterOptions:
     def expects_workers(self) -> bool:
         """Whether there is, or may come, an instance of each role."""
         found = self.discovery or DiscoveryConfig()
-        return bool(self.prefill or found.prefill_selector) and bool(
-            self.decode or found.decode_selector
-        )
+        prefill = bool(self.prefill or found.prefill_selector)
+        return self.starts_empty or (prefill and bool(self.decode or found.decode_selector))
 
     @property
     def worker_key(self) -> str | None:
@@ -176,6 +177,8 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         raise FlagError(f"--health-check-endpoint {endpoint!r} must start with /, e.g. /ready")
     if (args.tls_cert_path is None) != (args.tls_key_path is None):
         raise FlagError("--tls-cert-path and --tls-key-path belong together: give both or none")
+    if args.client_key_path is not None and args.client_cert_path is None:
+        raise FlagError("--client-key-path is the key of --client-cert-path: give both or none")
     bind = args.sbs_endforward_bind
     if bind.lower() == "none":
         bind = None
@@ -214,9 +217,13 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         classes, tenant_header = class_fields(args), tenant_header_of(args, warnings)
     except ValueError as error:
         raise FlagError(str(error)) from None
+    starts_empty = args.pd_disaggregation and not (prefill or decode or discovery)
+    if starts_empty and args.sbs_role != "front-end":
+        warnings.append("no workers yet: POST /workers adds them, or --prefill and --decode")
     return RouterOptions(
         prefill=prefill,
         decode=decode,
+        starts_empty=starts_empty,
         scheduler=SchedulerConfig(
             policy=policy,
             trigger=cast(Trigger, args.sbs_trigger),

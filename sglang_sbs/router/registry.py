@@ -452,7 +452,17 @@ class Registry:
         if worker.usable:
             self._emit(self._instance_up(worker))
         else:
+            self._let_in(worker.role)
             self._emit(InstanceDown(instance=worker.url))
+
+    def _let_in(self, role: InstanceRole) -> None:
+        """A doubtful worker beats none: with nobody else left, open breakers do not count."""
+        if self.usable(role):
+            return
+        for worker in self._workers.values():
+            if worker.role == role and worker.healthy and worker.breaker.let_in():
+                logger.warning("worker %s: the last of its role, breaker half-open", worker.url)
+                self._announce(worker)
 
     def refresh(self, worker: Worker) -> None:
         """Announce a worker whose description or health just became complete."""

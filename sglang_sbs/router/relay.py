@@ -309,11 +309,17 @@ class Relay:
         exclude: tuple[str, ...] = ()
         attempt = 1
         broken_off: set[str] = set()
+        answered: list[LegFailure] = []
         while True:
             try:
-                return await self._attempt(exchange, unit, exclude, make_sink)
+                pair = await self._attempt(exchange, unit, exclude, make_sink)
+                self._blame(answered)
+                return pair
             except LegFailure as failure:
-                self._registry.leg_failed(failure)
+                if failure.transport:
+                    self._registry.leg_failed(failure)
+                elif failure.counts_against_worker:
+                    answered.append(failure)
                 self._metrics.leg_failed(failure)
                 started = unit.index in exchange.pairs and exchange.pairs[unit.index].opened
                 if failure.broke_off:
@@ -329,6 +335,8 @@ class Relay:
                                 exchange.request_id,
                                 " and ".join(sorted(broken_off)),
                             )
+                    if len({failure.worker for failure in answered}) == 1:
+                        self._blame(answered)
                     raise
                 exclude = tuple(dict.fromkeys((*exclude, failure.worker)))
                 self._metrics.retried(failure, exchange.path)
@@ -337,6 +345,13 @@ class Relay:
                 )
             await asyncio.sleep(self._backoff_s(attempt))
             attempt += 1
+
+    def _blame(self, answered: list[LegFailure]) -> None:
+        """Engines that answered with an error, of a request that was served in the end or saw no
+        other engine. What several engines answer so is the request's doing for all that is known:
+        whoever sends it must not be able to open everybody's breakers."""
+        for failure in answered:
+            self._registry.leg_failed(failure)
 
     def _backoff_s(self, attempt: int) -> float:
         config = self._config

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import resource
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 
@@ -36,9 +35,10 @@ from sglang_sbs.router.pump import SchedulerLike
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.relay import Relay
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
+from sglang_sbs.router.tls import server_ssl, worker_ssl
 from sglang_sbs.router.tracing import open_traces
 from sglang_sbs.router.upstream import Pool
-from sglang_sbs.router.watch import worker_session, worker_ssl
+from sglang_sbs.router.watch import worker_session
 from sglang_sbs.router.worker_metrics import gauge, total
 from sglang_sbs.scheduling.events import InstanceRole
 
@@ -294,7 +294,7 @@ class RouterServer:
         direct = DirectPort(surface, tuple(KINDS), self.doorman, runner.server)
         self._direct = direct
         loop = asyncio.get_running_loop()
-        tls = self._server_ssl()
+        tls = server_ssl(self.options)
         if options.listen_fds:
             for fd in options.listen_fds:
                 inherited = socket.socket(fileno=fd)
@@ -317,14 +317,6 @@ class RouterServer:
         site = web.TCPSite(runner, self.options.prometheus_host, self.options.prometheus_port)
         await site.start()
         return int(runner.addresses[0][1])
-
-    def _server_ssl(self) -> ssl.SSLContext | None:
-        options = self.options
-        if options.tls_cert_path is None:
-            return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(options.tls_cert_path, options.tls_key_path)
-        return context
 
     # Metrics ----------------------------------------------------------------------------------
 

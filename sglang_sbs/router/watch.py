@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import ssl
 from collections.abc import Callable, Iterator
 
 import aiohttp
@@ -23,6 +22,7 @@ from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.monitor import Monitor
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.tls import worker_ssl
 from sglang_sbs.router.worker_metrics import Drift, total, worker_families
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
 from sglang_sbs.wire import EndForward
@@ -171,15 +171,3 @@ def worker_session(options: RouterOptions) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True)
     )
-
-
-def worker_ssl(options: RouterOptions) -> ssl.SSLContext | None:
-    """How engines' certificates are checked; ``None``: as the system does."""
-    if not options.ca_cert_paths and options.client_cert_path is None:
-        return None
-    context = ssl.create_default_context()
-    for path in options.ca_cert_paths:
-        context.load_verify_locations(path)
-    if options.client_cert_path is not None:
-        context.load_cert_chain(options.client_cert_path, options.client_key_path)
-    return context

@@ -8,6 +8,7 @@ admission beyond "this rank has room".
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -251,6 +252,18 @@ class RoundRobinDecode:
             if fits(index):
                 return index
         return None
+
+
+class PowerOfTwoDecode:
+    """The rank with fewer requests of two random ones (``power_of_two``)."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, _request: Request, board: DecodeBoard, fits: Fits) -> int | None:
+        ranks = [index for index in range(len(board.loads)) if fits(index)]
+        pair = self._random.sample(ranks, min(2, len(ranks)))
+        return min(pair, key=lambda index: board.loads[index].running, default=None)
 
 
 def schedule_decode(

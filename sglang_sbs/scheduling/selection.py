@@ -7,6 +7,7 @@ from sglang_sbs.scheduling.cache_policies import CacheAware, SessionAffinity
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode import (
     DecodeRuleFunction,
+    PowerOfTwoDecode,
     RoundRobinDecode,
     fewest_requests,
     iqr_lexicographic,
@@ -67,4 +68,6 @@ def make_decode_rule(config: SchedulerConfig) -> DecodeRuleFunction:
         return iqr_lexicographic(config.iqr_k) if config.decode_rule == "iqr" else potential
     if config.policy in ("least_requests", "least_tokens", "eta", "cache_aware"):
         return fewest_requests
+    if config.policy == "power_of_two":
+        return PowerOfTwoDecode(config.seed)
     return RoundRobinDecode()

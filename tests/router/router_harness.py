@@ -190,11 +190,12 @@ async def cluster(
     sbs_block: bool = False,
     wait: bool = True,
     scheduler: Any = None,
+    real: bool = False,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Cluster]:
     """A running router with mock engines; everything is stopped at the end.
 
-    ``tls``: what the engines serve HTTPS with.
+    ``real``: with the scheduler that the flags ask for. ``tls``: what the engines serve HTTPS with.
     """
     rooms = Rooms()
     prefills = [
@@ -208,7 +209,8 @@ async def cluster(
     for engine in prefills + decodes:
         await engine.start(tls=tls)
     fake = FakeScheduler()
-    server = RouterServer(options_for(prefills, decodes, *flags), scheduler or fake)
+    options = options_for(prefills, decodes, *flags)
+    server = RouterServer(options, None if real else scheduler or fake)
     await server.start()
     client = aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), connector=aiohttp.TCPConnector(limit=0)

@@ -118,7 +118,7 @@ def test_flags_without_meaning_are_accepted_with_one_warning(name: str) -> None:
     ("stock", "nearest"),
     [
         ("cache_aware", "least_tokens"),
-        ("manual", "round_robin"),
+        ("manual", "session"),
         ("bucket", "least_tokens"),
         *((name, name) for name in POLICIES if name not in NEAREST_POLICY),
     ],

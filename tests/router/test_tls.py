@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import ssl
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
-from router_harness import TIMEOUT_S, sse_events, until
+import pytest
+from router_harness import TIMEOUT_S, cluster, sse_events, until
 
-from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.arguments import FlagError
+from sglang_sbs.router.flags import RouterOptions, parse_flags
 from sglang_sbs.router.server import RouterServer
+from sglang_sbs.router.tls import server_ssl, worker_ssl
 from sglang_sbs.testing.mock_engine import MockEngine, Rooms
 
 
@@ -63,3 +69,115 @@ async def test_both_sides_over_tls(certificate: tuple[Path, Path]) -> None:
         await server.stop(grace_s=0.0)
         await prefill.stop()
         await decode.stop()
+
+
+# Who trusts whom ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a CA (``ca.pem``) and what it signed: ``server.pem``, ``client.pem``, keys."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    folder = tmp_path_factory.mktemp("authority")
+
+    def make(name: str, *extensions: str) -> None:
+        by = () if name == "ca" else ("-CA", "ca.pem", "-CAkey", "ca.key")
+        command = [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", f"/CN={name}", *by),
+            *(word for extension in extensions for word in ("-addext", extension)),
+            *("-keyout", f"{name}.key", "-out", f"{name}.pem"),
+        ]
+        subprocess.run(command, check=True, capture_output=True, cwd=folder)
+
+    make("ca", "keyUsage=critical,keyCertSign,cRLSign")
+    leaf = "basicConstraints=critical,CA:FALSE"
+    make("server", leaf, "extendedKeyUsage=serverAuth", "subjectAltName=IP:127.0.0.1")
+    make("client", leaf, "extendedKeyUsage=clientAuth")
+    make("stranger", leaf, "extendedKeyUsage=serverAuth", "subjectAltName=DNS:elsewhere.example")
+    return folder
+
+
+CA = "--ca-cert-paths ca.pem"
+CLIENT = "--client-cert-path client.pem --client-key-path client.key"
+
+
+@pytest.mark.parametrize(
+    ("engine", "asks_who_calls", "flags", "served"),
+    [
+        ("server", True, f"{CA} {CLIENT}", True),
+        ("server", True, CA, False),
+        ("server", False, CA, True),
+        ("server", False, f"{CA} {CLIENT}", True),
+        ("server", False, "", False),
+        ("stranger", False, CA, False),
+    ],
+    ids=["mtls", "no client certificate", "server only", "unasked", "unknown CA", "other name"],
+)
+async def test_who_is_trusted_towards_engines(
+    authority: Path, engine: str, asks_who_calls: bool, flags: str, served: bool
+) -> None:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(authority / f"{engine}.pem", authority / f"{engine}.key")
+    if asks_who_calls:
+        tls.load_verify_locations(authority / "ca.pem")
+        tls.verify_mode = ssl.CERT_REQUIRED
+    words = [str(authority / w) if w.endswith((".pem", ".key")) else w for w in flags.split()]
+    async with cluster(*words, real=True, tls=tls, wait=served) as c:
+        if not served:
+            await until(lambda: all("unreachable" in w.problems for w in c.server.registry))
+        answers = [c.post("/generate", {"text": "x", "stream": turn % 2 == 1}) for turn in range(6)]
+        for response in await asyncio.gather(*answers):
+            assert response.status == (200 if served else 503)
+            assert (b"t1" in await response.read()) is served
+        assert len(c.prefill[0].requests) == (6 if served else 0)
+
+
+# Files that cannot be used ------------------------------------------------------------------------
+
+PD = ("--prefill", "http://p0:1", "1", "--decode", "http://d0:1", "--sbs-endforward-bind", "none")
+
+
+def options_with(**paths: Path | tuple[Path, ...] | None) -> RouterOptions:
+    return replace(parse_flags(PD), **paths)  # type: ignore[arg-type]
+
+
+def test_files_that_cannot_be_used_are_named_with_their_flag(authority: Path) -> None:
+    gone, ca = authority / "gone.pem", authority / "ca.pem"
+    client, key = authority / "client.pem", authority / "client.key"
+    locked = authority / "locked.key"
+    lock = ["openssl", "pkey", "-in", str(key), "-aes128", "-passout", "pass:x", "-out"]
+    subprocess.run([*lock, str(locked)], check=True, capture_output=True)
+
+    def told(options: RouterOptions) -> str:
+        with pytest.raises(ValueError, match=r"^--") as raised:
+            (server_ssl if options.tls_cert_path else worker_ssl)(options)
+        return str(raised.value)
+
+    missing = "No such file"
+    assert (
+        told(options_with(ca_cert_paths=(ca, gone)))
+        == f"--ca-cert-paths {gone}: {missing} or directory"
+    )
+    assert told(options_with(client_cert_path=gone)).startswith(
+        f"--client-cert-path {gone}: {missing}"
+    )
+    assert f"--tls-key-path {gone}: {missing}" in told(
+        options_with(tls_cert_path=client, tls_key_path=gone)
+    )
+    assert "certificate in PEM form" in told(options_with(ca_cert_paths=(key,)))
+    for pair in ((ca, key), (client, None), (key, key)):
+        text = told(options_with(client_cert_path=pair[0], client_key_path=pair[1]))
+        assert f"--client-cert-path {pair[0]}" in text and "belongs to it" in text
+    # OpenSSL would ask for the pass phrase at the terminal, and wait.
+    text = told(options_with(tls_cert_path=client, tls_key_path=locked))
+    assert str(locked) in text and "pass phrase" in text
+    both = authority / "both.pem"
+    both.write_bytes(client.read_bytes() + key.read_bytes())
+    assert worker_ssl(options_with(client_cert_path=both)) is not None
+
+
+def test_a_key_without_its_certificate_is_an_error() -> None:
+    with pytest.raises(FlagError, match=r"--client-key-path .* --client-cert-path"):
+        parse_flags([*PD, "--client-key-path", "key.pem"])
