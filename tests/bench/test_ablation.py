@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import sglang_sbs.scheduling.pass_forecast as pass_forecast
 from benchmarks.ablation import CELLS, OFF, Cell, Variant, changed, main, run_variant
-from sglang_sbs.scheduling import adaptive_trigger
+from sglang_sbs.scheduling import adaptive_trigger, pass_forecast
 
 CELL = Cell("short", "paper-3k", 0.8, "mixed", 23.0)
 
@@ -15,7 +14,7 @@ def test_a_constant_is_changed_in_every_module_that_knows_it_and_comes_back() ->
     before = pass_forecast.NEAREST
     with changed({"NEAREST": 2}):
         assert (pass_forecast.NEAREST, adaptive_trigger.NEAREST) == (2, 2)
-    assert (pass_forecast.NEAREST, adaptive_trigger.NEAREST) == (before, before)
+    assert pass_forecast.NEAREST == adaptive_trigger.NEAREST == before
 
 
 def test_every_constant_is_one_of_the_code_and_matters_in_some_cell() -> None:
