@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import uvloop
@@ -24,6 +25,7 @@ from sglang_sbs.router.parent import Parent
 from sglang_sbs.router.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.supervisor import supervise
+from sglang_sbs.router.tokenizer_files import tokenizer_folder
 
 logger = logging.getLogger("sglang_sbs.router")
 
@@ -48,6 +50,10 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         for warning in options.warnings:
             logger.warning("%s", warning)
     try:
+        if options.tokenizer_path is not None and options.role != "scheduler":
+            folder = tokenizer_folder(options.tokenizer_path)
+            options = replace(options, tokenizer_path=folder)
+            arguments += ["--tokenizer-path", str(folder)]  # its children need not look again
         several = options.workers > 1 or (options.take_over and options.role != "scheduler")
         if several and options.parent_fd is None:
             return uvloop.run(supervise(arguments, options))

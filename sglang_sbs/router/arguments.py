@@ -224,10 +224,10 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     )
     add(
         "tokenizer-path",
-        "model directory as the engines have it: exact prompt lengths for text and chat, and "
-        "prefixes found by their tokens",
+        "model directory as the engines have it, or the model's id on Hugging Face: exact prompt "
+        "lengths for text and chat, and prefixes found by their tokens",
         type=Path,
-        metavar="DIR",
+        metavar="DIR_OR_ID",
     )
     add("chat-template", "template file instead of the tokenizer's own", type=Path, metavar="FILE")
     add(

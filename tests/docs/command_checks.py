@@ -149,7 +149,7 @@ def _check_router(words: Sequence[str], command: Command) -> None:
 def _check_server(words: Sequence[str], command: Command) -> None:
     more = ["--model-path", "MODEL"] if command.abbreviated else []
     with _exits_are_wrong(command):
-        plan, _ = plan_from_command_line([*map(_substituted, words), *more, "--dry-run"])
+        plan, *_ = plan_from_command_line([*map(_substituted, words), *more, "--dry-run"])
     for instance in plan.instances:
         _check_sglang(instance.argv[3:], command)
     if plan.router is not None:
