@@ -69,6 +69,7 @@ async def serve(options: RouterOptions) -> int:
     """Serve until a signal; a second one ends at once. Raises: OSError, ValueError."""
     server = RouterServer(options)
     await server.start()
+    stopping = _stop_signal()
     if options.parent_fd is None:  # else the supervisor says so for all
         logger.info(
             "sglang-sbs %s: policy %s at %s:%d, metrics at :%d, EndForward at %s",
@@ -79,7 +80,6 @@ async def serve(options: RouterOptions) -> int:
             server.prometheus_port,
             server.endforward_endpoint or "nothing",
         )
-    stopping = _stop_signal()
     _tell_parent(options, {}, gone=stopping.set)
     _settle_memory()
     await stopping.wait()
