@@ -26,6 +26,7 @@ from sglang_sbs.cluster.plan import (
 )
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
+from sglang_sbs.extras import without_sglang
 from sglang_sbs.router.arguments import FlagError
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.flags import RouterOptions, parse_flags
@@ -226,6 +227,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if own.dry_run:
         print(describe(plan))
         return
+    on_cpu = own.cpu or own.virtual_gpu is not None
+    if (lacking := without_sglang("server", on_cpu=on_cpu)) is not None:
+        sys.exit(lacking)
     for flag, port in (
         ("--port", own.port),
         ("--router-prometheus-port", router.prometheus_port),

@@ -24,6 +24,7 @@ from sglang_sbs.bench.load import Latency, Workload
 from sglang_sbs.bench.passes import pass_statistics
 from sglang_sbs.bench.rig import running_rig
 from sglang_sbs.bench.runs import Run
+from sglang_sbs.extras import without_sglang
 from sglang_sbs.scheduling import POLICIES
 
 POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in POLICIES if p != "sbs"))
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if min(loads) <= 0 or args.seeds < 1 or args.requests < 1:
         parser.error("--loads, --seeds and --requests must be greater than 0")
+    if (lacking := without_sglang("bench", on_cpu=True)) is not None:
+        parser.error(lacking)
     console = Console()
     rows = asyncio.run(_sweep(args, policies, loads, topology, console))
     _print(rows, policies, loads, console)

@@ -28,6 +28,7 @@ from sglang_sbs.bench.rig import Rig, running_rig
 from sglang_sbs.bench.runs import Run
 from sglang_sbs.bench.timeline import draw_timeline
 from sglang_sbs.bench.tokens import match_tokens
+from sglang_sbs.extras import without_matplotlib, without_sglang
 from sglang_sbs.scheduling import POLICIES, TRIGGERS
 
 LOAD = 0.8
@@ -123,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.requests < 1 or args.load <= 0 or args.dp < 1:
         parser.error("--requests, --load and --dp must be greater than 0")
     _check_keep(args, parser)
+    if (lacking := without_sglang("demo", on_cpu=True)) is not None:
+        parser.error(lacking)
     console = Console()
     try:
         if args.keep:
@@ -179,6 +182,8 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     args.out.mkdir(parents=True, exist_ok=True)
     prefill, decode = args.topology_counts
     started_s = time.monotonic()
+    if (lacking := without_matplotlib()) is not None:
+        console.print(f"there will be no picture of the passes: {lacking}", soft_wrap=True)
     console.print(
         f"[bold]1.[/] {args.topology}, dp={args.dp}, SGLang {version('sglang')}, tiny MoE, "
         "virtual GPU"
