@@ -36,7 +36,7 @@ _DEFAULTS = SchedulerConfig()
 _EXAMPLE = """\
 example:
   # on every engine node: the plugin reports each forward pass to the router
-  pip install sglang-sbs
+  pip install .     # in a checkout of sglang-sbs
   SGLANG_SBS_ROUTERS=tcp://router:7600 python -m sglang.launch_server \\
       --disaggregation-mode prefill --tp 32 --dp 8 --enable-dp-attention ...
   # on the router node: the command you run today, with --policy sbs

@@ -279,6 +279,8 @@ def _check_pip(words: Sequence[str]) -> None:
             continue
         if name is None or name[1] not in (project["name"], "."):
             raise Wrong(f"pip install {word}: not this project")
+        if name[1] == project["name"] and not name[2]:
+            raise Wrong(f"pip install {word}: it is on no index; in a checkout: pip install .")
         for extra in (name[2] or "").split(","):
             if extra and extra not in project["optional-dependencies"]:
                 raise Wrong(f"pip install {word}: there is no extra {extra!r}")
