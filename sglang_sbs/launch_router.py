@@ -18,6 +18,7 @@ from typing import Any
 import uvloop
 
 from sglang_sbs import __version__
+from sglang_sbs.plain_words import counted
 from sglang_sbs.router.arguments import FlagError
 from sglang_sbs.router.flags import RouterOptions, parse_flags
 from sglang_sbs.router.logs import set_up_logging
@@ -35,10 +36,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = parse_flags(arguments, prog)
-        if options.role != "front-end" and not options.expects_workers:
+        if options.role != "front-end" and (lacking := options.roles_without_workers):
             raise FlagError(
-                "no workers: give at least one --prefill URL [BOOTSTRAP_PORT] and one "
-                "--decode URL, or --service-discovery with selectors"
+                f"no {' and no '.join(lacking)} workers: give at least one --prefill URL "
+                "[BOOTSTRAP_PORT] and one --decode URL, or --service-discovery with "
+                "--prefill-selector and --decode-selector"
             )
     except FlagError as error:
         print(f"launch_router: {error}", file=sys.stderr)
@@ -86,7 +88,13 @@ async def serve(options: RouterOptions) -> int:
     stopping.clear()
     stop = asyncio.create_task(server.stop())
     again = asyncio.create_task(stopping.wait())
-    logger.info("stopping: %d requests in flight", server.in_flight.client_requests)
+    if options.parent_fd is None:
+        logger.info(
+            "stopping: %s in flight may take %g s (--shutdown-grace-period-secs); a second Ctrl-C "
+            "or SIGTERM ends them at once",
+            counted(server.in_flight.client_requests, "request"),
+            options.shutdown_grace_s,
+        )
     await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
     if not stop.done():
         stop.cancel()

@@ -17,6 +17,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.registry import Worker
@@ -345,7 +346,7 @@ class Control:
                 ) as response:
                     return worker, response.status, await response.read()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                return worker, 0, (str(error) or type(error).__name__).encode()
+                return worker, 0, plain_error(error).encode()
 
         return list(await asyncio.gather(*map(ask, workers)))
 
