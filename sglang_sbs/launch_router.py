@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         if options.role != "front-end" and (lacking := options.roles_without_workers):
             raise FlagError(
                 f"no {' and no '.join(lacking)} workers: give at least one --prefill URL "
-                "[BOOTSTRAP_PORT] and one --decode URL, or --service-discovery with "
-                "--prefill-selector and --decode-selector"
+                "[BOOTSTRAP_PORT] and one --decode URL, or --service-discovery with selectors "
+                "for both"
             )
     except FlagError as error:
         print(f"launch_router: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,5 +48,7 @@ def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
 
 def _system_error(error: OSError) -> str:
     """asyncio puts words and addresses of its own where the system's are."""
-    known = error.errno is not None and error.errno > 0
-    return os.strerror(error.errno) if known and error.errno else error.strerror or str(error)
+    number = error.errno or 0
+    if number <= 0 or isinstance(error, ssl.SSLError):  # numbers of the resolver's and OpenSSL's
+        return error.strerror or str(error)
+    return os.strerror(number)

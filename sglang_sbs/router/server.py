@@ -30,7 +30,7 @@ from sglang_sbs.router.dispatcher import Assigner
 from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.inflight import InFlight
-from sglang_sbs.router.intake import Doorman, ParserLog
+from sglang_sbs.router.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.prompts import PromptReader
@@ -104,6 +104,8 @@ class RouterServer:
                     handler_cancellation=True,
                     access_log=None,
                     logger=parser_log,
+                    max_line_size=MAX_HEAD_LINE_BYTES,
+                    max_field_size=MAX_HEAD_LINE_BYTES,
                     keepalive_timeout=75.0,
                     shutdown_timeout=_LAST_WORDS_S,
                 ),
