@@ -4,7 +4,9 @@
 #   docker run --network host sglang-sbs --pd-disaggregation \
 #       --prefill http://p0:30000 8998 --decode http://d0:30000 --policy sbs
 #
-# For engines add the package to their own image instead: RUN pip install sglang-sbs
+# For engines add the package to their own image instead, in this folder too:
+#   COPY . /src
+#   RUN pip install /src
 # (SGLang before 0.5.11: && sglang-sbs patch apply).
 
 ARG PYTHON_VERSION=3.12

@@ -13,11 +13,13 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import uvloop
 
 from sglang_sbs import __version__
+from sglang_sbs.plain_words import counted
 from sglang_sbs.router.arguments import FlagError
 from sglang_sbs.router.flags import RouterOptions, parse_flags
 from sglang_sbs.router.logs import set_up_logging
@@ -26,6 +28,7 @@ from sglang_sbs.router.router_args import RouterArgs
 from sglang_sbs.router.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.supervisor import supervise
+from sglang_sbs.router.tokenizer_files import tokenizer_folder
 
 __all__ = ["Router", "RouterArgs", "launch_router", "main", "parse_router_args"]
 
@@ -37,10 +40,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = parse_flags(arguments, prog)
-        if options.role != "front-end" and not options.expects_workers:
+        if options.role != "front-end" and (lacking := options.roles_without_workers):
             raise FlagError(
-                "no workers: give at least one --prefill URL [BOOTSTRAP_PORT] and one "
-                "--decode URL, or --service-discovery with selectors"
+                f"no {' and no '.join(lacking)} workers: give at least one --prefill URL "
+                "[BOOTSTRAP_PORT] and one --decode URL, or --service-discovery with selectors "
+                "for both"
             )
     except FlagError as error:
         print(f"launch_router: {error}", file=sys.stderr)
@@ -52,6 +56,10 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         for warning in options.warnings:
             logger.warning("%s", warning)
     try:
+        if options.tokenizer_path is not None and options.role != "scheduler":
+            folder = tokenizer_folder(options.tokenizer_path)
+            options = replace(options, tokenizer_path=folder)
+            arguments += ["--tokenizer-path", str(folder)]  # its children need not look again
         several = options.workers > 1 or (options.take_over and options.role != "scheduler")
         if several and options.parent_fd is None:
             return uvloop.run(supervise(arguments, options))
@@ -105,6 +113,7 @@ async def serve(options: RouterOptions) -> int:
     """Serve until a signal; a second one ends at once. Raises: OSError, ValueError."""
     server = RouterServer(options)
     await server.start()
+    stopping = _stop_signal()
     if options.parent_fd is None:  # else the supervisor says so for all
         logger.info(
             "sglang-sbs %s: policy %s at %s:%d, metrics at :%d, EndForward at %s",
@@ -115,14 +124,19 @@ async def serve(options: RouterOptions) -> int:
             server.prometheus_port,
             server.endforward_endpoint or "nothing",
         )
-    stopping = _stop_signal()
     _tell_parent(options, {}, gone=stopping.set)
     _settle_memory()
     await stopping.wait()
     stopping.clear()
     stop = asyncio.create_task(server.stop())
     again = asyncio.create_task(stopping.wait())
-    logger.info("stopping: %d requests in flight", server.in_flight.client_requests)
+    if options.parent_fd is None:
+        logger.info(
+            "stopping: %s in flight may take %g s (--shutdown-grace-period-secs); a second Ctrl-C "
+            "or SIGTERM ends them at once",
+            counted(server.in_flight.client_requests, "request"),
+            options.shutdown_grace_s,
+        )
     await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
     if not stop.done():
         stop.cancel()

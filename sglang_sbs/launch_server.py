@@ -22,9 +22,15 @@ from sglang_sbs.cluster.plan import (
     ClusterPlan,
     PlanError,
     plan_cluster,
+    text_flag,
 )
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
+from sglang_sbs.extras import without_sglang
+from sglang_sbs.router.arguments import FlagError
+from sglang_sbs.router.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.flags import RouterOptions, parse_flags
+from sglang_sbs.router.tokenizer_files import tokenizer_folder
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 ROUTER_PREFIX = "--router-"
@@ -48,6 +54,8 @@ the same without GPUs, with the tiny model of the tests and modelled forward tim
 --router-FLAG is passed to the router as --FLAG (python -m sglang_sbs.launch_router --help);
 --policy, --prefill-policy, --decode-policy and --sbs-* need no prefix. Every other flag goes to
 all SGLang engines as it is (python -m sglang.launch_server --help). --dry-run shows the result.
+The router counts tokens with the model's tokenizer (fetched from Hugging Face when --model-path is
+an id); --router-tokenizer-path names another.
 """
 
 
@@ -127,12 +135,15 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return engine, router
 
 
-def plan_from_command_line(arguments: Sequence[str]) -> tuple[ClusterPlan, argparse.Namespace]:
+def plan_from_command_line(
+    arguments: Sequence[str],
+) -> tuple[ClusterPlan, argparse.Namespace, RouterOptions]:
     """Parse and plan; exits with a message that names the flag when something is wrong."""
     parser = build_parser()
     own, rest = parser.parse_known_args(arguments)
     try:
         engine_flags, router_flags = split_flags(rest)
+        router = parse_flags(router_flags)
         options = ClusterOptions(
             model_path=own.model_path,
             prefill_instances=own.prefill_instances,
@@ -145,12 +156,34 @@ def plan_from_command_line(arguments: Sequence[str]) -> tuple[ClusterPlan, argpa
             log_dir=own.log_dir or _new_log_dir(own.dry_run),
             environment=dict(os.environ),
             router_flags=router_flags,
+            router_tokenizer=_router_tokenizer(own.model_path, engine_flags, router),
             router_host=own.host,
             router_port=own.port,
         )
-        return plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE)), own
-    except PlanError as error:
+        return plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE)), own, router
+    except (PlanError, FlagError) as error:
         parser.error(str(error))
+
+
+def _router_tokenizer(model: str, engine_flags: Sequence[str], router: RouterOptions) -> str:
+    """What the router can count tokens with; empty, and said, if the model has no such thing.
+
+    Raises:
+        PlanError: the user named a tokenizer or template for the router that it cannot use.
+    """
+    named = str(router.tokenizer_path or text_flag(engine_flags, "--tokenizer-path") or model)
+    try:
+        ChatTokenizer.load(tokenizer_folder(Path(named)), router.chat_template)
+    except ValueError as error:
+        if router.tokenizer_path is not None or router.chat_template is not None:
+            raise PlanError(str(error)) from error
+        print(
+            f"the router will estimate prompt lengths: {error}. Give it a tokenizer with "
+            "--router-tokenizer-path",
+            file=sys.stderr,
+        )
+        return ""
+    return named
 
 
 def _new_log_dir(dry_run: bool) -> Path:
@@ -190,12 +223,19 @@ async def _say_ready(cluster: LocalCluster) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point; exits non-zero when the cluster did not start or a process of it died."""
-    plan, own = plan_from_command_line(sys.argv[1:] if arguments is None else arguments)
+    plan, own, router = plan_from_command_line(sys.argv[1:] if arguments is None else arguments)
     if own.dry_run:
         print(describe(plan))
         return
-    if not is_port_free(own.port):
-        sys.exit(f"port {own.port} is in use: choose another with --port")
+    on_cpu = own.cpu or own.virtual_gpu is not None
+    if (lacking := without_sglang("server", on_cpu=on_cpu)) is not None:
+        sys.exit(lacking)
+    for flag, port in (
+        ("--port", own.port),
+        ("--router-prometheus-port", router.prometheus_port),
+    ):
+        if not is_port_free(port):
+            sys.exit(f"port {port} is in use: choose another with {flag}")
     sys.exit(asyncio.run(serve_until_stopped(plan, own.startup_timeout, _say_ready)))
 
 

@@ -82,10 +82,7 @@ router() {
         --sbs-endforward-bind "tcp://127.0.0.1:$ENDFORWARD_PORT"
         --prometheus-host 127.0.0.1 --prometheus-port "$METRICS_PORT"
     )
-    if [[ -d $MODEL_PATH ]]; then
-        flags+=(--tokenizer-path "$MODEL_PATH")
-    fi
-    flags+=(${ROUTER_EXTRA[@]+"${ROUTER_EXTRA[@]}"})
+    flags+=(--tokenizer-path "$MODEL_PATH" ${ROUTER_EXTRA[@]+"${ROUTER_EXTRA[@]}"})
     launch "$PYTHON" -m sglang_sbs.launch_router "${flags[@]}"
 }
 

@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 import orjson
 from rich.console import Console
-from rich.table import Table
 
 from sglang_sbs.bench.demo import parse_topology
 from sglang_sbs.bench.load import Latency, Workload
 from sglang_sbs.bench.passes import pass_statistics
 from sglang_sbs.bench.rig import running_rig
 from sglang_sbs.bench.runs import Run
+from sglang_sbs.bench.terminal import result_table
+from sglang_sbs.extras import without_sglang
 from sglang_sbs.scheduling import POLICIES
 
 POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in POLICIES if p != "sbs"))
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if min(loads) <= 0 or args.seeds < 1 or args.requests < 1:
         parser.error("--loads, --seeds and --requests must be greater than 0")
+    if (lacking := without_sglang("bench", on_cpu=True)) is not None:
+        parser.error(lacking)
     console = Console()
     rows = asyncio.run(_sweep(args, policies, loads, topology, console))
     _print(rows, policies, loads, console)
@@ -153,21 +156,16 @@ def _print(
     loads: Sequence[float],
     console: Console,
 ) -> None:
-    latency = Table(title=f"TTFT, mean over seeds; ratio: {policies[0]} / this policy (min-max)")
-    for column in ("load", "policy", "mean ms", "p99 ms", "ratio of means", "failed"):
-        latency.add_column(column, justify="right")
-    engine = Table(title="prefill passes between ramp-up and drain")
-    for column in (
-        "load",
-        "policy",
-        "passes",
-        "chunk use",
-        "ranks busy",
-        "gap ms",
-        "bubble",
-        "idle",
-    ):
-        engine.add_column(column, justify="right")
+    latency = result_table(
+        f"TTFT, mean over seeds; ratio: {policies[0]} / this policy (min-max)",
+        ["load", "policy"],
+        ["mean ms", "p99 ms", "ratio of means", "failed"],
+    )
+    engine = result_table(
+        "prefill passes between ramp-up and drain",
+        ["load", "policy"],
+        ["passes", "chunk use", "ranks busy", "gap ms", "bubble", "idle"],
+    )
     for load in loads:
         for policy in policies:
             mine = [r for r in rows if r["policy"] == policy and r["load"] == load]

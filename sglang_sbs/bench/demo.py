@@ -19,15 +19,16 @@ from typing import Any
 
 import orjson
 from rich.console import Console
-from rich.table import Table
 
 from sglang_sbs.bench.keep import KeepOptions, keep
 from sglang_sbs.bench.load import Latency, Workload
 from sglang_sbs.bench.passes import pass_statistics
 from sglang_sbs.bench.rig import Rig, running_rig
 from sglang_sbs.bench.runs import Run
+from sglang_sbs.bench.terminal import result_table
 from sglang_sbs.bench.timeline import draw_timeline
 from sglang_sbs.bench.tokens import match_tokens
+from sglang_sbs.extras import without_matplotlib, without_sglang
 from sglang_sbs.scheduling import POLICIES, TRIGGERS
 
 LOAD = 0.8
@@ -123,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.requests < 1 or args.load <= 0 or args.dp < 1:
         parser.error("--requests, --load and --dp must be greater than 0")
     _check_keep(args, parser)
+    if (lacking := without_sglang("demo", on_cpu=True)) is not None:
+        parser.error(lacking)
     console = Console()
     try:
         if args.keep:
@@ -179,6 +182,8 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     args.out.mkdir(parents=True, exist_ok=True)
     prefill, decode = args.topology_counts
     started_s = time.monotonic()
+    if (lacking := without_matplotlib()) is not None:
+        console.print(f"there will be no picture of the passes: {lacking}", soft_wrap=True)
     console.print(
         f"[bold]1.[/] {args.topology}, dp={args.dp}, SGLang {version('sglang')}, tiny MoE, "
         "virtual GPU"
@@ -246,10 +251,8 @@ def _policy_result(run: Run, rig: Rig) -> dict[str, Any]:
 
 
 def _print_runs(runs: Sequence[Run], console: Console) -> None:
-    table = Table(title="requests per DP rank (EndForward messages)")
-    table.add_column("rank")
-    for run in runs:
-        table.add_column(run.label, justify="right")
+    labels = [run.label for run in runs]
+    table = result_table("requests per DP rank (EndForward messages)", ["rank"], labels)
     ranks = sorted({k for r in runs for k in (*r.engines.prefill_ranks, *r.engines.decode_ranks)})
     for rank in sorted(ranks, key=lambda k: (not k.startswith("p"), k)):
         counts = [
@@ -259,17 +262,11 @@ def _print_runs(runs: Sequence[Run], console: Console) -> None:
         ]
         table.add_row(rank, *counts)
     console.print(table)
-    summary = Table(title="time to first token")
-    for column in (
-        "policy",
-        "completed",
-        "mean ms",
-        "p50 ms",
-        "p99 ms",
-        "tokens/pass",
-        "ranks busy",
-    ):
-        summary.add_column(column, justify="left" if column == "policy" else "right")
+    summary = result_table(
+        "time to first token",
+        ["policy"],
+        ["completed", "mean ms", "p50 ms", "p99 ms", "tokens per pass", "ranks busy"],
+    )
     for run in runs:
         ttft = Latency.of([s.ttft_s for s in run.completed])
         passes = pass_statistics(run.engines.passes, run.engines.chunk_tokens)

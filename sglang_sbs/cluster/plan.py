@@ -87,6 +87,8 @@ class ClusterOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     with_router: bool = True
     router_flags: Sequence[str] = ()
+    router_tokenizer: str | None = None
+    """What the router counts tokens with; ``None``: the model's; empty: it estimates."""
     router_host: str = "127.0.0.1"
     router_port: int | None = None
 
@@ -160,7 +162,7 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
     if on_cpu:
         environment |= cpu_engine_environment(gpus_per_instance, options.virtual_gpu, environment)
     endforward_endpoint: str | None = None
-    key_file = _text_flag(options.router_flags, "--sbs-endforward-key-file")
+    key_file = text_flag(options.router_flags, "--sbs-endforward-key-file")
     router_port = options.router_port
     if options.with_router:
         first = next(port_blocks)
@@ -273,7 +275,7 @@ def _wants_kv_events(options: ClusterOptions) -> bool:
     names = {word.partition("=")[0] for word in given}
     return (
         options.with_router
-        and _text_flag(options.router_flags, "--sbs-prefix-source") in ("", "auto", "events")
+        and text_flag(options.router_flags, "--sbs-prefix-source") in ("", "auto", "events")
         and not names & {"--disable-radix-cache", "--kv-events-config"}
         and _int_flag(given, "--page-size") >= MIN_KV_EVENTS_PAGE_SIZE
     )
@@ -311,13 +313,12 @@ def _plan_router(
         elif instance.role is Role.DECODE:
             argv += ["--decode", instance.url]
     argv += ["--host", options.router_host, "--port", str(port)]
-    argv += _without_given(
-        [
-            *("--tokenizer-path", options.model_path),
-            *("--sbs-endforward-bind", endforward_endpoint),
-        ],
-        options.router_flags,
-    )
+    tokenizer = options.router_tokenizer
+    if tokenizer is None:
+        tokenizer = options.model_path
+    defaults = ["--tokenizer-path", tokenizer] if tokenizer else []
+    defaults += ["--sbs-endforward-bind", endforward_endpoint]
+    argv += _without_given(defaults, options.router_flags)
     argv += options.router_flags
     # A wildcard address is where to listen, not where to connect to.
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.router_host, options.router_host)
@@ -330,7 +331,7 @@ def _plan_router(
     )
 
 
-def _text_flag(flags: Sequence[str], name: str) -> str:
+def text_flag(flags: Sequence[str], name: str) -> str:
     """Value of the last `name` in `flags`, in either spelling of router flags; empty without."""
     names = (name, name.replace("--", "--router-", 1))
     value = ""

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 
-from sglang_sbs.cluster.local import ClusterStartError, LocalCluster
+from sglang_sbs.cluster.local import ENGINE_STOP_GRACE_S, ClusterStartError, LocalCluster
 from sglang_sbs.cluster.plan import ClusterPlan
 from sglang_sbs.cluster.progress import show_progress
 from sglang_sbs.cluster.spawn import SpawnError
@@ -66,5 +66,5 @@ async def serve_until_stopped(
             print(death.result(), file=sys.stderr)
             return 1
         death.cancel()
-        print("Stopping", flush=True)
+        print(f"Stopping; this takes up to {ENGINE_STOP_GRACE_S:.0f} s", flush=True)
         return 0

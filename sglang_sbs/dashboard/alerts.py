@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from sglang_sbs.plain_words import counted
 from sglang_sbs.router.flags import FEEDBACK_POLICIES
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
@@ -70,7 +71,8 @@ def find_alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> 
     found += _cluster(snapshot)
     found += _queue(snapshot, config)
     for cause, count in sorted(recent.refusals.items()):
-        found.append(Alert("warning", "refused", "", f"{count} requests refused in 60 s: {cause}"))
+        text = f"{counted(count, 'request')} refused in 60 s: {cause}"
+        found.append(Alert("warning", "refused", "", text))
     stale_s = max(STALE_S, STALE_PASSES * snapshot.mean_forward_s)
     feedback = snapshot.policy in FEEDBACK_POLICIES
     for prefill in snapshot.prefill:
@@ -86,8 +88,8 @@ def find_alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> 
                 "critical",
                 "scheduler_errors",
                 "",
-                f"the scheduler failed on {recent.scheduler_errors} events: a defect; the "
-                "router's log has the cause",
+                f"the scheduler failed on {counted(recent.scheduler_errors, 'event')}: a defect; "
+                "the router's log has the cause",
             )
         )
     return sorted(found, key=lambda alert: alert.severity != "critical")
@@ -117,11 +119,11 @@ def _queue(snapshot: Snapshot, config: SchedulerConfig) -> list[Alert]:
         )
         found.append(Alert("critical", "throttled", "", text))
     for held, limit, what in (
-        (snapshot.queue_requests, config.max_queue_requests, "requests"),
-        (snapshot.queue_tokens, config.max_queue_tokens, "prompt tokens"),
+        (snapshot.queue_requests, config.max_queue_requests, "request"),
+        (snapshot.queue_tokens, config.max_queue_tokens, "prompt token"),
     ):
         if limit and held >= NEAR_LIMIT * limit:
-            text = f"{held:,} {what} wait, the limit is {limit:,}: further ones will be refused"
+            text = f"waiting: {counted(held, what)} of {limit:,}; further ones will be refused"
             found.append(Alert("warning", "queue", "", text))
     return found
 
@@ -130,8 +132,8 @@ def _prefill(prefill: PrefillState, fires: int, feedback: bool) -> list[Alert]:
     found = []
     if fires:
         text = (
-            f"the watchdog reset its state {fires} times in 60 s: it took work and fell silent; "
-            "see the engine's log and its path to --sbs-endforward-bind"
+            f"the watchdog reset its state {counted(fires, 'time')} in 60 s: it took "
+            "work and fell silent; see the engine's log and its path to --sbs-endforward-bind"
         )
         found.append(Alert("critical", "watchdog", prefill.instance, text))
     if prefill.up and feedback and prefill.tier in _FALLBACK:

@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from sglang_sbs.dashboard.pages import EVENTS_PATH, SILENT_S
+from sglang_sbs.plain_words import plain_error
 
 _CONNECT_S = 5.0
 _MAX_EVENT_BYTES = 64 << 20
@@ -40,7 +41,7 @@ async def frames(router: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
             async for frame in _parse(answer):
                 yield frame
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        text = str(error) or type(error).__name__
+        text = plain_error(error)
         raise DashboardError(f"{router}: {text} (is the router there? --router URL)") from error
 
 

@@ -83,8 +83,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "version.needs-patch": Entry(
         _WARNING,
-        "This SGLang has no plugin framework (it begins with 0.5.11), so that pip install "
-        "sglang-sbs alone sends no EndForward.",
+        "This SGLang has no plugin framework (it begins with 0.5.11), so that "
+        "sglang-sbs installed beside it alone sends no EndForward.",
         "on the engine's machine: sglang-sbs patch apply, then restart it; or upgrade SGLang",
     ),
     "version.coupled": Entry(
@@ -101,12 +101,12 @@ ENTRIES: dict[str, Entry] = {
     "version.mixed-plugin": Entry(
         _WARNING,
         "Engines run different sglang-sbs releases, or another one than this doctor (and router).",
-        "pip install the same sglang-sbs on all engines and routers",
+        "install the same sglang-sbs on all engines and routers",
     ),
     "version.wire": Entry(
         _ERROR,
         "The plugin speaks another version of the EndForward message than this release reads.",
-        "pip install the same sglang-sbs on engines and routers",
+        "install the same sglang-sbs on engines and routers",
     ),
     "version.mixed-kernel": Entry(
         _WARNING,
@@ -124,8 +124,9 @@ ENTRIES: dict[str, Entry] = {
         _WARNING,
         "The plugin is not installed in this engine's Python, or not configured. SBS then falls "
         "back to load polls and the engine's own answers: coarser.",
-        "pip install sglang-sbs next to SGLang, set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, restart "
-        "(and have sglang_sbs in SGLANG_PLUGINS if that is set)",
+        "install sglang-sbs next to SGLang (pip install . in a checkout of it), set "
+        "SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, restart (and have sglang_sbs in "
+        "SGLANG_PLUGINS if that is set)",
     ),
     "plugin.unknown": Entry(
         _NOTE,

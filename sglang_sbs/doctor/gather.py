@@ -21,6 +21,7 @@ import orjson
 
 from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, Target
 from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.monitor import parse_loads
 from sglang_sbs.router.registry import Worker
@@ -90,7 +91,7 @@ class Asker:
 
     async def _why(self, url: str, error: Exception, limit_s: float) -> Failure:
         scheme, host, port = split_worker_url(url)
-        text = str(error) or type(error).__name__
+        text = plain_error(error)
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             return Failure("certificate", text)
         if isinstance(error, aiohttp.ClientConnectorSSLError | ssl.SSLError):

@@ -36,7 +36,7 @@ _DEFAULTS = SchedulerConfig()
 _EXAMPLE = """\
 example:
   # on every engine node: the plugin reports each forward pass to the router
-  pip install sglang-sbs
+  pip install .     # in a checkout of sglang-sbs
   SGLANG_SBS_ROUTERS=tcp://router:7600 python -m sglang.launch_server \\
       --disaggregation-mode prefill --tp 32 --dp 8 --enable-dp-attention ...
   # on the router node: the command you run today, with --policy sbs
@@ -247,10 +247,10 @@ def add_flags(
     )
     add(
         "tokenizer-path",
-        "model directory as the engines have it: exact prompt lengths for text and chat, and "
-        "prefixes found by their tokens",
+        "model directory as the engines have it, or the model's id on Hugging Face: exact prompt "
+        "lengths for text and chat, and prefixes found by their tokens",
         type=Path,
-        metavar="DIR",
+        metavar="DIR_OR_ID",
     )
     add("chat-template", "template file instead of the tokenizer's own", type=Path, metavar="FILE")
     add(

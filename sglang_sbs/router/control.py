@@ -17,6 +17,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.registry import Worker
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _ASK_TIMEOUT_S = 30.0
+_MOST_TOKENS = 1 << 31
 _SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
@@ -102,7 +104,7 @@ class Control:
     # Model and server -------------------------------------------------------------------------
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
-        cards = self._model_cards()
+        cards = await self._model_cards()
         if not cards:
             return web.Response(status=503, text="No models available")
         return _json({"object": "list", "data": list(cards.values())})
@@ -110,24 +112,36 @@ class Control:
     async def model(self, request: web.Request) -> web.StreamResponse:
         """One model, as OpenAI's clients ask for it."""
         name = request.match_info["model"]
-        card = self._model_cards().get(name)
+        card = (await self._model_cards()).get(name)
         if card is None:
             raise RouterError(404, "model_not_found", f"The model {name!r} does not exist")
         return _json(card)
 
-    def _model_cards(self) -> dict[str, dict[str, Any]]:
+    async def _model_cards(self) -> dict[str, dict[str, Any]]:
         """What the workers serve, by name, in the fields SGLang gives."""
+        named = [(w, w.info) for w in self._registry if w.info and w.info.model_id]
+        # One engine of each model knows its context length; its longest prompt is nearly that.
+        asked = {info.model_id: worker for worker, info in named if worker.usable}
+        answers = await self._ask_all(asked.values(), "GET", "/v1/models")
+        told = {
+            card.get("id"): card.get("max_model_len")
+            for _, status, body in answers
+            if status == 200 and isinstance(cards := _engine_object(body).get("data"), list)
+            for card in cards
+            if isinstance(card, dict) and isinstance(card.get("id"), str)
+        }
         return {
-            worker.info.model_id: {
-                "id": worker.info.model_id,
+            info.model_id: {
+                "id": info.model_id,
                 "object": "model",
                 "created": self._server.started_at,
                 "owned_by": "local",
-                "root": worker.info.model_id,
-                "max_model_len": worker.info.max_request_tokens or None,
+                "root": info.model_id,
+                "max_model_len": _length(told.get(info.model_id))
+                or info.max_request_tokens
+                or None,
             }
-            for worker in self._registry
-            if worker.info and worker.info.model_id
+            for _, info in named
         }
 
     async def model_info(self, _request: web.Request) -> web.StreamResponse:
@@ -345,7 +359,7 @@ class Control:
                 ) as response:
                     return worker, response.status, await response.read()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                return worker, 0, (str(error) or type(error).__name__).encode()
+                return worker, 0, plain_error(error).encode()
 
         return list(await asyncio.gather(*map(ask, workers)))
 
@@ -401,6 +415,11 @@ def _engine_object(raw: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _length(value: Any) -> int | None:
+    """A number of tokens from an engine's answer; ``None``: it is none."""
+    return value if isinstance(value, int) and 0 < value <= _MOST_TOKENS else None
 
 
 def without_secrets(value: Any) -> Any:

@@ -119,11 +119,16 @@ class RouterOptions:
         return self.prefix_source != "off" and self.scheduler.policy in PREFIX_POLICIES
 
     @property
-    def expects_workers(self) -> bool:
-        """Whether there is, or may come, an instance of each role."""
+    def roles_without_workers(self) -> list[str]:
+        """Those of which there is no instance, and none may come."""
         found = self.discovery or DiscoveryConfig()
-        prefill = bool(self.prefill or found.prefill_selector)
-        return self.starts_empty or (prefill and bool(self.decode or found.decode_selector))
+        if self.starts_empty:
+            return []
+        known = {
+            "prefill": self.prefill or found.prefill_selector,
+            "decode": self.decode or found.decode_selector,
+        }
+        return [role for role, workers in known.items() if not workers]
 
     @property
     def worker_key(self) -> str | None:

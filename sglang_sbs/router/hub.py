@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from sglang_sbs.plain_words import counted
 from sglang_sbs.router.decision_times import Spread
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.mirror import state_of
@@ -472,10 +473,10 @@ class Hub:
         else:
             logger.log(
                 logging.WARNING if session.requests else logging.INFO,
-                "front end %s is gone (%s): %d requests end",
+                "front end %s is gone (%s) with %s",
                 session.name,
                 why,
-                len(session.requests),
+                counted(len(session.requests), "request"),
             )
             self._retire_page(self._pages.pop(session.front_end, ""))
         requests, session.requests = session.requests, {}

@@ -22,6 +22,8 @@ from sglang_sbs.router.errors import RouterError
 GRACE_S = 30.0
 """For the first request head of a connection, and for a body before its pace counts."""
 MIN_BYTES_PER_S = 16 * 1024
+MAX_HEAD_LINE_BYTES = 32 * 1024
+"""Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
 
 
 async def read_body(request: Client, limit_bytes: int) -> bytes:

@@ -35,6 +35,7 @@ from typing import Any, Protocol, Unpack
 
 import msgspec
 
+from sglang_sbs.plain_words import counted
 from sglang_sbs.router.dispatcher import Arrival, Assignment, DispatchObserver, lost_track
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.router.mirror import MirroredRegistry
@@ -358,9 +359,9 @@ class SchedulerLink:
         if not self.connected:
             return
         logger.info(
-            "connected to the %sscheduler; announced %d requests in flight",
+            "connected to the %sscheduler; announced %s in flight",
             "restarted " if restarted else "",
-            len(placed),
+            counted(len(placed), "request"),
         )
 
     def _placed(self) -> Iterable[RequestAdopted]:

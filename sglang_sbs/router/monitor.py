@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
 from sglang_sbs.router.upstream import Pool, UpstreamError, fetch, is_our_own
@@ -230,7 +231,7 @@ class Monitor:
                 if is_our_own(error):
                     logger.error("cannot check %s: %s", worker.url, error)
                     return None
-                return _Problem(f"GET {path}: {_describe_error(error)}", silent=True)
+                return _Problem(f"GET {path}: {plain_error(error)}", silent=True)
             if status == 404 and not configured and path != paths[-1]:
                 continue
             self._probe_path[worker.url] = path
@@ -255,7 +256,7 @@ class Monitor:
                 raise UnusableWorker("/server_info is not a JSON object")
             info = parse_server_info(value, worker.role)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            text = f"waiting for it: /server_info: {_describe_error(error)}"
+            text = f"waiting for it: /server_info: {plain_error(error)}"
             self._registry.report_problem(worker, "unreachable", text)
             return False
         except (UnusableWorker, orjson.JSONDecodeError) as error:
@@ -347,9 +348,3 @@ def parse_loads(worker: Worker, data: bytes) -> LoadPolled | None:
         )
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
-
-
-def _describe_error(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return str(error) or type(error).__name__

@@ -532,14 +532,14 @@ def _why_mute(info: WorkerInfo) -> str:
     if info.sbs is None and version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
         wanted = ".".join(map(str, PLUGIN_VERSION))
         return (
-            f"SGLang {info.version} loads no plugins: pip install sglang-sbs next to it, run "
+            f"SGLang {info.version} loads no plugins: install sglang-sbs next to it, run "
             "'sglang-sbs patch apply' there and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, or "
             f"upgrade the engine to {wanted} or later"
         )
     if info.sbs is None:
         return (
-            "the sglang-sbs plugin is not installed or not configured there: pip install "
-            "sglang-sbs next to SGLang and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
+            "the sglang-sbs plugin is not installed or not configured there: pip install . in a "
+            "checkout of sglang-sbs, next to SGLang, and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
         )
     speaks = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
     return (

@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.dashboard.leases import Leases
+from sglang_sbs.plain_words import naming_port
 from sglang_sbs.router.decision_times import lag_families
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.hub import Hub
@@ -170,8 +171,9 @@ class SchedulerProcess:
             await self._site(self._runner)
 
     async def _site(self, runner: web.AppRunner) -> None:
-        site = web.TCPSite(runner, self.options.prometheus_host, self.options.prometheus_port)
-        await site.start()
+        host, port = self.options.prometheus_host, self.options.prometheus_port
+        with naming_port("--prometheus-port", host, port):
+            await web.TCPSite(runner, host, port).start()
         self.prometheus_port = int(runner.addresses[0][1])
 
     async def _site_when_free(self, runner: web.AppRunner) -> None:

@@ -12,12 +12,14 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import aiohttp
 from aiohttp import web
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.pages import Dashboard
+from sglang_sbs.plain_words import counted, naming_port
 from sglang_sbs.router.admission import Admission
 from sglang_sbs.router.app import KINDS, Surface
 from sglang_sbs.router.block_names import BlockNamer
@@ -27,7 +29,7 @@ from sglang_sbs.router.dispatcher import Assigner
 from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.inflight import InFlight
-from sglang_sbs.router.intake import Doorman, ParserLog
+from sglang_sbs.router.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.prompts import PromptReader
@@ -102,6 +104,8 @@ class RouterServer:
                     handler_cancellation=True,
                     access_log=None,
                     logger=parser_log,
+                    max_line_size=MAX_HEAD_LINE_BYTES,
+                    max_field_size=MAX_HEAD_LINE_BYTES,
                     keepalive_timeout=75.0,
                     shutdown_timeout=_LAST_WORDS_S,
                 ),
@@ -210,7 +214,7 @@ class RouterServer:
                     await self._wait_for_idle_connections()
         left = self.in_flight.abort_all()
         if left:
-            logger.warning("aborting %d requests still in flight", left)
+            logger.warning("aborting %s still in flight", counted(left, "request"))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self.in_flight.wait_idle()
@@ -293,20 +297,16 @@ class RouterServer:
         self.doorman = Doorman()
         direct = DirectPort(surface, tuple(KINDS), self.doorman, runner.server)
         self._direct = direct
-        loop = asyncio.get_running_loop()
         tls = server_ssl(self.options)
+        open_port = partial(
+            asyncio.get_running_loop().create_server, direct, ssl=tls, backlog=_BACKLOG
+        )
         if options.listen_fds:
             for fd in options.listen_fds:
-                inherited = socket.socket(fileno=fd)
-                self._listening.append(
-                    await loop.create_server(direct, sock=inherited, ssl=tls, backlog=_BACKLOG)
-                )
+                self._listening.append(await open_port(sock=socket.socket(fileno=fd)))
         else:
-            self._listening.append(
-                await loop.create_server(
-                    direct, options.host, options.port, ssl=tls, backlog=_BACKLOG
-                )
-            )
+            with naming_port("--port", options.host, options.port):
+                self._listening.append(await open_port(options.host, options.port))
         for listening in self._listening:
             for sock in listening.sockets:  # what is accepted inherits it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -314,8 +314,9 @@ class RouterServer:
 
     async def _listen_for_metrics(self, runner: web.AppRunner) -> int:
         await runner.setup()
-        site = web.TCPSite(runner, self.options.prometheus_host, self.options.prometheus_port)
-        await site.start()
+        host, port = self.options.prometheus_host, self.options.prometheus_port
+        with naming_port("--prometheus-port", host, port):
+            await web.TCPSite(runner, host, port).start()
         return int(runner.addresses[0][1])
 
     # Metrics ----------------------------------------------------------------------------------

@@ -364,7 +364,11 @@ class Supervisor:
     async def _stop(self) -> int:
         """Front ends drain first: they need the scheduler to the last."""
         self._stopping.clear()
-        logger.info("stopping: front ends finish what they have")
+        logger.info(
+            "stopping: front ends finish what they have, for at most %g s "
+            "(--shutdown-grace-period-secs); a second Ctrl-C or SIGTERM ends them at once",
+            self._options.shutdown_grace_s,
+        )
         if self._scheduler is not None:
             self._scheduler.let_go()
         for child in self._front_ends:

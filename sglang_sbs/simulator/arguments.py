@@ -14,6 +14,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sglang_sbs.extras import without_matplotlib
 from sglang_sbs.outputs import try_to_write
 from sglang_sbs.simulator.cost import COSTS, CostError, cost_name, find_cost
 from sglang_sbs.simulator.sweep import WARM_UP_S, Row, Task, run_all
@@ -164,7 +165,10 @@ def add_prefill_runs(parser: argparse.ArgumentParser, policies: str) -> None:
         help=f"simulated seconds, {WARM_UP_S:g} of them warm-up (80)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="picture (png, svg) or page with tables (html)"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="picture (png, svg) or page with tables (html); wants matplotlib",
     )
 
 
@@ -177,8 +181,8 @@ def check_prefill_runs(args: argparse.Namespace, parser: argparse.ArgumentParser
 
 
 def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the program with code 2 if ``--json``, ``--plot`` or ``--out`` cannot be written: before
-    anything is simulated for it."""
+    """Ends the program with code 2 if ``--json``, ``--plot`` or ``--out`` cannot be written or
+    drawn: before anything is simulated for it."""
     for name in ("json", "plot", "out"):
         path: Path | None = getattr(args, name, None)
         if path is None:
@@ -191,6 +195,8 @@ def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
                 try_to_write(path)
         except OSError as error:
             parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
+        if name != "json" and (lacking := without_matplotlib()) is not None:
+            parser.error(f"--{name} {path}: a picture is wanted, but {lacking}")
 
 
 def given(

@@ -97,7 +97,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_overlap(parser, default=False)
     parser.add_argument("--quick", action="store_true", help="shorter runs, rougher figures")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/paper"), help="page and pictures (out/paper)"
+        "--out",
+        type=Path,
+        default=Path("out/paper"),
+        help="page and pictures (out/paper); wants matplotlib",
     )
     return parser
 

@@ -82,6 +82,8 @@ class MockEngine:
         self._running = asyncio.Event()
         self._running.set()
         self._server_info = server_info or {}
+        self.max_model_len: Any = 32_774
+        """In ``GET /v1/models``; ``None``: it has no such endpoint."""
         self._sbs_block = sbs_block
         self._runner: web.AppRunner | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -102,6 +104,7 @@ class MockEngine:
         app.router.add_get("/server_info", self._get_server_info)
         app.router.add_get("/model_info", self._get_model_info)
         app.router.add_get("/get_model_info", self._get_model_info)
+        app.router.add_get("/v1/models", self._get_models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/loads", self._get_loads)
         app.router.add_get("/ready", self._get_ready)
@@ -412,6 +415,12 @@ class MockEngine:
         if self._sbs_block:
             info["sbs"] = {"boot_id": self.boot_id, "routers": [], "bind": None}
         return _json(info | self._server_info)
+
+    async def _get_models(self, request: web.Request) -> web.StreamResponse:
+        if self.max_model_len is None:
+            return web.Response(status=404)
+        card = {"id": "mock", "object": "model", "max_model_len": self.max_model_len}
+        return _json({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1

@@ -149,7 +149,7 @@ def _check_router(words: Sequence[str], command: Command) -> None:
 def _check_server(words: Sequence[str], command: Command) -> None:
     more = ["--model-path", "MODEL"] if command.abbreviated else []
     with _exits_are_wrong(command):
-        plan, _ = plan_from_command_line([*map(_substituted, words), *more, "--dry-run"])
+        plan, *_ = plan_from_command_line([*map(_substituted, words), *more, "--dry-run"])
     for instance in plan.instances:
         _check_sglang(instance.argv[3:], command)
     if plan.router is not None:
@@ -279,6 +279,8 @@ def _check_pip(words: Sequence[str]) -> None:
             continue
         if name is None or name[1] not in (project["name"], "."):
             raise Wrong(f"pip install {word}: not this project")
+        if name[1] == project["name"] and not name[2]:
+            raise Wrong(f"pip install {word}: it is on no index; in a checkout: pip install .")
         for extra in (name[2] or "").split(","):
             if extra and extra not in project["optional-dependencies"]:
                 raise Wrong(f"pip install {word}: there is no extra {extra!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import aiohttp
 import pytest
 from command_checks import Wrong, check, curl_requests
@@ -43,6 +45,7 @@ def test_a_documented_command_is_understood(command: Command) -> None:
         "scripts/bench-decisions --no-such-flag",
         "scripts/test tests/no-such-file.py",
         "pip install no-such-package",
+        "pip install sglang-sbs",
         "pip install 'sglang-sbs[no-such-extra]'",
         "curl http://router:29000/workers",
         "export SGLANG_SBS_NO_SUCH=1",
@@ -144,3 +147,16 @@ not_a_command
 def test_a_quote_that_is_left_open_is_an_error() -> None:
     with pytest.raises(ValueError, match="page:2: a quote or a line is left open"):
         commands_of("```bash\necho 'a\n```", "page")
+
+
+def test_nothing_asks_an_index_for_this_project() -> None:
+    """It is on none, so that whoever took the name there could have his code run. With an extra it
+    is a hint to who has it installed: pip then gets what the extra names only."""
+    asks = re.compile(r"""pip install[\s"']*(?:--\S+\s+)*sglang[-_]sbs(?![\w\[]|-\*\.whl)""")
+    assert asks.search('"pip install "\n    "sglang-sbs next to"')
+    assert not asks.search("pip install 'sglang-sbs[jwt]', pip install sglang_sbs-*.whl")
+    folders = ("docs", "examples", "patches", "scripts", "sglang_sbs")
+    files = [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "CONTRIBUTING.md"]
+    files += [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
+    texts = {file: file.read_bytes().decode("utf-8", "replace") for file in files}
+    assert [file for file, text in texts.items() if asks.search(text)] == []

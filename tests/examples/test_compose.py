@@ -76,6 +76,16 @@ def test_engines_are_those_of_the_single_node_example(services: dict[str, Any]) 
     assert read[2]["max_running_requests"] // read[2]["dp_size"] == 128
 
 
+def test_images_are_built_from_this_checkout(services: dict[str, Any]) -> None:
+    for name in (*ENGINES, "router"):
+        assert (FOLDER / services[name]["build"]["context"]).resolve() == ROOT
+    from_, copy, run = services["decode"]["build"]["dockerfile_inline"].splitlines()
+    assert from_ == f"FROM lmsysorg/sglang:{dotenv()['SGLANG_TAG']}"
+    folder = re.fullmatch(r"COPY \. (\S+)", copy)
+    assert folder
+    assert re.fullmatch(rf"RUN pip install (--\S+ )*{folder[1]}", run)
+
+
 def test_ports_of_engines_do_not_meet(services: dict[str, Any]) -> None:
     ports: list[int] = []
     for args in read_by_sglang([command(services, name) for name in ENGINES]):
@@ -105,8 +115,6 @@ def test_the_router_knows_the_engines(services: dict[str, Any], tmp_path: Path) 
     assert options.endforward_bind == "tcp://127.0.0.1:7600"
     assert options.warnings == ()
     assert "nofile" in services["router"]["ulimits"]
-    context = (FOLDER / services["router"]["build"]["context"]).resolve()
-    assert context == ROOT
     assert 'ENTRYPOINT ["python", "-m", "sglang_sbs.launch_router"]' in (
-        (context / "Dockerfile").read_text()
+        (ROOT / "Dockerfile").read_text()
     )

@@ -220,7 +220,7 @@ async def test_the_router_finds_the_leaders_and_only_them(
                     )
                 )
     options = router_options(tmp_path)
-    assert options.expects_workers
+    assert options.roles_without_workers == []
     members: Members = Seen()
     found = PodDiscovery(options.discovery, members, WatchTiming(first_pause_s=0.01))
     await found.start()

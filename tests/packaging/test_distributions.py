@@ -159,6 +159,32 @@ def test_every_verb_has_help_without_the_extras(python: Path, tmp_path: Path) ->
         assert "usage" in done.stdout.lower()
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("simulate paper-3k --plot x.html", "pip install matplotlib"),
+        ("demo", "scripts/install"),
+        ("bench", "scripts/install"),
+        ("server --model-path /m", "pip install 'sglang>=0.5.11'"),
+    ],
+)
+def test_a_verb_that_wants_more_says_what_to_install(
+    words: str, remedy: str, python: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [str(python.parent / "sglang-sbs"), *words.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=clean_environment(),
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode in (1, 2)
+    assert remedy in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 async def test_the_router_serves_from_the_wheel(python: Path, tmp_path: Path) -> None:
     rooms = Rooms()
     prefill, decode = MockEngine("prefill", rooms=rooms), MockEngine("decode", rooms=rooms)

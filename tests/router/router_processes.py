@@ -179,7 +179,9 @@ class Site:
 
 
 def fresh_client() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+    """More patient than anybody is to be with a router that starts: a test may hold an engine's
+    answers back until then, and its clients wait all that time."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=START_S + TIMEOUT_S))
 
 
 @asynccontextmanager

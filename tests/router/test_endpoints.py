@@ -6,6 +6,7 @@ import asyncio
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from router_harness import TIMEOUT_S, Cluster, cluster, options_for, until
 
@@ -339,3 +340,28 @@ async def test_shutdown_lets_requests_end_and_aborts_the_rest() -> None:
         assert len(aborted) == 1
     await prefill.stop()
     await decode.stop()
+
+
+@pytest.mark.parametrize(
+    ("engine_says", "limit", "shown"),
+    [
+        (40_960, 40_954, 40_960),
+        (40_960, None, 40_960),
+        (None, 40_954, 40_954),
+        ("many", 40_954, 40_954),
+        (2**63, 40_954, 40_954),
+        (None, None, None),
+    ],
+)
+async def test_the_context_length_of_a_model_is_what_its_engine_says(
+    engine_says: Any, limit: int | None, shown: int | None
+) -> None:
+    async with cluster() as c:
+        for engine in (*c.prefill, *c.decode):
+            engine.max_model_len = engine_says
+        for worker in c.server.registry:
+            assert worker.info is not None
+            worker.info = msgspec.structs.replace(worker.info, max_request_tokens=limit or 0)
+        async with c.get("/v1/models") as response:
+            (card,) = (await response.json())["data"]
+        assert card["max_model_len"] == shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import json
 import logging
 from importlib.util import find_spec
@@ -564,3 +565,30 @@ async def test_smuggled_requests_are_refused() -> None:
         assert c.prefill[0].requests == c.decode[0].requests == []
         async with aiohttp.ClientSession() as client, client.get(c.url + "/health") as response:
             assert response.status == 200
+
+
+@pytest.mark.parametrize("length", [8_000, 8_191, 30_000])
+async def test_a_long_header_line_is_taken_as_the_stock_router_takes_it(length: int) -> None:
+    async with cluster() as c, aiohttp.ClientSession() as session:
+        headers = {"Cookie": "c" * length}
+        url = f"{c.url}/generate"
+        async with session.post(url, json={"text": "hello"}, headers=headers) as answer:
+            assert answer.status == 200
+        async with session.get(f"{c.url}/v1/models", headers=headers) as answer:
+            assert answer.status == 200
+        legs = c.prefill[0].requests + c.decode[0].requests
+        assert len(legs) == 2
+
+
+async def test_a_header_line_without_end_is_refused_and_not_kept() -> None:
+    async with cluster() as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nCookie: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):
+                writer.write(b"c" * 1024)
+                await writer.drain()
+            assert (await reader.readline()).split()[1] == b"400"
+            await reader.read()
+        await until(lambda: not c.server._connections())
+        writer.close()

@@ -359,7 +359,7 @@ def test_a_problem_that_comes_and_goes_is_logged_once(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("info", "words"),
     [
-        ({"version": "0.5.23"}, ["pip install sglang-sbs", "SGLANG_SBS_ROUTERS"]),
+        ({"version": "0.5.23"}, ["pip install .", "SGLANG_SBS_ROUTERS"]),
         ({"version": "0.5.10"}, ["0.5.10 loads no plugins", "sglang-sbs patch apply", "0.5.11"]),
         (
             {"version": "0.5.23", "sbs": SbsBlock(boot_id="b", routers=("tcp://old:7600",))},

@@ -494,7 +494,7 @@ def test_the_flags_of_the_stock_router() -> None:
     assert options.discovery == DiscoveryConfig(
         "app=sglang,component=prefill", "app=sglang,component=decode", 8000, "llm"
     )
-    assert options.expects_workers
+    assert options.roles_without_workers == []
     assert parse_flags(FLAGS).discovery == DiscoveryConfig(
         "app=sglang,component=prefill", "app=sglang,component=decode", 80, None
     )
@@ -544,8 +544,8 @@ def test_one_role_may_be_discovered_and_the_other_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     half = ["--service-discovery", "--prefill-selector", "a=b"]
-    assert not parse_flags(half).expects_workers
-    assert parse_flags([*half, "--decode", "http://d0:30000"]).expects_workers
+    assert parse_flags(half).roles_without_workers == ["decode"]
+    assert not parse_flags([*half, "--decode", "http://d0:30000"]).roles_without_workers
     assert main(half) == 2
     assert "--service-discovery with selectors" in capsys.readouterr().err
 

@@ -1,0 +1,54 @@
+"""Errors and numbers as people read them, in the log, in alerts and on the dashboard."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 request``, ``2 requests``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def plain_error(error: BaseException) -> str:
+    """Why a worker did not answer, without the words of the HTTP client."""
+    match error:
+        case TimeoutError():
+            return "no answer in time"
+        case aiohttp.ClientConnectorCertificateError():
+            return f"cannot connect to {error.host}:{error.port}: {error.certificate_error}"
+        case aiohttp.ClientConnectorError():
+            return f"cannot connect to {error.host}:{error.port}: {_system_error(error.os_error)}"
+        case aiohttp.ServerDisconnectedError():
+            return "it closed the connection without an answer"
+        case _:
+            return str(error) or type(error).__name__
+
+
+@contextmanager
+def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
+    """An error of listening inside names the flag.
+
+    Raises: OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{flag} {port}: cannot listen at {host}: {_system_error(error)}; choose another with "
+            f"{flag}, or end what listens there",
+        ) from error
+
+
+def _system_error(error: OSError) -> str:
+    """asyncio puts words and addresses of its own where the system's are."""
+    number = error.errno or 0
+    if number <= 0 or isinstance(error, ssl.SSLError):  # numbers of the resolver's and OpenSSL's
+        return error.strerror or str(error)
+    return os.strerror(number)

@@ -1,0 +1,127 @@
+"""What the router says when it cannot start, when it ends, and when a worker does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+from router_harness import cluster, until
+from router_processes import START_S, site, start_group
+
+from sglang_sbs.dashboard.alerts import Recent, find_alerts
+from sglang_sbs.launch_router import main
+from sglang_sbs.plain_words import counted, plain_error
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+
+WORKERS = ("--prefill", "http://127.0.0.1:9", "9000", "--decode", "http://127.0.0.1:10")
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port where somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("flag", ["--port", "--prometheus-port", "--sbs-endforward-bind"])
+async def test_a_port_in_use_is_told_with_its_flag(flag: str, workers: str, taken: int) -> None:
+    ports = {"--port": "0", "--prometheus-port": "0", "--sbs-endforward-bind": "none"}
+    ports[flag] = f"tcp://127.0.0.1:{taken}" if flag.endswith("bind") else str(taken)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sglang_sbs.launch_router", *WORKERS, "--workers", workers),
+        *("--host", "127.0.0.1", "--prometheus-host", "127.0.0.1"),
+        *(word for pair in ports.items() for word in pair),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(START_S):
+        _, said = await process.communicate()
+    assert process.returncode == 1
+    assert re.search(
+        rf"{flag} (tcp://127.0.0.1:)?{taken}: .*[Aa]ddress already in use", said.decode()
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        (["--decode", "http://d"], "no prefill workers:"),
+        (["--prefill", "http://p"], "no decode workers:"),
+        ([], "no prefill and no decode workers:"),
+        (["--service-discovery", "--prefill-selector", "a=b"], "no decode workers:"),
+    ],
+)
+def test_the_role_without_workers_is_named(
+    flags: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("kubernetes_asyncio")
+    assert main(flags) == 2
+    assert missing in capsys.readouterr().err
+
+
+async def test_a_worker_that_is_not_there_is_told_without_the_clients_words() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientConnectorError) as failed:
+                await session.get(f"http://127.0.0.1:{port}/ready")
+    assert "ssl:default" in str(failed.value), "aiohttp's own words"
+    told = plain_error(failed.value)
+    assert told == f"cannot connect to 127.0.0.1:{port}: {os.strerror(111)}"
+
+
+async def test_log_alerts_and_workers_have_no_words_of_the_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        cluster(prefill=1, decode=1, scheduler=Scheduler(SchedulerConfig())) as running_,
+        aiohttp.ClientSession() as session,
+    ):
+        body = {"url": "http://127.0.0.1:1", "worker_type": "decode"}
+        async with session.post(running_.url + "/workers", json=body) as answer:
+            assert answer.status < 300
+        (worker,) = [w for w in running_.server.registry if w.url == "http://127.0.0.1:1"]
+        await until(lambda: bool(worker.problems))
+        snapshot = running_.server.dispatcher.snapshot()
+        problems = [(worker.url, text) for text in worker.problems.values()]
+        alerts = find_alerts(snapshot, SchedulerConfig(), Recent(problems=problems))
+    told = " ".join([*worker.problems.values(), *(one.text for one in alerts), caplog.text])
+    assert "cannot connect to 127.0.0.1:1: Connection refused" in told
+    assert "ssl:default" not in told
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_first_signal_says_how_long_and_the_second_ends_it(workers: int) -> None:
+    async with site() as engines:
+        flags = (*engines.flags, "--port", "0", "--workers", str(workers))
+        group = await start_group(*flags, "--shutdown-grace-period-secs", "77")
+        try:
+            await engines.ready(group)
+            engines.decode[0].token_gate.close()
+            stream = asyncio.create_task(engines.generate(group.url))
+            await engines.decode[0].token_gate.arrived(1)
+            group.process.send_signal(signal.SIGINT)
+            await group.says(r"stopping: .* 77 s .*a second Ctrl-C or SIGTERM ends")
+            if workers == 1:
+                await group.says("stopping: 1 request in flight")
+            group.process.send_signal(signal.SIGINT)
+            async with asyncio.timeout(START_S):
+                assert await group.process.wait() == 1
+            engines.decode[0].token_gate.open()
+            await asyncio.gather(stream, return_exceptions=True)
+        finally:
+            await group.end()
+
+
+def test_one_is_singular() -> None:
+    assert [counted(n, "request") for n in (0, 1, 2, 1234)] == [
+        *("0 requests", "1 request", "2 requests", "1,234 requests")
+    ]
