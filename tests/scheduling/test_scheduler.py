@@ -447,7 +447,9 @@ def test_a_bad_setting_names_the_field_and_what_is_allowed():
 @pytest.mark.parametrize(("trigger", "mean_s"), [("paper", 3.5), ("adaptive", 0.2)])
 def test_only_the_paper_s_trigger_takes_its_mean_literally(trigger, mean_s):
     driver = Driver(trigger=trigger).up()
+    driver.report("p0", kind="heartbeat")
     for number, forward_s in enumerate([10.1, *[0.2] * 2]):
+        driver.now_s += forward_s
         fields = {"forward_id": number + 1, "extend_tokens": 100, "tokens_per_rank": [100, 100]}
         driver.report("p0", forward_s=forward_s, **fields)
     assert driver.scheduler.snapshot(driver.now_s).mean_forward_s == pytest.approx(mean_s)
