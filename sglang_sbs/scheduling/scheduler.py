@@ -35,7 +35,7 @@ import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode import schedule_decode
+from sglang_sbs.scheduling.decode import UNLIMITED, schedule_decode
 from sglang_sbs.scheduling.decode_admission import RESERVE_AFTER_PASSES, DecodeAdmission
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
 from sglang_sbs.scheduling.fairness import TenantTurns
@@ -167,6 +167,10 @@ class Scheduler:
     def _on_arrived(self, event: ev.RequestArrived, now_s: float, out: list[ev.Command]) -> None:
         if event.rid in self._requests:
             return
+        if event.estimated:
+            most = max([one.kv_capacity_tokens for one in self._up_decode], default=UNLIMITED)
+            if event.prompt_tokens > most:
+                event = msgspec.structs.replace(event, prompt_tokens=most)
         refusal = refusal_of(event, self.config, self.queue, self._up_prefill, self._up_decode)
         request = Request.arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
         if refusal is None and self.config.refuse_missed_slo:
