@@ -293,10 +293,11 @@ class PrefillInstance:
         rank.presume_again(self.chunk_tokens)
         if report.kind in ("launch", "forward") and report.forward_id > self._presumed_id:
             self._presume_of_all(report)
-        if report.kind in ("idle", "heartbeat") and not self.passes:
+        rests = report.kind in ("idle", "heartbeat")
+        if rests and all(running.forward_id is None for running in self.passes):
             self._forget_silent(now_s - SILENT_S)
         self._recount()
-        if report.kind in ("idle", "heartbeat") and all(r.idle for r in self.ranks):
+        if rests and all(r.idle for r in self.ranks):
             self._on_quiescent(now_s)
         self._watch(now_s)
         return learned
@@ -350,9 +351,7 @@ class PrefillInstance:
     def _owes_signal(self) -> bool:
         """An answer to a request, the end of a pass, or that it is free: also while nothing of ours
         is there, as it may have said so last and be silent since."""
-        return (
-            self.has_outstanding or bool(self.passes) or self.backlog_tokens > 0 or not self.ready
-        )
+        return bool(self.has_outstanding or self.passes or self.backlog_tokens or not self.ready)
 
     def _watch(self, now_s: float) -> None:
         """Something was heard or is believed anew: the watchdog waits for what comes next."""

@@ -405,17 +405,3 @@ def test_polls_of_a_silent_decode_engine_count_and_are_forgotten_when_they_end()
     assert waits not in cluster.left, "a poll said that it is full"
     cluster.run(SILENT_S)
     assert waits in cluster.left, "nothing of ours is there, so nobody polls it"
-
-
-def test_a_rank_that_fell_silent_is_used_again_while_others_speak():
-    cluster = Cluster(P0, told=True, limits=True, plugin=True, trigger="adaptive")
-    cluster.run(1.0)
-    cluster.lie(P0, {"dp_rank": 1, "waiting_requests": 1, "waiting_tokens": 10**9, "ahead": 1})
-    said = cluster.say
-    cluster.say = lambda messages: said(
-        [m for m in messages if (m.instance_id, m.dp_rank) != (P0, 1)]
-    )
-    for _ in range(3):
-        cluster.serve(P1)
-    ranks = [cluster.serve(P1).prefill_rank for _ in range(8)]
-    assert 1 in ranks

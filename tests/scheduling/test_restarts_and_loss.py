@@ -246,3 +246,14 @@ def test_launches_that_never_end_take_no_memory():
             "p0", dp=1, kind="launch", forward_id=forward_id, tokens_per_rank=[1], extend_tokens=1
         )
     assert len(driver.scheduler.prefill["p0"].passes) <= 16
+
+
+def test_what_a_silent_rank_said_last_is_forgotten_while_another_speaks():
+    driver = Driver(t_default_s=1.0).up()
+    driver.report("p0", 1, kind="heartbeat", waiting_requests=1, waiting_tokens=10**9)
+    for _ in range(8):
+        driver.report("p0", 0, kind="heartbeat")
+        driver.wait(1.0)
+    assert driver.scheduler.prefill["p0"].watchdog.fires == 0
+    assert driver.scheduler.prefill["p0"].idle
+    assert [rank.c_avail for rank in driver.prefill_state().ranks] == [1000, 1000]
