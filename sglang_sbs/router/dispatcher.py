@@ -37,6 +37,7 @@ class Arrival(TypedDict, total=False):
     """The fields of :class:`RequestArrived` that the relay gives, besides the rid."""
 
     prompt_tokens: Required[int]
+    estimated: bool
     max_new_tokens: int | None
     exclude: tuple[str, ...]
     blocks: list[int]

@@ -15,6 +15,12 @@ from sglang_sbs.router.chat_template import content_text
 INITIAL_BYTES_PER_TOKEN = 4.0
 _MEMORY_BYTES = 1_000_000.0
 """Prompts older than about this much text no longer count in the ratio."""
+_MOST_BYTES = 20_000
+"""A single prompt counts for no more, however long it is."""
+_LEAST_BYTES_PER_TOKEN = 1.0
+_MOST_BYTES_PER_TOKEN = 16.0
+"""What is reported beyond these is odd text, or no truth: a tokenizer that knows no word takes
+every byte for a token."""
 _TOKENS_PER_MESSAGE = 4
 """Role markers and separators of a chat message, roughly, in any template."""
 
@@ -50,9 +56,12 @@ class PromptLengths:
             self.contradicted += length.tokens != reported_tokens
         if length.exact or length.size_bytes == 0:
             return
-        keep = _MEMORY_BYTES / (_MEMORY_BYTES + length.size_bytes)
-        self._bytes = self._bytes * keep + length.size_bytes
-        self._tokens = self._tokens * keep + reported_tokens
+        ratio = length.size_bytes / reported_tokens
+        ratio = min(max(ratio, _LEAST_BYTES_PER_TOKEN), _MOST_BYTES_PER_TOKEN)
+        size = min(length.size_bytes, _MOST_BYTES)
+        keep = _MEMORY_BYTES / (_MEMORY_BYTES + size)
+        self._bytes = self._bytes * keep + size
+        self._tokens = self._tokens * keep + size / ratio
 
     def estimate(self, prompt: Any) -> PromptLength:
         """Of text, token ids, embeddings or the body of a chat."""

@@ -24,6 +24,7 @@ from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
 from sglang_sbs.router.upstream import Pool, UpstreamError, fetch, is_our_own
 from sglang_sbs.scheduling.events import Event, LoadPolled
+from sglang_sbs.wire.front_end import clamped_count
 
 logger = logging.getLogger(__name__)
 
@@ -336,15 +337,16 @@ def parse_loads(worker: Worker, data: bytes) -> LoadPolled | None:
             instance=worker.url,
             # total - used are the tokens that wait or bootstrap; older engines: waiting only.
             queued_tokens=[
-                max(
-                    int(row.get("num_total_tokens", 0)) - int(row.get("num_used_tokens", 0)),
-                    int(row.get("num_waiting_uncached_tokens", 0)),
-                    0,
+                clamped_count(
+                    max(
+                        int(row.get("num_total_tokens", 0)) - int(row.get("num_used_tokens", 0)),
+                        int(row.get("num_waiting_uncached_tokens", 0)),
+                    )
                 )
                 for row in rows
             ],
-            running_requests=[max(0, int(row.get("num_running_reqs", 0))) for row in rows],
-            kv_tokens=[max(0, int(row.get("num_used_tokens", 0))) for row in rows],
+            running_requests=[clamped_count(int(row.get("num_running_reqs", 0))) for row in rows],
+            kv_tokens=[clamped_count(int(row.get("num_used_tokens", 0))) for row in rows],
         )
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return None

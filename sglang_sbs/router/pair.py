@@ -29,10 +29,12 @@ from sglang_sbs.router.errors import (
     transport_failure,
 )
 from sglang_sbs.router.upstream import Call, Pool, UpstreamError, request_head
+from sglang_sbs.wire.front_end import MAX_COUNT, clamped_count
 
 logger = logging.getLogger(__name__)
 
 _SSE_ERROR = b'data: {"error"'
+_MOST_DIGITS = 18
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
 _SETTLE_S = 10.0
@@ -198,7 +200,8 @@ class Pair:
         """As the answer says, else counted by stream events; ``None`` if neither helps."""
         found = _COMPLETION_TOKENS.findall(self._tail or self.body)
         if found:
-            return int(found[-1])
+            digits = found[-1]
+            return MAX_COUNT if len(digits) > _MOST_DIGITS else clamped_count(int(digits))
         return self.chunks or None
 
     # Verdicts (from the legs) -----------------------------------------------------------------
@@ -478,8 +481,8 @@ def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, i
     else:
         return None, None
     return (
-        prompt if isinstance(prompt, int) else None,
-        cached if isinstance(cached, int) else None,
+        clamped_count(prompt) if isinstance(prompt, int) else None,
+        clamped_count(cached) if isinstance(cached, int) else None,
     )
 
 

@@ -85,6 +85,8 @@ class Worker:
     retired_boots: set[str] = field(default_factory=set)
     stranger: str = ""
     """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
+    restarted_s: float = -math.inf
+    """When another boot was believed last."""
     recheck: bool = False
     """``/server_info`` must be read again before the worker is trusted."""
     kv_events_missing: bool = False
@@ -142,6 +144,10 @@ class Worker:
     def report_age_s(self, now_s: float) -> float | None:
         """Since the last EndForward of any rank; ``None`` if there never was one."""
         return now_s - max(self.last_report_s.values()) if self.last_report_s else None
+
+    def quiet_s(self, now_s: float) -> float:
+        """Since the last EndForward of any rank, or since another boot was believed."""
+        return now_s - max([self.restarted_s, *self.last_report_s.values()])
 
     def reporting(self, now_s: float) -> bool:
         age_s = self.report_age_s(now_s)
@@ -304,18 +310,27 @@ class Registry:
 
         A new ``boot_id`` of a rank means the engine restarted: everything in flight there is gone.
         Anybody can send such a message, so where ``/server_info`` tells the boot id it is asked
-        first. (Not all ranks of an engine on several nodes have the boot id told there.)
+        first. (Not all ranks of an engine on several nodes have the boot id told there.) Where not,
+        no other boot is believed while the present one speaks, and one that was taken to be over is
+        when the present one does not.
         """
         rank, boot_id = report.dp_rank, report.boot_id
-        if boot_id in worker.retired_boots:
+        told = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
+        is_told = boot_id == told
+        if boot_id in worker.retired_boots and not (
+            is_told or worker.quiet_s(self._clock()) >= SILENT_AFTER_S
+        ):
             return False
         known = worker.boots.get(rank)
         if known is not None and known != boot_id:
-            told = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
             if known == told:
                 self._suspect(worker, boot_id)
                 return False
+            if not is_told and worker.quiet_s(self._clock()) < QUIET_S:
+                return False
             self._restarted(worker)
+        if known != boot_id:
+            worker.retired_boots.discard(boot_id)
         if report.role != worker.role:
             self.report_problem(
                 worker, "role", f"EndForward says role {report.role}; its reports are ignored"
@@ -438,6 +453,7 @@ class Registry:
         self._retire(worker, worker.boots.values())
         worker.boots.clear()
         worker.last_report_s.clear()
+        worker.restarted_s = self._clock()
         worker.info = None
         worker.breaker.reset()
         self._announce(worker)

@@ -378,6 +378,7 @@ class Relay:
             assignment = await self._dispatcher.assign(
                 rid,
                 prompt_tokens=prompt.length.tokens,
+                estimated=not prompt.length.exact,
                 max_new_tokens=unit.max_new_tokens,
                 exclude=exclude,
                 blocks=prompt.blocks.tolist(),

@@ -7,6 +7,9 @@ A rank's state is its last report, plus what was dispatched and is not in it, mi
 still is. A dispatch is in the report that echoes its id (or counts an id that was in a lost one);
 an end is matched by :class:`~sglang_sbs.scheduling.departures.Departures`. K_i of a request on its
 way is its prompt, which is what the engine allocates; admission counts what it may grow to.
+
+A rank that has fallen silent is known by load polls, and without any by what was dispatched to it
+and has not ended. What it said last is no reason to leave it alone for good.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import dataclass, field
 from sglang_sbs.scheduling.decode import UNLIMITED, DecodeLoad
 from sglang_sbs.scheduling.departures import Departures
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
-from sglang_sbs.scheduling.report_cursor import ReportCursor
+from sglang_sbs.scheduling.report_cursor import SILENT_S, ReportCursor
 from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
@@ -46,6 +49,8 @@ class DecodeRank:
     """Ended before a report said that the rank has them: KV tokens. The last few."""
     departures: Departures = field(default_factory=Departures)
     cursor: ReportCursor = field(default_factory=ReportCursor)
+    speaks: bool = False
+    """What is known of it rests on its reports."""
     reported_requests: int = 0
     reported_kv_tokens: int = 0
     doomed: list[str] | None = None
@@ -59,6 +64,12 @@ class DecodeRank:
             self.presumed.discard(rid)
             self.outstanding.pop(rid)
         self.ended_first.clear()
+        self.departures = Departures()
+
+    def fall_silent(self) -> None:
+        """Nothing was heard of the rank for long, and no poll says how it is."""
+        self.speaks = False
+        self.reported_requests = self.reported_kv_tokens = 0
         self.departures = Departures()
 
     def land(self, rid: str) -> bool:
@@ -98,12 +109,15 @@ class DecodeInstance:
         self._stale: set[int] = set()
         """Ranks that have changed since."""
         self._room_tokens: int | None = None
+        self._heard_s: dict[int, float] = {}
+        """Ranks that reported or were polled, and when; the longest ago first."""
         self.set_limits(up)
 
     def set_limits(self, up: InstanceUp) -> None:
-        """Take over the limits per rank; unknown ones are not enforced."""
-        self.kv_capacity_tokens = up.kv_capacity_tokens or UNLIMITED
-        self.max_running = up.max_running_requests or UNLIMITED
+        """Take over the limits per rank; unknown ones are as its ranks report them, or not
+        enforced."""
+        self._limits = (up.kv_capacity_tokens, up.max_running_requests)
+        self._take_limits(0, 0)
         self.rank_choice = up.rank_choice
         self._all_changed()
 
@@ -175,7 +189,7 @@ class DecodeInstance:
             state.ended_first[rid] = kv_tokens
             if len(state.ended_first) > _ENDED_FIRST:
                 del state.ended_first[next(iter(state.ended_first))]
-        elif known and state.cursor.reported_s is not None:
+        elif known and state.speaks and state.cursor.reported_s is not None:
             state.departures.ended(kv_tokens, state.cursor.reported_s)
         self._changed(rank)
 
@@ -195,6 +209,8 @@ class DecodeInstance:
         if taken.restarted:
             rank.forget()
         rank.doomed = None
+        rank.speaks = True
+        self._hear(report.dp_rank, now_s)
         rank.accepted(report.rids, taken.lost_requests, now_s)
         # Those that wait have been retracted, or their KV has just arrived: they run again soon.
         present = report.running_requests + report.kv_transfer_requests + report.waiting_requests
@@ -202,25 +218,62 @@ class DecodeInstance:
         for rid in report.rids:
             if rid in rank.ended_first:
                 rank.departures.ended(rank.ended_first.pop(rid), now_s)
-        rank.reported_requests = max(0, present)
-        rank.reported_kv_tokens = max(0, report.kv_tokens)
-        self._changed(report.dp_rank)
-        limits = (
+        self._take_limits(
             report.kv_capacity_tokens or self.kv_capacity_tokens,
             report.max_running_requests or self.max_running,
+        )
+        self._holds(rank, present, report.kv_tokens)
+        self._changed(report.dp_rank)
+
+    def on_load_poll(self, running: list[int], kv_tokens: list[int], now_s: float) -> None:
+        """Coarse fallback where the plugin is missing, or silent."""
+        self.advance(now_s)
+        if len(running) != self.dp_size or len(kv_tokens) != self.dp_size:
+            return
+        for index, rank in enumerate(self.ranks):
+            if not rank.speaks:
+                self._holds(rank, running[index], kv_tokens[index])
+                self._hear(index, now_s)
+        self._all_changed()
+
+    def advance(self, now_s: float) -> float | None:
+        """Forget what was heard too long ago.
+
+        Returns:
+            When to call again even if nothing is heard; None for never.
+        """
+        while self._heard_s:
+            index, heard_s = next(iter(self._heard_s.items()))
+            if heard_s + SILENT_S > now_s:
+                return heard_s + SILENT_S
+            del self._heard_s[index]
+            self.ranks[index].fall_silent()
+            self._changed(index)
+            if not self._heard_s:
+                self._take_limits(0, 0)
+        return None
+
+    def _hear(self, index: int, now_s: float) -> None:
+        self._heard_s.pop(index, None)
+        self._heard_s[index] = now_s
+
+    def _holds(self, rank: DecodeRank, requests: int, kv_tokens: int) -> None:
+        """What a rank is said to hold. No more counts than it could: what it can run, as many again
+        that wait, and ours."""
+        most = 2 * self.max_running + len(rank.outstanding)
+        rank.reported_requests = min(max(0, requests), most)
+        rank.reported_kv_tokens = min(max(0, kv_tokens), self.kv_capacity_tokens)
+
+    def _take_limits(self, kv_capacity_tokens: int, max_running: int) -> None:
+        """What was told when the instance came up counts, else what a report says; 0: nothing."""
+        told_tokens, told_running = self._limits
+        limits = (
+            told_tokens or kv_capacity_tokens or UNLIMITED,
+            told_running or max_running or UNLIMITED,
         )
         if limits != (self.kv_capacity_tokens, self.max_running):
             self.kv_capacity_tokens, self.max_running = limits
             self._all_changed()
-
-    def on_load_poll(self, running: list[int], kv_tokens: list[int]) -> None:
-        """Coarse fallback where the plugin is missing."""
-        if len(running) != self.dp_size or len(kv_tokens) != self.dp_size:
-            return
-        for rank, requests, tokens in zip(self.ranks, running, kv_tokens, strict=True):
-            if rank.cursor.reported_s is None:
-                rank.reported_requests, rank.reported_kv_tokens = requests, tokens
-        self._all_changed()
 
     def _changed(self, rank: int) -> None:
         self._stale.add(rank)
@@ -238,7 +291,7 @@ class DecodeInstance:
 
     def _load(self, rank: DecodeRank) -> DecodeLoad:
         committed = rank.outstanding.total
-        if rank.cursor.reported_s is None:
+        if not rank.speaks:
             # No report: own books, unless a poll knows of more.
             requests = max(len(rank.outstanding), rank.reported_requests)
             kv_tokens = max(committed, rank.reported_kv_tokens)

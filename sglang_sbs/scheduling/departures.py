@@ -26,9 +26,9 @@ class Departures:
         """Requests that have left the rank since its boot, by its last report."""
         self._ended: deque[tuple[float, int]] = deque()
         """Ended and still contained in the last report: since when, and their KV tokens."""
-        self._early: deque[float] = deque()
+        self._early: deque[float] = deque(maxlen=_MOST)
         """Gone from the last report and not known to have ended: since when."""
-        self._owed: deque[float] = deque()
+        self._owed: deque[float] = deque(maxlen=_MOST)
         """What the rank counted as gone and came back, or came without being accepted: since when.
         It will leave once more."""
         self.kv_tokens = 0

@@ -44,7 +44,9 @@ class RequestArrived(_Message, frozen=True):
 
     rid: str
     prompt_tokens: int
-    """L(r); an estimate unless the driver tokenized."""
+    """L(r)."""
+    estimated: bool = False
+    """Nobody has counted ``prompt_tokens``: no reason to refuse the request as too long."""
     max_new_tokens: int | None = None
     deadline_s: float | None = None
     """Absolute time after which it is refused instead of dispatched."""

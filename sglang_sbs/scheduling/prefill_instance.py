@@ -20,14 +20,16 @@ the pass is presumed over when one of its requests is answered. A later report o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.forward_model import ForwardModel
 from sglang_sbs.scheduling.observation import Observation, observe_launch
-from sglang_sbs.scheduling.paging import paged, whole_pages
+from sglang_sbs.scheduling.paging import whole_pages
+from sglang_sbs.scheduling.prefill_pass import Pass, accepted, with_id
 from sglang_sbs.scheduling.prefill_rank import MOST_TAKEN, PrefillRank, Sent
+from sglang_sbs.scheduling.report_cursor import SILENT_S
+from sglang_sbs.scheduling.report_limits import MOST_PASSES, DeviceTime, within_limits
 from sglang_sbs.scheduling.watchdog import Watchdog
 from sglang_sbs.wire import EndForward
 
@@ -38,27 +40,6 @@ at fixed intervals (paper section 4.1.2, graceful degradation)."""
 LOST_S = 2.0
 """What a rank that speaks has not named this long after it was sent, and no less than the watchdog
 waits, does not count any more: a connection hangs, or the engine dropped it."""
-
-
-@dataclass(slots=True)
-class Pass:
-    """A forward pass believed to be running or queued on the device."""
-
-    start_s: float
-    end_s: float
-    """Predicted."""
-    tokens: list[int]
-    """Extend tokens per DP rank."""
-    forward_id: int | None
-    """None: presumed, not reported."""
-    rids: dict[str, int] = field(default_factory=dict)
-    """Requests presumed to complete in it, with their rank."""
-    queued: list[int] = field(default_factory=list)
-    """What it was presumed to take from the reported queue of each rank, tokens."""
-    pairs: list[float] = field(default_factory=list)
-    """Attention pairs per DP rank."""
-    sent_s: dict[str, float] = field(default_factory=dict)
-    """When each of its presumed requests was sent."""
 
 
 class PrefillInstance:
@@ -79,6 +60,7 @@ class PrefillInstance:
         self.ready = True
         """EndForward (or quiescence) since the last dispatch."""
         self.watchdog = Watchdog(t_default_s)
+        self._device = DeviceTime(t_default_s)
         self.gap_s = 0.005
         """Smoothed pause between the end of a pass and the launch of the next."""
         self.free_since_s = float("-inf")
@@ -185,9 +167,12 @@ class PrefillInstance:
                 self.ready = True
         launch_s = self._presumed_launch_s(latency_s)
         if launch_s is not None and launch_s <= now_s:
+            sends = self.has_flight
             self._presume_launch(now_s, launch_s)
             self._recount()
-            self._watch(now_s)
+            if sends:
+                # Presuming is not hearing: what others are said to have queued buys no time.
+                self._watch(now_s)
             launch_s = None
         times = [one for one in (self.watchdog.due_s, launch_s) if one is not None]
         if self.tier != "endforward" and self.passes and not self.passes[0].rids:
@@ -279,6 +264,8 @@ class PrefillInstance:
             return Observation()
         if taken.restarted:
             self._on_restart(rank)
+        self._device.heard(now_s)
+        report = self._plausible(rank, report)
         rank.clean = False
         self.tier = "endforward"
         launched_id = report.forward_id
@@ -291,7 +278,7 @@ class PrefillInstance:
         learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
         learned.restarted = taken.restarted
         rank.give_up(now_s - max(LOST_S, self.watchdog.timeout_s))
-        rank.on_queue(report)
+        rank.on_queue(report, self.chunk_tokens)
         rank.idle = report.idle
         for running in self.passes:
             if running.forward_id is None:
@@ -303,10 +290,13 @@ class PrefillInstance:
         rank.presume_again(self.chunk_tokens)
         if report.kind in ("launch", "forward") and report.forward_id > self._presumed_id:
             self._presume_of_all(report)
+        rests = report.kind in ("idle", "heartbeat")
+        if rests and all(running.forward_id is None for running in self.passes):
+            self._forget_silent(now_s - SILENT_S)
         self._recount()
-        self._watch(now_s)
-        if report.kind in ("idle", "heartbeat") and all(r.idle for r in self.ranks):
+        if rests and all(r.idle for r in self.ranks):
             self._on_quiescent(now_s)
+        self._watch(now_s)
         return learned
 
     def on_load_poll(self, queued_tokens: list[int], now_s: float) -> None:
@@ -315,11 +305,13 @@ class PrefillInstance:
             return
         self.tier = "load_poll"
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
-            rank.queued_tokens = max(0, tokens - rank.flight.total)
+            rank.on_poll(tokens, self.chunk_tokens)
         self._recount()
-        if any(queued_tokens) and not self.passes:
-            # It waits for something: a pass of which we do not know runs until now at least.
-            self.free_since_s = now_s
+        if any(queued_tokens):
+            self._watch(now_s)
+            if not self.passes:
+                # It waits for something: a pass of which we do not know runs until now at least.
+                self.free_since_s = now_s
         if not any(queued_tokens) and not self.has_outstanding:
             self._on_quiescent(now_s)
 
@@ -354,15 +346,18 @@ class PrefillInstance:
 
     @property
     def _owes_signal(self) -> bool:
-        """An answer to a request, or the end of a pass."""
-        return self.has_outstanding or bool(self.passes)
+        """An answer to a request, the end of a pass, or that it is free: also while nothing of ours
+        is there, as it may have said so last and be silent since."""
+        return bool(self.has_outstanding or self.passes or self.backlog_tokens or not self.ready)
 
     def _watch(self, now_s: float) -> None:
         """Something was heard or is believed anew: the watchdog waits for what comes next."""
         if not self._owes_signal:
             self.watchdog.due_s = None
         elif not self.passes:
-            self.watchdog.arm(now_s, busy_until_s=now_s, launched=False)
+            # Of others' requests it only speaks once a second.
+            wait_s = 0.0 if self.has_outstanding else LOST_S
+            self.watchdog.arm(now_s, busy_until_s=now_s + wait_s, launched=False)
         else:
             first = self.passes[0]
             launched = first.forward_id is not None
@@ -373,10 +368,35 @@ class PrefillInstance:
         if not rank.clean:
             rank.forget()
             rank.prompts.clear()
+        self._forget_ids()
+
+    def _forget_ids(self) -> None:
+        """Forward ids start anew."""
         self.passes.clear()
         self._presumed_id = -1
-        for other in self.ranks:
-            other.new_boot()
+        for rank in self.ranks:
+            rank.new_boot()
+
+    def _plausible(self, rank: PrefillRank, report: EndForward) -> EndForward:
+        """What the engine can mean. What it or another said before may have been forged, too."""
+        if rank.contradicts(report):
+            self._forget_ids()
+        most = 2 * self.chunk_tokens
+        if report.extend_tokens > most or max(report.tokens_per_rank or [0]) > most:
+            # Without chunking a rank takes whole prompts.
+            most = max(most, self.longest_prompt_tokens)
+        return within_limits(report, most, self.dp_size)
+
+    def _forget_silent(self, before_s: float) -> None:
+        """Ranks of which nothing was heard since, while others spoke: what they said is no fact."""
+        silent = [rank for rank in self.ranks if (rank.cursor.reported_s or before_s) < before_s]
+        if silent:
+            newest = max([rank.newest_id for rank in self.ranks if rank not in silent], default=-1)
+            if max([rank.newest_id for rank in silent]) > newest:
+                self._forget_ids()  # the others would be ahead of it
+            for rank in silent:
+                rank.queued_tokens = 0
+                rank.idle = True
 
     def _on_silence(self, now_s: float) -> None:
         """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
@@ -387,9 +407,9 @@ class PrefillInstance:
 
     def _presume_of_all(self, report: EndForward) -> None:
         """The barrier: the first to tell of a pass tells of all ranks in it."""
-        if self._has_vector(report):
+        if report.tokens_per_rank is not None:
             self._presumed_id = report.forward_id
-            for rank, tokens in zip(self.ranks, self._vector(report), strict=True):
+            for rank, tokens in zip(self.ranks, report.tokens_per_rank, strict=True):
                 rank.presume(report.forward_id, tokens, self.chunk_tokens)
 
     def _presumed_launch_s(self, latency_s: float) -> float | None:
@@ -407,24 +427,12 @@ class PrefillInstance:
         sent_s: dict[str, float] = {}
         queued = []
         for index, rank in enumerate(self.ranks):
-            room = self.chunk_tokens
-            taken = min(rank.queued_tokens, int(room / rank.queue_charge))
-            rank.queued_tokens -= taken
-            queued.append(taken)
-            room -= round(taken * rank.queue_charge)
-            for rid in rank.flight.oldest():
-                if room <= 0:
-                    break
-                part = min(room, rank.flight[rid])
-                room -= paged(part, self.page)
-                taken += part
-                if part == rank.flight[rid]:
-                    sent = rank.land(rid)
-                    sent_s[rid] = self.last_dispatch_s if sent is None else sent.at_s
-                    rids[rid] = index
-                else:
-                    rank.flight.reduce(rid, part)
-            tokens.append(taken)
+            of_queue, of_flight, landed = rank.take_chunk(self.chunk_tokens)
+            queued.append(of_queue)
+            tokens.append(of_queue + of_flight)
+            for rid, sent in landed.items():
+                sent_s[rid] = self.last_dispatch_s if sent is None else sent.at_s
+                rids[rid] = index
         pairs = self._pairs(tokens)
         end_s = max(now_s, start_s + self.model.predict_s(tokens, pairs))
         self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs, sent_s))
@@ -448,19 +456,8 @@ class PrefillInstance:
                 has_room=self._has_room_beside(report),
                 bootstrapping_requests=report.bootstrapping_requests,
             )
-        presumed = [running.rids for running in self.passes if running.forward_id is None]
-        for rids in presumed:
-            for rid in report.rids:
-                rids.pop(rid, None)
-        if lost_requests:
-            # By the counter, that many of the oldest were accepted as well.
-            here = [
-                rid for rids in presumed for rid, index in rids.items() if index == report.dp_rank
-            ][:lost_requests]
-            for rid in here:
-                for rids in presumed:
-                    rids.pop(rid, None)
-            rank.acknowledge_lost(lost_requests - len(here))
+        # By the counter, that many of the oldest were accepted as well.
+        rank.acknowledge_lost(accepted(self.passes, report.rids, report.dp_rank, lost_requests))
         return learned
 
     def _has_room_beside(self, report: EndForward) -> bool:
@@ -476,7 +473,7 @@ class PrefillInstance:
         """When the reported pass was launched. The barrier: its first rank to say so knows best,
         the messages of the others may have taken longer."""
         heard_s = now_s - report.age_s
-        known = next((p for p in self.passes if p.forward_id == report.forward_id), None)
+        known = with_id(self.passes, report.forward_id)
         return heard_s if known is None else min(heard_s, known.start_s)
 
     def _learn_gap(
@@ -500,7 +497,7 @@ class PrefillInstance:
             # The barrier: no rank is idle while a pass runs. Its own next report says otherwise.
             rank.idle = False
         tokens = self._vector(report)
-        known = next((p for p in self.passes if p.forward_id == report.forward_id), None)
+        known = with_id(self.passes, report.forward_id)
         if known is not None:
             if not known.tokens[report.dp_rank]:
                 mine = self.ranks[report.dp_rank].prompts.compute(tokens[report.dp_rank])
@@ -514,14 +511,18 @@ class PrefillInstance:
         pairs = self._compute(tokens)
         end_s = start_s + self.model.predict_s(tokens, pairs)
         self.passes.append(Pass(start_s, end_s, tokens, report.forward_id, pairs=pairs))
+        del self.passes[:-MOST_PASSES]
 
     def _on_end(self, rank: PrefillRank, report: EndForward, now_s: float) -> float | None:
         newest = max(r.last_forward_id for r in self.ranks)
+        if report.forward_id != newest:
+            self._forget_silent(now_s - report.age_s - report.forward_s - SILENT_S)
+            newest = max(r.last_forward_id for r in self.ranks)
         rank.last_forward_id = max(rank.last_forward_id, report.forward_id)
         self._drop_presumed()
         if report.forward_id <= newest:
             return None
-        ended = next((p for p in self.passes if p.forward_id == report.forward_id), None)
+        ended = with_id(self.passes, report.forward_id)
         if ended is None:
             tokens = self._vector(report)
             pairs = self._compute(tokens)
@@ -532,7 +533,7 @@ class PrefillInstance:
         self.ready = True
         self.free_since_s = end_s
         self._rechain(end_s)
-        if sum(tokens) == 0 or report.forward_s <= 0:
+        if sum(tokens) == 0 or report.forward_s <= 0 or not self._device.spend(report.forward_s):
             return None
         self.passes_ended += 1
         self.model.observe(tokens, report.forward_s, pairs)
@@ -570,23 +571,10 @@ class PrefillInstance:
             return
         self.passes = [p for p in self.passes if p.forward_id is not None]
         for index, rank in enumerate(self.ranks):
-            for running in presumed:
-                rank.queued_tokens += running.queued[index]
-                for rid, at in running.rids.items():
-                    if at == index and rid in rank.outstanding:
-                        rank.flight.add(rid, 0)
-                        rank.sent[rid] = Sent(running.sent_s[rid])
-            # Whole again, and the oldest in front: that order is what a lost report is healed by.
-            for rid in rank.outstanding.oldest():
-                if rid in rank.flight:
-                    rank.flight.add(rid, rank.outstanding[rid])
-
-    def _has_vector(self, report: EndForward) -> bool:
-        """Whether the rank knows what the others compute."""
-        return report.tokens_per_rank is not None and len(report.tokens_per_rank) == self.dp_size
+            rank.take_back(index, presumed)
 
     def _vector(self, report: EndForward) -> list[int]:
-        if report.tokens_per_rank is not None and self._has_vector(report):
+        if report.tokens_per_rank is not None:
             return list(report.tokens_per_rank)
         tokens = [0] * self.dp_size
         tokens[report.dp_rank] = report.extend_tokens

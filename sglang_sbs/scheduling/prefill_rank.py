@@ -15,12 +15,15 @@ the message does not know of yet are presumed once more.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.prefill_pass import Pass
 from sglang_sbs.scheduling.prompt_progress import PromptProgress
 from sglang_sbs.scheduling.report_cursor import ReportCursor
+from sglang_sbs.scheduling.report_limits import MOST_CHUNKS, MOST_PASSES
 from sglang_sbs.scheduling.token_ledger import TokenLedger
 from sglang_sbs.wire import EndForward
 
@@ -116,6 +119,11 @@ class PrefillRank:
         self.presumed_passes.clear()
         self.taken.clear()
 
+    @property
+    def newest_id(self) -> int:
+        """The newest pass it has told of."""
+        return max(self.last_forward_id, self.launched_id)
+
     def land(self, rid: str) -> Sent | None:
         """The request is not in flight any more; how it was sent, if it was."""
         self.flight.pop(rid)
@@ -129,6 +137,14 @@ class PrefillRank:
         if rid in self.presumed:
             self.presumed[rid] = self.presumed[rid]._replace(sent=None)
 
+    def contradicts(self, report: EndForward) -> bool:
+        """Whether the rank was believed to be further than it says now: that was no true message,
+        as it counts upwards."""
+        if report.kind == "forward" and report.forward_id < self.last_forward_id:
+            return True
+        of_pass = report.kind in ("forward", "launch")
+        return of_pass and report.forward_id + MOST_PASSES < self.launched_id
+
     def heard(self, launched_id: int) -> None:
         """The rank speaks, of a state that contains passes up to this one: facts come now."""
         if self.presumed:
@@ -138,9 +154,14 @@ class PrefillRank:
             self.presumed.clear()
         self.launched_id = max(self.launched_id, launched_id)
 
-    def on_queue(self, report: EndForward) -> None:
+    def on_poll(self, tokens: int, chunk_tokens: int) -> None:
+        """R_queued of a load poll, which counts what we sent a moment ago or does not."""
+        self.queued_tokens = min(max(0, tokens - self.flight.total), MOST_CHUNKS * chunk_tokens)
+
+    def on_queue(self, report: EndForward, chunk_tokens: int) -> None:
         """R_queued of a report, in tokens and what they cost."""
-        self.queued_tokens = self._uncached_queue(report)
+        most = self.outstanding.total + MOST_CHUNKS * chunk_tokens
+        self.queued_tokens = min(self._uncached_queue(report), most)
         self.queue_charge = 1.0
         if self.page > 1 and self.queued_tokens:
             cut = report.chunk_remainder_tokens > 0
@@ -148,7 +169,7 @@ class PrefillRank:
             here = self._youngest(requests)
             unknown = (requests - len(here)) * (self.page // 2)
             more = unknown + sum([-self.outstanding[rid] % self.page for rid in here])
-            self.queue_charge += more / self.queued_tokens
+            self.queue_charge = min(self.page, 1.0 + more / self.queued_tokens)
 
     def _youngest(self, requests: int) -> list[str]:
         """So many at the rank, those that came last; fewer if they are not known."""
@@ -180,6 +201,43 @@ class PrefillRank:
             sent = self.sent.get(rid)
             if sent is not None and sent.at_s < before_s:
                 self.land(rid)
+
+    def take_chunk(self, room: int) -> tuple[int, int, dict[str, Sent | None]]:
+        """A pass of so many charged tokens takes the front of the backlog.
+
+        Returns:
+            Tokens of R_queued and of U_flight in it, and the requests of U_flight that it
+            completes, with how they were sent.
+        """
+        queued = min(self.queued_tokens, int(room / self.queue_charge))
+        self.queued_tokens -= queued
+        room -= round(queued * self.queue_charge)
+        tokens = 0
+        landed: dict[str, Sent | None] = {}
+        for rid in self.flight.oldest():
+            if room <= 0:
+                break
+            part = min(room, self.flight[rid])
+            room -= paged(part, self.page)
+            tokens += part
+            if part == self.flight[rid]:
+                landed[rid] = self.land(rid)
+            else:
+                self.flight.reduce(rid, part)
+        return queued, tokens, landed
+
+    def take_back(self, index: int, passes: Iterable[Pass]) -> None:
+        """They were not launched as presumed. ``index``: of this rank."""
+        for one in passes:
+            self.queued_tokens += one.queued[index]
+            for rid, at in one.rids.items():
+                if at == index and rid in self.outstanding:
+                    self.flight.add(rid, 0)
+                    self.sent[rid] = Sent(one.sent_s[rid])
+        # Whole again, and the oldest in front: that order is what a lost report is healed by.
+        for rid in self.outstanding.oldest():
+            if rid in self.flight:
+                self.flight.add(rid, self.outstanding[rid])
 
     def presume_again(self, full_tokens: int) -> None:
         """After the facts of a message: the passes it does not know of yet."""

@@ -2,6 +2,11 @@
 
 Owns the comparison of boot id, sequence number and accepted counter. Must not know what a report
 says about tokens, or whether the rank is a prefill or a decode one.
+
+Anybody who reaches the port can send a message in a rank's name, and boot ids are no secret. So a
+message that does not follow the one before it, and one of a boot that is over, is not believed
+while the present stream is heard. When that has been silent for a while, another stream takes its
+place: the true one after a forged message, or that of an engine nobody heard for long.
 """
 
 from __future__ import annotations
@@ -9,6 +14,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sglang_sbs.wire import EndForward
+
+RESUME_S = 2.0
+"""Silence after which another stream is believed. A rank that does not compute speaks once a
+second."""
+SILENT_S = 5.0
+"""What a rank has said that does not compute is no fact any more after so long."""
+MOST_LOST = 1024
+"""A sequence number that is further ahead does not follow."""
 
 
 class Taken(NamedTuple):
@@ -21,9 +34,9 @@ class Taken(NamedTuple):
 
 
 class ReportCursor:
-    """One per DP rank. Messages may be lost, repeated, and arrive in any order."""
+    """One per DP rank. Messages may be lost, repeated, forged, and arrive in any order."""
 
-    __slots__ = ("_accepted", "_retired", "_seq", "boot_id", "reported_s")
+    __slots__ = ("_accepted", "_aside", "_retired", "_seq", "boot_id", "reported_s")
 
     def __init__(self) -> None:
         self.boot_id = ""
@@ -32,18 +45,28 @@ class ReportCursor:
         self._seq = -1
         self._accepted = -1
         self._retired = ""
+        self._aside: int | None = None
+        """The last sequence number that did not follow, since the stream fell silent."""
 
     def take(self, report: EndForward, now_s: float) -> Taken | None:
-        """Move on to this message; None if it is older than what is known (also: a past boot)."""
+        """Move on to this message; None if it is not believed (older than what is known, of a past
+        boot, far ahead)."""
         restarted = False
+        silent = self.reported_s is None or now_s - self.reported_s >= RESUME_S
         if report.boot_id != self.boot_id:
-            if report.boot_id == self._retired:
+            if report.boot_id == self._retired and not silent:
                 return None
             restarted = self.boot_id != ""
             self._retired, self.boot_id = self.boot_id, report.boot_id
             self._seq = self._accepted = -1
-        if report.seq <= self._seq:
-            return None
+        elif not _follows(report.seq, self._seq):
+            if not silent:
+                return None
+            aside, self._aside = self._aside, report.seq
+            if aside is None or not _follows(report.seq, aside):
+                return None  # two in a row make a stream
+            self._seq, self._accepted = report.seq - 1, -1
+        self._aside = None
         lost = 0
         if report.seq != self._seq + 1 and self._accepted >= 0:
             lost = max(0, report.accepted_requests - self._accepted - len(report.rids))
@@ -51,3 +74,7 @@ class ReportCursor:
         self._accepted = report.accepted_requests
         self.reported_s = now_s
         return Taken(restarted, lost)
+
+
+def _follows(seq: int, before: int) -> bool:
+    return before < seq <= before + MOST_LOST

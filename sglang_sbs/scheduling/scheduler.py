@@ -35,7 +35,7 @@ import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode import schedule_decode
+from sglang_sbs.scheduling.decode import UNLIMITED, schedule_decode
 from sglang_sbs.scheduling.decode_admission import RESERVE_AFTER_PASSES, DecodeAdmission
 from sglang_sbs.scheduling.decode_instance import DecodeInstance
 from sglang_sbs.scheduling.fairness import TenantTurns
@@ -167,6 +167,10 @@ class Scheduler:
     def _on_arrived(self, event: ev.RequestArrived, now_s: float, out: list[ev.Command]) -> None:
         if event.rid in self._requests:
             return
+        if event.estimated:
+            most = max([one.kv_capacity_tokens for one in self._up_decode], default=UNLIMITED)
+            if event.prompt_tokens > most:
+                event = msgspec.structs.replace(event, prompt_tokens=most)
         refusal = refusal_of(event, self.config, self.queue, self._up_prefill, self._up_decode)
         request = Request.arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
         if refusal is None and self.config.refuse_missed_slo:
@@ -216,21 +220,23 @@ class Scheduler:
             instance = self.prefill.get(request.prefill[0])
             if instance is not None:
                 instance.dropped(request.rid, request.prefill[1])
+        tokens = self._answered_tokens(event, request)
         if request.decode is not None:
             decode = self.decode.get(request.decode[0])
             if decode is not None:
-                kv_tokens = request.prompt_tokens + (event.completion_tokens or 0)
-                decode.ended(request.rid, request.decode[1], kv_tokens)
+                decode.ended(request.rid, request.decode[1], request.prompt_tokens + tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
-            # No answer is longer than was asked for, or than a decode rank holds.
-            most = max((one.kv_capacity_tokens for one in self._up_decode), default=0)
-            if request.max_new_tokens is not None:
-                most = min(most, request.max_new_tokens)
-            tokens = min(max(0, event.completion_tokens), most)
             self._expected_output += _OUTPUT_STEP * (tokens - self._expected_output)
         return not request.prefilled or (
             request.decode is not None and self._makes_room(request.decode[0])
         )
+
+    def _answered_tokens(self, event: ev.RequestEnded, request: Request) -> int:
+        """No answer is longer than was asked for, or than a decode rank holds."""
+        most = max((one.kv_capacity_tokens for one in self._up_decode), default=0)
+        if request.max_new_tokens is not None:
+            most = min(most, request.max_new_tokens)
+        return min(max(0, event.completion_tokens or 0), most)
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
         """Whether something that waits could leave because of what this instance did: anything of
@@ -382,7 +388,7 @@ class Scheduler:
             prefill.on_load_poll(event.queued_tokens, now_s)
         decode = self.decode.get(event.instance)
         if decode is not None:
-            decode.on_load_poll(event.running_requests, event.kv_tokens)
+            decode.on_load_poll(event.running_requests, event.kv_tokens, now_s)
 
     def _learn(self, observation: Observation, now_s: float, ranks: int) -> None:
         self.interval.latency_s = self._latency.observe(observation.latencies_s, now_s)
@@ -413,6 +419,7 @@ class Scheduler:
             wakes.append(due_s)
             if due_s is not None and due_s <= now_s:
                 again.add(instance)
+        silent_s = [decode.advance(now_s) for decode in self.decode.values()]
         self.queue.reorder()
         self._admission.begin(self._up_decode, self.queue)
         unplaced: set[str] = set()
@@ -434,6 +441,8 @@ class Scheduler:
                 break
         passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s
         self._admission.reserve(self.queue, now_s - passes_s)
+        if self._admission.least_refused_tokens < math.inf:
+            wakes.extend(silent_s)
         wakes.extend(instance.advance(now_s, latency_s) for instance in again)
         wakes.append(self.queue.next_deadline_s())
         wake_s = min((w for w in wakes if w is not None), default=None)

@@ -14,6 +14,8 @@ from collections import deque
 _FACTOR = 5.0
 _NEW = 4.0
 """An instance that has reported the launch of its first pass is given so many times as long."""
+_MOST_BUSY_S = 60.0
+"""A pass is taken for this long at most, whatever is predicted."""
 _LAST = 9
 """Of so many last passes the median is usual: a single long one is not."""
 
@@ -51,7 +53,8 @@ class Watchdog:
         ``launched``: the instance itself has said that it runs.
         """
         is_first = launched and self._own_s is None
-        self.due_s = max(now_s, busy_until_s) + self.timeout_s * (_NEW if is_first else 1.0)
+        busy_until_s = min(max(now_s, busy_until_s), now_s + _MOST_BUSY_S)
+        self.due_s = busy_until_s + self.timeout_s * (_NEW if is_first else 1.0)
 
     def on_fire(self) -> None:
         """Silence for too long."""

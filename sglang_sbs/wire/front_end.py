@@ -43,6 +43,11 @@ MAX_COUNT = 1 << 40
 """Of tokens and ranks; what is larger nobody can mean."""
 
 
+def clamped_count(value: int) -> int:
+    """A number that an engine or a client gave, as a count that may be sent on."""
+    return min(max(0, value), MAX_COUNT)
+
+
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     pass
 

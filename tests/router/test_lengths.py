@@ -46,6 +46,27 @@ def test_the_estimate_follows_what_engines_report() -> None:
     assert lengths.bytes_per_token == before
 
 
+def test_no_answer_makes_the_estimate_absurd() -> None:
+    lengths = PromptLengths()
+    text = "x" * 400
+    for reported in (2**41, 2**62):
+        lengths.learn(lengths.estimate(text), reported)
+    assert lengths.estimate(text).tokens == pytest.approx(100, rel=0.05)
+    for _ in range(10_000):
+        lengths.learn(lengths.estimate(text), 2**41)
+    assert lengths.estimate(text).tokens <= 400
+    for _ in range(10_000):
+        lengths.learn(lengths.estimate(text), 1)
+    assert lengths.estimate(text).tokens >= 400 / 16
+
+
+def test_a_single_long_prompt_does_not_set_the_estimate_for_all() -> None:
+    lengths = PromptLengths()
+    odd = PromptLength(1, False, size_bytes=50_000_000)
+    lengths.learn(odd, 50_000_000)
+    assert lengths.estimate("x" * 400).tokens < 200
+
+
 def test_chats_with_images_teach_nothing_about_text() -> None:
     parts = [{"type": "text", "text": "abcd"}, {"type": "image_url", "image_url": {"url": "u"}}]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": parts}]}

@@ -11,7 +11,13 @@ import pytest
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import leg_status_failure, transport_failure
 from sglang_sbs.router.mirror import MirroredRegistry, state_of
-from sglang_sbs.router.registry import MISSED_AFTER_S, QUIET_S, Registry, Worker
+from sglang_sbs.router.registry import (
+    MISSED_AFTER_S,
+    QUIET_S,
+    SILENT_AFTER_S,
+    Registry,
+    Worker,
+)
 from sglang_sbs.router.server_info import (
     SbsBlock,
     UnusableWorker,
@@ -241,6 +247,7 @@ def test_a_new_boot_id_means_down_until_described_again() -> None:
     worker = setup.up("http://p:1")
     assert setup.registry.reported(worker, report(0))
     assert setup.registry.reported(worker, report(1))
+    setup.now_s += QUIET_S
     assert setup.registry.reported(worker, report(0, boot="b2"))
     assert setup.events[-1] == InstanceDown(instance=worker.url)
     assert setup.doubted == [worker.url]
@@ -251,6 +258,31 @@ def test_a_new_boot_id_means_down_until_described_again() -> None:
     setup.registry.described(worker, WorkerInfo(dp_size=2))
     setup.registry.refresh(worker)
     assert isinstance(setup.events[-1], InstanceUp)
+
+
+def test_while_a_boot_speaks_no_other_takes_its_place() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    for _ in range(5):
+        assert setup.registry.reported(worker, report(0))
+        assert not setup.registry.reported(worker, report(0, boot="forged"))
+        setup.now_s += 1.0
+    assert worker.announced
+    assert not any(isinstance(event, InstanceDown) for event in setup.events)
+
+
+def test_a_boot_that_was_taken_to_be_over_is_believed_when_no_other_speaks() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    assert setup.registry.reported(worker, report(0))
+    setup.now_s += QUIET_S  # a long pass
+    # Of the wrong size, so that not even the forged boot is believed to speak from then on.
+    assert not setup.registry.reported(worker, report(0, boot="forged", role="decode"))
+    assert not setup.registry.reported(worker, report(0))
+    setup.now_s += SILENT_AFTER_S
+    assert setup.registry.reported(worker, report(0))
+    assert setup.registry.reported(worker, report(1))
+    assert not setup.registry.reported(worker, report(0, boot="forged"))
 
 
 def test_reports_with_another_dp_size_are_ignored_and_explained() -> None:

@@ -11,7 +11,8 @@ from test_scheduler import Driver
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.lookahead import lookahead
-from sglang_sbs.scheduling.prefill_instance import Pass, PrefillInstance
+from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.prefill_pass import Pass
 
 
 def second_batch(overlap: bool, waiting: list[int]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from model_engine import PrefillEngine
+from msgspec import structs
 from test_scheduler import Driver
 
 from sglang_sbs.scheduling import (
@@ -14,6 +15,7 @@ from sglang_sbs.scheduling import (
     RequestEnded,
     TimerFired,
 )
+from sglang_sbs.scheduling.pass_forecast import PassForecast
 from sglang_sbs.scheduling.report_cursor import ReportCursor
 from sglang_sbs.scheduling.request import Request, RequestQueue
 
@@ -182,3 +184,76 @@ def test_the_cursor_counts_what_lost_messages_acknowledged():
     assert cursor.take(lost, 3.0) is None
     assert cursor.take(last, 4.0) is None
     assert cursor.reported_s == 2.0
+
+
+def test_a_jump_of_the_sequence_number_is_not_believed_while_the_stream_goes_on():
+    cursor, said = ReportCursor(), PrefillEngine("p0", 1, 1000).message(0, "heartbeat")
+    for second in range(10):
+        assert cursor.take(structs.replace(said, seq=second), float(second))
+        for ahead in (2**40, 2**40 + 1):
+            assert cursor.take(structs.replace(said, seq=ahead), second + 0.5) is None
+
+
+def test_after_a_forged_sequence_number_the_true_stream_is_believed_again():
+    cursor, said = ReportCursor(), PrefillEngine("p0", 1, 1000).message(0, "heartbeat")
+    assert cursor.take(structs.replace(said, seq=2**40), 0.0)
+    taken = [cursor.take(structs.replace(said, seq=n), float(n)) for n in range(1, 10)]
+    assert [one is not None for one in taken] == [False, False, *[True] * 7]
+    assert all(one == (False, 0) for one in taken[2:])
+
+
+def test_a_boot_that_was_taken_to_be_over_is_believed_when_the_other_is_silent():
+    cursor, said = ReportCursor(), PrefillEngine("p0", 1, 1000).message(0, "heartbeat")
+    assert cursor.take(said, 0.0)
+    assert cursor.take(structs.replace(said, boot_id="forged"), 0.1)
+    assert cursor.take(structs.replace(said, seq=1), 0.2) is None
+    assert cursor.take(structs.replace(said, seq=3), 2.1)
+
+
+def test_an_instance_that_is_silent_since_a_client_left_is_ready_after_the_watchdog():
+    driver = Driver(trigger="paper").up(dp=1)
+    driver.report("p0", 0, dp=1, kind="heartbeat")
+    driver.arrive("gone")
+    driver.tell(RequestEnded(rid="gone", outcome="aborted"))
+    assert driver.arrive("next") == [], "it has not said that it is free"
+    assert driver.wait(10.0)
+
+
+def test_what_others_are_said_to_have_queued_costs_no_more_than_it_can_matter():
+    driver = Driver().up(dp=1)
+    driver.report("p0", 0, dp=1, kind="heartbeat", waiting_requests=1, waiting_tokens=2**40)
+    forecast = PassForecast(driver.scheduler.prefill["p0"], driver.now_s, closed=False)
+    assert len(forecast._passes) <= 64
+    driver.report("p0", 0, dp=1, kind="heartbeat", waiting_requests=2**40, waiting_tokens=1)
+    assert driver.scheduler.prefill["p0"].charged_tokens <= 64
+
+
+def test_a_pass_cannot_have_taken_longer_than_it_was_watched():
+    driver = Driver().up(dp=1)
+    fields = {"dp": 1, "tokens_per_rank": [100], "extend_tokens": 100}
+    driver.report("p0", forward_id=1, forward_s=3600.0, **fields)
+    driver.now_s += 4.0
+    for forward_id in range(2, 50):
+        driver.report("p0", forward_id=forward_id, forward_s=4.0, **fields)
+    assert driver.scheduler.prefill["p0"].watchdog.timeout_s <= 5 * 4.0
+    assert driver.prefill_state().passes == 1
+
+
+def test_launches_that_never_end_take_no_memory():
+    driver = Driver().up(dp=1)
+    for forward_id in range(1000):
+        driver.report(
+            "p0", dp=1, kind="launch", forward_id=forward_id, tokens_per_rank=[1], extend_tokens=1
+        )
+    assert len(driver.scheduler.prefill["p0"].passes) <= 16
+
+
+def test_what_a_silent_rank_said_last_is_forgotten_while_another_speaks():
+    driver = Driver(t_default_s=1.0).up()
+    driver.report("p0", 1, kind="heartbeat", waiting_requests=1, waiting_tokens=10**9)
+    for _ in range(8):
+        driver.report("p0", 0, kind="heartbeat")
+        driver.wait(1.0)
+    assert driver.scheduler.prefill["p0"].watchdog.fires == 0
+    assert driver.scheduler.prefill["p0"].idle
+    assert [rank.c_avail for rank in driver.prefill_state().ranks] == [1000, 1000]

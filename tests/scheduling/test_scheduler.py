@@ -447,7 +447,28 @@ def test_a_bad_setting_names_the_field_and_what_is_allowed():
 @pytest.mark.parametrize(("trigger", "mean_s"), [("paper", 3.5), ("adaptive", 0.2)])
 def test_only_the_paper_s_trigger_takes_its_mean_literally(trigger, mean_s):
     driver = Driver(trigger=trigger).up()
+    driver.report("p0", kind="heartbeat")
     for number, forward_s in enumerate([10.1, *[0.2] * 2]):
+        driver.now_s += forward_s
         fields = {"forward_id": number + 1, "extend_tokens": 100, "tokens_per_rank": [100, 100]}
         driver.report("p0", forward_s=forward_s, **fields)
     assert driver.scheduler.snapshot(driver.now_s).mean_forward_s == pytest.approx(mean_s)
+
+
+def test_only_a_counted_prompt_is_too_long():
+    driver = Driver().up(kv_capacity_tokens=1000)
+    assert driver.arrive("estimated", 10**9, estimated=True)
+    assert driver.arrive("counted", 10**9) == []
+    assert [(one.rid, one.cause) for one in driver.refused] == [("counted", "too_long")]
+
+
+def test_an_answer_longer_than_any_can_be_does_not_empty_a_decode_rank():
+    driver = Driver().up(decode_dp=1, kv_capacity_tokens=10_000)
+    assert driver.arrive("r", 100, max_new_tokens=50)
+    driver.report(
+        "d0", 0, dp=1, rids=["r"], accepted_requests=1, running_requests=9, kv_tokens=5000
+    )
+    driver.tell(PrefillDone(rid="r"))
+    driver.tell(RequestEnded(rid="r", outcome="completed", completion_tokens=2**41))
+    (load,) = driver.scheduler.decode["d0"].loads()
+    assert load.kv_tokens >= 5000 - 150

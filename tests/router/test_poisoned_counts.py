@@ -1,0 +1,72 @@
+"""Counts in answers that no engine can mean: every request still ends once, in all books."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+from router_harness import cluster
+
+from sglang_sbs.router.monitor import parse_loads
+from sglang_sbs.router.registry import Registry
+from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.scheduling.events import PrefillDone, RequestArrived, RequestEnded
+from sglang_sbs.testing.mock_engine import Behaviour
+from sglang_sbs.wire.front_end import MAX_COUNT, decode_to_scheduler, encode
+
+ABSURD = [b"9" * 5000, b"%d" % 2**41, b"%d" % 2**63]
+
+
+def answer(count: bytes) -> bytes:
+    meta = b'{"prompt_tokens":%s,"cached_tokens":-1,"completion_tokens":%s,"finish_reason":null}'
+    return b'{"text":"","meta_info":%s}' % (meta % (count, count))
+
+
+@pytest.mark.parametrize("count", ABSURD, ids=len)
+async def test_an_absurd_number_of_output_tokens_leaks_no_request(count: bytes) -> None:
+    async with cluster() as c:
+        c.decode[0].behaviour = Behaviour(garbage=answer(count))
+        async with c.post("/generate", {"text": "hi"}) as response:
+            assert await response.read() == answer(count)
+        await c.settled()
+        (ended,) = c.scheduler.of(RequestEnded)
+        assert (ended.outcome, ended.completion_tokens) == ("completed", MAX_COUNT)
+        assert decode_to_scheduler(encode(ended)) == ended
+        c.check_books()
+
+
+async def test_an_absurd_number_of_prompt_tokens_reaches_the_scheduler_as_a_count() -> None:
+    async with cluster() as c:
+        c.prefill[0].behaviour = Behaviour(prompt_tokens=2**41, cached_tokens=-1)
+        for _ in range(3):
+            assert (await c.generate(text="x" * 400))[0] == 200
+        await c.settled()
+        done = c.scheduler.of(PrefillDone)
+        assert [(one.prompt_tokens, one.cached_tokens) for one in done] == [(MAX_COUNT, 0)] * 3
+        assert decode_to_scheduler(encode(done[0])) == done[0]
+        c.check_books()
+        tokens = [event.prompt_tokens for event in c.scheduler.of(RequestArrived)]
+        assert tokens[-1] == pytest.approx(100, rel=0.05)
+
+
+async def test_the_scheduler_is_told_which_lengths_nobody_has_counted() -> None:
+    async with cluster() as c:
+        await c.generate(text="hi")
+        await c.generate(input_ids=[1, 2, 3])
+        assert [event.estimated for event in c.scheduler.of(RequestArrived)] == [True, False]
+
+
+def test_absurd_loads_are_counts() -> None:
+    registry = Registry(lambda event: None)
+    worker = registry.add("http://p:1", "prefill")
+    registry.described(worker, WorkerInfo())
+    load = {
+        "dp_rank": 0,
+        "num_running_reqs": 2**62,
+        "num_used_tokens": -5,
+        "num_total_tokens": 1e300,
+        "num_waiting_uncached_tokens": 5,
+    }
+    polled = parse_loads(worker, orjson.dumps({"loads": [load]}))
+    assert polled is not None
+    assert polled.queued_tokens == polled.running_requests == [MAX_COUNT]
+    assert polled.kv_tokens == [0]
