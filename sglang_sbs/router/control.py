@@ -17,6 +17,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from sglang_sbs.router.engine_answers import ask
 from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.registry import Worker
@@ -133,8 +134,9 @@ class Control:
     async def model_info(self, _request: web.Request) -> web.StreamResponse:
         worker = self._first("prefill")
         ((_, status, body),) = await self._ask_all([worker], "GET", "/model_info")
-        if status != 200:
-            raise RouterError(502, "proxy_request_failed", f"{worker.url}/model_info: {status}")
+        if status != 200 or not _engine_object(body):
+            what = status if status != 200 else "no JSON object"
+            raise RouterError(502, "proxy_request_failed", f"{worker.url}/model_info: {what}")
         return web.Response(body=body, content_type="application/json")
 
     async def server_info(self, _request: web.Request) -> web.StreamResponse:
@@ -335,19 +337,16 @@ class Control:
         key = self._server.options.worker_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-        async def ask(worker: Worker) -> tuple[Worker, int, bytes]:
+        async def of(worker: Worker) -> tuple[Worker, int, bytes]:
+            url, session = worker.url + path, self._server.session
             try:
-                async with self._server.session.request(
-                    method,
-                    worker.url + path,
-                    headers=headers,
-                    timeout=aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S),
-                ) as response:
-                    return worker, response.status, await response.read()
+                return worker, *await ask(
+                    session, method, url, headers=headers, timeout_s=_ASK_TIMEOUT_S
+                )
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 return worker, 0, (str(error) or type(error).__name__).encode()
 
-        return list(await asyncio.gather(*map(ask, workers)))
+        return list(await asyncio.gather(*map(of, workers)))
 
 
 def _accepted(worker: Worker, message: str) -> web.StreamResponse:
