@@ -55,7 +55,7 @@ async def read_body(request: Client, limit_bytes: int) -> bytes:
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log of the serving port, without what clients sent that is no HTTP.
+    """aiohttp's log of a port, without what clients sent that is no HTTP, and those that left.
 
     Its own lines have a traceback and the offending bytes, a key among them for all one knows, and
     whoever likes can have as many of them as he likes.
@@ -70,9 +70,12 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
         """What every other method of a logger comes down to."""
         error = kwargs.get("exc_info")
         error = error if isinstance(error, BaseException) else sys.exception()
-        if isinstance(error, HttpProcessingError):
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             self._malformed()
             self.logger.debug("a request that is no HTTP: %s", type(error).__name__)
+            return
+        if isinstance(error, ConnectionError):
+            self.logger.debug("a client left: %s", type(error).__name__)
             return
         self.logger.log(level, msg, *args, **kwargs)
 
