@@ -254,7 +254,7 @@ class Surface:
         except Exception as error:
             response = _failed(request.method, path, error).response()
             if isinstance(error, web.RequestPayloadError):
-                response.force_close()  # as aiohttp will: where the next request begins is not known
+                response.force_close()  # where the next request begins is not known
             return response
 
     def _preflight(self) -> web.Response:

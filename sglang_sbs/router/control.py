@@ -20,6 +20,7 @@ from aiohttp import web
 from sglang_sbs.router.engine_answers import ask
 from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.intake import GRACE_S
 from sglang_sbs.router.registry import Worker
 from sglang_sbs.router.requests import bad_request
 from sglang_sbs.router.worker_view import describe_worker
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _ASK_TIMEOUT_S = 30.0
+_MAX_BODY_BYTES = 1 << 20
+"""Of requests that change the cluster; a worker takes a few hundred."""
 _SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
@@ -181,7 +184,7 @@ class Control:
         )
 
     async def add_worker(self, request: web.Request) -> web.StreamResponse:
-        body = _object(await request.read())
+        body = _object(await _body(request))
         url, role = body.get("url"), body.get("worker_type")
         port = body.get("bootstrap_port")
         if not isinstance(url, str):
@@ -219,7 +222,7 @@ class Control:
         worker = self._worker(request)
         if worker is None:
             return _no_worker(request)
-        body = _object(await request.read())
+        body = _object(await _body(request))
         priority, cost = body.get("priority"), body.get("cost")
         labels = body.get("labels")
         if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
@@ -314,7 +317,7 @@ class Control:
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
-        body = _object(await request.read())
+        body = _object(await _body(request))
         rid = body.get("rid")
         if body.get("abort_all"):
             count = await self._server.abort("")
@@ -381,6 +384,22 @@ def _json(
         content_type="application/json",
         headers=headers,
     )
+
+
+async def _body(request: web.Request) -> bytes:
+    """Raises: RouterError (408 or 413), it does not come or has no end."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(GRACE_S):
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > _MAX_BODY_BYTES:
+                    detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
+                    raise RouterError(413, "payload_too_large", detail)
+    except TimeoutError:
+        detail = f"the body stopped after {len(body)} bytes"
+        raise RouterError(408, "body_too_slow", detail) from None
+    return bytes(body)
 
 
 def _object(raw: bytes) -> dict[str, Any]:
