@@ -83,14 +83,18 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
 class Doorman:
     """Closes connections that send no request head."""
 
-    def __init__(self, patience_s: float = GRACE_S) -> None:
+    def __init__(self, patience_s: float = GRACE_S, most: int = 1 << 20) -> None:
+        """``most``: of them at a time, else the longest silent one has to go."""
         self._patience_s = patience_s
+        self._most = most
         self._silent: dict[Any, float] = {}  # by age: the value is when patience ends
         self._sweep: asyncio.TimerHandle | None = None
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
         """A new connection."""
         loop = asyncio.get_running_loop()
+        if len(self._silent) >= self._most:
+            self.close_oldest()
         self._silent[transport] = loop.time() + self._patience_s
         if self._sweep is None:
             self._sweep = loop.call_later(self._patience_s, self._close_silent)
@@ -98,6 +102,16 @@ class Doorman:
     def heard(self, transport: asyncio.BaseTransport | None) -> None:
         """A whole request head came over that connection, or it is gone."""
         self._silent.pop(transport, None)
+
+    def close_oldest(self) -> bool:
+        """To make room: the one that has said nothing for longest; whether there was one."""
+        while self._silent:
+            transport = next(iter(self._silent))
+            del self._silent[transport]
+            if not transport.is_closing():
+                transport.abort()
+                return True
+        return False
 
     def _close_silent(self) -> None:
         loop = asyncio.get_running_loop()

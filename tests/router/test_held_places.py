@@ -14,6 +14,7 @@ from router_harness import cluster, until
 
 from sglang_sbs.router import control, downstream
 from sglang_sbs.router.downstream import Downstream
+from sglang_sbs.router.metrics_port import MAX_CONNECTIONS
 from sglang_sbs.testing.mock_engine import Behaviour
 
 
@@ -130,3 +131,51 @@ async def test_the_body_of_a_control_request_must_come(method: str, monkeypatch:
         async with asyncio.timeout(20):
             assert (await reader.readline()).split()[1] == b"413"
         writer.close()
+
+
+async def connect(port: int, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    return [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+
+
+def closed(ends: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> int:
+    return sum(reader.at_eof() or reader.exception() is not None for reader, _ in ends)
+
+
+async def test_silent_connections_to_the_metrics_port_are_few_and_lock_nobody_out() -> None:
+    """It shares descriptors with the serving port."""
+    async with cluster() as c:
+        port = c.server.prometheus_port
+        silent = await connect(port, 3 * MAX_CONNECTIONS)
+        await until(lambda: closed(silent) == 2 * MAX_CONNECTIONS)
+        async with c.client.get(f"http://127.0.0.1:{port}/metrics") as response:
+            assert response.status == 200
+            assert b"sbs_prompts_total" in await response.read()
+        await until(lambda: closed(silent) == 2 * MAX_CONNECTIONS + 1)
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_scrapers_that_speak_keep_their_connection() -> None:
+    async with cluster() as c:
+        ends = await connect(c.server.prometheus_port, MAX_CONNECTIONS)
+        for reader, writer in ends:
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+        more = await connect(c.server.prometheus_port, 5)
+        await until(lambda: closed(more) == 5)
+        assert closed(ends) == 0
+        for _, writer in ends + more:
+            writer.close()
+
+
+async def test_of_silent_connections_to_the_serving_port_the_oldest_go() -> None:
+    async with cluster() as c:
+        c.server.doorman._most = 20
+        silent = await connect(c.server.port, 50)
+        await until(lambda: closed(silent) == 30)
+        assert closed(silent[:30]) == 30
+        assert (await c.generate(text="x"))[0] == 200
+        for _, writer in silent:
+            writer.close()
