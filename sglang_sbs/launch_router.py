@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from sglang_sbs.router.logs import set_up_logging
 from sglang_sbs.router.parent import Parent
 from sglang_sbs.router.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
+from sglang_sbs.router.signals import end_on_signals
 from sglang_sbs.router.supervisor import supervise
 
 logger = logging.getLogger("sglang_sbs.router")
@@ -132,9 +132,7 @@ async def _outlast_front_ends(
 
 def _stop_signal() -> asyncio.Event:
     stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    end_on_signals(stopping)
     return stopping
 
 
