@@ -41,6 +41,7 @@ class Control:
         self._server = server
         self._registry = server.registry
         self._generating: asyncio.Task[str] | None = None
+        self._metrics: asyncio.Task[bytes] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -297,23 +298,30 @@ class Control:
         return _json({"loads": loads, "workers": short})
 
     async def engine_metrics(self, _request: web.Request) -> web.StreamResponse:
-        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one."""
+        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one.
+
+        Open to everybody: however many ask at once share one answer.
+        """
+        if self._metrics is None or self._metrics.done():
+            self._metrics = asyncio.create_task(self._merged_metrics())
+        body = await asyncio.shield(self._metrics)
+        if not body:
+            raise RouterError(
+                503,
+                "no_engine_metrics",
+                "no worker serves /metrics: start engines with --enable-metrics",
+            )
+        content_type = "text/plain; version=0.0.4; charset=utf-8"
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _merged_metrics(self) -> bytes:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
         pages = [
             (worker.url, body.decode("utf-8", "replace"))
             for worker, status, body in answers
             if status == 200
         ]
-        if not pages:
-            raise RouterError(
-                503,
-                "no_engine_metrics",
-                "no worker serves /metrics: start engines with --enable-metrics",
-            )
-        return web.Response(
-            body=merge_pages(pages),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return await merge_pages(pages)
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
