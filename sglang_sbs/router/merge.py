@@ -41,7 +41,7 @@ class SseSplitter:
                 raise ValueError(f"an event over {MAX_EVENT_BYTES >> 20} MiB")
             self._seen = max(0, len(self._buffer) - 1)
             return []
-        parts = bytes(self._buffer[:end]).split(_EVENT_END)
+        parts = [part.lstrip(b"\n") for part in bytes(self._buffer[:end]).split(_EVENT_END)]
         del self._buffer[: end + len(_EVENT_END)]
         self._seen = 0
         return [part[5:].strip() for part in parts if part.startswith(b"data:")]
