@@ -7,6 +7,7 @@ relayed.
 from __future__ import annotations
 
 import asyncio
+import reprlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -33,6 +34,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ASK_TIMEOUT_S = 30.0
 _MAX_BODY_BYTES = 1 << 20
 """Of requests that change the cluster; a worker takes a few hundred."""
+_MAX_LABEL_CHARS = 4096
+"""Of one worker: they go to every front end, once a second."""
 _SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
@@ -191,9 +194,9 @@ class Control:
         if not isinstance(url, str):
             raise bad_request('url is required, e.g. {"url": "http://10.0.0.1:30000"}')
         if role not in ("prefill", "decode"):
-            raise bad_request(f"worker_type must be prefill or decode, not {role!r}")
+            raise bad_request(f"worker_type must be prefill or decode, not {reprlib.repr(role)}")
         if port is not None and (not isinstance(port, int) or not 1 <= port <= 65535):
-            raise bad_request(f"bootstrap_port must be in 1..65535, not {port!r}")
+            raise bad_request(f"bootstrap_port must be in 1..65535, not {reprlib.repr(port)}")
         known = self._registry.by_alias(url)
         if known is not None and known.role == role:
             worker = known  # asked for again: tools that repeat themselves do no harm
@@ -227,18 +230,23 @@ class Control:
         priority, cost = body.get("priority"), body.get("cost")
         labels = body.get("labels")
         if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
-            raise bad_request(f"priority must be a whole number >= 0, not {priority!r}")
+            raise bad_request(f"priority must be a whole number >= 0, not {reprlib.repr(priority)}")
         if cost is not None and (not isinstance(cost, int | float) or isinstance(cost, bool)):
-            raise bad_request(f"cost must be a number, not {cost!r}")
+            raise bad_request(f"cost must be a number, not {reprlib.repr(cost)}")
         if labels is not None and not (
             isinstance(labels, dict) and all(isinstance(value, str) for value in labels.values())
         ):
             raise bad_request("labels must be an object of strings")
+        labels = worker.labels | (labels or {})
+        if sum(len(name) + len(value) for name, value in labels.items()) > _MAX_LABEL_CHARS:
+            raise bad_request(
+                f"all labels together must have at most {_MAX_LABEL_CHARS} characters"
+            )
         if priority is not None:
             worker.priority = priority
         if cost is not None:
             worker.cost = float(cost)
-        worker.labels |= labels or {}
+        worker.labels = labels
         await self._server.update_worker(worker)
         return _accepted(worker, "Worker update queued for background processing")
 

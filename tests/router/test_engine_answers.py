@@ -14,6 +14,15 @@ from router_harness import cluster, until
 
 from sglang_sbs.router import engine_answers, pair, upstream
 from sglang_sbs.router.logs import set_up_logging
+from sglang_sbs.router.mirror import state_of
+from sglang_sbs.router.registry import Registry
+from sglang_sbs.router.server_info import parse_server_info
+from sglang_sbs.wire.front_end import (
+    MAX_MESSAGE_BYTES,
+    Cluster,
+    decode_from_scheduler,
+    encode,
+)
 
 HEAD = b"HTTP/1.1 %d Odd\r\nContent-Type: application/json\r\n%b\r\n"
 
@@ -250,3 +259,55 @@ async def test_a_problem_is_no_longer_than_a_person_reads() -> None:
         worker = next(iter(c.server.registry))
         c.server.registry.report_problem(worker, "unusable", "y" * 1_000_000)
         assert len(worker.problems["unusable"]) < 3000
+
+
+def longest_info(role: str) -> dict[str, Any]:
+    """Everything an engine can say of itself, of nine megabytes each."""
+    long = "x" * 9_000_000
+    texts = ("served_model_name", "model_path", "load_balance_method", "speculative_algorithm")
+    return dict.fromkeys(texts, long) | {
+        "version": "0.5." + "9" * 9_000_000,
+        "disaggregation_mode": role,
+        "dp_size": 2,
+        "max_total_num_tokens": 1 << 62,
+        "sbs": {"boot_id": long, "bind": "tcp://*:" + long, "routers": [long[:20_000]] * 1000},
+        "kv_events": {
+            "publisher": "zmq",
+            "endpoint_port_base": 5557,
+            "block_size": 16,
+            "topic": long,
+            "endpoint_host": long,
+            "replay_endpoint_port_base": long,
+        },
+    }
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_front_ends_can_be_told_of_an_engine_whatever_it_says_of_itself(role: Any) -> None:
+    """Or with --workers N one engine would keep every front end from its scheduler."""
+    registry = Registry(lambda event: None)
+    worker = registry.add("http://10.0.0.1:1", role)
+    registry.described(worker, parse_server_info(longest_info(role), role))
+    for kind in ("startup", "signal", "loads", "tokenizer"):
+        registry.report_problem(worker, kind, "y" * 1_000_000)
+    message = Cluster(workers=[state_of(worker, 0.0)] * 100)
+    frames = encode(message)
+    assert len(frames[1]) < MAX_MESSAGE_BYTES
+    assert decode_from_scheduler(frames) == message
+
+
+async def test_workers_labels_and_addresses_have_a_length() -> None:
+    async with cluster() as c:
+        worker = next(iter(c.server.registry))
+        put = f"{c.url}/workers/{worker.id}"
+        for number in range(3):
+            async with c.client.put(put, json={"labels": {f"k{number}": "v" * 2000}}) as response:
+                assert response.status == (202 if number < 2 else 400)
+        assert set(worker.labels) == {"k0", "k1"}
+        for body in (
+            {"url": "http://" + "a" * 100_000, "worker_type": "prefill"},
+            {"url": "http://a", "worker_type": "b" * 100_000},
+        ):
+            async with c.post("/workers", body) as response:
+                assert response.status == 400
+                assert len(await response.read()) < 500
