@@ -12,7 +12,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -100,6 +100,8 @@ class _Exchange:
     """Larger is more urgent."""
     pairs: dict[int, Pair]
     """By unit index: the attempt under way."""
+    suspects: dict[int, list[LegFailure]] = field(default_factory=dict)
+    """By unit index: answers of 5xx that may be the engine's fault, or the request's."""
 
 
 class Relay:
@@ -306,6 +308,25 @@ class Relay:
         make_sink: Callable[[], Callable[[bytes], None]] | None,
     ) -> Pair:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
+        try:
+            return await self._retried(exchange, unit, make_sink)
+        finally:
+            self._blame(exchange, unit, served=False)
+
+    def _blame(self, exchange: _Exchange, unit: Unit, *, served: bool) -> None:
+        """For answers of 5xx. When two engines gave one and none served the request, it may be
+        what they cannot do: a few such requests must not take every engine out."""
+        suspects = exchange.suspects.pop(unit.index, [])
+        if served or len({failure.worker for failure in suspects}) == 1:
+            for failure in suspects:
+                self._registry.leg_failed(failure)
+
+    async def _retried(
+        self,
+        exchange: _Exchange,
+        unit: Unit,
+        make_sink: Callable[[], Callable[[bytes], None]] | None,
+    ) -> Pair:
         exclude: tuple[str, ...] = ()
         attempt = 1
         broken_off: set[str] = set()
@@ -313,7 +334,10 @@ class Relay:
             try:
                 return await self._attempt(exchange, unit, exclude, make_sink)
             except LegFailure as failure:
-                self._registry.leg_failed(failure)
+                if failure.transport:
+                    self._registry.leg_failed(failure)
+                else:
+                    exchange.suspects.setdefault(unit.index, []).append(failure)
                 self._metrics.leg_failed(failure)
                 started = unit.index in exchange.pairs and exchange.pairs[unit.index].opened
                 if failure.broke_off:
@@ -375,6 +399,7 @@ class Relay:
             self._in_flight.assigned(assignment)
             pair = self._start(exchange, unit, assignment, make_sink)
             await pair.wait_open()
+            self._blame(exchange, unit, served=True)
             if exchange.plan.stream:
                 await exchange.downstream.open(pair.content_type)
                 await pair.wait_done()
