@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 from prometheus_client import Histogram
 
-from sglang_sbs.router.access import Access, ControlKey
+from sglang_sbs.router.access import CONTROL_PLANE, Access, ControlKey
 from sglang_sbs.router.clients import Answer, Client, WebClient
 from sglang_sbs.router.control import Control
 from sglang_sbs.router.direct import RequestHead
@@ -232,6 +232,14 @@ class Surface:
             )
             if refusal is not None:
                 return refusal
+            if self._is_forged(request, path):
+                return RouterError(
+                    403,
+                    "cross_origin_request",
+                    "a web page of elsewhere may change nothing here: set a key "
+                    "(--control-plane-api-keys, --admin-api-key), or name its origin in "
+                    "--cors-allowed-origins",
+                ).response()
         try:
             return await handler(request)
         except RouterError as error:
@@ -256,6 +264,22 @@ class Surface:
             if isinstance(error, web.RequestPayloadError):
                 response.force_close()  # where the next request begins is not known
             return response
+
+    def _is_forged(self, request: web.Request, path: str) -> bool:
+        """Whether a browser sends it for a page of elsewhere, which its user knows nothing of.
+
+        Where a key is wanted the page would have to know it.
+        """
+        origin = request.headers.get("Origin")
+        if (
+            origin is None
+            or request.method in ("GET", "HEAD")
+            or not path.startswith(CONTROL_PLANE)
+            or not self._access.open_to_all
+        ):
+            return False
+        own = origin.partition("://")[2].lower() == request.headers.get("Host", "").lower()
+        return not (own or "*" in self._origins or origin in self._origins)
 
     def _preflight(self) -> web.Response:
         headers = (
