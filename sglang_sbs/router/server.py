@@ -290,7 +290,7 @@ class RouterServer:
         options = self.options
         await runner.setup()
         assert runner.server is not None
-        self.doorman = Doorman(most=max(_SPARE_FILES, self._file_limit // 4))
+        self.doorman = Doorman(most=self._file_limit // 2)
         direct = DirectPort(surface, tuple(KINDS), self.doorman, runner.server)
         self._direct = direct
         loop = asyncio.get_running_loop()
