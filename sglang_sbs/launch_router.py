@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from sglang_sbs.router.parent import Parent
 from sglang_sbs.router.router_args import RouterArgs
 from sglang_sbs.router.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
+from sglang_sbs.router.signals import end_on_signals
 from sglang_sbs.router.supervisor import supervise
 from sglang_sbs.router.tokenizer_files import tokenizer_folder
 
@@ -188,9 +188,7 @@ async def _outlast_front_ends(
 
 def _stop_signal() -> asyncio.Event:
     stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    end_on_signals(stopping)
     return stopping
 
 

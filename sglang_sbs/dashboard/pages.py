@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
@@ -58,7 +58,8 @@ class Dashboard:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._watchers: set[_Watcher] = set()
+        self._watchers: dict[_Watcher, None] = {}
+        """The longest open first."""
         self._closed = False
         self.dropped = 0
         """Watchers that did not keep up."""
@@ -87,7 +88,8 @@ class Dashboard:
         Raises:
             RouterError: 503, too many look already, or the router stops.
         """
-        if self._closed or len(self._watchers) >= MAX_WATCHERS:
+        watcher = _Watcher(request.transport)
+        if self._closed or not self._has_room(watcher):
             raise RouterError(
                 503,
                 "too_many_dashboards",
@@ -103,8 +105,7 @@ class Dashboard:
                 "X-Accel-Buffering": "no",
             }
         )
-        watcher = _Watcher(request.transport)
-        self._watchers.add(watcher)
+        self._watchers[watcher] = None
         stop = self._feed.watch(watcher.take)
         try:
             await response.prepare(request)
@@ -118,11 +119,24 @@ class Dashboard:
                 raise
         finally:
             stop()
-            self._watchers.discard(watcher)
+            self._watchers.pop(watcher, None)
             if watcher.lost:
                 self.dropped += 1
                 logger.info("a dashboard did not keep up and was dropped")
         return response
+
+    def _has_room(self, new: _Watcher) -> bool:
+        """When all places are taken, who has most of them gives one to who has far fewer."""
+        if len(self._watchers) < MAX_WATCHERS:
+            return True
+        places = Counter(watcher.address for watcher in self._watchers)
+        address, most = places.most_common(1)[0]
+        if places[new.address] + 1 >= most:
+            return False
+        oldest = next(watcher for watcher in self._watchers if watcher.address == address)
+        del self._watchers[oldest]
+        oldest.drop()
+        return True
 
 
 class _Watcher:
@@ -135,6 +149,8 @@ class _Watcher:
         self._ended = False
         self._changed = asyncio.Event()
         self._transport = transport
+        peer = transport.get_extra_info("peername") if transport is not None else None
+        self.address = peer[0] if isinstance(peer, tuple) else ""
 
     def take(self, payload: bytes, full: bool) -> None:
         """See :data:`~.feed.Take`."""
@@ -142,14 +158,18 @@ class _Watcher:
             return
         if len(self._pending) >= PENDING_FRAMES:
             self.lost = True
-            self._pending.clear()
-            self.end()
-            if self._transport is not None:
-                self._transport.abort()  # the writer waits for it to take more
+            self.drop()
             return
         kind = b"history" if full else b"frame"
         self._pending.append(b"event: " + kind + b"\ndata: " + payload + b"\n\n")
         self._changed.set()
+
+    def drop(self) -> None:
+        """End it now: the writer may be waiting for the connection to take more."""
+        self._pending.clear()
+        self.end()
+        if self._transport is not None:
+            self._transport.abort()
 
     def end(self) -> None:
         self._ended = True

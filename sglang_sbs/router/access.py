@@ -92,6 +92,11 @@ class Access:
         self._audit = audit
         self._tokens = tokens
 
+    @property
+    def open_to_all(self) -> bool:
+        """No key or token is wanted for anything."""
+        return self._api_key is None and not self._control_keys and self._tokens is None
+
     async def refusal_after_asking(
         self, method: str, path: str, headers: Mapping[str, str], request_id: str
     ) -> web.Response | None:

@@ -12,10 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+import orjson
 from aiohttp import web
 from prometheus_client import Histogram
 
-from sglang_sbs.router.access import Access, ControlKey
+from sglang_sbs.router.access import CONTROL_PLANE, Access, ControlKey
 from sglang_sbs.router.clients import Answer, Client, WebClient
 from sglang_sbs.router.control import Control
 from sglang_sbs.router.direct import RequestHead
@@ -25,7 +26,7 @@ from sglang_sbs.router.http_ids import request_id
 from sglang_sbs.router.identity import TokenCheck
 from sglang_sbs.router.logs import current_request_id, log_answer
 from sglang_sbs.router.relay import PATHS
-from sglang_sbs.router.requests import RouteKind
+from sglang_sbs.router.requests import RouteKind, bad_request
 from sglang_sbs.router.worker_metrics import model_name
 
 if TYPE_CHECKING:
@@ -168,9 +169,9 @@ class Surface:
                 answer, error_code = error.answer(), error.code
             except ConnectionResetError:
                 raise
-            except Exception:
-                defect = _defect("POST", path)
-                answer, error_code = defect.answer(), defect.code
+            except Exception as error:
+                failed = _failed("POST", path, error)
+                answer, error_code = failed.answer(), failed.code
             status = 200 if answer is None else answer.status
             return answer
         finally:
@@ -231,6 +232,14 @@ class Surface:
             )
             if refusal is not None:
                 return refusal
+            if self._is_forged(request, path):
+                return RouterError(
+                    403,
+                    "cross_origin_request",
+                    "a web page of elsewhere may change nothing here: set a key "
+                    "(--control-plane-api-keys, --admin-api-key), or name its origin in "
+                    "--cors-allowed-origins",
+                ).response()
         try:
             return await handler(request)
         except RouterError as error:
@@ -250,8 +259,27 @@ class Surface:
             raise
         except ConnectionResetError:
             raise
-        except Exception:
-            return _defect(request.method, path).response()
+        except Exception as error:
+            response = _failed(request.method, path, error).response()
+            if isinstance(error, web.RequestPayloadError):
+                response.force_close()  # where the next request begins is not known
+            return response
+
+    def _is_forged(self, request: web.Request, path: str) -> bool:
+        """Whether a browser sends it for a page of elsewhere, which its user knows nothing of.
+
+        Where a key is wanted the page would have to know it.
+        """
+        origin = request.headers.get("Origin")
+        if (
+            origin is None
+            or request.method in ("GET", "HEAD")
+            or not path.startswith(CONTROL_PLANE)
+            or not self._access.open_to_all
+        ):
+            return False
+        own = origin.partition("://")[2].lower() == request.headers.get("Host", "").lower()
+        return not (own or "*" in self._origins or origin in self._origins)
 
     def _preflight(self) -> web.Response:
         headers = (
@@ -267,7 +295,8 @@ class Surface:
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Headers of every response, streams included."""
-        response.headers.setdefault("x-request-id", current_request_id.get())
+        if identifier := current_request_id.get():  # not for what aiohttp answers by itself
+            response.headers.setdefault("x-request-id", identifier)
         response.headers.popall("Server", None)  # no version for who looks for known holes
         if self._server.draining:
             response.force_close()
@@ -292,7 +321,14 @@ class Surface:
         }
 
 
-def _defect(method: str, path: str) -> RouterError:
-    """Called where an exception is handled that should not have come."""
+def _failed(method: str, path: str, error: Exception) -> RouterError:
+    """Called where an exception is handled that is no answer: the client's fault, or a defect."""
+    if isinstance(error, web.RequestPayloadError):
+        return bad_request("the body is not what its headers say", "unreadable_body")
+    # What JSON may be as deep as it likes is read without harm, but not shown or written again.
+    if isinstance(error, RecursionError) or (
+        isinstance(error, orjson.JSONEncodeError) and "Recursion" in str(error)
+    ):
+        return bad_request("the body is nested too deeply")
     logger.exception("%s %s failed", method, path)
     return RouterError(500, "internal_error", "internal error; see the router's log")

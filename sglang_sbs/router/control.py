@@ -7,6 +7,7 @@ relayed.
 from __future__ import annotations
 
 import asyncio
+import reprlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,8 +19,10 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.plain_words import plain_error
+from sglang_sbs.router.engine_answers import ask
 from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.intake import GRACE_S
 from sglang_sbs.router.registry import Worker
 from sglang_sbs.router.requests import bad_request
 from sglang_sbs.router.worker_view import describe_worker
@@ -31,6 +34,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _ASK_TIMEOUT_S = 30.0
 _MOST_TOKENS = 1 << 31
+_MAX_BODY_BYTES = 1 << 20
+"""Of requests that change the cluster; a worker takes a few hundred."""
+_MAX_LABEL_CHARS = 4096
+"""Of one worker: they go to every front end, once a second."""
 _SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
@@ -39,6 +46,7 @@ class Control:
         self._server = server
         self._registry = server.registry
         self._generating: asyncio.Task[str] | None = None
+        self._metrics: asyncio.Task[bytes] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -147,8 +155,9 @@ class Control:
     async def model_info(self, _request: web.Request) -> web.StreamResponse:
         worker = self._first("prefill")
         ((_, status, body),) = await self._ask_all([worker], "GET", "/model_info")
-        if status != 200:
-            raise RouterError(502, "proxy_request_failed", f"{worker.url}/model_info: {status}")
+        if status != 200 or not _engine_object(body):
+            what = status if status != 200 else "no JSON object"
+            raise RouterError(502, "proxy_request_failed", f"{worker.url}/model_info: {what}")
         return web.Response(body=body, content_type="application/json")
 
     async def server_info(self, _request: web.Request) -> web.StreamResponse:
@@ -193,15 +202,15 @@ class Control:
         )
 
     async def add_worker(self, request: web.Request) -> web.StreamResponse:
-        body = _object(await request.read())
+        body = _object(await _body(request))
         url, role = body.get("url"), body.get("worker_type")
         port = body.get("bootstrap_port")
         if not isinstance(url, str):
             raise bad_request('url is required, e.g. {"url": "http://10.0.0.1:30000"}')
         if role not in ("prefill", "decode"):
-            raise bad_request(f"worker_type must be prefill or decode, not {role!r}")
+            raise bad_request(f"worker_type must be prefill or decode, not {reprlib.repr(role)}")
         if port is not None and (not isinstance(port, int) or not 1 <= port <= 65535):
-            raise bad_request(f"bootstrap_port must be in 1..65535, not {port!r}")
+            raise bad_request(f"bootstrap_port must be in 1..65535, not {reprlib.repr(port)}")
         known = self._registry.by_alias(url)
         if known is not None and known.role == role:
             worker = known  # asked for again: tools that repeat themselves do no harm
@@ -231,22 +240,27 @@ class Control:
         worker = self._worker(request)
         if worker is None:
             return _no_worker(request)
-        body = _object(await request.read())
+        body = _object(await _body(request))
         priority, cost = body.get("priority"), body.get("cost")
         labels = body.get("labels")
         if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
-            raise bad_request(f"priority must be a whole number >= 0, not {priority!r}")
+            raise bad_request(f"priority must be a whole number >= 0, not {reprlib.repr(priority)}")
         if cost is not None and (not isinstance(cost, int | float) or isinstance(cost, bool)):
-            raise bad_request(f"cost must be a number, not {cost!r}")
+            raise bad_request(f"cost must be a number, not {reprlib.repr(cost)}")
         if labels is not None and not (
             isinstance(labels, dict) and all(isinstance(value, str) for value in labels.values())
         ):
             raise bad_request("labels must be an object of strings")
+        labels = worker.labels | (labels or {})
+        if sum(len(name) + len(value) for name, value in labels.items()) > _MAX_LABEL_CHARS:
+            raise bad_request(
+                f"all labels together must have at most {_MAX_LABEL_CHARS} characters"
+            )
         if priority is not None:
             worker.priority = priority
         if cost is not None:
             worker.cost = float(cost)
-        worker.labels |= labels or {}
+        worker.labels = labels
         await self._server.update_worker(worker)
         return _accepted(worker, "Worker update queued for background processing")
 
@@ -306,27 +320,34 @@ class Control:
         return _json({"loads": loads, "workers": short})
 
     async def engine_metrics(self, _request: web.Request) -> web.StreamResponse:
-        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one."""
+        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one.
+
+        Open to everybody: however many ask at once share one answer.
+        """
+        if self._metrics is None or self._metrics.done():
+            self._metrics = asyncio.create_task(self._merged_metrics())
+        body = await asyncio.shield(self._metrics)
+        if not body:
+            raise RouterError(
+                503,
+                "no_engine_metrics",
+                "no worker serves /metrics: start engines with --enable-metrics",
+            )
+        content_type = "text/plain; version=0.0.4; charset=utf-8"
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _merged_metrics(self) -> bytes:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
         pages = [
             (worker.url, body.decode("utf-8", "replace"))
             for worker, status, body in answers
             if status == 200
         ]
-        if not pages:
-            raise RouterError(
-                503,
-                "no_engine_metrics",
-                "no worker serves /metrics: start engines with --enable-metrics",
-            )
-        return web.Response(
-            body=merge_pages(pages),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return await merge_pages(pages)
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
-        body = _object(await request.read())
+        body = _object(await _body(request))
         rid = body.get("rid")
         if body.get("abort_all"):
             count = await self._server.abort("")
@@ -349,19 +370,16 @@ class Control:
         key = self._server.options.worker_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-        async def ask(worker: Worker) -> tuple[Worker, int, bytes]:
+        async def of(worker: Worker) -> tuple[Worker, int, bytes]:
+            url, session = worker.url + path, self._server.session
             try:
-                async with self._server.session.request(
-                    method,
-                    worker.url + path,
-                    headers=headers,
-                    timeout=aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S),
-                ) as response:
-                    return worker, response.status, await response.read()
+                return worker, *await ask(
+                    session, method, url, headers=headers, timeout_s=_ASK_TIMEOUT_S
+                )
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 return worker, 0, plain_error(error).encode()
 
-        return list(await asyncio.gather(*map(ask, workers)))
+        return list(await asyncio.gather(*map(of, workers)))
 
 
 def _accepted(worker: Worker, message: str) -> web.StreamResponse:
@@ -396,6 +414,22 @@ def _json(
         content_type="application/json",
         headers=headers,
     )
+
+
+async def _body(request: web.Request) -> bytes:
+    """Raises: RouterError (408 or 413), it does not come or has no end."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(GRACE_S):
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > _MAX_BODY_BYTES:
+                    detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
+                    raise RouterError(413, "payload_too_large", detail)
+    except TimeoutError:
+        detail = f"the body stopped after {len(body)} bytes"
+        raise RouterError(408, "body_too_slow", detail) from None
+    return bytes(body)
 
 
 def _object(raw: bytes) -> dict[str, Any]:

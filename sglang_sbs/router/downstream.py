@@ -9,16 +9,23 @@ leaves with the first piece, in one write.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Protocol
 
 from sglang_sbs.router.clients import Client
+from sglang_sbs.router.intake import MIN_BYTES_PER_S
+
+logger = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 1 << 20
 LOW_WATER_BYTES = 1 << 18
 _RECHECK_S = 0.02
+_RECHECK_AT_MOST_S = 0.5
+"""Between two looks at a client that took nothing meanwhile."""
 FINISH_S = 60.0
-"""How long a client that stopped reading may take for the rest once everything was said."""
+"""How long a client that stopped reading may take for the rest once everything was said, and to
+take a paused stream up again: it holds a place on a decode rank."""
 
 
 class Source(Protocol):
@@ -38,6 +45,9 @@ class Downstream:
         self._pending_bytes = 0
         self._chunked = client.chunked
         self._paused = False
+        self._paused_s = 0.0
+        self._recheck_s = _RECHECK_S
+        self._unsent = self._most_unsent = 0
         self._ended = False
         self._sources = sources
         self.opened = False
@@ -68,20 +78,35 @@ class Downstream:
         for source in self._sources.values():  # also those that began since the last time
             source.pause()
         if not self._paused:
+            loop = asyncio.get_running_loop()
             self._paused = True
-            asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
+            self._paused_s = loop.time()
+            self._recheck_s = _RECHECK_S
+            self._unsent = self._most_unsent = 0
+            loop.call_later(_RECHECK_S, self._recheck)
 
     def _recheck(self) -> None:
         transport = self._transport
         if transport is not None and transport.is_closing():
             return
-        if transport is None or transport.get_write_buffer_size() > LOW_WATER_BYTES:
-            if self._client.transport is not None:
-                asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
-            return
-        self._paused = False
-        for source in self._sources.values():
-            source.resume()
+        if transport is not None:
+            unsent = transport.get_write_buffer_size()
+            if unsent <= LOW_WATER_BYTES:
+                self._paused = False
+                for source in self._sources.values():
+                    source.resume()
+                return
+            self._most_unsent = max(self._most_unsent, unsent)
+            idle = self._unsent == unsent
+            self._recheck_s = min(2 * self._recheck_s, _RECHECK_AT_MOST_S) if idle else _RECHECK_S
+            self._unsent = unsent
+        loop = asyncio.get_running_loop()
+        patience_s = FINISH_S + self._most_unsent / MIN_BYTES_PER_S
+        if transport is not None and loop.time() > self._paused_s + patience_s:
+            logger.info("a client took too little in %.0f s and is let go", patience_s)
+            transport.abort()
+        elif self._client.transport is not None:
+            loop.call_later(self._recheck_s, self._recheck)
 
     def open_at_once(self, content_type: str) -> None:
         """Send the head with the next piece if the connection can; else :meth:`open` will."""
@@ -104,7 +129,13 @@ class Downstream:
         if not self.opened:
             self.opened = True
             pending, self._pending = self._pending, []
-            await self._client.begin(content_type, b"".join(pending))
+            try:
+                async with asyncio.timeout(FINISH_S):
+                    await self._client.begin(content_type, b"".join(pending))
+            except TimeoutError:
+                if self._client.transport is not None:
+                    self._client.transport.abort()
+                raise ConnectionResetError("the client does not read") from None
             transport = self._client.transport
             if transport is None:
                 raise ConnectionResetError("client connection is gone")

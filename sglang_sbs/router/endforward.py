@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -69,7 +70,7 @@ _COUNTS = (
     *("accepted_tokens", "computed_tokens", "aborted_requests"),
 )
 _counts_of = attrgetter(*_COUNTS)
-_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
+_BIND = re.compile(r"tcp://[^/\s]+:([0-9]{1,5})")
 
 FindOwner = Callable[[str, str], str | None]
 """``(rid, role) -> worker URL``: where the router sent that leg, if it knows the request."""
@@ -197,7 +198,16 @@ class EndForwardListener:
             bind = info.sbs.bind
             if info.sbs.boot_id:
                 self._boots[info.sbs.boot_id] = worker.url
-        self._follow(worker.url, frozenset(publisher_endpoints(worker.url, bind, info.dp_size)))
+        endpoints = publisher_endpoints(worker.url, bind, info.dp_size)
+        if bind and not endpoints:
+            told = f"it binds {bind[:100]!r}, where no router can connect"
+            wanted = (
+                f"set SGLANG_SBS_BIND=tcp://*:PORT there, with {info.dp_size} ports from PORT on"
+            )
+            self._registry.report_problem(worker, "bind", f"{told}: {wanted}")
+        else:
+            worker.problems.pop("bind", None)
+        self._follow(worker.url, frozenset(endpoints))
 
     def removed(self, worker_url: str) -> None:
         """Nothing of it is wanted any more."""
@@ -421,12 +431,12 @@ def implausible(report: EndForward) -> str | None:
 def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:
     """Where to connect for an engine that binds ``tcp://HOST:PORT`` (rank d at ``PORT + d``).
 
-    A wildcard host means the host the worker is reached by. Not of that form: no endpoints.
+    The host is always the one the worker is reached by: an engine's answer must not make the router
+    connect to others. Not of that form, or not a port for every rank: no endpoints.
     """
-    scheme, _, address = bind.partition("://")
-    host, _, port = address.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdigit():
+    match = _BIND.fullmatch(bind)
+    first = int(match[1]) if match is not None else 0
+    if not 1 <= first <= 65536 - dp_size:
         return []
-    if host in _WILDCARDS:
-        host = bracketed(split_worker_url(worker_url)[1])
-    return [f"tcp://{host}:{int(port) + rank}" for rank in range(dp_size)]
+    host = bracketed(split_worker_url(worker_url)[1])
+    return [f"tcp://{host}:{port}" for port in range(first, first + dp_size)]

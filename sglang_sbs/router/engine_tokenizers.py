@@ -29,6 +29,7 @@ import orjson
 from sglang_sbs.router.block_names import BlockFormat
 from sglang_sbs.router.chat_template import TemplateError
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.engine_answers import ask
 from sglang_sbs.router.prompts import PromptKind
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.requests import RouteKind
@@ -275,24 +276,29 @@ class EngineTokenizers:
 
     async def _sees(self, url: str) -> bool:
         """Whether it takes images or sound: then its processor may want the text of a chat."""
-        async with self._session.get(f"{url}/model_info", headers=self._headers) as response:
-            if response.status != 200:
-                return True
-            model = orjson.loads(await response.read())
+        status, data = await self._talk("GET", f"{url}/model_info")
+        if status != 200:
+            return True
+        model = orjson.loads(data)
         names = ("has_image_understanding", "has_audio_understanding")
         return not isinstance(model, dict) or any(model.get(name) is not False for name in names)
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer of ``/tokenize``; ``None``: refused, or there is no such endpoint."""
-        async with self._session.post(
-            f"{url}/tokenize", json=body, headers=self._headers
-        ) as response:
-            if response.status >= 500:
-                raise ValueError(f"status {response.status}")  # to be asked again
-            if response.status != 200:
-                return None
-            answer = orjson.loads(await response.read())
+        status, data = await self._talk("POST", f"{url}/tokenize", body)
+        if status >= 500:
+            raise ValueError(f"status {status}")  # to be asked again
+        if status != 200:
+            return None
+        answer = orjson.loads(data)
         return answer if isinstance(answer, dict) else None
+
+    async def _talk(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        return await ask(
+            self._session, method, url, headers=self._headers, timeout_s=_ANSWER_S, json=body
+        )
 
     def _tell(self, worker: Worker, verdict: Verdict) -> None:
         wrong = [kind for kind in ("text", "chat") if getattr(verdict, kind) is False]

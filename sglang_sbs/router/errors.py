@@ -18,6 +18,11 @@ from sglang_sbs.scheduling.events import RefuseCause
 
 ERROR_CODE_HEADER = "X-SMG-Error-Code"
 
+MAX_ERROR_BYTES = 64 * 1024
+"""Of an engine's error body; the rest is not kept."""
+MAX_MESSAGE_CHARS = 2048
+"""Of an engine's words, in answers and in the log."""
+
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 Leg = Literal["prefill", "decode"]
@@ -163,7 +168,14 @@ def own_failure(leg: Leg, worker: str, detail: str) -> LegFailure:
 
 
 def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-    """A leg answered with an HTTP error: its status and message reach the client."""
+    """A leg did not answer 200. The client gets an HTTP error's status and message.
+
+    A status below 400 is no error to pass on, and with 204 or 304 a body behind it would be read
+    as the next answer on that connection: the client gets 502.
+    """
+    if status < 400:
+        detail = f"it answers {status}, which is no answer to a request ({worker})"
+        return LegFailure(leg, worker, 502, f"{leg}_bad_gateway", detail)
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
     return LegFailure(leg, worker, status, code, engine_message(body) or reason_phrase(status))
 
@@ -171,21 +183,28 @@ def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFa
 def leg_aborted(leg: Leg, worker: str, status: int, message: str) -> LegFailure:
     """The engine finished the request with ``finish_reason`` abort."""
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
+    message = message[:MAX_MESSAGE_CHARS]
     return LegFailure(leg, worker, status, code, message or f"request aborted by {leg} worker")
 
 
 def engine_message(body: bytes) -> str:
     """The message inside SGLang's error bodies (several shapes), or the start of the text."""
+    found = _message_in(body) if len(body) <= MAX_ERROR_BYTES else None
+    if found is None:
+        found = body[: 4 * MAX_MESSAGE_CHARS].decode("utf-8", "replace").strip()
+    return found[:MAX_MESSAGE_CHARS]
+
+
+def _message_in(body: bytes) -> str | None:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return body[:2048].decode("utf-8", "replace").strip()
-    if isinstance(value, dict):
-        inner = value.get("error", value)
-        if isinstance(inner, str):
-            return inner
-        if isinstance(inner, dict):
-            for key in ("message", "detail"):
-                if isinstance(inner.get(key), str):
-                    return str(inner[key])
-    return body[:2048].decode("utf-8", "replace").strip()
+        return None
+    inner = value.get("error", value) if isinstance(value, dict) else None
+    if isinstance(inner, str):
+        return inner
+    if isinstance(inner, dict):
+        for key in ("message", "detail"):
+            if isinstance(inner.get(key), str):
+                return str(inner[key])
+    return None

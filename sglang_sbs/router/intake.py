@@ -57,7 +57,7 @@ async def read_body(request: Client, limit_bytes: int) -> bytes:
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log of the serving port, without what clients sent that is no HTTP.
+    """aiohttp's log of a port, without what clients sent that is no HTTP, and those that left.
 
     Its own lines have a traceback and the offending bytes, a key among them for all one knows, and
     whoever likes can have as many of them as he likes.
@@ -72,9 +72,12 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
         """What every other method of a logger comes down to."""
         error = kwargs.get("exc_info")
         error = error if isinstance(error, BaseException) else sys.exception()
-        if isinstance(error, HttpProcessingError):
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             self._malformed()
             self.logger.debug("a request that is no HTTP: %s", type(error).__name__)
+            return
+        if isinstance(error, ConnectionError):
+            self.logger.debug("a client left: %s", type(error).__name__)
             return
         self.logger.log(level, msg, *args, **kwargs)
 
@@ -82,14 +85,18 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
 class Doorman:
     """Closes connections that send no request head."""
 
-    def __init__(self, patience_s: float = GRACE_S) -> None:
+    def __init__(self, patience_s: float = GRACE_S, most: int = 1 << 20) -> None:
+        """``most``: of them at a time, else the longest silent one has to go."""
         self._patience_s = patience_s
+        self._most = most
         self._silent: dict[Any, float] = {}  # by age: the value is when patience ends
         self._sweep: asyncio.TimerHandle | None = None
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
         """A new connection."""
         loop = asyncio.get_running_loop()
+        if len(self._silent) >= self._most:
+            self.close_oldest()
         self._silent[transport] = loop.time() + self._patience_s
         if self._sweep is None:
             self._sweep = loop.call_later(self._patience_s, self._close_silent)
@@ -97,6 +104,16 @@ class Doorman:
     def heard(self, transport: asyncio.BaseTransport | None) -> None:
         """A whole request head came over that connection, or it is gone."""
         self._silent.pop(transport, None)
+
+    def close_oldest(self) -> bool:
+        """To make room: the one that has said nothing for longest; whether there was one."""
+        while self._silent:
+            transport = next(iter(self._silent))
+            del self._silent[transport]
+            if not transport.is_closing():
+                transport.abort()
+                return True
+        return False
 
     def _close_silent(self) -> None:
         loop = asyncio.get_running_loop()

@@ -93,7 +93,7 @@ def _chat_texts(body: dict[str, Any]) -> tuple[list[str], int, bool]:
     """All text of a chat request, the number of messages, and whether text is all there is."""
     texts: list[str] = list(map(str, _list(body.get("tools"))))
     only_text = True
-    messages = body.get("messages") or []
+    messages = _list(body.get("messages"))
     for message in messages:
         if not isinstance(message, dict):
             continue

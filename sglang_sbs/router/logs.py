@@ -36,6 +36,16 @@ class WithRequestId(logging.Filter):
         return True
 
 
+class PlainFormatter(logging.Formatter):
+    """One line per record, whatever engines and clients put into it; a traceback is indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line: ``timestamp``, ``level``, ``target``, ``message``, then more."""
 
@@ -73,9 +83,7 @@ def set_up_logging(
         log_dir.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_dir / "router.log"))
     who = f"[{process} %(process)d] " if process else ""
-    plain = logging.Formatter(
-        f"%(asctime)s %(levelname)s {who}%(name)s: %(request_tag)s%(message)s"
-    )
+    plain = PlainFormatter(f"%(asctime)s %(levelname)s {who}%(name)s: %(request_tag)s%(message)s")
     for handler in handlers:
         handler.addFilter(WithRequestId())
         handler.setFormatter(JsonFormatter(process) if as_json else plain)
@@ -116,3 +124,10 @@ def _printable(text: str) -> str:
     if len(text) <= 256 and text.isprintable():
         return text
     return "".join(c if c.isprintable() else "?" for c in text[:256])
+
+
+def _escaped(text: str) -> str:
+    """Without control characters: they are written as Python would."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

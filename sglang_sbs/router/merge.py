@@ -17,17 +17,33 @@ _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_id
 _ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 """The parallel lists of OpenAI's completion logprobs."""
 _DONE = b"[DONE]"
+_EVENT_END = b"\n\n"
+MAX_EVENT_BYTES = 64 << 20
 
 
 class SseSplitter:
-    """Cuts a byte stream into the payloads of its ``data:`` events."""
+    """Cuts a byte stream into the payloads of its ``data:`` events.
+
+    Every byte is looked at once, in however many pieces a long event comes.
+    """
 
     def __init__(self) -> None:
-        self._buffer = b""
+        self._buffer = bytearray()
+        self._seen = 0
+        """Where a search goes on: before it there is no end of an event."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        parts = (self._buffer + data).split(b"\n\n")
-        self._buffer = parts.pop()
+        """Raises: ValueError, an event has no end."""
+        self._buffer += data
+        end = self._buffer.rfind(_EVENT_END, self._seen)
+        if end < 0:
+            if len(self._buffer) > MAX_EVENT_BYTES:
+                raise ValueError(f"an event over {MAX_EVENT_BYTES >> 20} MiB")
+            self._seen = max(0, len(self._buffer) - 1)
+            return []
+        parts = [part.lstrip(b"\n") for part in bytes(self._buffer[:end]).split(_EVENT_END)]
+        del self._buffer[: end + len(_EVENT_END)]
+        self._seen = 0
         return [part[5:].strip() for part in parts if part.startswith(b"data:")]
 
 

@@ -22,6 +22,9 @@ from sglang_sbs.wire.front_end import LegFailed, WorkerState
 
 logger = logging.getLogger(__name__)
 
+_MAX_PROBLEM_CHARS = 512
+"""All workers go into one message."""
+
 
 def state_of(worker: Worker, now_s: float) -> WorkerState:
     """What a front end is told of a worker."""
@@ -39,7 +42,7 @@ def state_of(worker: Worker, now_s: float) -> WorkerState:
         priority=worker.priority,
         cost=worker.cost,
         labels=dict(worker.labels),
-        problems=dict(worker.problems),
+        problems={kind: text[:_MAX_PROBLEM_CHARS] for kind, text in worker.problems.items()},
         report_age_s=worker.report_age_s(now_s),
         reports=sum(worker.reports.values()),
         spelling=worker.spelling,

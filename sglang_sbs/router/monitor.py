@@ -20,6 +20,7 @@ import aiohttp
 import orjson
 
 from sglang_sbs.plain_words import plain_error
+from sglang_sbs.router.engine_answers import ask
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
 from sglang_sbs.router.upstream import Pool, UpstreamError, fetch, is_our_own
@@ -285,11 +286,9 @@ class Monitor:
         headers = (
             {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else None
         )
-        timeout = aiohttp.ClientTimeout(total=timeout_s or self._config.health_timeout_s)
-        async with self._session.get(
-            worker.url + path, headers=headers, timeout=timeout
-        ) as response:
-            return response.status, await response.read()
+        limit_s = timeout_s or self._config.health_timeout_s
+        url = worker.url + path
+        return await ask(self._session, "GET", url, headers=headers, timeout_s=limit_s)
 
     # Fallback signal --------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import orjson
 
 from sglang_sbs.router.errors import (
+    MAX_ERROR_BYTES,
+    MAX_MESSAGE_CHARS,
     Leg,
     LegFailure,
     leg_aborted,
@@ -28,6 +30,7 @@ from sglang_sbs.router.errors import (
     own_failure,
     transport_failure,
 )
+from sglang_sbs.router.framing import MalformedResponse
 from sglang_sbs.router.upstream import Call, Pool, UpstreamError, request_head
 from sglang_sbs.wire.front_end import MAX_COUNT, clamped_count
 
@@ -41,6 +44,12 @@ _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
 _EVENT_STREAM = "text/event-stream"
 _SSE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
+_CONTENT_TYPE = re.compile(r"[!-~][ -~]{0,255}")
+"""What may be passed on: anything else could end the head of the client's answer."""
+MAX_ANSWER_BYTES = 256 << 20
+"""Of an answer that is not streamed; most of a large one are logprobs."""
+_HELD_BYTES = 1 << 20
+"""Of decode's stream, while prefill has not answered."""
 _END_MARK = b"[DONE]"
 _TAIL_BYTES = 4096
 """Of a stream, kept to see how it ended."""
@@ -116,6 +125,7 @@ class Pair:
         self._begun = begun
         self._waits_for_prefill = request.needs_prefill_reply
         self._held: list[bytes] = []
+        self._held_bytes = 0
         self._tail = b""
         self._opened = False
         self._done = False
@@ -232,6 +242,7 @@ class Pair:
         self._observer.prefill_replied(self.rid, reply)
         if self.request.needs_prefill_reply and self._held:
             held, self._held = self._held, []
+            self.resume()
             for data in held:
                 self._forward(data)
                 if self._failure is not None:
@@ -242,6 +253,9 @@ class Pair:
     def decode_data(self, data: bytes) -> None:
         if self._waits_for_prefill:
             self._held.append(data)
+            self._held_bytes += len(data)
+            if self._held_bytes > _HELD_BYTES:
+                self.pause()
             return
         self._forward(data)
 
@@ -317,11 +331,12 @@ class Pair:
 class _Leg:
     """Collects a response; subclasses decide what it means."""
 
-    __slots__ = ("body", "pair", "status")
+    __slots__ = ("_size", "body", "pair", "status")
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.status = 0
+        self._size = 0
         self.body = bytearray()
 
     @property
@@ -336,7 +351,11 @@ class _Leg:
         self.status = status
 
     def body_received(self, data: bytes) -> None:
-        self.body += data
+        self._size += len(data)
+        if self._size > MAX_ANSWER_BYTES:
+            raise MalformedResponse(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+        if self.status == 200 or len(self.body) <= MAX_ERROR_BYTES:
+            self.body += data
 
     def message_complete(self) -> None:
         raise NotImplementedError
@@ -409,13 +428,16 @@ class _DecodeLeg(_Leg):
 
     def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = self.pair.status = status
-        self.pair.content_type = headers.get("content-type", "application/json")
+        content_type = headers.get("content-type") or "application/json"
+        if _CONTENT_TYPE.fullmatch(content_type) is None:
+            raise MalformedResponse(f"its content-type is none: {content_type[:40]!r}")
+        self.pair.content_type = content_type
 
     def body_received(self, data: bytes) -> None:
         if self.status == 200 and self.pair.request.stream:
             self.pair.decode_data(data)
         else:
-            self.body += data
+            super().body_received(data)
 
     def message_complete(self) -> None:
         if self.status != 200:
@@ -497,7 +519,7 @@ def sse_failure(worker: str, data: bytes) -> LegFailure | None:
         code = error.get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         failure = leg_status_failure("decode", worker, status, b"")
-        failure.message = str(error.get("message") or failure.message)
+        failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
         return failure
     abort = abort_of(event)
     return leg_aborted("decode", worker, *abort) if abort is not None else None

@@ -48,6 +48,7 @@ LOG_AGAIN_S = 300.0
 RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 _MAX_REMEMBERED = 256
+_MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
 """Dispatches without any EndForward after which the missing signal is reported."""
 PrefixWish = Literal["auto", "events", "approximate", "off"]
@@ -268,7 +269,7 @@ class Registry:
             worker.breaker.reset()
             worker.problems.pop("unhealthy", None)
         else:
-            worker.problems["unhealthy"] = why
+            worker.problems["unhealthy"] = why[:_MAX_PROBLEM_CHARS]
         level = logging.INFO if healthy else logging.WARNING
         state = "is healthy" if healthy else f"is down: {why}"
         logger.log(level, "worker %s (%s) %s", worker.url, worker.role, state)
@@ -399,6 +400,7 @@ class Registry:
 
     def report_problem(self, worker: Worker, kind: str, text: str) -> None:
         """Show it in ``GET /workers``; log it once, and again if it is back after a while."""
+        text = text[:_MAX_PROBLEM_CHARS]
         if worker.problems.get(kind) == text:
             return
         worker.problems[kind] = text

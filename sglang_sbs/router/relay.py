@@ -12,7 +12,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -100,6 +100,8 @@ class _Exchange:
     """Larger is more urgent."""
     pairs: dict[int, Pair]
     """By unit index: the attempt under way."""
+    suspects: dict[int, list[LegFailure]] = field(default_factory=dict)
+    """By unit index: answers of 5xx that may be the engine's fault, or the request's."""
 
 
 class Relay:
@@ -306,20 +308,36 @@ class Relay:
         make_sink: Callable[[], Callable[[bytes], None]] | None,
     ) -> Pair:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
+        try:
+            return await self._retried(exchange, unit, make_sink)
+        finally:
+            self._blame(exchange, unit, served=False)
+
+    def _blame(self, exchange: _Exchange, unit: Unit, *, served: bool) -> None:
+        """For answers of 5xx. When two engines gave one and none served the request, it may be
+        what they cannot do: a few such requests must not take every engine out."""
+        suspects = exchange.suspects.pop(unit.index, [])
+        if served or len({failure.worker for failure in suspects}) == 1:
+            for failure in suspects:
+                self._registry.leg_failed(failure)
+
+    async def _retried(
+        self,
+        exchange: _Exchange,
+        unit: Unit,
+        make_sink: Callable[[], Callable[[bytes], None]] | None,
+    ) -> Pair:
         exclude: tuple[str, ...] = ()
         attempt = 1
         broken_off: set[str] = set()
-        answered: list[LegFailure] = []
         while True:
             try:
-                pair = await self._attempt(exchange, unit, exclude, make_sink)
-                self._blame(answered)
-                return pair
+                return await self._attempt(exchange, unit, exclude, make_sink)
             except LegFailure as failure:
                 if failure.transport:
                     self._registry.leg_failed(failure)
                 elif failure.counts_against_worker:
-                    answered.append(failure)
+                    exchange.suspects.setdefault(unit.index, []).append(failure)
                 self._metrics.leg_failed(failure)
                 started = unit.index in exchange.pairs and exchange.pairs[unit.index].opened
                 if failure.broke_off:
@@ -335,8 +353,6 @@ class Relay:
                                 exchange.request_id,
                                 " and ".join(sorted(broken_off)),
                             )
-                    if len({failure.worker for failure in answered}) == 1:
-                        self._blame(answered)
                     raise
                 exclude = tuple(dict.fromkeys((*exclude, failure.worker)))
                 self._metrics.retried(failure, exchange.path)
@@ -345,13 +361,6 @@ class Relay:
                 )
             await asyncio.sleep(self._backoff_s(attempt))
             attempt += 1
-
-    def _blame(self, answered: list[LegFailure]) -> None:
-        """Engines that answered with an error, of a request that was served in the end or saw no
-        other engine. What several engines answer so is the request's doing for all that is known:
-        whoever sends it must not be able to open everybody's breakers."""
-        for failure in answered:
-            self._registry.leg_failed(failure)
 
     def _backoff_s(self, attempt: int) -> float:
         config = self._config
@@ -391,6 +400,7 @@ class Relay:
             self._in_flight.assigned(assignment)
             pair = self._start(exchange, unit, assignment, make_sink)
             await pair.wait_open()
+            self._blame(exchange, unit, served=True)
             if exchange.plan.stream:
                 await exchange.downstream.open(pair.content_type)
                 await pair.wait_done()

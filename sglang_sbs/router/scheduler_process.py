@@ -26,6 +26,7 @@ from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.hub import Hub
 from sglang_sbs.router.metric_pages import add_pages, of_workers, page_parts
 from sglang_sbs.router.metrics import RouterMetrics, snapshot_families
+from sglang_sbs.router.metrics_port import MetricsPort
 from sglang_sbs.router.pump import SchedulerPump
 from sglang_sbs.router.scheduler_sockets import SchedulerSocket
 from sglang_sbs.router.watch import Watch, worker_session
@@ -66,7 +67,7 @@ class SchedulerProcess:
         self._sockets: SchedulerSocket
         self._retired = ""
         self._tasks: list[asyncio.Task[None]] = []
-        self._runner: web.AppRunner | None = None
+        self._metrics_port: MetricsPort | None = None
 
     async def start(self) -> None:
         """Listen for front ends; workers are waited for in the background.
@@ -116,9 +117,9 @@ class SchedulerProcess:
     def let_go(self) -> None:
         """This router ends: leave the EndForward endpoint and the metrics port to a successor."""
         self._watch.let_go()
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            self._tasks.append(asyncio.create_task(runner.cleanup()))
+        port, self._metrics_port = self._metrics_port, None
+        if port is not None:
+            self._tasks.append(asyncio.create_task(port.close()))
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -129,8 +130,8 @@ class SchedulerProcess:
         self._hub.close()
         self._sockets.close()
         self._hub.pump.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._metrics_port is not None:
+            await self._metrics_port.close()
         await self._session.close()
 
     # Between the parts ------------------------------------------------------------------------
@@ -161,25 +162,22 @@ class SchedulerProcess:
     # Metrics ----------------------------------------------------------------------------------
 
     async def _listen_for_metrics(self) -> None:
-        app = web.Application()
-        app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
+        port = MetricsPort(self._metrics, self.metrics.malformed_request, 1.0)
+        self._metrics_port = port
         if self.options.take_over:
-            self._tasks.append(asyncio.create_task(self._site_when_free(self._runner)))
+            self._tasks.append(asyncio.create_task(self._open_when_free(port)))
         else:
-            await self._site(self._runner)
+            await self._open(port)
 
-    async def _site(self, runner: web.AppRunner) -> None:
-        host, port = self.options.prometheus_host, self.options.prometheus_port
-        with naming_port("--prometheus-port", host, port):
-            await web.TCPSite(runner, host, port).start()
-        self.prometheus_port = int(runner.addresses[0][1])
+    async def _open(self, port: MetricsPort) -> None:
+        host, number = self.options.prometheus_host, self.options.prometheus_port
+        with naming_port("--prometheus-port", host, number):
+            self.prometheus_port = await port.open(host, number)
 
-    async def _site_when_free(self, runner: web.AppRunner) -> None:
+    async def _open_when_free(self, port: MetricsPort) -> None:
         while True:
             try:
-                await self._site(runner)
+                await self._open(port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     logger.error("no metrics port: %s", error)

@@ -32,6 +32,7 @@ from sglang_sbs.router.inflight import InFlight
 from sglang_sbs.router.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
+from sglang_sbs.router.metrics_port import MetricsPort
 from sglang_sbs.router.prompts import PromptReader
 from sglang_sbs.router.pump import SchedulerLike
 from sglang_sbs.router.registry import Registry, Worker
@@ -79,7 +80,8 @@ class RouterServer:
         self.endforward_endpoint: str | None = None
         self._scheduler = scheduler
         self._file_limit = 0
-        self._runners: list[web.AppRunner] = []
+        self._runner: web.AppRunner | None = None
+        self._metrics_port: MetricsPort | None = None
         self._listening: list[asyncio.Server] = []
         self._direct: DirectPort | None = None
         self._flusher: asyncio.Task[None] | None = None
@@ -98,29 +100,26 @@ class RouterServer:
         try:
             parser_log = ParserLog(self.metrics.malformed_request)
             surface = Surface(self)
-            self._runners = [
-                web.AppRunner(
-                    surface.application(),
-                    handler_cancellation=True,
-                    access_log=None,
-                    logger=parser_log,
-                    max_line_size=MAX_HEAD_LINE_BYTES,
-                    max_field_size=MAX_HEAD_LINE_BYTES,
-                    keepalive_timeout=75.0,
-                    shutdown_timeout=_LAST_WORDS_S,
-                ),
-                web.AppRunner(
-                    self._metrics_app(),
-                    access_log=None,
-                    logger=parser_log,
-                    shutdown_timeout=_LAST_WORDS_S,
-                ),
-            ]
+            self._runner = web.AppRunner(
+                surface.application(),
+                handler_cancellation=True,
+                access_log=None,
+                logger=parser_log,
+                max_line_size=MAX_HEAD_LINE_BYTES,
+                max_field_size=MAX_HEAD_LINE_BYTES,
+                keepalive_timeout=75.0,
+                shutdown_timeout=_LAST_WORDS_S,
+            )
+            self._metrics_port = MetricsPort(
+                self._metrics_page, self.metrics.malformed_request, _LAST_WORDS_S
+            )
             # Before the port opens: a front end takes no requests it has no scheduler for.
             self.endforward_endpoint = await self._schedulers.start()
-            self.port = await self._listen(self._runners[0], surface)
+            self.port = await self._listen(self._runner, surface)
             if options.role != "front-end":  # the scheduler process shows those of all
-                self.prometheus_port = await self._listen_for_metrics(self._runners[1])
+                host, port = options.prometheus_host, options.prometheus_port
+                with naming_port("--prometheus-port", host, port):
+                    self.prometheus_port = await self._metrics_port.open(host, port)
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
@@ -224,9 +223,10 @@ class RouterServer:
         await self._schedulers.close()
         if self._direct is not None:
             await self._direct.close(_LAST_WORDS_S)
-        for runner in self._runners:
-            await runner.cleanup()
-        self._runners.clear()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._metrics_port is not None:
+            await self._metrics_port.close()
         await self.tokenizers.close()
         self.prompts.close()
         self.pool.close()
@@ -249,7 +249,7 @@ class RouterServer:
 
     def _connections(self) -> int:
         """Of clients, now."""
-        web_server = self._runners[0].server if self._runners else None
+        web_server = self._runner.server if self._runner is not None else None
         by_aiohttp = len(web_server.connections) if web_server is not None else 0
         return by_aiohttp + (len(self._direct.connections) if self._direct is not None else 0)
 
@@ -294,7 +294,7 @@ class RouterServer:
         options = self.options
         await runner.setup()
         assert runner.server is not None
-        self.doorman = Doorman()
+        self.doorman = Doorman(most=self._file_limit // 2)
         direct = DirectPort(surface, tuple(KINDS), self.doorman, runner.server)
         self._direct = direct
         tls = server_ssl(self.options)
@@ -312,25 +312,13 @@ class RouterServer:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return int(self._listening[0].sockets[0].getsockname()[1])
 
-    async def _listen_for_metrics(self, runner: web.AppRunner) -> int:
-        await runner.setup()
-        host, port = self.options.prometheus_host, self.options.prometheus_port
-        with naming_port("--prometheus-port", host, port):
-            await web.TCPSite(runner, host, port).start()
-        return int(runner.addresses[0][1])
-
     # Metrics ----------------------------------------------------------------------------------
 
-    def _metrics_app(self) -> web.Application:
-        async def metrics(_request: web.Request) -> web.Response:
-            return web.Response(
-                body=self.metrics.render(),
-                headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-            )
-
-        app = web.Application()
-        app.router.add_get("/metrics", metrics)
-        return app
+    async def _metrics_page(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            body=self.metrics.render(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
 
     def _collect(self) -> Iterator[Metric]:
         yield from self._schedulers.families()

@@ -24,6 +24,8 @@ CACHED_DETAILS_VERSION = (0, 5, 23)
 MAX_DP_SIZE = 4096
 """More ranks than any engine has: a number above it is garbage, not a cluster."""
 _MAX_TEXT = 256
+_MAX_ROUTERS = 16
+_MAX_COUNT = 1 << 40
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 
 
@@ -101,7 +103,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     Raises:
         UnusableWorker: too old, or launched in another disaggregation mode than ``role``.
     """
-    version = str(data.get("version") or "")
+    version = _text(data.get("version"))
     numbers = parse_version(version)
     # Builds from source call themselves 0.0.0: they are given the benefit of the doubt.
     if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
@@ -128,7 +130,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
             f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
             "replicas, so batching them into one forward pass gains nothing"
         )
-    method = str(data.get("load_balance_method") or "")
+    method = _text(data.get("load_balance_method"))
     choice = rank_choice_of(numbers, method) if role == "decode" else "free"
     if choice == "engine" and dp_size > 1:
         warnings.append(_why_engine(version, method, numbers))
@@ -149,7 +151,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         completion_template=bool(data.get("completion_template")),
         max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
         version=version,
-        model_id=str(model),
+        model_id=_text(model),
         bootstrap_port=_int(data.get("disaggregation_bootstrap_port")) or None,
         load_balance_method=method,
         coupled=is_coupled(numbers),
@@ -161,7 +163,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
             and (role == "prefill" or data.get("disaggregation_decode_enable_radix_cache") is True)
         ),
         kv_events=kv_events,
-        warnings=tuple(warnings),
+        warnings=tuple(text[: 2 * _MAX_TEXT] for text in warnings),
     )
 
 
@@ -189,9 +191,9 @@ def _sbs_block(value: object) -> SbsBlock | None:
         return None
     routers = value.get("routers")
     return SbsBlock(
-        boot_id=str(value.get("boot_id") or ""),
-        bind=str(value.get("bind") or ""),
-        routers=tuple(map(str, routers)) if isinstance(routers, list) else (),
+        boot_id=_text(value.get("boot_id")),
+        bind=_text(value.get("bind")),
+        routers=tuple(map(_text, routers[:_MAX_ROUTERS])) if isinstance(routers, list) else (),
     )
 
 
@@ -225,9 +227,9 @@ def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEven
     return KvEventsBlock(
         port=port,
         replay_port=replay or None,
-        topic=topic[:_MAX_TEXT] if isinstance(topic, str) else "",
+        topic=_text(topic),
         block_tokens=block_tokens,
-        host=host[:_MAX_TEXT] if isinstance(host, str) else "",
+        host=_text(host),
     )
 
 
@@ -236,4 +238,9 @@ def _is_port_range(first: int, ports: int) -> bool:
 
 
 def _int(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+    return min(value, _MAX_COUNT) if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _text(value: object) -> str:
+    """No longer than anybody writes it: it goes to every front end, once a second."""
+    return value[:_MAX_TEXT] if isinstance(value, str) else ""

@@ -31,6 +31,7 @@ from sglang_sbs.router.handover import (
     listen,
 )
 from sglang_sbs.router.parent import ChildLine
+from sglang_sbs.router.signals import end_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -204,9 +205,7 @@ class Supervisor:
         Raises:
             OSError: the port is taken.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+        end_on_signals(self._stopping)
         options = self._options
         predecessor = None
         if options.take_over:

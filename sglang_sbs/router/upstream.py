@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
+from sglang_sbs.router.engine_answers import MAX_ANSWER_BYTES
 from sglang_sbs.router.framing import (
     MAX_HEAD_BYTES,
     ChunkedDecoder,
@@ -435,7 +436,7 @@ async def fetch(
     """``GET`` for whoever wants a small answer as a whole: its status and body.
 
     Raises:
-        UpstreamError: there was none.
+        UpstreamError: there was none, or it is over ``MAX_ANSWER_BYTES``.
         TimeoutError: not within ``limit_s``.
     """
     answer = _Whole(pool.loop.create_future())
@@ -462,6 +463,8 @@ class _Whole:
 
     def body_received(self, data: bytes) -> None:
         self._body += data
+        if len(self._body) > MAX_ANSWER_BYTES:
+            raise MalformedResponse(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
 
     def message_complete(self) -> None:
         if not self.future.done():

@@ -10,6 +10,7 @@ from ipaddress import IPv4Address, ip_address
 from urllib.parse import urlsplit
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_MAX_URL_CHARS = 512
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})
 
 
@@ -19,6 +20,8 @@ def normalise_worker_url(url: str) -> str:
     Raises:
         ValueError: not an http(s) URL with a host, or a port outside 1..65535.
     """
+    if len(url) > _MAX_URL_CHARS:
+        raise ValueError(f"worker URL {url[:40]!r}… has {len(url)} characters")
     text = url.strip()
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in _DEFAULT_PORTS:

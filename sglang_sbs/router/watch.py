@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 
 from sglang_sbs.router.discovery import PodDiscovery
 from sglang_sbs.router.endforward import EndForwardListener, FindOwner
+from sglang_sbs.router.engine_answers import engine_session
 from sglang_sbs.router.flags import FEEDBACK_POLICIES, RouterOptions
 from sglang_sbs.router.kv_events import KvEventSubscriber
 from sglang_sbs.router.metrics import RouterMetrics
@@ -168,6 +169,4 @@ class Watch:
 def worker_session(options: RouterOptions) -> aiohttp.ClientSession:
     """For control requests to engines."""
     tls = worker_ssl(options)
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True)
-    )
+    return engine_session(aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True))

@@ -73,6 +73,8 @@ class MockEngine:
         self.has_ready = True
         self.metrics_page = ""
         """Of ``GET /metrics``; 404 without, as an engine without ``--enable-metrics``."""
+        self.raw_answers: dict[str, bytes] = {}
+        """By path: these very bytes instead of an answer, then the connection ends."""
         self.tokenize: Callable[[dict[str, Any]], list[Any] | None] | None = None
         """What ``POST /tokenize`` makes of a body (``None``: 400); 404 without."""
         self.port = 0
@@ -151,6 +153,13 @@ class MockEngine:
     @web.middleware
     async def _while_running(self, request: web.Request, handler: Any) -> web.StreamResponse:
         await self._running.wait()
+        raw = self.raw_answers.get(request.path)
+        if raw is not None and request.transport is not None:
+            await request.read()
+            self.hits[request.path] = self.hits.get(request.path, 0) + 1
+            request.transport.write(raw)
+            request.transport.close()
+            return web.Response()
         response: web.StreamResponse = await handler(request)
         await self._running.wait()
         return response

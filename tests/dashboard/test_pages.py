@@ -247,6 +247,30 @@ async def test_too_many_watchers_are_told_so(monkeypatch: pytest.MonkeyPatch) ->
         second.close()
 
 
+async def test_who_has_most_dashboards_open_gives_one_to_somebody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or one machine could lock out everybody."""
+    monkeypatch.setattr(pages, "MAX_WATCHERS", 3)
+    async with cluster() as running:
+        greedy = [await running.get("/dashboard/events") for _ in range(3)]
+        elsewhere = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+        async with aiohttp.ClientSession(connector=elsewhere) as other:
+            url = running.url + "/dashboard/events"
+            first = await other.get(url)
+            assert first.status == 200
+            async with asyncio.timeout(TIMEOUT_S):
+                with pytest.raises(aiohttp.ClientError):
+                    await greedy[0].content.read()
+            assert running.server.dashboard.watchers == 3
+            # Two of one, one of the other: nobody gives up a place for the sake of it.
+            async with other.get(url) as second:
+                assert second.status == 503
+            first.close()
+        for response in greedy:
+            response.close()
+
+
 async def test_leaving_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sglang_sbs.access"):
         async with cluster() as running:

@@ -279,3 +279,56 @@ async def test_a_client_gone_does_not_end_health_generate_for_others() -> None:
         await until(lambda: c.server.metrics.http_active._value.get() == 1)
         c.prefill[0].thaw()
         assert (await stays).status == 200
+
+
+# Web pages of elsewhere --------------------------------------------------------------------------
+
+ADD = b'{"url": "http://127.0.0.1:9", "worker_type": "prefill"}'
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/json"])
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
+async def test_pages_of_elsewhere_change_nothing_where_no_key_is_wanted(
+    origin: str, content_type: str
+) -> None:
+    """A browser sends text/plain without asking first, for whoever's page is open in it."""
+    async with cluster() as c:
+        headers = {"Origin": origin, "Content-Type": content_type}
+        worker = next(iter(c.server.registry))
+        for method, path in (
+            ("POST", "/workers"),
+            ("PUT", f"/workers/{worker.id}"),
+            ("DELETE", f"/workers/{worker.id}"),
+            ("POST", "/flush_cache"),
+            ("POST", "/abort_request"),
+        ):
+            async with c.client.request(
+                method, c.url + path, data=ADD, headers=headers
+            ) as response:
+                assert response.status == 403
+                assert response.headers["X-SMG-Error-Code"] == "cross_origin_request"
+                assert "--cors-allowed-origins" in await response.text()
+        assert len(c.server.registry) == 2
+        # What they may see and ask is as ever.
+        async with c.client.get(c.url + "/workers", headers=headers) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "origin"),
+    [
+        ((), None),
+        ((), "own"),
+        (("--cors-allowed-origins", "http://ops.example"), "http://ops.example"),
+        (("--api-key", "k"), "http://evil.example"),
+    ],
+)
+async def test_tools_own_pages_and_allowed_ones_add_workers(
+    flags: tuple[str, ...], origin: str | None
+) -> None:
+    async with cluster(*flags) as c:
+        headers = {"Authorization": "Bearer k", "Content-Type": "text/plain"}
+        if origin is not None:
+            headers["Origin"] = c.url if origin == "own" else origin
+        async with c.client.post(c.url + "/workers", data=ADD, headers=headers) as response:
+            assert response.status == 202

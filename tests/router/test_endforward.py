@@ -25,12 +25,13 @@ from sglang_sbs.wire.curve import keys_of
 
 
 class Setup:
-    def __init__(self) -> None:
+    def __init__(self, prefill: str = "10.0.0.1", decode: str = "localhost") -> None:
+        """``prefill`` and ``decode`` are hosts."""
         self.events: list[Event] = []
         self.owners: dict[tuple[str, str], str] = {}
         self.registry = Registry(self.events.append)
-        self.prefill = self.registry.add("http://10.0.0.1:30000", "prefill")
-        self.decode = self.registry.add("http://localhost:30001", "decode")
+        self.prefill = self.registry.add(f"http://{prefill}:30000", "prefill")
+        self.decode = self.registry.add(f"http://{decode}:30001", "decode")
         for worker in (self.prefill, self.decode):
             self.registry.described(worker, WorkerInfo(dp_size=2))
             self.registry.set_healthy(worker, True)
@@ -154,8 +155,12 @@ def test_where_binding_publishers_are_found() -> None:
         "tcp://10.0.0.7:7701",
     ]
     assert publisher_endpoints("http://[::1]:3", "tcp://0.0.0.0:7700", 1) == ["tcp://[::1]:7700"]
-    assert publisher_endpoints(url, "tcp://192.168.0.1:7700", 1) == ["tcp://192.168.0.1:7700"]
-    assert publisher_endpoints(url, "ipc:///tmp/x", 1) == []
+    for elsewhere in ("tcp://192.168.0.1:7700", "tcp://metadata.internal:7700", "tcp://[::2]:7700"):
+        assert publisher_endpoints(url, elsewhere, 1) == publisher_endpoints(url, "tcp://*:7700", 1)
+    nonsense = ("ipc:///tmp/x", "tcp://*:0", "tcp://*:65536", "tcp://*:²", "tcp://*:" + "7" * 5000)
+    for bind in nonsense:
+        assert publisher_endpoints(url, bind, 1) == []
+    assert publisher_endpoints(url, "tcp://*:65535", 2) == []
 
 
 async def publish_until(engine: MockEngine, condition: Any, **fields: Any) -> None:
@@ -360,7 +365,7 @@ def engines_bind(count: int) -> Iterator[list[Bound]]:
 
 @contextmanager
 def listening() -> Iterator[Setup]:
-    setup = Setup()
+    setup = Setup("127.0.0.1", "127.0.0.1")
     setup.listener.open(None)
     try:
         yield setup
@@ -427,7 +432,7 @@ async def test_the_boots_of_a_removed_worker_are_forgotten() -> None:
 
 async def test_engines_that_bind_are_connected_to_also_if_the_router_listens_later() -> None:
     """As when it takes over from another one."""
-    setup = Setup()
+    setup = Setup("127.0.0.1")
     with engines_bind(1) as (engine,):
         setup.listener.described(setup.prefill, engine.info())
         setup.listener.open(None)
@@ -444,7 +449,8 @@ async def test_an_endpoint_that_cannot_be_one_is_told_and_the_others_are_heard(
     with engines_bind(1) as (engine,), listening() as setup:
         impossible = SbsBlock(bind="tcp://bad host:7700")
         setup.listener.described(setup.decode, WorkerInfo(sbs=impossible))
-        assert "no EndForward from 'tcp://bad host:7700': Invalid argument" in caplog.text
+        assert "it binds 'tcp://bad host:7700'" in caplog.text
+        assert "SGLANG_SBS_BIND=tcp://*:PORT" in caplog.text
         setup.listener.described(setup.prefill, engine.info())
         await until(lambda: engine.listened_to)
         setup.listener.removed(setup.decode.url)

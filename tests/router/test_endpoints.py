@@ -150,7 +150,7 @@ async def test_engine_metrics_are_one_valid_page() -> None:
         assert status == 200
         assert text.count("# TYPE sglang_num_running_reqs gauge") == 1
         for engine, value in ((c.prefill[0], 3), (c.decode[0], 4)):
-            assert f'{{model="m",worker_addr="{engine.url}"}} {value}.0' in text
+            assert f'{{model="m",worker_addr="{engine.url}"}} {value}\n' in text
         c.decode[0].metrics_page = "no { metrics"
         assert c.prefill[0].url in (await text_of(c, "/engine_metrics"))[1]
 

@@ -421,3 +421,54 @@ async def test_breakers_open_for_the_leg_that_fails_and_never_on_the_last_worker
         assert (await c.generate(text="x"))[0] == 200
         await c.settled()
         check_ledgers(c, books)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_requests_that_no_engine_can_serve_open_no_breaker(leg: str) -> None:
+    """Ten of them opened all but one."""
+    books = Books()
+    flags = ("--cb-failure-threshold", "3", "--policy", "round_robin")
+    async with cluster(*flags, scheduler=books, prefill=3, decode=3) as c:
+        failing = c.prefill if leg == "prefill" else c.decode
+        for engine in failing:
+            engine.behaviour = Behaviour(status=500)
+        for _ in range(10):
+            status, body = await c.generate(text="x")
+            assert (status, body["error"]["code"]) == (500, f"{leg}_internal_error")
+        assert {w.breaker.state for w in c.server.registry} == {"closed"}
+        for engine in failing:
+            engine.behaviour = Behaviour()
+        assert (await c.generate(text="x"))[0] == 200
+        await c.settled()
+        check_ledgers(c, books)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engine_that_fails_what_others_serve_is_blamed_at_their_first_byte(
+    stream: bool,
+) -> None:
+    books = Books()
+    flags = ("--cb-failure-threshold", "3", "--policy", "round_robin")
+    async with cluster(*flags, scheduler=books, prefill=2, decode=1) as c:
+        broken = c.prefill[0]
+        broken.behaviour = Behaviour(status=500)
+        c.decode[0].token_gate.close()
+        asked = [
+            asyncio.create_task(send_any(c, {"text": "x", "stream": stream})) for _ in range(12)
+        ]
+        worker = c.server.registry.get(broken.url)
+        assert worker is not None
+        if stream:  # its streams are still under way
+            await until(lambda: worker.breaker.state == "open")
+        c.decode[0].token_gate.open()
+        assert set(await asyncio.gather(*asked)) == {200}
+        assert worker.breaker.state == "open"
+        await c.settled()
+        check_ledgers(c, books)
+
+
+async def send_any(c: Cluster, body: dict[str, Any]) -> int:
+    async with c.post("/generate", body) as response:
+        await response.read()
+        status: int = response.status
+        return status

@@ -1,0 +1,60 @@
+"""Control requests to engines, and how much of an answer is taken.
+
+An engine's answer must not make the router fetch from elsewhere (redirects) or hold more than its
+own size (compression); and it has an end, whatever the engine sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+MAX_ANSWER_BYTES = 16 << 20
+
+
+class AnswerTooLong(aiohttp.ClientError):
+    """The engine sends more than anybody asked for."""
+
+
+def engine_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
+    """For :func:`ask`: inflates nothing, keeps no cookies."""
+    return aiohttp.ClientSession(
+        connector=connector,
+        headers={"Accept-Encoding": "identity"},
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    )
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    *,
+    headers: Mapping[str, str] | None,
+    timeout_s: float,
+    json: Any = None,
+) -> tuple[int, bytes]:
+    """Status and body; a redirect is an answer like any other.
+
+    Raises:
+        aiohttp.ClientError: there was none, or it has more than ``MAX_ANSWER_BYTES``.
+        OSError: as above.
+        TimeoutError: not all of it came within ``timeout_s``.
+    """
+    async with session.request(
+        method,
+        url,
+        headers=headers,
+        json=json,
+        allow_redirects=False,
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+    ) as response:
+        body = bytearray()
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > MAX_ANSWER_BYTES:
+                raise AnswerTooLong(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+        return response.status, bytes(body)

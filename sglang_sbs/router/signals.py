@@ -1,0 +1,23 @@
+"""Which signals end a router: gracefully, the first time."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+
+def end_on_signals(stopping: asyncio.Event) -> None:
+    """Set ``stopping`` on SIGTERM and SIGINT, and on the first SIGHUP: a terminal that is closed
+    sends several, and a second signal cuts off what is in flight. Under ``nohup`` it is ignored.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return
+
+    def hung_up() -> None:
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        stopping.set()
+
+    loop.add_signal_handler(signal.SIGHUP, hung_up)

@@ -1,0 +1,316 @@
+"""Engines that answer oddly: what a client, another request or the log may never see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import logging
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from router_harness import cluster, until
+
+from sglang_sbs.router import engine_answers, pair, upstream
+from sglang_sbs.router.breaker import BreakerConfig
+from sglang_sbs.router.logs import set_up_logging
+from sglang_sbs.router.mirror import MirroredRegistry, state_of
+from sglang_sbs.router.registry import Registry
+from sglang_sbs.router.server_info import parse_server_info
+from sglang_sbs.wire.front_end import (
+    MAX_MESSAGE_BYTES,
+    Cluster,
+    decode_from_scheduler,
+    encode,
+)
+
+HEAD = b"HTTP/1.1 %d Odd\r\nContent-Type: application/json\r\n%b\r\n"
+
+
+async def answers_on_one_connection(port: int, bodies: list[bytes]) -> list[tuple[int, bytes]]:
+    """Status and body of each request, parsed strictly: bytes left over are an error."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    found = []
+    try:
+        async with asyncio.timeout(20):
+            for body in bodies:
+                head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+                writer.write(head % len(body) + body)
+                lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+                fields = dict(line.lower().split(b": ", 1) for line in lines[1:] if line)
+                status = int(lines[0].split(b" ", 2)[1])
+                length = 0 if status in (204, 304) else int(fields[b"content-length"])
+                found.append((status, await reader.readexactly(length)))
+    finally:
+        writer.close()
+    return found
+
+
+@pytest.mark.parametrize("status", [201, 202, 204, 206, 299, 300, 302, 304, 307, 399])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engines_odd_status_is_a_502(role: str, status: int) -> None:
+    """204 and 304 have no body: passed on with one they shift every later answer."""
+    async with cluster("--disable-retries") as c:
+        engine = getattr(c, role)[0]
+        more = b"" if status in (204, 304) else b"Content-Length: 2\r\n"
+        engine.raw_answers["/generate"] = HEAD % (status, more) + (b"{}" if more else b"")
+        body = orjson.dumps({"text": "x"})
+        (first, raw), (second, _) = await answers_on_one_connection(c.server.port, [body, body])
+        assert (first, second) == (502, 502)
+        error: Any = orjson.loads(raw)["error"]
+        assert error["code"] == f"{role}_bad_gateway"
+        assert str(status) in error["message"]
+        await c.settled()
+        c.check_books()
+
+
+CONTENT_TYPES = [
+    *(b"text/event-stream\x01", b"application/json\x7f", b"a\x0bb", b"a\x1b[2Jb", b"a\tb"),
+    *(b"\x85", "ä/b".encode(), b"", b"x/" + b"y" * 9000),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("through", ["direct", "aiohttp"])
+@pytest.mark.parametrize("content_type", CONTENT_TYPES, ids=range(len(CONTENT_TYPES)))
+async def test_an_odd_content_type_does_not_cost_the_answer_its_head(
+    content_type: bytes, through: str, stream: bool
+) -> None:
+    async with cluster("--disable-retries") as c:
+        data = b'data: {"text": "x"}\n\ndata: [DONE]\n\n' if stream else b'{"text": "x"}'
+        c.decode[0].raw_answers["/generate"] = (
+            b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b"
+            % (content_type, len(data), data)
+        )
+        path = "/generate" if through == "direct" else "/generate?odd"
+        body = {"text": "x", "stream": stream}
+        async with c.client.post(c.url + path, json=body) as response:
+            answer = await response.read()
+            assert response.status in (200, 502)
+            if response.status == 502:
+                assert orjson.loads(answer)["error"]["code"] == "decode_server_error"
+            else:
+                assert b'"x"' in answer
+            sent = response.headers["Content-Type"]
+            assert sent.isprintable()
+            assert len(sent) < 300
+        await c.settled()
+        c.check_books()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_answer_without_end_is_cut_off(role: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pair, "MAX_ANSWER_BYTES", 1 << 20)
+    async with cluster("--disable-retries") as c:
+        engine = getattr(c, role)[0]
+        head = b"HTTP/1.1 %d Odd\r\nContent-Length: 1000000000000\r\n\r\n"
+        for status in (200, 400):
+            engine.raw_answers["/generate"] = head % status + b" " * (2 << 20)
+            code, answer = await c.generate(text="x")
+            assert code == 502
+            assert "over 1 MiB" in answer["error"]["message"]
+        await c.settled()
+        c.check_books()
+
+
+async def test_of_a_long_error_the_beginning_is_kept() -> None:
+    async with cluster("--disable-retries") as c:
+        text = b"no such thing " + b"x" * 300_000
+        head = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(text)
+        c.prefill[0].raw_answers["/generate"] = head + text
+        code, answer = await c.generate(text="x")
+        assert code == 400
+        assert answer["error"]["message"].startswith("no such thing")
+        assert len(answer["error"]["message"]) < 3000
+        monkey = {"error": {"message": "y" * 20_000}}
+        raw = orjson.dumps(monkey)
+        c.prefill[0].raw_answers["/generate"] = (
+            head.replace(b"%d" % len(text), b"%d" % len(raw)) + raw
+        )
+        _, answer = await c.generate(text="x")
+        assert len(answer["error"]["message"]) < 3000
+
+
+async def test_decode_that_does_not_wait_for_prefill_is_paused(monkeypatch: Any) -> None:
+    """With logprobs its events are held until prefill has answered."""
+    monkeypatch.setattr(pair, "_HELD_BYTES", 1000)
+    paused: list[pair.Pair] = []
+    true_pause = pair.Pair.pause
+    monkeypatch.setattr(pair.Pair, "pause", lambda self: (paused.append(self), true_pause(self)))
+    async with cluster() as c:
+        event = b'data: {"text": "%b", "meta_info": {}}\n\n' % (b"x" * 2000)
+        c.decode[0].raw_answers["/generate"] = (
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+            + event
+            + b"data: [DONE]\n\n"
+        )
+        c.prefill[0].reply_gate.close()
+        body = {"text": "x", "stream": True, "return_logprob": True}
+
+        async def ask() -> bytes:
+            async with c.post("/generate", body) as response:
+                return bytes(await response.read())
+
+        asked = asyncio.create_task(ask())
+        await asyncio.gather(c.prefill[0].reply_gate.arrived(1), until(lambda: paused))
+        c.prefill[0].reply_gate.open()
+        assert b"xxx" in await asked
+        await c.settled()
+        c.check_books()
+
+
+CONTROL = {
+    "/model_info": "/model_info",
+    "/get_server_info": "/server_info",
+    "/engine_metrics": "/metrics",
+    "/v1/loads": "/v1/loads?include=core,disagg,queues",
+    "/health_generate": "/health_generate",
+}
+"""Endpoints that ask engines, and what they ask."""
+
+
+@pytest.mark.parametrize("path", CONTROL)
+async def test_a_redirect_of_an_engine_leads_nowhere(path: str) -> None:
+    async with cluster(prefill=2) as c:
+        first, other = c.prefill
+        asked = CONTROL[path].partition("?")[0]
+        first.raw_answers[asked] = b"HTTP/1.1 307 Go\r\nLocation: %b/secret\r\n\r\n" % (
+            other.url.encode()
+        )
+        other.raw_answers["/secret"] = HEAD % (200, b"Content-Length: 13\r\n") + b'{"the": "key"}'
+        async with c.get(path) as response:
+            await response.read()
+            assert path != "/model_info" or response.status == 502
+        assert first.hits[asked] >= 1
+        assert "/secret" not in other.hits
+
+
+async def test_health_checks_follow_no_redirect_either() -> None:
+    async with cluster("--health-check-interval-secs", "1", prefill=2) as c:
+        first, other = c.prefill
+        where = b"Location: %b/secret\r\nContent-Length: 0\r\n" % other.url.encode()
+        first.raw_answers["/ready"] = HEAD % (302, where)
+        worker = c.server.registry.get(first.url)
+        assert worker is not None
+        await until(lambda: not worker.healthy)
+        assert "302" in worker.problems["unhealthy"]
+        assert "/secret" not in other.hits
+
+
+async def test_control_answers_have_an_end(monkeypatch: Any) -> None:
+    monkeypatch.setattr(engine_answers, "MAX_ANSWER_BYTES", 1 << 20)
+    async with cluster() as c:
+        endless = HEAD % (200, b"") + b'{"a": "' + b"x" * (3 << 20)  # no length: until it ends
+        c.prefill[0].raw_answers["/model_info"] = endless
+        async with c.get("/model_info") as response:
+            assert response.status == 502
+            assert len(await response.read()) < 1000
+
+
+async def test_compressed_control_answers_are_not_inflated() -> None:
+    """A hundred megabytes of zeros fit into a hundred kilobytes."""
+    async with cluster() as c:
+        bomb = gzip.compress(b'{"pad": "' + b" " * (4 << 20) + b'"}')
+        head = HEAD % (200, b"Content-Encoding: gzip\r\nContent-Length: %d\r\n" % len(bomb))
+        c.prefill[0].raw_answers["/model_info"] = head + bomb
+        async with c.get("/model_info") as response:
+            assert response.status == 502
+            assert len(await response.read()) < 1000
+
+
+async def test_polls_have_an_end(monkeypatch: Any) -> None:
+    monkeypatch.setattr(upstream, "MAX_ANSWER_BYTES", 1 << 20)
+    async with cluster(wait=False) as c:
+        engine = c.prefill[0]
+        engine.raw_answers["/v1/loads"] = HEAD % (200, b"") + b" " * (3 << 20)
+        pool = upstream.Pool(asyncio.get_running_loop())
+        with pytest.raises(upstream.UpstreamError, match="over 1 MiB"):
+            await upstream.fetch(pool, engine.url, "/v1/loads", b"", 20.0)
+        assert pool.open_connections == 0
+
+
+async def test_what_engines_say_starts_no_line_of_the_log(tmp_path: Path) -> None:
+    """Nor does it speak to the terminal that shows it."""
+    forged = "x\n2026-01-01 ERROR forged\r\x1b[2J\u2028\x85y"
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers.clear()  # pytest's would be closed
+    set_up_logging("info", tmp_path)
+    try:
+        logger = logging.getLogger("sglang_sbs.test")
+        logger.warning("worker says %s", forged)
+        try:
+            raise ValueError(forged)
+        except ValueError:
+            logger.exception("it failed")
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers[:] = before
+        root.setLevel(level)
+    lines = (tmp_path / "router.log").read_bytes().decode().splitlines()
+    assert len([line for line in lines if not line.startswith("  ")]) == 2
+    assert not [line for line in lines if not line.isprintable()]
+    assert "Traceback" in "".join(lines)
+
+
+async def test_a_problem_is_no_longer_than_a_person_reads() -> None:
+    async with cluster() as c:
+        worker = next(iter(c.server.registry))
+        c.server.registry.report_problem(worker, "unusable", "y" * 1_000_000)
+        assert len(worker.problems["unusable"]) < 3000
+
+
+def longest_info(role: str) -> dict[str, Any]:
+    """Everything an engine can say of itself, of nine megabytes each."""
+    long = "x" * 9_000_000
+    texts = ("served_model_name", "model_path", "load_balance_method", "speculative_algorithm")
+    return dict.fromkeys(texts, long) | {
+        "version": "0.5." + "9" * 9_000_000,
+        "disaggregation_mode": role,
+        "dp_size": 2,
+        "max_total_num_tokens": 1 << 62,
+        "sbs": {"boot_id": long, "bind": "tcp://*:" + long, "routers": [long[:20_000]] * 1000},
+        "kv_events": {
+            "publisher": "zmq",
+            "endpoint_port_base": 5557,
+            "block_size": 16,
+            "topic": long,
+            "endpoint_host": long,
+            "replay_endpoint_port_base": long,
+        },
+    }
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_front_ends_can_be_told_of_an_engine_whatever_it_says_of_itself(role: Any) -> None:
+    """Or with --workers N one engine would keep every front end from its scheduler."""
+    registry = Registry(lambda event: None)
+    worker = registry.add("http://10.0.0.1:1", role)
+    registry.described(worker, parse_server_info(longest_info(role), role))
+    for kind in ("startup", "signal", "loads", "tokenizer"):
+        registry.report_problem(worker, kind, "y" * 1_000_000)
+    frames = encode(Cluster(workers=[state_of(worker, 0.0)] * 100))
+    assert len(frames[1]) < MAX_MESSAGE_BYTES // 4
+    front_end = MirroredRegistry(lambda event: None, BreakerConfig())
+    told: Any = decode_from_scheduler(frames)
+    front_end.follow(told.workers)
+    assert [mirrored.info for mirrored in front_end] == [worker.info]
+
+
+async def test_workers_labels_and_addresses_have_a_length() -> None:
+    async with cluster() as c:
+        worker = next(iter(c.server.registry))
+        put = f"{c.url}/workers/{worker.id}"
+        for number in range(3):
+            async with c.client.put(put, json={"labels": {f"k{number}": "v" * 2000}}) as response:
+                assert response.status == (202 if number < 2 else 400)
+        assert set(worker.labels) == {"k0", "k1"}
+        for body in (
+            {"url": "http://" + "a" * 100_000, "worker_type": "prefill"},
+            {"url": "http://a", "worker_type": "b" * 100_000},
+        ):
+            async with c.post("/workers", body) as response:
+                assert response.status == 400
+                assert len(await response.read()) < 500

@@ -1,0 +1,32 @@
+"""SIGHUP, as of a terminal that is closed: streams in flight end as they should."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+from router_processes import START_S, site, start_group
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_streams_outlive_a_closed_terminal(workers: str) -> None:
+    async with site(prefill=1) as engines:
+        group = await start_group(*engines.flags, "--port", "0", "--workers", workers)
+        try:
+            await engines.ready(group)
+            engines.decode[0].token_gate.close()
+            answer = asyncio.create_task(engines.generate(group.url))
+            await engines.decode[0].token_gate.arrived(1)
+            group.process.send_signal(signal.SIGHUP)
+            await group.says(r"stopping: ")
+            group.process.send_signal(signal.SIGHUP)  # the shell, then the terminal
+            await asyncio.sleep(0.2)
+            engines.decode[0].token_gate.open()
+            status, raw = await answer
+            assert status == 200
+            assert raw.endswith(b"data: [DONE]\n\n")
+            async with asyncio.timeout(START_S):
+                assert await group.process.wait() == 0
+        finally:
+            await group.end()
