@@ -67,8 +67,8 @@ AGEING_PASSES = 1.7
 SPACING_SHARE = 0.8
 BACKLOG_FACTOR = 1.3
 COMMIT_AHEAD_FACTOR = 1.25
-FULL_PASSES = 2.0
-"""With this many passes of tokens waiting for one instance its pass is simply filled. For one that
+FULL_SHARE = 2 / 3
+"""With this share of a pass waiting for every instance the next pass is simply filled. For one that
 is slower than the mean only what it computes in the same time counts."""
 HOLD_PASSES = 5.0
 """A hold may take at least so many mean forward times: passes of large chunks take seconds."""
@@ -404,8 +404,9 @@ class AdaptiveTrigger(PrefillPolicy):
                 taken += paged(request.uncached_tokens_on(instance.id), instance.page)
         if forbidden == len(queue):
             return None
-        its_tokens = queue.tokens * len(instances) * tokens_per_s(instance) / self._tokens_per_s
-        long_queue = its_tokens + instance.backlog_tokens >= FULL_PASSES * instance.capacity_tokens
+        its_tokens = queue.tokens * tokens_per_s(instance) / self._tokens_per_s
+        its_tokens += instance.backlog_tokens / len(instances)
+        long_queue = its_tokens >= FULL_SHARE * instance.capacity_tokens
         if (
             home_of is None
             and len(instances) > 1
