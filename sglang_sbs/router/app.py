@@ -224,6 +224,14 @@ class Surface:
     ) -> web.StreamResponse:
         if request.method == "OPTIONS":
             return self._preflight()
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if known and encoding != "identity":
+            return RouterError(
+                415,
+                "unsupported_content_encoding",
+                "send the body as it is, without Content-Encoding: what it would become cannot "
+                "be bounded",
+            ).response()
         if known:
             identifier = current_request_id.get()
             refusal = await self._access.refusal_after_asking(

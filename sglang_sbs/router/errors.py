@@ -20,6 +20,8 @@ ERROR_CODE_HEADER = "X-SMG-Error-Code"
 
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
+_MOST_MESSAGE_CHARS = 4096
+
 Leg = Literal["prefill", "decode"]
 
 _LEG_CODES = {
@@ -55,6 +57,8 @@ class RouterError(Exception):
     def __init__(
         self, status: int, code: str, message: str, *, retry_after_s: float | None = None
     ) -> None:
+        if len(message) > _MOST_MESSAGE_CHARS:  # engines quote what they were sent
+            message = message[:_MOST_MESSAGE_CHARS] + "..."
         super().__init__(message)
         self.status = status
         self.code = code

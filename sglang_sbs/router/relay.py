@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
 from sglang_sbs.router.headers import Asked, session_header
 from sglang_sbs.router.inflight import InFlight
-from sglang_sbs.router.intake import read_body
+from sglang_sbs.router.intake import MAX_BODIES_BYTES, MAX_PAYLOAD_BYTES, Bodies, BodyShare
+from sglang_sbs.router.lanes import Lanes
+from sglang_sbs.router.legs import LegFields, leg_bodies
 from sglang_sbs.router.merge import (
     StreamMerger,
     event_sink,
@@ -41,12 +43,11 @@ from sglang_sbs.router.prompts import PromptReader, ReadPrompt
 from sglang_sbs.router.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.requests import (
-    LegFields,
+    LEGS_GROWTH,
     Plan,
+    PlanLimits,
     RouteKind,
     Unit,
-    leg_bodies,
-    may_ask_cached,
     plan_request,
 )
 from sglang_sbs.router.upstream import Pool
@@ -66,6 +67,10 @@ _ALONE = GangPart(tag=0, members=1, ranks=1)
 _MOST_BROKEN_OFF = 2
 """Engines that may go away under a request before it is no longer tried on others: it may be what
 ends them, and then it must not end them all."""
+_QUICK_BYTES = 32 << 10
+"""A body of that size is planned at once: a thread would cost more than it saves."""
+_AT_ONCE = 4
+"""Units of one request that begin or end before others get their turn."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,10 @@ class RelayConfig:
     max_backoff_s: float = 30.0
     backoff_multiplier: float = 1.5
     jitter_factor: float = 0.2
-    max_payload_bytes: int = 512 * 1024 * 1024
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    max_bodies_bytes: int = MAX_BODIES_BYTES
+    max_samples: int = 10
+    max_units: int = 1024
     sends_gangs: bool = False
     """The policy holds requests: engines may wait a moment for those sent together."""
     low_priority_values_first: bool = False
@@ -115,6 +123,7 @@ class Relay:
         metrics: RouterMetrics,
         admission: Admission,
         in_flight: InFlight,
+        lanes: Lanes,
     ) -> None:
         self._config = config
         self._registry = registry
@@ -127,6 +136,11 @@ class Relay:
         self._metrics = metrics
         self._admission = admission
         self._in_flight = in_flight
+        self._lanes = lanes
+        self.bodies = Bodies(config.max_bodies_bytes)
+        self._limits = PlanLimits(
+            config.max_samples, config.max_units, LEGS_GROWTH * config.max_payload_bytes
+        )
 
     async def handle(
         self, client: Client, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
@@ -162,22 +176,36 @@ class Relay:
         asked: Asked,
         task: asyncio.Task[Any],
     ) -> Answer | None:
-        plan = plan_request(kind, await read_body(client, self._config.max_payload_bytes))
+        with self.bodies.share() as share:
+            plan = await self._plan(kind, client, share)
+            return await self._serve_plan(client, plan, headers, request_id, asked, task)
+
+    async def _serve_plan(
+        self,
+        client: Client,
+        plan: Plan,
+        headers: bytes,
+        request_id: str,
+        asked: Asked,
+        task: asyncio.Task[Any],
+    ) -> Answer | None:
         pairs: dict[int, Pair] = {}
         with self._in_flight.named(plan.client_rids, task):
+            prompts = await self._prompts.read(plan)
+            plan = plan.without_values()
             exchange = _Exchange(
                 plan=plan,
-                path=PATHS[kind],
+                path=PATHS[plan.kind],
                 headers=headers,
                 request_id=request_id,
                 downstream=Downstream(client, pairs),
                 pairs=pairs,
-                prompts=await self._prompts.read(plan),
+                prompts=prompts,
                 session=session_header(headers) or plan.session,
                 asked=asked,
                 priority=self._priority_of(plan),
             )
-            async with self._admission.slot():
+            async with self._admission.slot(len(plan.units)):
                 try:
                     async with asyncio.timeout(self._config.request_timeout_s):
                         return await self._answer(exchange)
@@ -208,6 +236,12 @@ class Relay:
                 self._metrics.stream_broken(error)
                 await exchange.downstream.finish()
                 return None
+
+    async def _plan(self, kind: RouteKind, client: Client, share: BodyShare) -> Plan:
+        body = await share.read(client, self._config.max_payload_bytes)
+        if len(body) <= _QUICK_BYTES:
+            return plan_request(kind, body, self._limits)
+        return await self._lanes.run(len(body), plan_request, kind, body, self._limits)
 
     def _priority_of(self, plan: Plan) -> int:
         sign = -1 if self._config.low_priority_values_first else 1
@@ -288,15 +322,27 @@ class Relay:
         units = exchange.plan.units
         if len(units) == 1:
             return [await self._run_unit(exchange, units[0], sink_of(units[0]))]
+        failed: list[BaseException] = []
+
+        def over(task: asyncio.Task[Pair]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failed.append(error)
+
+        tasks: list[asyncio.Task[Pair]] = []
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._run_unit(exchange, unit, sink_of(unit)))
-                    for unit in units
-                ]
-        except BaseExceptionGroup as errors:
-            first = next((e for e in errors.exceptions if isinstance(e, RouterError)), None)
-            raise (first or errors.exceptions[0]) from None
+            for unit in units:
+                task = asyncio.create_task(self._run_unit(exchange, unit, sink_of(unit)))
+                task.add_done_callback(over)
+                tasks.append(task)
+                if len(tasks) % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                if failed:
+                    break
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            await _cancel_in_turn(tasks)
+        if failed:
+            raise next((e for e in failed if isinstance(e, RouterError)), failed[0])
         return [task.result() for task in tasks]
 
     async def _run_unit(
@@ -441,7 +487,7 @@ class Relay:
             ids_json = None
         self.sent_as_ids += ids_json is not None
         details = prefill.info is not None and prefill.info.cached_details
-        asks_cached = details and may_ask_cached(unit, plan)
+        asks_cached = details and plan.may_ask_cached
         prefill_body, decode_body = leg_bodies(
             unit, plan, fields, ids_json, asks_cached=asks_cached
         )
@@ -480,6 +526,22 @@ class Relay:
             assignment.reason,
         )
         return pair
+
+
+async def _cancel_in_turn(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """End them and wait for that; a few at a time, for what each leaves behind takes time."""
+    left = [task for task in tasks if not task.done()]
+    try:
+        for number, task in enumerate(left, 1):
+            task.cancel()
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if left:
+            await asyncio.wait(left)
+    except asyncio.CancelledError:
+        for task in left:
+            task.cancel()
+        raise
 
 
 def _aborted() -> RouterError:

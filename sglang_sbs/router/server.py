@@ -29,6 +29,7 @@ from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.inflight import InFlight
 from sglang_sbs.router.intake import Doorman, ParserLog
+from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.prompts import PromptReader
@@ -102,6 +103,7 @@ class RouterServer:
                     handler_cancellation=True,
                     access_log=None,
                     logger=parser_log,
+                    auto_decompress=False,
                     keepalive_timeout=75.0,
                     shutdown_timeout=_LAST_WORDS_S,
                 ),
@@ -109,6 +111,7 @@ class RouterServer:
                     self._metrics_app(),
                     access_log=None,
                     logger=parser_log,
+                    auto_decompress=False,
                     shutdown_timeout=_LAST_WORDS_S,
                 ),
             ]
@@ -149,6 +152,7 @@ class RouterServer:
         self.dashboard = Dashboard(self._schedulers.feed)
         self.lengths = PromptLengths(self.metrics.length_missed)
         names_blocks = options.names_blocks
+        self.lanes = Lanes()
         self.tokenizers = EngineTokenizers(
             self.registry,
             self.session,
@@ -163,6 +167,7 @@ class RouterServer:
             BlockNamer(as_published=options.prefix_source != "approximate"),
             self.tokenizers,
             names_text=names_blocks and options.prefix_source in ("auto", "approximate"),
+            lanes=self.lanes,
         )
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,
@@ -191,6 +196,7 @@ class RouterServer:
             metrics=self.metrics,
             admission=self.admission,
             in_flight=self.in_flight,
+            lanes=self.lanes,
         )
         self.metrics.collect_with(self._collect)
 
@@ -278,10 +284,11 @@ class RouterServer:
     def _find_owner(self, rid: str, role: str) -> str | None:
         return self.in_flight.find_owner(rid, role)
 
-    def _has_descriptors(self) -> bool:
-        """A request needs two for its legs (its client has one); some stay for other things."""
-        used = self.in_flight.client_requests + self.pool.open_connections
-        return used + 2 <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
+    def _has_descriptors(self, units: int) -> bool:
+        """A unit needs two for its legs (its client has one); some stay for other things."""
+        of_legs = max(self.pool.open_connections, 2 * self.admission.running)
+        used = self.in_flight.client_requests + of_legs
+        return used + 2 * units <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
 
     # Listening --------------------------------------------------------------------------------
 
