@@ -147,12 +147,13 @@ class RawEngine:
 
 
 class _Connection(asyncio.Protocol):
-    __slots__ = ("_buffer", "_engine", "_left", "_write")
+    __slots__ = ("_buffer", "_engine", "_left", "_needed", "_write")
     _write: Callable[[bytes], None]
 
     def __init__(self, engine: RawEngine) -> None:
         self._engine = engine
-        self._buffer = b""
+        self._buffer = bytearray()
+        self._needed = 0
         self._left = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -163,19 +164,22 @@ class _Connection(asyncio.Protocol):
         self._engine.leave(self)
 
     def data_received(self, data: bytes) -> None:
-        data = self._buffer + data
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            self._buffer = data
+        self._buffer += data
+        if len(self._buffer) < self._needed:
             return
-        head = data[:end]
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = bytes(self._buffer[:end])
         at = head.lower().find(b"content-length:")
         length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        if len(data) < end + 4 + length:
-            self._buffer = data
+        self._needed = end + 4 + length
+        if len(self._buffer) < self._needed:
             return
-        self._buffer = b""
-        self._request(head.split(b" ", 2)[1], data[end + 4 : end + 4 + length])
+        body = bytes(self._buffer[end + 4 : self._needed])
+        self._buffer = bytearray()
+        self._needed = 0
+        self._request(head.split(b" ", 2)[1], body)
 
     def _request(self, path: bytes, body: bytes) -> None:
         if path not in (b"/v1/chat/completions", b"/v1/completions", b"/generate"):

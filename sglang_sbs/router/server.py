@@ -11,6 +11,7 @@ import logging
 import resource
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterator
 
@@ -52,6 +53,8 @@ _LAST_WORDS_S = 5.0
 _LAST_CALL_S = 0.05
 _IDLE_S = 3.0
 """How long a front end that ends leaves connections open on which nothing happens."""
+_SWITCH_S = 0.001
+"""How long the threads of :class:`.lanes.Lanes` may keep the event loop waiting at a time."""
 _SPARE_FILES = 64
 """Descriptors kept for listening sockets, logs, health checks and clients being refused."""
 
@@ -93,6 +96,7 @@ class RouterServer:
         """
         options = self.options
         self._file_limit = raise_file_limit()
+        sys.setswitchinterval(_SWITCH_S)
         self._build()
         try:
             parser_log = ParserLog(self.metrics.malformed_request)

@@ -1,0 +1,1 @@
+"""Measurements that are made in a checkout; none of it is in the wheel."""
