@@ -50,7 +50,10 @@ class Row:
 
 async def measure(case: Case, engines: tuple[int, int], tokenizer: Path) -> Row:
     """Raises: RuntimeError, the router does not start or the probe says nothing."""
-    flags = ("--policy", case.policy, "--log-level", "error", "--sbs-endforward-bind", "none")
+    flags: tuple[str, ...] = (
+        *("--policy", case.policy, "--log-level", "error"),
+        *("--sbs-endforward-bind", "none"),
+    )
     if case.tokenizer:
         flags += ("--tokenizer-path", str(tokenizer))
     router = Contender("ours", _MODULE, (*flags, *case.flags))
@@ -137,7 +140,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(["some words, and a fair question. "], trainer)

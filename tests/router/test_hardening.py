@@ -24,8 +24,8 @@ from sglang_sbs.router.downstream import Downstream
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.headers import forwarded_headers
 from sglang_sbs.router.intake import Doorman
-from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.legs import LegFields, leg_bodies
+from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.prompts import PromptReader
 from sglang_sbs.router.requests import _INTERNAL_FIELDS, plan_request
 from sglang_sbs.router.server import RouterServer
