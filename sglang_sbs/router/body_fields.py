@@ -15,6 +15,7 @@ from sglang_sbs.router.raw_json import (
     first_byte,
     is_null,
     is_true,
+    members_of_entry,
     shown,
     value_of,
 )
@@ -124,6 +125,21 @@ def text_of(body: Mapping[str, Raw], name: str) -> str:
     if raw is None or first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
         return ""
     return str(value_of(raw))[:MAX_SESSION_CHARS]
+
+
+def text_bytes_of(messages: Raw) -> int:
+    """How much text, as JSON, is in the messages of a chat; media are none."""
+    size = 0
+    for message in entries_of(messages):
+        content = members_of_entry(message).get("content")
+        if content is None:
+            continue
+        if first_byte(content) == b'"':
+            size += len(memoryview(content))
+        elif first_byte(content) == b"[":
+            parts = map(members_of_entry, entries_of(content))
+            size += sum(len(memoryview(part["text"])) for part in parts if "text" in part)
+    return size
 
 
 def output_limit(value: Any) -> int | None:

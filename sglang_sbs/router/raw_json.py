@@ -67,6 +67,17 @@ def entries_of(raw: Raw) -> list[Raw]:
         raise JsonError(str(error)) from error
 
 
+def members_of_entry(raw: Raw) -> dict[str, Raw]:
+    """Of an object inside a body that was checked; of anything else none. Raises: JsonError."""
+    if first_byte(raw) != b"{":
+        return {}
+    _check_density(memoryview(raw), b'{["')
+    try:
+        return _members.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(str(error)) from error
+
+
 def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
     """The entries of a list of number lists, ``depth`` deep each; one more than ``most`` at most.
 

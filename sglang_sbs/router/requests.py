@@ -28,6 +28,7 @@ from sglang_sbs.router.body_fields import (
     scalar,
     session_of,
     stream_of,
+    text_bytes_of,
     text_of,
 )
 from sglang_sbs.router.raw_json import (
@@ -149,7 +150,7 @@ class Prompt:
     tokens: int = 0
     """Of embeddings, or of what should be token ids and is not."""
     size_bytes: int = 0
-    """Of a text too long to be looked at."""
+    """Of a text or of the texts of a chat, too long to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,13 +472,16 @@ def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
 
 def _chat_prompt(raw: bytes, body: _Body) -> Prompt:
     ids = given(body, "input_ids")  # instead of what the messages would become
-    value: Any
-    tokens = 0
-    if ids is None:
+    value: Any = None
+    tokens = size_bytes = 0
+    if ids is not None:
+        value, tokens, _ = _read("input_ids", ids)
+    elif len(raw) <= MOST_READ_BYTES:
         body.pop("input_ids", None)
         value = value_of(raw)
     else:
-        value, tokens, _ = _read("input_ids", ids)
+        body.pop("input_ids", None)
+        size_bytes = 1 + text_bytes_of(body["messages"])
     alone = is_alone(body)
     return Prompt(
         value=value,
@@ -487,6 +491,7 @@ def _chat_prompt(raw: bytes, body: _Body) -> Prompt:
         alone=alone,
         takes_ids=alone and ids is None,
         tokens=tokens,
+        size_bytes=size_bytes,
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.block_names import BlockNamer
+from sglang_sbs.router.direct import _Connection
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.legs import LegFields, leg_bodies
@@ -290,6 +291,48 @@ async def test_a_body_with_no_room_gets_a_503_and_is_not_kept() -> None:
         await until(lambda: c.server.relay.bodies.held_bytes == 0)
 
 
+# Turns ------------------------------------------------------------------------------------------
+
+
+async def test_a_large_body_is_read_and_sent_in_slices(monkeypatch: Any) -> None:
+    reads_on: list[bool] = []
+    written: list[int] = []
+    received = _Connection.data_received
+
+    def data_received(self: Any, data: bytes) -> None:
+        received(self, data)
+        if self._body_left and len(data) >= 64 << 10:
+            reads_on.append(self.transport.is_reading())
+
+    monkeypatch.setattr(_Connection, "data_received", data_received)
+    async with cluster() as c:
+        made = c.server.pool.connect
+
+        async def connect(origin: str) -> Any:
+            connection = await made(origin)
+            transport = connection.transport
+
+            class Counted:
+                def write(self, data: bytes) -> None:
+                    written.append(len(data))
+                    transport.write(data)
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(transport, name)
+
+            connection.transport = Counted()
+            return connection
+
+        monkeypatch.setattr(c.server.pool, "connect", connect)
+        status, _ = await c.generate(text="x" * (8 * MIB))
+        assert status == 200
+    assert reads_on
+    assert not any(reads_on)  # until that piece is taken
+    assert sum(written) > 2 * 8 * MIB
+    assert max(written) <= MIB
+    assert len(c.decode[0].requests[0].body["text"]) == 8 * MIB
+
+
 # Long texts -------------------------------------------------------------------------------------
 
 
@@ -303,6 +346,17 @@ async def test_long_work_does_not_hold_up_short_work() -> None:
     await asyncio.gather(*long)
     assert lanes.long_bytes == 0
     lanes.close()
+
+
+def test_a_large_chat_is_measured_without_unfolding_it() -> None:
+    text = "a word \U0001f600 " * (MOST_READ_BYTES // 12)
+    image = {"type": "image_url", "image_url": {"url": "x" * MIB}}
+    parts = [{"type": "text", "text": "word"}, image]
+    messages = [{"role": "user", "content": text}, {"role": "user", "content": parts}, 5]
+    raw = orjson.dumps({"messages": messages, "temperature": 0})
+    plan = plan_request("chat", raw)
+    assert plan.prompts[0].size_bytes == pytest.approx(len(text.encode()), rel=0.001)
+    assert peak_of(lambda: plan_request("chat", raw)) < 3 * len(raw)
 
 
 async def test_a_text_beyond_all_contexts_is_not_looked_at() -> None:
