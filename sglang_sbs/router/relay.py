@@ -68,7 +68,8 @@ _MOST_BROKEN_OFF = 2
 """Engines that may go away under a request before it is no longer tried on others: it may be what
 ends them, and then it must not end them all."""
 _QUICK_BYTES = 32 << 10
-"""A body of that size is planned at once: a thread would cost more than it saves."""
+_QUICK_VALUES = 512
+"""A body of that size and so many values is planned at once: a thread would cost more than that."""
 _AT_ONCE = 4
 """Units of one request that begin or end before others get their turn."""
 
@@ -239,7 +240,7 @@ class Relay:
 
     async def _plan(self, kind: RouteKind, client: Client, share: BodyShare) -> Plan:
         body = await share.read(client, self._config.max_payload_bytes)
-        if len(body) <= _QUICK_BYTES:
+        if len(body) <= _QUICK_BYTES and body.count(b",") <= _QUICK_VALUES:
             return plan_request(kind, body, self._limits)
         return await self._lanes.run(len(body), plan_request, kind, body, self._limits)
 

@@ -440,7 +440,7 @@ def _prompts(
         if any(name in fields for name in NAMESPACE_FIELDS):
             here = {name: rest[name] for name in NAMESPACE_FIELDS if name in rest}
             its_namespace = namespace_of(here | fields)
-        just_it = alone and is_alone(fields)
+        just_it = alone and (not fields or is_alone(fields))
         prompts.append(
             Prompt(
                 value=value,

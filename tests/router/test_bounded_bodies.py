@@ -13,6 +13,7 @@ import orjson
 import pytest
 from router_harness import Cluster, cluster, until
 
+from sglang_sbs.router import relay
 from sglang_sbs.router.block_names import BlockNamer
 from sglang_sbs.router.direct import _Connection
 from sglang_sbs.router.errors import RouterError
@@ -369,3 +370,18 @@ async def test_a_text_beyond_all_contexts_is_not_looked_at() -> None:
     assert read.length.tokens == pytest.approx(MOST_READ_BYTES / 4, rel=0.01)
     assert not read.length.exact
     reader.close()
+
+
+async def test_what_takes_long_to_split_is_split_in_a_thread(monkeypatch: Any) -> None:
+    threads: list[str] = []
+
+    def plan(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return plan_request(*args)
+
+    monkeypatch.setattr(relay, "plan_request", plan)
+    async with cluster() as c:
+        for body in ({"text": "x"}, {"text": ["x"] * 600}, {"text": "x" * 100_000}):
+            status, _ = await c.generate(**body)
+            assert status == 200
+    assert [name.partition("_")[0] for name in threads] == ["MainThread", "short", "short"]
