@@ -24,6 +24,8 @@ SHORT_TOKENS = 2
 """Streams of at most so many tokens do not wait for the pace: they are probes."""
 _SHORT_GAP_S = 0.002
 _LIMIT = 1_000_000
+_LARGE_BYTES = 1 << 20
+"""A body over that is dropped as it comes, and answered at its end: no engine is measured here."""
 _FRAME: dict[str, Any] = {
     "id": "0123456789abcdef0123456789abcdef",
     "created": 1_700_000_000,
@@ -147,13 +149,13 @@ class RawEngine:
 
 
 class _Connection(asyncio.Protocol):
-    __slots__ = ("_buffer", "_engine", "_left", "_needed", "_write")
+    __slots__ = ("_buffer", "_dropped_bytes", "_engine", "_left", "_write")
     _write: Callable[[bytes], None]
 
     def __init__(self, engine: RawEngine) -> None:
         self._engine = engine
-        self._buffer = bytearray()
-        self._needed = 0
+        self._buffer = b""
+        self._dropped_bytes = 0
         self._left = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -164,22 +166,28 @@ class _Connection(asyncio.Protocol):
         self._engine.leave(self)
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if len(self._buffer) < self._needed:
+        if self._dropped_bytes:
+            self._dropped_bytes -= len(data)
+            if self._dropped_bytes <= 0:
+                self._dropped_bytes = 0
+                self._write(COMPLETE)
             return
-        end = self._buffer.find(b"\r\n\r\n")
+        data = self._buffer + data
+        end = data.find(b"\r\n\r\n")
         if end < 0:
+            self._buffer = data
             return
-        head = bytes(self._buffer[:end])
+        head = data[:end]
         at = head.lower().find(b"content-length:")
         length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        self._needed = end + 4 + length
-        if len(self._buffer) < self._needed:
+        missing = end + 4 + length - len(data)
+        if missing > 0:
+            large = length > _LARGE_BYTES
+            self._buffer = b"" if large else data
+            self._dropped_bytes = missing if large else 0
             return
-        body = bytes(self._buffer[end + 4 : self._needed])
-        self._buffer = bytearray()
-        self._needed = 0
-        self._request(head.split(b" ", 2)[1], body)
+        self._buffer = b""
+        self._request(head.split(b" ", 2)[1], data[end + 4 : end + 4 + length])
 
     def _request(self, path: bytes, body: bytes) -> None:
         if path not in (b"/v1/chat/completions", b"/v1/completions", b"/generate"):
