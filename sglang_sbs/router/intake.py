@@ -88,7 +88,7 @@ class BodyShare:
         self.lost = False
         """Another body got its room."""
 
-    async def read(self, request: Client, limit_bytes: int) -> bytes:
+    async def read(self, request: Client, limit_bytes: int) -> bytes | bytearray:
         """The whole body.
 
         Raises:
@@ -126,7 +126,7 @@ class BodyShare:
             self._bodies.coming.pop(self, None)
         if self.lost:
             raise self._bodies.no_room()
-        return bytes(body)
+        return body  # a copy as bytes would hold up the loop
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):

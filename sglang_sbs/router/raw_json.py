@@ -42,7 +42,7 @@ class JsonError(ValueError):
     """It is no JSON, or too dense; the message says which."""
 
 
-def members_of(body: bytes) -> dict[str, Raw]:
+def members_of(body: bytes | bytearray) -> dict[str, Raw]:
     """The members of an object by name; of several with one name the last, as in Python.
 
     Raises:
@@ -50,7 +50,7 @@ def members_of(body: bytes) -> dict[str, Raw]:
     """
     _check_utf8(body)
     _check_density(body, b'{["')
-    if body.lstrip()[:1] not in (b"{", b""):
+    if first_byte(body) not in (b"{", b""):
         raise JsonError("it must be a JSON object")
     try:
         return _members.decode(body)
@@ -104,7 +104,7 @@ def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
     return entries
 
 
-def value_of(raw: Raw | bytes) -> Any:
+def value_of(raw: Raw | bytes | bytearray) -> Any:
     """As Python objects. Raises: JsonError."""
     view = memoryview(raw)
     _check_density(view, b'{[",')
@@ -130,7 +130,7 @@ def token_ids_of(raw: Raw | bytes) -> array[int] | None:
     return ids
 
 
-def first_byte(raw: Raw | bytes, position: int = 0) -> bytes:
+def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
     """What the value begins with: ``{``, ``[``, ``"``, or the start of a number or word.
 
     ``position`` 1: what the first entry of a list begins with, 2: of that list in it.
@@ -163,7 +163,9 @@ def shown(raw: Raw | bytes) -> str:
     return text + ("..." if len(view) > MOST_SHOWN else "")
 
 
-def count_outside_strings(body: bytes | memoryview, characters: bytes) -> Mapping[bytes, int]:
+def count_outside_strings(
+    body: bytes | bytearray | memoryview, characters: bytes
+) -> Mapping[bytes, int]:
     """How often each of ``characters`` comes in JSON outside its strings, quotes included."""
     counts = dict.fromkeys(_each(characters), 0)
     inside = False
@@ -179,7 +181,7 @@ def count_outside_strings(body: bytes | memoryview, characters: bytes) -> Mappin
     return counts
 
 
-def _check_density(body: bytes | memoryview, characters: bytes) -> None:
+def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> None:
     """That objects made of it are not far larger than it is. Raises: JsonError."""
     size = len(body)
     if size <= _SMALL_BYTES:
@@ -207,11 +209,12 @@ def _each(characters: bytes) -> list[bytes]:
     return [bytes((one,)) for one in characters]
 
 
-def _pieces(body: bytes | memoryview) -> Iterator[bytes]:
-    return (bytes(body[at : at + _PIECE_BYTES]) for at in range(0, len(body), _PIECE_BYTES))
+def _pieces(body: bytes | bytearray | memoryview) -> Iterator[bytes]:
+    view = memoryview(body)
+    return (bytes(view[at : at + _PIECE_BYTES]) for at in range(0, len(view), _PIECE_BYTES))
 
 
-def _check_utf8(body: bytes) -> None:
+def _check_utf8(body: bytes | bytearray) -> None:
     if body.isascii():
         return
     decoder = codecs.getincrementaldecoder("utf-8")()

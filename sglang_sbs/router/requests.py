@@ -213,7 +213,7 @@ _Body = dict[str, Raw]
 _Own = dict[str, Raw | bytes]
 
 
-def plan_request(kind: RouteKind, raw: bytes, limits: PlanLimits | None = None) -> Plan:
+def plan_request(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits | None = None) -> Plan:
     """Check a body and split it.
 
     Raises:
@@ -227,7 +227,7 @@ def plan_request(kind: RouteKind, raw: bytes, limits: PlanLimits | None = None) 
         raise bad_request(f"the request body cannot be forwarded: {error}") from error
 
 
-def _plan(kind: RouteKind, raw: bytes, limits: PlanLimits) -> Plan:
+def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
     body = members_of(raw)
     for name in _INTERNAL_FIELDS:
         body.pop(name, None)
@@ -388,7 +388,9 @@ def _samples_of(params: list[dict[str, Any]]) -> int:
     return values.pop()
 
 
-def _split_openai(kind: RouteKind, raw: bytes, body: _Body, limits: PlanLimits) -> _Split:
+def _split_openai(
+    kind: RouteKind, raw: bytes | bytearray, body: _Body, limits: PlanLimits
+) -> _Split:
     samples = positive("n", scalar(body, "n"))
     _check_units(1, samples, limits)
     if samples > 1:
@@ -470,7 +472,7 @@ def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
     return None, 1, 0
 
 
-def _chat_prompt(raw: bytes, body: _Body) -> Prompt:
+def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
     ids = given(body, "input_ids")  # instead of what the messages would become
     value: Any = None
     tokens = size_bytes = 0
