@@ -71,7 +71,7 @@ _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
 _AT_ONCE = 4
-"""Units of one request that begin or end before others get their turn."""
+"""Units of batches that begin or end in one turn of the event loop."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,8 @@ class Relay:
         self._admission = admission
         self._in_flight = in_flight
         self._lanes = lanes
+        self._turn = asyncio.Lock()
+        """Of the batch whose units begin or end now."""
         self.bodies = Bodies(config.max_bodies_bytes)
         self._limits = PlanLimits(
             config.max_samples, config.max_units, LEGS_GROWTH * config.max_payload_bytes
@@ -331,20 +333,35 @@ class Relay:
 
         tasks: list[asyncio.Task[Pair]] = []
         try:
-            for unit in units:
-                task = asyncio.create_task(self._run_unit(exchange, unit, sink_of(unit)))
-                task.add_done_callback(over)
-                tasks.append(task)
-                if len(tasks) % _AT_ONCE == 0:
+            while len(tasks) < len(units) and not failed:
+                async with self._turn:
+                    for unit in units[len(tasks) : len(tasks) + _AT_ONCE]:
+                        task = asyncio.create_task(self._run_unit(exchange, unit, sink_of(unit)))
+                        task.add_done_callback(over)
+                        tasks.append(task)
                     await asyncio.sleep(0)
-                if failed:
-                    break
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            await _cancel_in_turn(tasks)
+            await self._end(tasks)
         if failed:
             raise next((e for e in failed if isinstance(e, RouterError)), failed[0])
         return [task.result() for task in tasks]
+
+    async def _end(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """End units and wait for that; a few at a time, for what each leaves behind takes time."""
+        left = [task for task in tasks if not task.done()]
+        try:
+            for at in range(0, len(left), _AT_ONCE):
+                async with self._turn:
+                    for task in left[at : at + _AT_ONCE]:
+                        task.cancel()
+                    await asyncio.sleep(0)
+            if left:
+                await asyncio.wait(left)
+        except asyncio.CancelledError:
+            for task in left:
+                task.cancel()
+            raise
 
     async def _run_unit(
         self,
@@ -527,22 +544,6 @@ class Relay:
             assignment.reason,
         )
         return pair
-
-
-async def _cancel_in_turn(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """End them and wait for that; a few at a time, for what each leaves behind takes time."""
-    left = [task for task in tasks if not task.done()]
-    try:
-        for number, task in enumerate(left, 1):
-            task.cancel()
-            if number % _AT_ONCE == 0:
-                await asyncio.sleep(0)
-        if left:
-            await asyncio.wait(left)
-    except asyncio.CancelledError:
-        for task in left:
-            task.cancel()
-        raise
 
 
 def _aborted() -> RouterError:

@@ -117,13 +117,14 @@ async def most_per_turn(c: Cluster, kind: type, until_there: int) -> int:
     return most
 
 
-async def test_a_batch_begins_and_ends_a_few_units_at_a_time() -> None:
+async def test_batches_begin_and_end_a_few_units_at_a_time() -> None:
     async with cluster() as c:
         c.scheduler.hold = True
-        request = asyncio.create_task(c.generate(text=["a"] * 200))
-        assert await most_per_turn(c, RequestArrived, 200) <= 8
-        request.cancel()
-        assert await most_per_turn(c, RequestEnded, 200) <= 8
+        batches = [asyncio.create_task(c.generate(text=["a"] * 100)) for _ in range(4)]
+        assert await most_per_turn(c, RequestArrived, 400) <= 8
+        for batch in batches:
+            batch.cancel()
+        assert await most_per_turn(c, RequestEnded, 400) <= 8
         await c.settled()
         c.check_books()
 
