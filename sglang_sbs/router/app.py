@@ -17,6 +17,7 @@ from aiohttp import web
 from prometheus_client import Histogram
 
 from sglang_sbs.router.access import CONTROL_PLANE, Access, ControlKey
+from sglang_sbs.router.body_fields import bad_request
 from sglang_sbs.router.clients import Answer, Client, WebClient
 from sglang_sbs.router.control import Control
 from sglang_sbs.router.direct import RequestHead
@@ -26,7 +27,7 @@ from sglang_sbs.router.http_ids import request_id
 from sglang_sbs.router.identity import TokenCheck
 from sglang_sbs.router.logs import current_request_id, log_answer
 from sglang_sbs.router.relay import PATHS
-from sglang_sbs.router.requests import RouteKind, bad_request
+from sglang_sbs.router.requests import RouteKind
 from sglang_sbs.router.worker_metrics import model_name
 
 if TYPE_CHECKING:
@@ -225,6 +226,14 @@ class Surface:
     ) -> web.StreamResponse:
         if request.method == "OPTIONS":
             return self._preflight()
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if known and encoding != "identity":
+            return RouterError(
+                415,
+                "unsupported_content_encoding",
+                "send the body as it is, without Content-Encoding: what it would become cannot "
+                "be bounded",
+            ).response()
         if known:
             identifier = current_request_id.get()
             refusal = await self._access.refusal_after_asking(

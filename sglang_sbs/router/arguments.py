@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_sbs.router.class_flags import add_class_flags
+from sglang_sbs.router.intake import MAX_BODIES_BYTES, MAX_PAYLOAD_BYTES
 from sglang_sbs.router.platform_flags import add_discovery_flags, add_identity_flags
+from sglang_sbs.router.requests import PlanLimits
 from sglang_sbs.router.stock_flags import IGNORED_FLAGS, REFUSED_FLAGS, Arity
 from sglang_sbs.scheduling.config import (
     DECODE_RULES,
@@ -272,7 +274,26 @@ def add_flags(
         "max-payload-size",
         "largest request body, bytes",
         type=_positive_int,
-        default=512 * 1024 * 1024,
+        default=MAX_PAYLOAD_BYTES,
+    )
+    add(
+        "sbs-max-bodies-size",
+        "bytes that the bodies of all requests may take together, from the first byte to the end "
+        "of the answer; then 503, first for the largest that is still coming in",
+        type=_positive_int,
+        default=MAX_BODIES_BYTES,
+    )
+    add(
+        "sbs-max-samples",
+        "largest n of a request",
+        type=_positive_int,
+        default=PlanLimits().samples,
+    )
+    add(
+        "sbs-max-batch",
+        "most requests that one may become: prompts times n",
+        type=_positive_int,
+        default=PlanLimits().units,
     )
     add(
         "shutdown-grace-period-secs",
@@ -282,7 +303,7 @@ def add_flags(
     )
     add(
         "max-concurrent-requests",
-        "client requests inside at once; -1: no limit",
+        "requests inside at once, each of a batch or of n counted; -1: no limit",
         type=int,
         default=-1,
     )

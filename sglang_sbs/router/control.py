@@ -19,12 +19,12 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.plain_words import plain_error
+from sglang_sbs.router.body_fields import bad_request
 from sglang_sbs.router.engine_answers import ask
 from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.intake import GRACE_S
 from sglang_sbs.router.registry import Worker
-from sglang_sbs.router.requests import bad_request
 from sglang_sbs.router.worker_view import describe_worker
 
 if TYPE_CHECKING:

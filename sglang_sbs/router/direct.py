@@ -33,6 +33,8 @@ MAX_HEAD_BYTES = 8000
 _SWEEP_S = 5.0
 _LINGER_S = 2.0
 """For a client to read why its body was not wanted, before the connection is closed on it."""
+_LARGE_PIECE_BYTES = 64 << 10
+"""After a piece so large of a body, other connections get their turn."""
 _MAX_EARLY_BYTES = 1 << 20
 """Of a next request that comes before the answer to this one."""
 
@@ -168,6 +170,7 @@ class _Connection(asyncio.Protocol):
         "_drained",
         "_early",
         "_ended",
+        "_full",
         "_head",
         "_identifier",
         "_last",
@@ -197,6 +200,8 @@ class _Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._more: asyncio.Future[None] | None = None
         self._early = b""
+        self._full = False
+        """Nothing more is read until the pieces here are taken."""
         self._last = False
         self._lingers = False
         self._ended = False
@@ -270,8 +275,16 @@ class _Connection(asyncio.Protocol):
         self._body_left = left - len(data)
         if data:
             self._pieces.append(data)
+        if len(data) >= _LARGE_PIECE_BYTES and self._body_left and self.transport is not None:
+            self._full = True
+            self.transport.pause_reading()
         if self._more is not None and not self._more.done():
             self._more.set_result(None)
+
+    def _read_on(self) -> None:
+        if self._full and self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+        self._full = False
 
     def _hand_over(self, data: bytes) -> None:
         """To aiohttp, for good; also its time with the doorman goes on."""
@@ -335,6 +348,7 @@ class _Connection(asyncio.Protocol):
         transport = self.transport
         self._head = None
         self._pieces.clear()
+        self._read_on()
         if transport is None or transport.is_closing():
             return
         if self._last and self._body_left:
@@ -369,6 +383,7 @@ class _Connection(asyncio.Protocol):
     def read_nowait(self) -> bytes:
         """See :class:`~.clients.Body`."""
         pieces, self._pieces = self._pieces, []
+        self._read_on()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def readany(self) -> bytes:

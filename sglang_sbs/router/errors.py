@@ -25,6 +25,8 @@ MAX_MESSAGE_CHARS = 2048
 
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
+_MOST_MESSAGE_CHARS = 4096
+
 Leg = Literal["prefill", "decode"]
 
 _LEG_CODES = {
@@ -60,6 +62,8 @@ class RouterError(Exception):
     def __init__(
         self, status: int, code: str, message: str, *, retry_after_s: float | None = None
     ) -> None:
+        if len(message) > _MOST_MESSAGE_CHARS:  # engines quote what they were sent
+            message = message[:_MOST_MESSAGE_CHARS] + "..."
         super().__init__(message)
         self.status = status
         self.code = code

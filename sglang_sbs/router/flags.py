@@ -18,6 +18,7 @@ from sglang_sbs.router.arguments import NEAREST_POLICY, FlagError, build_parser
 from sglang_sbs.router.breaker import BreakerConfig
 from sglang_sbs.router.class_flags import class_fields, tenant_header_of
 from sglang_sbs.router.identity import JwtConfig
+from sglang_sbs.router.intake import MAX_PAYLOAD_BYTES
 from sglang_sbs.router.monitor import MonitorConfig
 from sglang_sbs.router.platform_flags import discovery_of, jwt_of
 from sglang_sbs.router.pods import DiscoveryConfig
@@ -85,7 +86,7 @@ class RouterOptions:
     queue_timeout_s: float = 60.0
     rate_limit_per_s: float = 0.0
     """Tokens added per second; 0: none, a plain limit of requests at once."""
-    max_payload_bytes: int = 512 * 1024 * 1024
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
     shutdown_grace_s: float = 180.0
     request_id_headers: tuple[str, ...] = _REQUEST_ID_HEADERS
     cors_allowed_origins: tuple[str, ...] = ()
@@ -251,6 +252,9 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             backoff_multiplier=args.retry_backoff_multiplier,
             jitter_factor=args.retry_jitter_factor,
             max_payload_bytes=args.max_payload_size,
+            max_bodies_bytes=args.sbs_max_bodies_size,
+            max_samples=args.sbs_max_samples,
+            max_units=args.sbs_max_batch,
             sends_gangs=policy == "sbs" and args.sbs_gang_gate == "on",
             low_priority_values_first=args.schedule_low_priority_values_first,
         ),

@@ -1,4 +1,4 @@
-"""How requests come in: the pace and size a client must keep to.
+"""How requests come in: the pace and size a client must keep to, and the memory of all bodies.
 
 Owns reading request bodies and the guard against connections that never say anything whole. Must
 not know what a request means. Without both, a client that sends a byte a minute holds a descriptor
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
@@ -26,34 +27,108 @@ MAX_HEAD_LINE_BYTES = 32 * 1024
 """Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
 
 
-async def read_body(request: Client, limit_bytes: int) -> bytes:
-    """The whole body.
+MAX_PAYLOAD_BYTES = 32 << 20
+"""By default; ``--max-payload-size``."""
+MAX_BODIES_BYTES = 512 << 20
+"""By default; ``--sbs-max-bodies-size``."""
+_SMALL_BYTES = 64 << 10
 
-    Raises:
-        HTTPRequestEntityTooLarge: it is longer than ``limit_bytes``.
-        RouterError: 408, it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``.
+
+class Bodies:
+    """What all bodies may take together, each from its first byte to the end of its request.
+
+    When there is no room, the largest that is still coming in has to go. Small ones may take a
+    quarter more: they get in however many large ones there are.
     """
-    if (request.content_length or 0) > limit_bytes:
-        raise web.HTTPRequestEntityTooLarge(limit_bytes)
-    if request.content.is_eof():  # it came with the head
-        whole = request.content.read_nowait()
-        if len(whole) > limit_bytes:
+
+    def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.held_bytes = 0
+        self.coming: dict[BodyShare, asyncio.Timeout] = {}
+        """Those not here yet, with what can end them early."""
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """For the time of one request."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.held_bytes -= share.held_bytes
+
+    def took(self, share: BodyShare, more_bytes: int) -> None:
+        """Raises: RouterError (503), this body is the one that has to go."""
+        share.held_bytes += more_bytes
+        self.held_bytes += more_bytes
+        small = share.held_bytes <= _SMALL_BYTES
+        limit_bytes = self._max_bytes * 5 // 4 if small else self._max_bytes
+        while self.held_bytes > limit_bytes:
+            largest = max(self.coming, key=lambda one: one.held_bytes, default=share)
+            if largest.held_bytes <= share.held_bytes:
+                raise self.no_room()
+            self.held_bytes -= largest.held_bytes
+            largest.held_bytes = 0
+            largest.lost = True
+            self.coming.pop(largest).reschedule(0.0)
+
+    def no_room(self) -> RouterError:
+        return RouterError(
+            503,
+            "router_overloaded",
+            f"no room for this body: all bodies together may take {self._max_bytes} bytes "
+            "(--sbs-max-bodies-size)",
+            retry_after_s=1.0,
+        )
+
+
+class BodyShare:
+    """What the body of one request takes of it."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self.held_bytes = 0
+        self.lost = False
+        """Another body got its room."""
+
+    async def read(self, request: Client, limit_bytes: int) -> bytes | bytearray:
+        """The whole body.
+
+        Raises:
+            HTTPRequestEntityTooLarge: it is longer than ``limit_bytes``.
+            RouterError: 408, it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``; 503,
+                there is no room for it.
+        """
+        if (request.content_length or 0) > limit_bytes:
             raise web.HTTPRequestEntityTooLarge(limit_bytes)
-        return whole
-    body = bytearray()
-    started_s = asyncio.get_running_loop().time()
-    try:
-        async with asyncio.timeout(GRACE_S) as deadline:
-            while data := await request.content.readany():
-                body += data
-                if len(body) > limit_bytes:
-                    raise web.HTTPRequestEntityTooLarge(limit_bytes)
-                deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
-    except TimeoutError:
-        raise RouterError(
-            408, "body_too_slow", f"the body stopped after {len(body)} bytes or comes too slowly"
-        ) from None
-    return bytes(body)
+        if request.content.is_eof():  # it came with the head
+            whole = request.content.read_nowait()
+            if len(whole) > limit_bytes:
+                raise web.HTTPRequestEntityTooLarge(limit_bytes)
+            self._bodies.took(self, len(whole))
+            return whole
+        body = bytearray()
+        started_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(GRACE_S) as deadline:
+                self._bodies.coming[self] = deadline
+                while not self.lost and (data := await request.content.readany()):
+                    body += data
+                    if len(body) > limit_bytes:
+                        raise web.HTTPRequestEntityTooLarge(limit_bytes)
+                    self._bodies.took(self, len(data))
+                    deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
+        except TimeoutError:
+            if not self.lost:
+                raise RouterError(
+                    408,
+                    "body_too_slow",
+                    f"the body stopped after {len(body)} bytes or comes too slowly",
+                ) from None
+        finally:
+            self._bodies.coming.pop(self, None)
+        if self.lost:
+            raise self._bodies.no_room()
+        return body  # a copy as bytes would hold up the loop
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):

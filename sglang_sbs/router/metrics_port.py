@@ -29,7 +29,11 @@ class MetricsPort:
         app = web.Application(middlewares=[self._heard])
         app.router.add_get("/metrics", page)
         self._runner = web.AppRunner(
-            app, access_log=None, logger=ParserLog(malformed), shutdown_timeout=shutdown_s
+            app,
+            access_log=None,
+            logger=ParserLog(malformed),
+            auto_decompress=False,
+            shutdown_timeout=shutdown_s,
         )
         self._listening: asyncio.Server | None = None
 

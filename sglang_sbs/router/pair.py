@@ -14,7 +14,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,8 +88,9 @@ class PairRequest:
     decode: str
     path: str
     headers: bytes
-    prefill_body: bytes
-    decode_body: bytes
+    prefill_body: Sequence[bytes]
+    """In pieces, as :meth:`~.upstream.Pool.call` takes them."""
+    decode_body: Sequence[bytes]
     stream: bool
     needs_prefill_reply: bool
     """Hold decode's output until prefill has answered (its logprobs go into it)."""
@@ -139,9 +140,10 @@ class Pair:
         self.prefill_call = self._send(request.prefill, request.prefill_body, _PrefillLeg(self))
         self.decode_call = self._send(request.decode, request.decode_body, _DecodeLeg(self))
 
-    def _send(self, origin: str, body: bytes, leg: _Leg) -> Call:
-        head = request_head("POST", origin, self.request.path, self.request.headers, len(body))
-        return self._pool.call(origin, (head, body), leg)
+    def _send(self, origin: str, body: Sequence[bytes], leg: _Leg) -> Call:
+        size = sum(map(len, body))
+        head = request_head("POST", origin, self.request.path, self.request.headers, size)
+        return self._pool.call(origin, (head, *body), leg)
 
     # For the relay ----------------------------------------------------------------------------
 

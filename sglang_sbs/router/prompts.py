@@ -1,16 +1,14 @@
 """What the router finds out about a prompt before it asks the scheduler: tokens and block names.
 
-Owns the order of attempts (ids given, tokenizer, estimate) and the threads they run in. Must not
-know requests in flight, instances or how anything is placed.
+Owns the order of attempts (ids given, tokenizer, estimate). Must not know requests in flight,
+instances or how anything is placed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from array import array
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -24,15 +22,17 @@ from sglang_sbs.router.block_names import (
 )
 from sglang_sbs.router.chat_template import TemplateError
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer, PromptIds
+from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.lengths import PromptLength, PromptLengths, chat_bytes
 from sglang_sbs.router.requests import Plan, Prompt
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 2
 _QUICK_CHARS = 512
 _QUICK_PAGES = 256
 """Tokenizing so much text, or naming so many pages, takes no longer than handing it to a thread."""
+_MOST_BACKLOG_BYTES = 16 << 20
+"""With so much text waiting, a long one is not tokenized: its length is estimated."""
 
 PromptKind = Literal["text", "chat"]
 Counted = Literal["given", "tokenized", "estimated"]
@@ -75,6 +75,7 @@ class PromptReader:
         engines: Engines,
         *,
         names_text: bool,
+        lanes: Lanes | None = None,
     ) -> None:
         """``names_text``: text nobody can tokenize gets block names too, good for the approximate
         index only."""
@@ -83,12 +84,12 @@ class PromptReader:
         self._namer = namer
         self._engines = engines
         self._names_text = names_text
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+        self._lanes = lanes or Lanes()
         self._template_warned = False
         self.counts: Counter[Counted] = Counter()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
     async def read(self, plan: Plan) -> list[ReadPrompt]:
         """One per prompt of the plan. What takes time is done off the loop."""
@@ -96,8 +97,10 @@ class PromptReader:
         if self._is_quick(plan, format_):
             prompts = self._read_all(plan, format_)
         else:
-            loop = asyncio.get_running_loop()
-            prompts = await loop.run_in_executor(self._threads, self._read_all, plan, format_)
+            size = len(plan.common) + sum(len(prompt.member) for prompt in plan.prompts)
+            busy = size >= LONG_BYTES and self._lanes.long_bytes > _MOST_BACKLOG_BYTES
+            read = self._read_all
+            prompts = await self._lanes.run(size, read, plan, format_, tokenizes=not busy)
         for prompt in prompts:
             self.counts[prompt.counted] += 1
         return prompts
@@ -106,29 +109,39 @@ class PromptReader:
         """Whether a thread would only cost time."""
         chars = tokens = 0
         for prompt in plan.prompts:
-            if isinstance(prompt.value, list):
+            if isinstance(prompt.value, array):
                 tokens += len(prompt.value)
-            else:
-                chars += len(prompt.member) or len(plan.units[0].common)
+            elif prompt.value is not None:
+                chars += len(prompt.member) or len(plan.common)
         if self._tokenizer is not None and chars > _QUICK_CHARS:
             return False
         if self._names_text:
             tokens += chars // TEXT_BYTES_PER_TOKEN
         return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
 
-    def _read_all(self, plan: Plan, format_: BlockFormat | None) -> list[ReadPrompt]:
-        return [self._read(plan, prompt, format_) for prompt in plan.prompts]
+    def _read_all(
+        self, plan: Plan, format_: BlockFormat | None, *, tokenizes: bool = True
+    ) -> list[ReadPrompt]:
+        return [self._read(plan, prompt, format_, tokenizes) for prompt in plan.prompts]
 
-    def _read(self, plan: Plan, prompt: Prompt, format_: BlockFormat | None) -> ReadPrompt:
+    def _read(
+        self, plan: Plan, prompt: Prompt, format_: BlockFormat | None, tokenizes: bool
+    ) -> ReadPrompt:
         value = prompt.value
-        ids: list[int] | array[int] | None = None
+        ids: array[int] | None = None
         ids_json: bytes | None = None
         counted: Counted = "estimated"
-        if isinstance(value, list):
+        if isinstance(value, array):
             counted = "given"
-            length = self._lengths.estimate(value)
+            length = PromptLength(max(1, len(value)), exact=True)
             ids = value
-        elif (read := self._tokenize(value)) is not None:
+        elif value is None and prompt.size_bytes:
+            estimate = round(prompt.size_bytes / self._lengths.bytes_per_token)
+            length = PromptLength(max(1, estimate), exact=False)
+        elif value is None:
+            counted = "given"
+            length = PromptLength(max(1, prompt.tokens), exact=True)
+        elif tokenizes and (read := self._tokenize(value)) is not None:
             kind: PromptKind = "chat" if isinstance(value, dict) else "text"
             exact = read.exact and self._engines.agrees(kind)
             length = PromptLength(max(1, len(read.ids)), exact)
@@ -165,7 +178,7 @@ class PromptReader:
     def _name(
         self,
         value: Any,
-        ids: list[int] | array[int] | None,
+        ids: array[int] | None,
         format_: BlockFormat,
         namespace: Namespace,
     ) -> array[int]:

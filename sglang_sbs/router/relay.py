@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,9 @@ from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
 from sglang_sbs.router.headers import Asked, session_header
 from sglang_sbs.router.inflight import InFlight
-from sglang_sbs.router.intake import read_body
+from sglang_sbs.router.intake import MAX_BODIES_BYTES, MAX_PAYLOAD_BYTES, Bodies, BodyShare
+from sglang_sbs.router.lanes import Lanes
+from sglang_sbs.router.legs import LegFields, leg_bodies
 from sglang_sbs.router.merge import (
     StreamMerger,
     event_sink,
@@ -41,12 +43,11 @@ from sglang_sbs.router.prompts import PromptReader, ReadPrompt
 from sglang_sbs.router.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.requests import (
-    LegFields,
+    LEGS_GROWTH,
     Plan,
+    PlanLimits,
     RouteKind,
     Unit,
-    leg_bodies,
-    may_ask_cached,
     plan_request,
 )
 from sglang_sbs.router.upstream import Pool
@@ -66,6 +67,11 @@ _ALONE = GangPart(tag=0, members=1, ranks=1)
 _MOST_BROKEN_OFF = 2
 """Engines that may go away under a request before it is no longer tried on others: it may be what
 ends them, and then it must not end them all."""
+_QUICK_BYTES = 32 << 10
+_QUICK_VALUES = 512
+"""A body of that size and so many values is planned at once: a thread would cost more than that."""
+_AT_ONCE = 4
+"""Units of batches that begin or end in one turn of the event loop."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,10 @@ class RelayConfig:
     max_backoff_s: float = 30.0
     backoff_multiplier: float = 1.5
     jitter_factor: float = 0.2
-    max_payload_bytes: int = 512 * 1024 * 1024
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    max_bodies_bytes: int = MAX_BODIES_BYTES
+    max_samples: int = 10
+    max_units: int = 1024
     sends_gangs: bool = False
     """The policy holds requests: engines may wait a moment for those sent together."""
     low_priority_values_first: bool = False
@@ -117,6 +126,7 @@ class Relay:
         metrics: RouterMetrics,
         admission: Admission,
         in_flight: InFlight,
+        lanes: Lanes,
     ) -> None:
         self._config = config
         self._registry = registry
@@ -129,6 +139,13 @@ class Relay:
         self._metrics = metrics
         self._admission = admission
         self._in_flight = in_flight
+        self._lanes = lanes
+        self._turn = asyncio.Lock()
+        """Of the batch whose units begin or end now."""
+        self.bodies = Bodies(config.max_bodies_bytes)
+        self._limits = PlanLimits(
+            config.max_samples, config.max_units, LEGS_GROWTH * config.max_payload_bytes
+        )
 
     async def handle(
         self, client: Client, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
@@ -164,22 +181,36 @@ class Relay:
         asked: Asked,
         task: asyncio.Task[Any],
     ) -> Answer | None:
-        plan = plan_request(kind, await read_body(client, self._config.max_payload_bytes))
+        with self.bodies.share() as share:
+            plan = await self._plan(kind, client, share)
+            return await self._serve_plan(client, plan, headers, request_id, asked, task)
+
+    async def _serve_plan(
+        self,
+        client: Client,
+        plan: Plan,
+        headers: bytes,
+        request_id: str,
+        asked: Asked,
+        task: asyncio.Task[Any],
+    ) -> Answer | None:
         pairs: dict[int, Pair] = {}
         with self._in_flight.named(plan.client_rids, task):
+            prompts = await self._prompts.read(plan)
+            plan = plan.without_values()
             exchange = _Exchange(
                 plan=plan,
-                path=PATHS[kind],
+                path=PATHS[plan.kind],
                 headers=headers,
                 request_id=request_id,
                 downstream=Downstream(client, pairs),
                 pairs=pairs,
-                prompts=await self._prompts.read(plan),
+                prompts=prompts,
                 session=session_header(headers) or plan.session,
                 asked=asked,
                 priority=self._priority_of(plan),
             )
-            async with self._admission.slot():
+            async with self._admission.slot(len(plan.units)):
                 try:
                     async with asyncio.timeout(self._config.request_timeout_s):
                         return await self._answer(exchange)
@@ -210,6 +241,12 @@ class Relay:
                 self._metrics.stream_broken(error)
                 await exchange.downstream.finish()
                 return None
+
+    async def _plan(self, kind: RouteKind, client: Client, share: BodyShare) -> Plan:
+        body = await share.read(client, self._config.max_payload_bytes)
+        if len(body) <= _QUICK_BYTES and body.count(b",") <= _QUICK_VALUES:
+            return plan_request(kind, body, self._limits)
+        return await self._lanes.run(len(body), plan_request, kind, body, self._limits)
 
     def _priority_of(self, plan: Plan) -> int:
         sign = -1 if self._config.low_priority_values_first else 1
@@ -290,16 +327,43 @@ class Relay:
         units = exchange.plan.units
         if len(units) == 1:
             return [await self._run_unit(exchange, units[0], sink_of(units[0]))]
+        failed: list[BaseException] = []
+
+        def over(task: asyncio.Task[Pair]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failed.append(error)
+
+        tasks: list[asyncio.Task[Pair]] = []
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._run_unit(exchange, unit, sink_of(unit)))
-                    for unit in units
-                ]
-        except BaseExceptionGroup as errors:
-            first = next((e for e in errors.exceptions if isinstance(e, RouterError)), None)
-            raise (first or errors.exceptions[0]) from None
+            while len(tasks) < len(units) and not failed:
+                async with self._turn:
+                    for unit in units[len(tasks) : len(tasks) + _AT_ONCE]:
+                        task = asyncio.create_task(self._run_unit(exchange, unit, sink_of(unit)))
+                        task.add_done_callback(over)
+                        tasks.append(task)
+                    await asyncio.sleep(0)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            await self._end(tasks)
+        if failed:
+            raise next((e for e in failed if isinstance(e, RouterError)), failed[0])
         return [task.result() for task in tasks]
+
+    async def _end(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """End units and wait for that; a few at a time, for what each leaves behind takes time."""
+        left = [task for task in tasks if not task.done()]
+        try:
+            for at in range(0, len(left), _AT_ONCE):
+                async with self._turn:
+                    for task in left[at : at + _AT_ONCE]:
+                        task.cancel()
+                    await asyncio.sleep(0)
+            if left:
+                await asyncio.wait(left)
+        except asyncio.CancelledError:
+            for task in left:
+                task.cancel()
+            raise
 
     async def _run_unit(
         self,
@@ -467,7 +531,7 @@ class Relay:
             ids_json = None
         self.sent_as_ids += ids_json is not None
         details = prefill.info is not None and prefill.info.cached_details
-        asks_cached = details and may_ask_cached(unit, plan)
+        asks_cached = details and plan.may_ask_cached
         prefill_body, decode_body = leg_bodies(
             unit, plan, fields, ids_json, asks_cached=asks_cached
         )

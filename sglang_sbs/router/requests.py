@@ -2,24 +2,51 @@
 
 Owns what is read from and written into SGLang's request JSON. Must not know how a request is sent
 or where to. ``n > 1`` and batch inputs share one bootstrap room inside SGLang and break PD there,
-so they become single requests here, each with a room of its own.
+so they become single requests here, each with a room of its own. They are counted before anything
+is built, and what they share is kept once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
 
-from sglang_sbs.router.block_names import PLAIN, Namespace
-from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.rank_contract import decode_members, prefill_members
-from sglang_sbs.wire.front_end import MAX_COUNT, MAX_SESSION_CHARS
+from sglang_sbs.router.block_names import Namespace
+from sglang_sbs.router.body_fields import (
+    NAMESPACE_FIELDS,
+    any_true,
+    bad_request,
+    given,
+    is_alone,
+    namespace_of,
+    output_limit,
+    positive,
+    priority_of,
+    rids_of,
+    scalar,
+    session_of,
+    stream_of,
+    text_bytes_of,
+    text_of,
+)
+from sglang_sbs.router.raw_json import (
+    JsonError,
+    Raw,
+    count_outside_strings,
+    entries_of,
+    first_byte,
+    is_null,
+    is_true,
+    joined,
+    members_of,
+    number_lists_of,
+    token_ids_of,
+    value_of,
+)
 
 RouteKind = Literal["generate", "completions", "chat"]
-MAX_UNITS = 16_384
-"""Single requests one client request may become."""
 
 _INTERNAL_FIELDS = (
     "bootstrap_host",
@@ -79,20 +106,28 @@ _LOGPROB_FIELDS = ("token_ids_logprob",)
 """Lists of their own right: per prompt only when they are lists of lists."""
 
 _PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
-_BESIDES_PROMPT = frozenset(
-    {"image_data", "video_data", "audio_data", "embed_overrides", "session_params"}
-)
-"""With one of these the engine's prompt is more than the prompt of the body."""
-_IDS_FIELD: dict[RouteKind, str] = {
-    "generate": "input_ids",
-    "completions": "prompt",
-    "chat": "input_ids",
-}
-_ASK_CACHED = "return_cached_tokens_details"
-_NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
-_SESSION_FIELDS = ("session_id", "prompt_cache_key")
+_PROMPT_FIELDS_SET = frozenset(_PROMPT_FIELDS)
+_NUMBER_STARTS = frozenset(b"%c" % one for one in b"-0123456789")
+ASK_CACHED = "return_cached_tokens_details"
 
 _DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
+
+MOST_READ_BYTES = 4 << 20
+"""A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
+LEGS_GROWTH = 4
+"""All legs of one kind together may be so many times ``max_payload_bytes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    """What one client request may become."""
+
+    samples: int = 10
+    """``n``, as sglang_router has it."""
+    units: int = 1024
+    """Prompts times samples."""
+    legs_bytes: int = LEGS_GROWTH * (32 << 20)
+    """All bodies sent to one role for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +135,22 @@ class Prompt:
     """One prompt of a client request."""
 
     value: Any
-    """Text, token ids, embeddings or the body of a chat, for counting tokens."""
+    """What its tokens are counted in: text, token ids (an ``array``), the body of a chat. ``None``:
+    it is not to be looked at, ``tokens`` or ``size_bytes`` say what is known."""
     member: bytes
     """It as a member of the JSON both legs get; empty for a chat, which is all over the body."""
+    own: bytes
+    """Members of the JSON that are for this prompt of a batch only."""
     namespace: Namespace | None
     """Of the KV cache; ``None``: the body does not say it clearly."""
     alone: bool = True
     """There is nothing in the engine's prompt but what ``value`` has."""
     takes_ids: bool = False
     """Its token ids say the same: no answer depends on its being text."""
+    tokens: int = 0
+    """Of embeddings, or of what should be token ids and is not."""
+    size_bytes: int = 0
+    """Of a text or of the texts of a chat, too long to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +160,6 @@ class Unit:
     index: int
     """Position of its output, or of its first choice, in the merged answer."""
     prompt_index: int
-    common: bytes
-    """The JSON both legs share without the prompt, an object without its closing brace."""
     max_new_tokens: int | None
 
 
@@ -131,13 +171,19 @@ class Plan:
     stream: bool
     units: tuple[Unit, ...]
     prompts: tuple[Prompt, ...]
+    common: bytes
+    """Members of the JSON that all legs share."""
     samples: int
     """``n``: units per prompt."""
     as_list: bool
     """``/generate`` answers a batch or ``n > 1`` with a list, even of one."""
     merge_logprobs: bool
     """The answer carries input logprobs, which only prefill has."""
-    stream_options: Any
+    may_ask_cached: bool
+    """Prefill can be asked what it had cached: ``/generate`` says it unasked, and a client may have
+    an opinion of its own."""
+    stream_options: bytes | None
+    """JSON."""
     client_rids: tuple[str, ...]
     """Ids by which the client may abort it later."""
     model: str = ""
@@ -158,316 +204,307 @@ class Plan:
             return self.client_rids[position]
         return f"{self.client_rids[0]}_{position}"
 
+    def without_values(self) -> Plan:
+        """For the time after its prompts were read: without the objects that took."""
+        return replace(self, prompts=tuple(replace(one, value=None) for one in self.prompts))
 
-def bad_request(message: str, code: str = "invalid_request") -> RouterError:
-    return RouterError(400, code, message)
+
+_Body = dict[str, Raw]
+_Own = dict[str, Raw | bytes]
 
 
-def plan_request(kind: RouteKind, raw: bytes) -> Plan:
+def plan_request(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits | None = None) -> Plan:
     """Check a body and split it.
 
     Raises:
         RouterError: 400, naming the field and what is wrong with it.
     """
     try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise bad_request(f"the request body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise bad_request("the request body must be a JSON object")
+        return _plan(kind, raw, limits or PlanLimits())
+    except JsonError as error:
+        raise bad_request(f"the request body: {error}") from error
+    except orjson.JSONEncodeError as error:
+        raise bad_request(f"the request body cannot be forwarded: {error}") from error
+
+
+def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
+    body = members_of(raw)
     for name in _INTERNAL_FIELDS:
         body.pop(name, None)
-    stream = body.pop("stream", None) or False
-    if not isinstance(stream, bool):
-        raise bad_request(f"stream must be true or false, not {stream!r}")
-    options = body.pop("stream_options", None)
-    rid = body.pop("rid", None)
-    rids = tuple(rid) if isinstance(rid, list) else () if rid is None else (rid,)
-    if not all(isinstance(item, str) for item in rids):
-        raise bad_request("rid must be a string or a list of strings")
+    stream = stream_of(body)
+    options = given(body, "stream_options")
+    rid = given(body, "rid")
+    for name in ("stream", "stream_options", "rid"):
+        body.pop(name, None)
     if kind == "generate":
-        units, prompts, samples, as_list = _split_generate(body)
-        logprobs = body.get("return_logprob")
-        merge = any(logprobs) if isinstance(logprobs, list) else bool(logprobs)
+        merge = any_true(body, "return_logprob")
+        split = _split_generate(body, limits)
     else:
-        units, prompts, samples = _split_openai(kind, body)
-        as_list = False
-        merge = kind == "completions" and bool(body.get("echo") and body.get("logprobs"))
+        split = _split_openai(kind, raw, body, limits)
+        merge = (
+            kind == "completions" and is_true(body.get("echo")) and is_true(body.get("logprobs"))
+        )
+    prompts, samples, as_list, own_limits = split
+    common = joined(body.items())
+    units = len(prompts) * samples
+    legs_bytes = units * len(common) + samples * sum(len(p.member) + len(p.own) for p in prompts)
+    if legs_bytes > limits.legs_bytes:
+        raise bad_request(
+            f"{units} requests with {len(common)} bytes in common are {legs_bytes} bytes for the "
+            f"engines, over the limit of {limits.legs_bytes}"
+        )
     return Plan(
         kind=kind,
         stream=stream,
-        units=tuple(units),
+        units=tuple(
+            Unit(index, index // samples, own_limits[index // samples]) for index in range(units)
+        ),
         prompts=tuple(prompts),
+        common=common,
         samples=samples,
         as_list=as_list,
         merge_logprobs=merge,
-        stream_options=options,
-        client_rids=rids,
-        model=_text_of(body, "model") if kind != "generate" else "",
-        session=_session_of(body),
-        priority=_priority_of(body),
+        may_ask_cached=kind != "generate" and ASK_CACHED not in body,
+        stream_options=None if options is None else bytes(options),
+        client_rids=rids_of(rid, units),
+        model=text_of(body, "model") if kind != "generate" else "",
+        session=session_of(body),
+        priority=priority_of(body),
     )
 
 
 # Splitting ------------------------------------------------------------------------------------
 
+_Split = tuple[list[Prompt], int, bool, list[int | None]]
+"""Prompts, samples, whether the answer is a list, the limit of output tokens by prompt. What the
+legs have in common is left in the body."""
 
-def _split_generate(body: dict[str, Any]) -> tuple[list[Unit], list[Prompt], int, bool]:
-    key = next((k for k in _PROMPT_FIELDS if body.get(k) is not None), None)
+
+def _split_generate(body: _Body, limits: PlanLimits) -> _Split:
+    key = next((k for k in _PROMPT_FIELDS if given(body, k) is not None), None)
     if key is None:
         raise bad_request("one of text, input_ids or input_embeds is required")
-    batch = _batch_size(key, body[key])
-    params = body.get("sampling_params")
-    if batch is None and isinstance(params, list):
-        raise bad_request("sampling_params must be an object: there is one prompt")
+    prompt = body.pop(key)
+    for name in _PROMPT_FIELDS:
+        if name in body and is_null(body[name]):
+            del body[name]
+    values = _batch_of(key, prompt, limits)
+    batch = None if values is None else len(values)
+    params = _params_of(body, batch)
     samples = _samples_of(params)
-    singles = [body] if batch is None else [_select(body, i, batch) for i in range(batch)]
-    _check_units(len(singles), samples)
-    units = []
-    prompts = []
-    for prompt_index, single in enumerate(singles):
-        value = single.pop(key)
-        for name in _PROMPT_FIELDS:
-            if name in single and single[name] is None:
-                del single[name]
-        others = any(name in single for name in _PROMPT_FIELDS)
-        prompts.append(_prompt(key, value, single, takes_ids=key == "text" and not others))
-        own = single.get("sampling_params")
-        common = _open_object(
-            single if samples == 1 else single | {"sampling_params": {**(own or {}), "n": 1}}
-        )
-        limit = _limit(own.get("max_new_tokens") if isinstance(own, dict) else None)
-        limit = _DEFAULT_MAX_TOKENS["generate"] if limit is None else limit
-        units += [
-            Unit(prompt_index * samples + j, prompt_index, common, limit) for j in range(samples)
-        ]
-    return units, prompts, samples, batch is not None or samples > 1
+    _check_units(batch or 1, samples, limits)
+    if samples > 1:
+        for one in params:
+            one["n"] = 1
+        several = len(params) > 1
+        body["sampling_params"] = Raw(orjson.dumps(params if several else params[0]))
+    own: list[_Own] = [{} for _ in range(batch or 1)]
+    if batch is not None:
+        _move_own(body, own, batch)
+    others = not _PROMPT_FIELDS_SET.isdisjoint(body)
+    prompts = _prompts(key, values or [prompt], body, own, takes_ids=key == "text" and not others)
+    if len(params) != len(prompts):
+        params = params * len(prompts)
+    of_prompts = [output_limit(one.get("max_new_tokens")) for one in params]
+    default = _DEFAULT_MAX_TOKENS["generate"]
+    found = [default if limit is None else limit for limit in of_prompts]
+    return prompts, samples, batch is not None or samples > 1, found
 
 
-def _batch_size(key: str, prompts: Any) -> int | None:
-    """Number of prompts in a batch; ``None`` for a single one."""
-    if isinstance(prompts, str):
+def _batch_of(key: str, raw: Raw, limits: PlanLimits) -> list[Raw] | list[bytes] | None:
+    """The prompts of a batch; ``None`` for a single one."""
+    first = first_byte(raw)
+    if first == b'"':
         return None
-    if not isinstance(prompts, list):
+    if first != b"[":
         raise bad_request(f"{key} must be a string or a list")
-    if not prompts:
+    inner = first_byte(raw, 1)
+    if inner == b"]":
         if key == "text":
             raise bad_request("text must not be an empty list")
         return None
-    first = prompts[0]
     if key == "text":
-        return len(prompts)
-    if key == "input_ids":
-        return len(prompts) if isinstance(first, list) else None
-    nested = isinstance(first, list) and bool(first) and isinstance(first[0], list)
-    return len(prompts) if nested else None
+        _check_count(raw, b",", limits)
+        return entries_of(raw)
+    depth = 1 if key == "input_ids" else 2
+    if inner != b"[" or (depth == 2 and first_byte(raw, 2) != b"["):
+        return None
+    return number_lists_of(raw, depth, limits.units)
 
 
-def _select(body: dict[str, Any], i: int, batch: int) -> dict[str, Any]:
-    """The ``i``-th request of a batch."""
-    single = dict(body)
-    for name in _PER_PROMPT_FIELDS:
-        value = single.get(name)
-        if not isinstance(value, list):
-            continue
-        if name in _LOGPROB_FIELDS and not (value and isinstance(value[0], list)):
-            continue
-        if len(value) != batch:
-            raise bad_request(f"{name} has {len(value)} entries for a batch of {batch}")
-        single[name] = value[i]
-    return single
+def _check_count(raw: Raw, separator: bytes, limits: PlanLimits) -> None:
+    """That a list of texts or such has not too many entries, before it becomes one."""
+    view = memoryview(raw)
+    if len(view) < limits.units:
+        return
+    entries = count_outside_strings(view, b'",')[separator] + 1
+    _check_units(entries, 1, limits)
 
 
-def _samples_of(params: Any) -> int:
-    """``n`` of native sampling parameters, 1 for beam search (there it counts beams)."""
-    many = params if isinstance(params, list) else [params]
-    if not all(item is None or isinstance(item, dict) for item in many):
+def _params_of(body: _Body, batch: int | None) -> list[dict[str, Any]]:
+    """Sampling parameters: one object for all prompts, or one each."""
+    raw = given(body, "sampling_params")
+    if raw is None:
+        return [{}]
+    if first_byte(raw) == b"[":
+        if batch is None:
+            raise bad_request("sampling_params must be an object: there is one prompt")
+        entries = value_of(raw)
+        _check_entries("sampling_params", entries, batch)
+    else:
+        entries = [value_of(raw)]
+    if not all(item is None or isinstance(item, dict) for item in entries):
         raise bad_request("sampling_params must be an object or a list of objects")
-    values = {_positive("n", (item or {}).get("n")) for item in many} or {1}
+    return [item or {} for item in entries]
+
+
+def _move_own(body: _Body, own: list[_Own], batch: int) -> None:
+    """Fields that are lists with an entry per prompt go to the prompts."""
+    for name in _PER_PROMPT_FIELDS:
+        raw = body.get(name)
+        if raw is None or first_byte(raw) != b"[":
+            continue
+        if name in _LOGPROB_FIELDS and first_byte(raw, 1) != b"[":
+            continue
+        entries = entries_of(raw)
+        _check_entries(name, entries, batch)
+        del body[name]
+        for fields, entry in zip(own, entries, strict=True):
+            fields[name] = entry
+
+
+def _check_entries(name: str, entries: list[Any], batch: int) -> None:
+    if len(entries) != batch:
+        raise bad_request(f"{name} has {len(entries)} entries for a batch of {batch}")
+
+
+def _samples_of(params: list[dict[str, Any]]) -> int:
+    """``n`` of native sampling parameters, 1 for beam search (there it counts beams)."""
+    values = {positive("n", item.get("n")) for item in params}
     if len(values) > 1:
         raise bad_request("sampling_params.n must be the same for all prompts of a batch")
-    if any((_limit((item or {}).get("beam_width")) or 1) > 1 for item in many):
+    if any((output_limit(item.get("beam_width")) or 1) > 1 for item in params):
         return 1
     return values.pop()
 
 
-def _split_openai(kind: RouteKind, body: dict[str, Any]) -> tuple[list[Unit], list[Prompt], int]:
-    samples = _positive("n", body.get("n"))
+def _split_openai(
+    kind: RouteKind, raw: bytes | bytearray, body: _Body, limits: PlanLimits
+) -> _Split:
+    samples = positive("n", scalar(body, "n"))
+    _check_units(1, samples, limits)
     if samples > 1:
-        body["n"] = 1
+        body["n"] = Raw(b"1")
     if kind == "chat":
-        if not isinstance(body.get("messages"), list) or not body["messages"]:
+        messages = given(body, "messages")
+        if messages is None or first_byte(messages) != b"[" or first_byte(messages, 1) == b"]":
             raise bad_request("messages must be a non-empty list")
-        prompts = [_chat_prompt(body)]
+        prompts = [_chat_prompt(raw, body)]
     else:
-        prompt = body.pop("prompt", None)
-        if not isinstance(prompt, str | list) or prompt == []:
-            raise bad_request("prompt must be a string, a list of strings or token ids")
-        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-        values = prompt if several else [prompt]
+        values = _completion_prompts(body.pop("prompt", None), limits)
+        _check_units(len(values), samples, limits)
         # What is echoed is the text that was sent, not what its tokens decode to.
-        plain = not body.get("echo")
-        prompts = [_prompt("prompt", value, body, takes_ids=plain) for value in values]
-    _check_units(len(prompts), samples)
-    limit = _limit(body.get("max_completion_tokens"))
+        plain = not is_true(body.get("echo"))
+        own: list[_Own] = [{} for _ in values]
+        prompts = _prompts("prompt", values, body, own, takes_ids=plain)
+    limit = output_limit(scalar(body, "max_completion_tokens"))
     if limit is None:
-        limit = _limit(body.get("max_tokens"))
+        limit = output_limit(scalar(body, "max_tokens"))
     if limit is None:
         limit = _DEFAULT_MAX_TOKENS[kind]
-    common = _open_object(body)
-    units = [
-        Unit(prompt_index * samples + j, prompt_index, common, limit)
-        for prompt_index in range(len(prompts))
-        for j in range(samples)
-    ]
-    return units, prompts, samples
+    return prompts, samples, False, [limit] * len(prompts)
 
 
-def _prompt(key: str, value: Any, rest: dict[str, Any], *, takes_ids: bool) -> Prompt:
-    """``rest``: the single request without it."""
-    alone = _is_alone(rest)
-    takes_ids = takes_ids and alone and isinstance(value, str)
-    return Prompt(value, _members({key: value}), _namespace_of(rest), alone, takes_ids)
+def _completion_prompts(raw: Raw | None, limits: PlanLimits) -> list[Raw] | list[bytes]:
+    first = b"" if raw is None else first_byte(raw)
+    inner = first_byte(raw, 1) if raw is not None and first == b"[" else b""
+    if raw is not None and (first == b'"' or inner in _NUMBER_STARTS):
+        return [raw]
+    if raw is not None and inner == b'"':
+        _check_count(raw, b",", limits)
+        entries = entries_of(raw)
+        if all(first_byte(entry) == b'"' for entry in entries):
+            return entries
+    if raw is not None and inner == b"[":
+        return number_lists_of(raw, 1, limits.units)
+    raise bad_request("prompt must be a string, a list of strings or token ids")
 
 
-def _chat_prompt(body: dict[str, Any]) -> Prompt:
-    ids = body.get("input_ids")  # instead of what the messages would become
-    if ids is None:
-        body.pop("input_ids", None)
-    alone = _is_alone(body)
-    value = body if ids is None else ids
-    return Prompt(value, b"", _namespace_of(body), alone, takes_ids=alone and ids is None)
-
-
-def _is_alone(rest: dict[str, Any]) -> bool:
-    return _BESIDES_PROMPT.isdisjoint(rest) or not any(map(rest.get, _BESIDES_PROMPT))
-
-
-def _namespace_of(single: dict[str, Any]) -> Namespace | None:
-    """Where the KV cache keeps it; ``None`` if that cannot be told (lists, odd types)."""
-    parts = [single.get(name) or None for name in _NAMESPACE_FIELDS]
-    if parts == [None, None, None]:
-        return PLAIN
-    if not all(part is None or isinstance(part, str) for part in parts):
-        return None
-    return Namespace(*parts)
-
-
-def _session_of(body: dict[str, Any]) -> str:
-    for name in _SESSION_FIELDS:
-        if name in body and (session := _text_of(body, name)):
-            return session
-    return ""
-
-
-def _priority_of(body: dict[str, Any]) -> int:
-    value = body.get("priority")
-    if value is None:
-        return 0
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise bad_request(f"priority must be a whole number, as in 1, not {value!r:.40}")
-    return value
-
-
-def _text_of(body: dict[str, Any], name: str) -> str:
-    value = body.get(name)
-    return value[:MAX_SESSION_CHARS] if isinstance(value, str) else ""
-
-
-def _limit(value: Any) -> int | None:
-    """A limit of output tokens as the scheduler may count with; the engine judges nonsense."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    return min(max(0, value), MAX_COUNT)
-
-
-def _positive(name: str, value: Any) -> int:
-    if value is None:
-        return 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise bad_request(f"{name} must be a whole number >= 1, not {value!r}")
-    return value
-
-
-def _check_units(prompts: int, samples: int) -> None:
-    if prompts * samples > MAX_UNITS:
-        raise bad_request(
-            f"{prompts} prompts x {samples} samples are more than {MAX_UNITS} requests at once"
+def _prompts(
+    key: str, values: list[Raw] | list[bytes], rest: _Body, own: list[_Own], *, takes_ids: bool
+) -> list[Prompt]:
+    """``rest``, ``own``: the other fields, of all and of each."""
+    alone, namespace = is_alone(rest), namespace_of(rest)
+    prompts = []
+    for raw, fields in zip(values, own, strict=True):
+        value, tokens, size_bytes = _read(key, raw)
+        its_namespace = namespace
+        if any(name in fields for name in NAMESPACE_FIELDS):
+            here = {name: rest[name] for name in NAMESPACE_FIELDS if name in rest}
+            its_namespace = namespace_of(here | fields)
+        just_it = alone and (not fields or is_alone(fields))
+        prompts.append(
+            Prompt(
+                value=value,
+                member=joined([(key, raw)]),
+                own=joined(fields.items()),
+                namespace=its_namespace,
+                alone=just_it,
+                takes_ids=takes_ids and just_it and isinstance(value, str),
+                tokens=tokens,
+                size_bytes=size_bytes,
+            )
         )
+    return prompts
 
 
-def _open_object(body: dict[str, Any]) -> bytes:
-    """JSON without the closing brace, so that a leg's own fields can be appended."""
-    try:
-        return orjson.dumps(body)[:-1]
-    except orjson.JSONEncodeError as error:
-        raise bad_request(f"the request body cannot be forwarded: {error}") from error
+def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
+    """``value``, ``tokens`` and ``size_bytes`` of a prompt."""
+    size = len(memoryview(raw))
+    if first_byte(raw) == b'"':
+        return (value_of(raw), 0, 0) if size <= MOST_READ_BYTES else (None, 0, size)
+    if first_byte(raw) == b"[":
+        ids = None if first_byte(raw, 1) == b"[" else token_ids_of(raw)
+        if ids is not None:
+            return ids, 0, 0
+        separator = b"[" if key == "input_embeds" else b","
+        return None, max(1, count_outside_strings(memoryview(raw), b'[,"')[separator]), 0
+    return None, 1, 0
 
 
-def _members(body: dict[str, Any]) -> bytes:
-    return _open_object(body)[1:]
-
-
-# Legs -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LegFields:
-    """The routing fields of one attempt. Ranks are those of the scheduler's dispatch."""
-
-    rid: str
-    bootstrap_host: str
-    bootstrap_port: int | None
-    bootstrap_room: int
-    prefill_rank: int
-    decode_rank: int
-    prefill_coupled: bool = False
-    """The engine is of a release that couples both ranks (``rank_contract``)."""
-    decode_coupled: bool = False
-
-
-def may_ask_cached(unit: Unit, plan: Plan) -> bool:
-    """Whether prefill can be asked for it: ``/generate`` says it unasked, clients may forbid it."""
-    return plan.kind != "generate" and _ASK_CACHED.encode() not in unit.common
-
-
-def leg_bodies(
-    unit: Unit,
-    plan: Plan,
-    fields: LegFields,
-    ids_json: bytes | None = None,
-    *,
-    asks_cached: bool = False,
-) -> tuple[bytes, bytes]:
-    """The bodies for prefill and decode.
-
-    Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
-    its counts come in one piece. ``ids_json``: token ids that both legs get instead of the text, or
-    for a chat instead of what they would make of its messages. ``asks_cached``: prefill is to say
-    how much it had cached, whether or not it was started to do so.
-    """
-    shared = {
-        "rid": fields.rid,
-        "bootstrap_host": fields.bootstrap_host,
-        "bootstrap_port": fields.bootstrap_port,
-        "bootstrap_room": fields.bootstrap_room,
-    }
-    prefill_ranks = prefill_members(fields.prefill_rank, coupled=fields.prefill_coupled)
-    prefill = shared | prefill_ranks | {"stream": False}
-    if asks_cached:
-        prefill[_ASK_CACHED] = True
-    decode_ranks = decode_members(
-        fields.prefill_rank, fields.decode_rank, coupled=fields.decode_coupled
+def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
+    ids = given(body, "input_ids")  # instead of what the messages would become
+    value: Any = None
+    tokens = size_bytes = 0
+    if ids is not None:
+        value, tokens, _ = _read("input_ids", ids)
+    elif len(raw) <= MOST_READ_BYTES:
+        body.pop("input_ids", None)
+        value = value_of(raw)
+    else:
+        body.pop("input_ids", None)
+        size_bytes = 1 + text_bytes_of(body["messages"])
+    alone = is_alone(body)
+    return Prompt(
+        value=value,
+        member=b"",
+        own=b"",
+        namespace=namespace_of(body),
+        alone=alone,
+        takes_ids=alone and ids is None,
+        tokens=tokens,
+        size_bytes=size_bytes,
     )
-    decode = shared | decode_ranks | {"stream": plan.stream}
-    if plan.stream and plan.stream_options is not None:
-        decode["stream_options"] = plan.stream_options
-    prompt = plan.prompts[unit.prompt_index].member
-    if ids_json is not None:
-        prompt = b'"%b":%b' % (_IDS_FIELD[plan.kind].encode(), ids_json)
-    both = b",".join(filter(None, (prompt, unit.common[1:])))
-    return _append(both, prefill), _append(both, decode)
 
 
-def _append(members: bytes, fields: dict[str, Any]) -> bytes:
-    return b"{%b,%b" % (members, orjson.dumps(fields)[1:])
+def _check_units(prompts: int, samples: int, limits: PlanLimits) -> None:
+    if samples > limits.samples:
+        raise bad_request(
+            f"n is {samples}: more than {limits.samples} samples of a prompt at once "
+            "(--sbs-max-samples)"
+        )
+    if prompts * samples > limits.units:
+        raise bad_request(
+            f"{prompts} prompts x {samples} samples are more than {limits.units} requests at once "
+            "(--sbs-max-batch)"
+        )

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import resource
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -30,6 +31,7 @@ from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.inflight import InFlight
 from sglang_sbs.router.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
+from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
 from sglang_sbs.router.metrics_port import MetricsPort
@@ -54,6 +56,8 @@ _LAST_WORDS_S = 5.0
 _LAST_CALL_S = 0.05
 _IDLE_S = 3.0
 """How long a front end that ends leaves connections open on which nothing happens."""
+_SWITCH_S = 0.001
+"""How long the threads of :class:`.lanes.Lanes` may keep the event loop waiting at a time."""
 _SPARE_FILES = 64
 """Descriptors kept for listening sockets, logs, health checks and clients being refused."""
 
@@ -96,6 +100,7 @@ class RouterServer:
         """
         options = self.options
         self._file_limit = raise_file_limit()
+        sys.setswitchinterval(_SWITCH_S)
         self._build()
         try:
             parser_log = ParserLog(self.metrics.malformed_request)
@@ -105,6 +110,7 @@ class RouterServer:
                 handler_cancellation=True,
                 access_log=None,
                 logger=parser_log,
+                auto_decompress=False,
                 max_line_size=MAX_HEAD_LINE_BYTES,
                 max_field_size=MAX_HEAD_LINE_BYTES,
                 keepalive_timeout=75.0,
@@ -152,6 +158,7 @@ class RouterServer:
         self.dashboard = Dashboard(self._schedulers.feed)
         self.lengths = PromptLengths(self.metrics.length_missed)
         names_blocks = options.names_blocks
+        self.lanes = Lanes()
         self.tokenizers = EngineTokenizers(
             self.registry,
             self.session,
@@ -166,6 +173,7 @@ class RouterServer:
             BlockNamer(as_published=options.prefix_source != "approximate"),
             self.tokenizers,
             names_text=names_blocks and options.prefix_source in ("auto", "approximate"),
+            lanes=self.lanes,
         )
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,
@@ -194,6 +202,7 @@ class RouterServer:
             metrics=self.metrics,
             admission=self.admission,
             in_flight=self.in_flight,
+            lanes=self.lanes,
         )
         self.metrics.collect_with(self._collect)
 
@@ -282,10 +291,11 @@ class RouterServer:
     def _find_owner(self, rid: str, role: str) -> str | None:
         return self.in_flight.find_owner(rid, role)
 
-    def _has_descriptors(self) -> bool:
-        """A request needs two for its legs (its client has one); some stay for other things."""
-        used = self.in_flight.client_requests + self.pool.open_connections
-        return used + 2 <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
+    def _has_descriptors(self, units: int) -> bool:
+        """A unit needs two for its legs (its client has one); some stay for other things."""
+        of_legs = max(self.pool.open_connections, 2 * self.admission.running)
+        used = self.in_flight.client_requests + of_legs
+        return used + 2 * units <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
 
     # Listening --------------------------------------------------------------------------------
 

@@ -300,7 +300,8 @@ class Supervisor:
         lost scheduler changes nothing. The shares add up to the whole.
         """
         options = self._options
-        words: list[str] = []
+        bodies_bytes = _share(options.relay.max_bodies_bytes, number, options.workers)
+        words = ["--sbs-max-bodies-size", str(max(bodies_bytes, options.max_payload_bytes))]
         if options.max_concurrent_requests > 0:
             for flag, whole in (
                 ("--max-concurrent-requests", options.max_concurrent_requests),

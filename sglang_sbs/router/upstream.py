@@ -16,7 +16,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 from sglang_sbs.router.engine_answers import MAX_ANSWER_BYTES
@@ -39,6 +39,9 @@ have been at work on it, and only a new attempt (new rid, new room) is safe."""
 _DNS_TTL_S = 10.0
 
 FailureKind = Literal["refused", "connect", "reset", "protocol", "local"]
+
+_SLICE_BYTES = 256 << 10
+"""Of a large request so much is written before others get their turn."""
 
 _OUR_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
 
@@ -160,7 +163,7 @@ class Call:
         self.sent = True
         self._sent_s = time.monotonic()
         connection.call = self
-        connection.transport.writelines(self.payload)
+        connection.send(self.payload)
         if self._paused:
             connection.set_paused(True)
 
@@ -297,7 +300,9 @@ class _Connection(asyncio.Protocol):
         "_paused",
         "_pool",
         "_silent",
+        "_unsent",
         "_until_eof",
+        "_writable",
         "call",
         "idle_since",
         "origin",
@@ -312,6 +317,9 @@ class _Connection(asyncio.Protocol):
         self.call: Call | None = None
         self.idle_since = 0.0
         self._paused = False
+        self._writable = True
+        self._unsent: Iterator[bytes] | None = None
+        """What is left of a large request."""
         self._reset()
 
     def _reset(self) -> None:
@@ -322,6 +330,36 @@ class _Connection(asyncio.Protocol):
         self._until_eof = False
         self._keep_alive = True
         self._silent = True  # not a byte of an answer so far
+
+    def send(self, payload: Sequence[bytes]) -> None:
+        """Write a request: now, or the later parts of a large one as the engine takes it."""
+        if sum(map(len, payload)) <= _SLICE_BYTES:
+            self.transport.writelines(payload)
+            return
+        self._unsent = (
+            piece[at : at + _SLICE_BYTES]
+            for piece in payload
+            for at in range(0, len(piece), _SLICE_BYTES)
+        )
+        self._send_more()
+
+    def _send_more(self) -> None:
+        if self._unsent is None or not self._writable or self.transport.is_closing():
+            return
+        piece = next(self._unsent, None)
+        if piece is None:
+            self._unsent = None
+            return
+        self.transport.write(piece)
+        if self._writable:  # else when the engine has taken that
+            self._pool.loop.call_soon(self._send_more)
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._send_more()
 
     def set_paused(self, paused: bool) -> None:
         if paused == self._paused or self.transport.is_closing():
@@ -334,6 +372,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         self.call = None
+        self._unsent = None
         self._pool.forget(self)
         self.transport.abort()
 
@@ -384,7 +423,7 @@ class _Connection(asyncio.Protocol):
         self.call = None
         self._reset()
         # An answer that came before the whole request was written leaves the rest in the way.
-        if reusable and self.transport.get_write_buffer_size() == 0:
+        if reusable and self._unsent is None and self.transport.get_write_buffer_size() == 0:
             self.set_paused(False)  # a slow client may have paused the exchange that ended
             self._pool.keep(self)
         else:

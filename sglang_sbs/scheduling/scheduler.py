@@ -60,6 +60,9 @@ from sglang_sbs.wire import EndForward
 
 _OUTPUT_STEP = 0.05
 _ADOPTED_S = 0.05
+_GIVEN_UP_S = 0.02
+"""Thousands may be given up in one moment, when a client with a large batch leaves: so often is
+looked for what to do about it."""
 _MOST_UNPLACED = 64
 """Planning goes on without those that decode had no rank for, until they are so many."""
 _MOST_ADOPTED = 64
@@ -99,6 +102,8 @@ class Scheduler:
         self.batches = 0
         """Gangs dispatched so far."""
         self._wake_s: float | None = None
+        self._given_up_s = -math.inf
+        """When a request was given up and that was looked at."""
         self._admission = DecodeAdmission(self._total_tokens)
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
@@ -112,6 +117,7 @@ class Scheduler:
         # What only tells of decode moves nothing while nothing waits for room there, and in a large
         # cluster it is most of what comes. What could change by itself has its WakeAt.
         may_change = True
+        soon_s: float | None = None
         match event:
             case ev.RequestArrived():
                 self._on_arrived(event, now_s, out)
@@ -119,9 +125,14 @@ class Scheduler:
                 self._on_prefill_done(event, now_s)
             case ev.RequestEnded():
                 may_change = self._on_ended(event)
+                if may_change and event.outcome != "completed":
+                    if now_s < self._given_up_s + _GIVEN_UP_S:
+                        may_change, soon_s = False, _GIVEN_UP_S
+                    else:
+                        self._given_up_s = now_s
             case ev.RequestAdopted():
                 self._on_adopted(event, now_s)
-                may_change = False
+                may_change, soon_s = False, _ADOPTED_S
             case ev.ForwardEnded():
                 self._on_report(event, now_s)
                 may_change = self._makes_room(event.instance)
@@ -140,8 +151,8 @@ class Scheduler:
                 self._wake_s = None
         if may_change or (self._wake_s or math.inf) <= now_s:
             self._drive(now_s, out)
-        elif isinstance(event, ev.RequestAdopted):
-            self._drive_soon(now_s, out)
+        elif soon_s is not None:
+            self._drive_by(now_s + soon_s, out)
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -450,12 +461,11 @@ class Scheduler:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
 
-    def _drive_soon(self, now_s: float, out: list[ev.Command]) -> None:
-        """Thousands are adopted at once when a front end comes back: one look for all of them."""
-        soon_s = now_s + _ADOPTED_S
-        if self._wake_s is None or self._wake_s > soon_s:
-            self._wake_s = soon_s
-            out.append(ev.WakeAt(time_s=soon_s))
+    def _drive_by(self, time_s: float, out: list[ev.Command]) -> None:
+        """One look for all events like this one until then."""
+        if self._wake_s is None or self._wake_s > time_s:
+            self._wake_s = time_s
+            out.append(ev.WakeAt(time_s=time_s))
 
     def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> list[str]:
         """Choose decode ranks and dispatch; the requests for which there was none."""

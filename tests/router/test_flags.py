@@ -25,7 +25,6 @@ STOCK_DEFAULTS = {
     "max_concurrent_requests": -1,
     "queue_size": 100,
     "queue_timeout_secs": 60,
-    "max_payload_size": 512 * 1024 * 1024,
     "retry_max_retries": 5,
     "retry_initial_backoff_ms": 50,
     "retry_max_backoff_ms": 30_000,
@@ -83,6 +82,13 @@ def test_the_command_of_the_readme() -> None:
 def test_defaults_are_those_of_the_stock_router() -> None:
     args = vars(build_parser().parse_args([]))
     assert {name: args[name] for name in STOCK_DEFAULTS} == STOCK_DEFAULTS
+
+
+def test_bodies_are_smaller_than_the_stock_router_lets_them_be() -> None:
+    assert parse_flags(PD).relay.max_payload_bytes == 32 << 20
+    options = parse_flags([*PD, "--max-payload-size", "1000", "--sbs-max-bodies-size", "5000"])
+    assert options.relay.max_payload_bytes == options.max_payload_bytes == 1000
+    assert options.relay.max_bodies_bytes == 5000
 
 
 def test_every_stock_flag_is_known_in_both_spellings() -> None:

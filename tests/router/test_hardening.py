@@ -20,17 +20,15 @@ from router_harness import cluster, options_for, sse_events, until
 from test_upstream import raw_server, read_request
 
 from sglang_sbs.router import aborts, downstream, intake
+from sglang_sbs.router.block_names import BlockNamer
 from sglang_sbs.router.downstream import Downstream
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.headers import forwarded_headers
 from sglang_sbs.router.intake import Doorman
+from sglang_sbs.router.legs import LegFields, leg_bodies
 from sglang_sbs.router.lengths import PromptLengths
-from sglang_sbs.router.requests import (
-    _INTERNAL_FIELDS,
-    LegFields,
-    leg_bodies,
-    plan_request,
-)
+from sglang_sbs.router.prompts import PromptReader
+from sglang_sbs.router.requests import _INTERNAL_FIELDS, plan_request
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling.events import RequestArrived
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
@@ -343,6 +341,8 @@ async def test_server_info_does_not_hand_out_the_engines_keys() -> None:
 # Bodies and headers -----------------------------------------------------------------------------
 
 FIELDS = LegFields("r" * 32, "10.0.0.1", 8998, 5, 1, 3)
+NO_ENGINES: Any = None  # nothing is asked of them: no tokenizer, no blocks
+READER = PromptReader(None, PromptLengths(), BlockNamer(), NO_ENGINES, names_text=False)
 KINDS: list[Any] = ["generate", "completions", "chat"]
 OWN: dict[str, dict[str, Any]] = {
     "generate": {"text": "x"},
@@ -398,7 +398,7 @@ def test_forged_routing_fields_never_get_into_a_leg(
     plan = plan_request(kind, raw)
     for unit in plan.units:
         for body, rank in zip(leg_bodies(unit, plan, FIELDS), (1, 3), strict=True):
-            leg, names = with_names(body)
+            leg, names = with_names(b"".join(body))
             assert {name: leg[name] for name in SHARED} == {
                 "bootstrap_host": "10.0.0.1",
                 "bootstrap_port": 8998,
@@ -436,13 +436,12 @@ def test_any_json_is_a_plan_or_a_400(kind: Any, extra: dict[str, Any], keep: boo
     except RouterError as error:
         assert error.status == 400
         return
-    lengths = PromptLengths()
-    for prompt in plan.prompts:
-        assert lengths.estimate(prompt.value).tokens >= 1
+    for prompt in READER._read_all(plan, None):
+        assert prompt.length.tokens >= 1
     for unit in plan.units:
         assert unit.max_new_tokens is None or unit.max_new_tokens >= 0
         for leg in leg_bodies(unit, plan, FIELDS):
-            orjson.loads(leg)
+            orjson.loads(b"".join(leg))
 
 
 def test_an_odd_beam_width_is_left_to_the_engine() -> None:
@@ -464,19 +463,20 @@ def test_a_list_of_sampling_params_for_one_prompt_is_a_400() -> None:
     ],
 )
 def test_a_negative_limit_does_not_get_into_the_books(kind: Any, body: dict[str, Any]) -> None:
-    (unit,) = plan_request(kind, orjson.dumps(body)).units
-    assert unit.max_new_tokens == 0
-    assert b"-7" in unit.common  # the engine is the one to refuse it
+    plan = plan_request(kind, orjson.dumps(body))
+    assert plan.units[0].max_new_tokens == 0
+    assert b"-7" in plan.common  # the engine is the one to refuse it
 
 
 @pytest.mark.parametrize("limit", [(1 << 53) - 1, 1 << 63, (1 << 64) - 1])
 def test_a_limit_beyond_all_counts_gets_to_the_scheduler_process(limit: int) -> None:
     """It would drop the message, and the client would wait for nothing."""
     raw = b'{"text": "x", "sampling_params": {"max_new_tokens": %d}}' % limit
-    (unit,) = plan_request("generate", raw).units
+    plan = plan_request("generate", raw)
+    (unit,) = plan.units
     arrived = RequestArrived(rid="r", prompt_tokens=1, max_new_tokens=unit.max_new_tokens)
     assert decode_to_scheduler(encode(arrived)) == arrived
-    assert b"%d" % limit in unit.common  # the engine is the one to refuse it
+    assert b"%d" % limit in plan.common  # the engine is the one to refuse it
 
 
 CLIENTS_OWN = {

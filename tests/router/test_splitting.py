@@ -154,10 +154,9 @@ def test_what_counts_as_a_batch(kind: Any, body: dict[str, Any], units: int) -> 
 
 def test_per_prompt_lists_are_not_confused_with_lists_of_their_own_right() -> None:
     result = plan("generate", text=["a", "b"], token_ids_logprob=[5, 6, 7])
-    first = orjson.loads(result.units[0].common + b"}")
-    assert first["token_ids_logprob"] == [5, 6, 7]
+    assert orjson.loads(b"{%b}" % result.common)["token_ids_logprob"] == [5, 6, 7]
     result = plan("generate", text=["a", "b"], image_data=["one", "two"])
-    assert orjson.loads(result.units[1].common + b"}")["image_data"] == "two"
+    assert orjson.loads(b"{%b}" % result.prompts[1].own)["image_data"] == "two"
 
 
 @pytest.mark.parametrize(

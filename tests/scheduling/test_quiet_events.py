@@ -102,3 +102,18 @@ def test_the_end_of_a_request_in_decode_is_no_news_to_prefill_but_in_prefill_it_
     assert looks == []
     made.handle(RequestEnded(rid="prefilling", outcome="aborted"), 2.02)
     assert looks == [2.02]
+
+
+def test_thousands_that_are_given_up_cost_few_looks(looks):
+    made = scheduler()
+    for number in range(1000):
+        made.handle(RequestArrived(rid=str(number), prompt_tokens=100), 1.0)
+    looks.clear()
+    asked = []
+    for number in range(1000):
+        now_s = 2.0 + 1e-5 * number
+        asked += made.handle(RequestEnded(rid=str(number), outcome="aborted"), now_s)
+    assert len(looks) == 1
+    (wake,) = (command for command in asked if isinstance(command, WakeAt))
+    made.handle(TimerFired(), wake.time_s)
+    assert looks[1:] == [wake.time_s]

@@ -1,0 +1,1 @@
+"""What one hostile sender does to everybody else: ``scripts/bench-hostile``."""

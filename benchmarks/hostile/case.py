@@ -1,0 +1,124 @@
+"""What a case is, and what it has to attack with.
+
+    @case("gzip-bomb", "gzip of 0.5 MB that unfolds to 512 MB")
+    async def gzip_bomb(target: Target) -> None:
+        await target.post(BOMB, headers=b"Content-Encoding: gzip\\r\\n")
+
+A case sends what it likes and returns when it has been answered or has given up. What it sends by
+``target`` is counted; a case that sends by other ways adds to ``target.sent_bytes`` itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from benchmarks.hostile import cases
+
+ANSWER_S = 60.0
+"""A case that is not answered by then goes on."""
+
+
+@dataclass
+class Target:
+    """The router under attack."""
+
+    port: int
+    metrics_port: int
+    sent_bytes: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    """What came back: the status of each answer, or ``closed``, ``timeout``."""
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        self.sent_bytes += len(data)
+        writer.write(data)
+        await writer.drain()
+
+    async def post(
+        self,
+        body: bytes,
+        path: str = "/generate",
+        *,
+        headers: bytes = b"",
+        length: int | None = None,
+        leave_after_s: float | None = None,
+    ) -> None:
+        """One request on a connection of its own, to the end of the answer.
+
+        ``length``: a ``Content-Length`` that is not the body's. ``leave_after_s``: close then,
+        answered or not.
+        """
+        size = len(body) if length is None else length
+        head = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n%b\r\n"
+        status = "closed"
+        try:
+            reader, writer = await self.connect()
+        except OSError:
+            self.statuses["refused"] += 1
+            return
+        try:
+            async with asyncio.timeout(leave_after_s or ANSWER_S):
+                reading = asyncio.create_task(reader.readline())
+                with suppress(ConnectionError):
+                    await self.send(writer, head % (path.encode(), size, headers) + body)
+                with suppress(ConnectionError):
+                    words = (await reading).split()
+                    status = words[1].decode() if len(words) > 1 else "closed"
+                    while await reader.read(1 << 20):
+                        pass
+        except TimeoutError:
+            status = "left" if leave_after_s else "timeout"
+        finally:
+            writer.close()
+            self.statuses[status] += 1
+
+
+Attack = Callable[[Target], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    about: str
+    attack: Attack
+    policy: str = "sbs"
+    flags: tuple[str, ...] = ()
+    """Of the router, further ones."""
+    tokenizer: bool = False
+    """The router gets one (``--tokenizer-path``)."""
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    name: str,
+    about: str,
+    *,
+    policy: str = "sbs",
+    flags: tuple[str, ...] = (),
+    tokenizer: bool = False,
+) -> Callable[[Attack], Attack]:
+    """Make a function a case of that name."""
+
+    def add(attack: Attack) -> Attack:
+        assert name not in CASES, name
+        CASES[name] = Case(name, about, attack, policy, flags, tokenizer)
+        return attack
+
+    return add
+
+
+def all_cases() -> dict[str, Case]:
+    """Those of every module in :mod:`.cases`, by name."""
+    for module in sorted(pkgutil.iter_modules(cases.__path__), key=lambda one: one.name):
+        importlib.import_module(f"{cases.__name__}.{module.name}")
+    return CASES

@@ -1,0 +1,43 @@
+"""Requests that become many."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+
+from benchmarks.hostile.case import Target, case
+
+_WIDE = {f"key{number}": number for number in range(5000)}
+
+
+@case("batch-empty-texts", "16,385 empty texts and 5,000 other fields, 130 KB")
+async def empty_texts(target: Target) -> None:
+    await target.post(orjson.dumps({"text": [""] * 16_385} | _WIDE))
+
+
+@case("batch-wide", "2,000 texts and 1 MB of other fields")
+async def wide(target: Target) -> None:
+    await target.post(orjson.dumps({"text": ["x"] * 2000, "extra": "x" * 1_000_000}))
+
+
+@case("batch-full", "1,000 texts and 100 KB of other fields, which is allowed")
+async def full(target: Target) -> None:
+    await target.post(orjson.dumps({"text": ["x"] * 1000, "extra": "x" * 100_000}))
+
+
+@case("batch-full-immediate", "the same ten times, with an immediate policy", policy="round_robin")
+async def full_immediate(target: Target) -> None:
+    body = orjson.dumps({"text": ["x"] * 1000, "extra": "x" * 100_000})
+    await asyncio.gather(*(target.post(body) for _ in range(10)))
+
+
+@case("batch-left", "1,000 texts, ten times, left after half a second")
+async def left(target: Target) -> None:
+    body = orjson.dumps({"text": ["x"] * 1000, "sampling_params": {"max_new_tokens": 512}})
+    await asyncio.gather(*(target.post(body, leave_after_s=0.5) for _ in range(10)))
+
+
+@case("n-16384", '{"n": 16384}', policy="round_robin")
+async def many_samples(target: Target) -> None:
+    await target.post(orjson.dumps({"text": "x", "sampling_params": {"n": 16_384}}))

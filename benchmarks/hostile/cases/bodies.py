@@ -1,0 +1,85 @@
+"""Bodies that unfold, never end, or come back whole."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+import orjson
+
+from benchmarks.hostile.case import Target, case
+
+_MIB = 1 << 20
+_LARGE = 31 * _MIB
+"""Just below ``--max-payload-size``."""
+
+
+def _filled(before: bytes, filling: bytes, after: bytes, size: int = _LARGE) -> bytes:
+    return before + filling * (size // len(filling)) + after
+
+
+@case("gzip-bomb", "0.5 MB of gzip that would become 512 MB")
+async def gzip_bomb(target: Target) -> None:
+    bomb = await asyncio.to_thread(zlib.compress, bytes(512 * _MIB), wbits=31)
+    await target.post(bomb, headers=b"Content-Encoding: gzip\r\n")
+
+
+@case("json-lists", "31 MiB of empty lists")
+async def lists(target: Target) -> None:
+    await target.post(_filled(b'{"text":"x","extra":[', b"[],", b"0]}"))
+
+
+@case("json-objects-chat", "31 MiB of small objects as messages")
+async def objects(target: Target) -> None:
+    path = "/v1/chat/completions"
+    await target.post(_filled(b'{"messages":[', b'{"a":1},', b"0]}"), path)
+
+
+@case("json-token-ids", "31 MiB of token ids, which is allowed")
+async def token_ids(target: Target) -> None:
+    await target.post(_filled(b'{"input_ids":[', b"70000,", b"1]}"))
+
+
+@case("json-text", "31 MiB of text, ten times, which is allowed")
+async def text(target: Target) -> None:
+    body = _filled(b'{"text":"', b"a word, ", b'"}')
+    await asyncio.gather(*(target.post(body) for _ in range(10)))
+
+
+@case("json-chat", "31 MiB of chat with letters of four bytes, which is allowed")
+async def chat(target: Target) -> None:
+    before = b'{"messages":[{"role":"user","content":"'
+    body = _filled(before, "a word \U0001f600, ".encode(), b'"}]}')
+    await target.post(body, "/v1/chat/completions")
+
+
+@case("unfinished", "twenty bodies of 30 MB that never end")
+async def unfinished(target: Target) -> None:
+    body = bytes(30_000_000)
+    length = len(body) + 1
+    await asyncio.gather(*(target.post(body, length=length, leave_after_s=5.0) for _ in range(20)))
+
+
+@case("rids", "2,000,000 request ids")
+async def rids(target: Target) -> None:
+    await target.post(_filled(b'{"text":"x","rid":[', b'"r",', b'"r"]}', 8_000_000))
+
+
+@case("echo", "a 30 MB string where a number should be")
+async def echo(target: Target) -> None:
+    body = _filled(b'{"prompt":"x","n":"', b"x", b'"}', 30_000_000)
+    await target.post(body, "/v1/completions")
+
+
+@case("long-texts", "two texts of 19 MB to a router with a tokenizer", tokenizer=True)
+async def long_texts(target: Target) -> None:
+    body = _filled(b'{"text":"', b"some words, ", b'"}', 19_000_000)
+    await asyncio.gather(target.post(body), target.post(body))
+
+
+@case("longish-texts", "ten texts of 3 MB, which are tokenized", tokenizer=True)
+async def longish_texts(target: Target) -> None:
+    bodies = [
+        orjson.dumps({"text": f"{number} some words, " * (3_000_000 // 14)}) for number in range(10)
+    ]
+    await asyncio.gather(*map(target.post, bodies))

@@ -1,0 +1,148 @@
+"""One case: a router of its own, a probe beside it, and what the attack did to both."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benchmarks.hostile.case import Case, Target
+from sglang_sbs.bench.contenders import Contender, Processes, running
+
+QUIET_S = 2.0
+"""Before the attack, for the baseline."""
+_AFTER_S = 0.5
+_CASE_S = 120.0
+_LEAST_INPUT_BYTES = 1 << 20
+_MODULE = "sglang_sbs.launch_router"
+
+
+@dataclass
+class Row:
+    """What is reported of a case."""
+
+    case: str
+    about: str
+    worst_delay_ms: float
+    """The longest wait for an answer to the probe, from the attack's beginning to half a second
+    after its end."""
+    baseline_ms: float
+    """The longest before it."""
+    memory_ratio: float
+    """Peak resident memory less that before, over the size of what was sent, or over 1 MiB."""
+    grown_mib: float
+    sent_bytes: int
+    seconds: float
+    probes: int
+    probe_failures: int
+    """Probes without an answer, or with another status than 200."""
+    answers: dict[str, int] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def measure(case: Case, engines: tuple[int, int], tokenizer: Path) -> Row:
+    """Raises: RuntimeError, the router does not start or the probe says nothing."""
+    flags: tuple[str, ...] = (
+        *("--policy", case.policy, "--log-level", "error"),
+        *("--sbs-endforward-bind", "none"),
+    )
+    if case.tokenizer:
+        flags += ("--tokenizer-path", str(tokenizer))
+    router = Contender("ours", _MODULE, (*flags, *case.flags))
+    async with running(router, *engines) as started, _probing(started.port) as answers:
+        quiet_s = time.monotonic()
+        await asyncio.sleep(QUIET_S)
+        target = Target(started.port, 0)
+        before_bytes = started.processes.resident_bytes()
+        _forget_peak(started.processes)
+        begin_s = time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CASE_S):
+                await case.attack(target)
+        end_s = time.monotonic()
+        await asyncio.sleep(_AFTER_S)
+        grown = max(0, _peak_bytes(started.processes) - before_bytes)
+    baseline = [took_s for at_s, took_s, _ in answers if quiet_s <= at_s < begin_s]
+    probed = [one for one in answers if one[0] + one[1] >= begin_s]
+    if not baseline or not probed:
+        raise RuntimeError(f"{case.name}: the probe got no answers")
+    return Row(
+        case=case.name,
+        about=case.about,
+        worst_delay_ms=1e3 * max(took_s for _, took_s, _ in probed),
+        baseline_ms=1e3 * max(baseline),
+        memory_ratio=grown / max(_LEAST_INPUT_BYTES, target.sent_bytes),
+        grown_mib=grown / (1 << 20),
+        sent_bytes=target.sent_bytes,
+        seconds=end_s - begin_s,
+        probes=len(probed),
+        probe_failures=sum(status != 200 for _, _, status in probed),
+        answers=dict(target.statuses),
+    )
+
+
+_Answer = tuple[float, float, int]
+
+
+@asynccontextmanager
+async def _probing(port: int) -> AsyncIterator[list[_Answer]]:
+    """The answers are whole when it is left."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.hostile.probe", str(port)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdin is not None and process.stdout is not None
+    answers: list[_Answer] = []
+
+    async def collect() -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            at_s, took_s, status = line.split()
+            answers.append((float(at_s), float(took_s), int(status)))
+
+    collecting = asyncio.create_task(collect())
+    try:
+        yield answers
+    finally:
+        process.stdin.close()
+        await process.wait()
+        await collecting
+
+
+def _peak_bytes(processes: Processes) -> int:
+    """The most that was resident since :func:`_forget_peak`, of all of them."""
+    total = 0
+    for pid in processes.pids():
+        with suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            total += 1024 * int(status.split("VmHWM:")[1].split()[0])
+    return total
+
+
+def _forget_peak(processes: Processes) -> None:
+    for pid in processes.pids():
+        with suppress(OSError):
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A small one, with the costs per character of a large one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["some words, and a fair question. "], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,226 @@
+"""Request bodies cut up instead of unfolded.
+
+A megabyte of JSON can become eighty megabytes of Python objects. So a body is cut into its members,
+which stay the bytes they came as and go on to the engines like that; only what somebody must look
+at becomes objects, and only if it does not grow much by it. No function here keeps the interpreter
+lock for long, so that a thread can do this while the event loop runs.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import orjson
+
+Raw = msgspec.Raw
+"""A piece of the body, not copied: it keeps the body alive."""
+
+_PIECE_BYTES = 1 << 18
+_SMALL_BYTES = 1 << 16
+"""What is smaller may be as dense as it likes."""
+_FREE_BYTES = 16 << 20
+_GROWTH = 4
+"""Objects may take so many bytes per byte of JSON, and ``_FREE_BYTES`` besides."""
+_OBJECT_BYTES = {b"{": 200, b"[": 72, b'"': 32, b",": 40}
+"""What a character of JSON outside strings stands for in memory (two quotes are one string)."""
+MOST_SHOWN = 100
+"""Of a bad value, bytes, in a message about it."""
+
+_members = msgspec.json.Decoder(dict[str, Raw])
+_entries = msgspec.json.Decoder(list[Raw])
+_valid = msgspec.json.Decoder(Raw)
+_BETWEEN = {1: re.compile(rb"\]\s*,\s*\["), 2: re.compile(rb"\]\s*\]\s*,\s*\[\s*\[")}
+_FALSE = frozenset({b"null", b"false", b"0", b'""', b"[]", b"{}"})
+
+
+class JsonError(ValueError):
+    """It is no JSON, or too dense; the message says which."""
+
+
+def members_of(body: bytes | bytearray) -> dict[str, Raw]:
+    """The members of an object by name; of several with one name the last, as in Python.
+
+    Raises:
+        JsonError: it is no object, or one of too many objects.
+    """
+    _check_utf8(body)
+    _check_density(body, b'{["')
+    if first_byte(body) not in (b"{", b""):
+        raise JsonError("it must be a JSON object")
+    try:
+        return _members.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"not valid JSON: {error}") from error
+
+
+def entries_of(raw: Raw) -> list[Raw]:
+    """The entries of a list. Raises: JsonError."""
+    _check_density(memoryview(raw), b'{[",')
+    try:
+        return _entries.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(str(error)) from error
+
+
+def members_of_entry(raw: Raw) -> dict[str, Raw]:
+    """Of an object inside a body that was checked; of anything else none. Raises: JsonError."""
+    if first_byte(raw) != b"{":
+        return {}
+    _check_density(memoryview(raw), b'{["')
+    try:
+        return _members.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(str(error)) from error
+
+
+def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
+    """The entries of a list of number lists, ``depth`` deep each; one more than ``most`` at most.
+
+    Raises:
+        JsonError: there is something else in it.
+    """
+    body = bytes(raw).strip()
+    if b'"' in body:
+        raise JsonError("there is text among its numbers")
+    inner = body[1:-1].strip()
+    for _ in range(depth):
+        inner = inner[1:-1].strip() if inner[:1] == b"[" and inner[-1:] == b"]" else b""
+    if not inner:
+        return [bytes(entry) for entry in entries_of(raw)]
+    pieces = _BETWEEN[depth].split(inner, maxsplit=most)
+    if len(pieces) > most:
+        return pieces
+    entries = [b"[" * depth + piece + b"]" * depth for piece in pieces]
+    try:
+        for entry in entries:
+            _valid.decode(entry)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(str(error)) from error
+    return entries
+
+
+def value_of(raw: Raw | bytes | bytearray) -> Any:
+    """As Python objects. Raises: JsonError."""
+    view = memoryview(raw)
+    _check_density(view, b'{[",')
+    try:
+        return orjson.loads(view)
+    except orjson.JSONDecodeError as error:
+        raise JsonError(f"not valid JSON: {error}") from error
+
+
+def token_ids_of(raw: Raw | bytes) -> array[int] | None:
+    """A list of token ids (uint32); ``None``: something in it is none."""
+    body = bytes(raw).strip()
+    ids = array("I")
+    start, end = 1, len(body) - 1
+    try:
+        while start < end:
+            comma = body.find(b",", start + _SMALL_BYTES, end)
+            stop = comma if comma >= 0 else end
+            ids.extend(orjson.loads(b"[%b]" % body[start:stop]))
+            start = stop + 1
+    except (orjson.JSONDecodeError, TypeError, OverflowError):
+        return None
+    return ids
+
+
+def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
+    """What the value begins with: ``{``, ``[``, ``"``, or the start of a number or word.
+
+    ``position`` 1: what the first entry of a list begins with, 2: of that list in it.
+    """
+    head = bytes(memoryview(raw)[:_SMALL_BYTES])
+    for _ in range(position):
+        head = head.lstrip()[1:]
+    return head.lstrip()[:1]
+
+
+def is_null(raw: Raw) -> bool:
+    return len(memoryview(raw)) == 4 and bytes(raw) == b"null"
+
+
+def is_true(raw: Raw | bytes | None) -> bool:
+    """As Python sees it; a list or object with spaces in it counts as one that is not empty."""
+    view = memoryview(raw) if raw is not None else memoryview(b"")
+    return bool(view) and (len(view) > 5 or bytes(view) not in _FALSE)
+
+
+def joined(members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]) -> bytes:
+    """``"name":value`` of each, with commas between; a copy."""
+    return b",".join(b"%b:%b" % (orjson.dumps(name), raw) for name, raw in members)
+
+
+def shown(raw: Raw | bytes) -> str:
+    """The beginning of a value, for a message about it."""
+    view = memoryview(raw)
+    text = bytes(view[:MOST_SHOWN]).decode("utf-8", "replace")
+    return text + ("..." if len(view) > MOST_SHOWN else "")
+
+
+def count_outside_strings(
+    body: bytes | bytearray | memoryview, characters: bytes
+) -> Mapping[bytes, int]:
+    """How often each of ``characters`` comes in JSON outside its strings, quotes included."""
+    counts = dict.fromkeys(_each(characters), 0)
+    inside = False
+    carried = b""
+    for piece in _pieces(body):
+        text = (carried + piece).replace(b"\\\\", b"")
+        carried = b"\\" if text.endswith(b"\\") else b""
+        parts = text.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[inside::2])
+        for one in counts:
+            counts[one] += len(parts) - 1 if one == b'"' else outside.count(one)
+        inside ^= len(parts) % 2 == 0
+    return counts
+
+
+def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> None:
+    """That objects made of it are not far larger than it is. Raises: JsonError."""
+    size = len(body)
+    if size <= _SMALL_BYTES:
+        return
+    most = _FREE_BYTES + _GROWTH * size
+    at_most = dict.fromkeys(_each(characters), 0)
+    for piece in _pieces(body):
+        for one in at_most:
+            at_most[one] += piece.count(one)
+    if _objects_bytes(at_most) <= most:
+        return
+    needed = _objects_bytes(count_outside_strings(body, characters))
+    if needed > most:
+        raise JsonError(
+            f"too many values in {size} bytes of JSON: they would take {needed >> 20} MiB "
+            f"(the limit for that size is {most >> 20} MiB)"
+        )
+
+
+def _objects_bytes(counts: Mapping[bytes, int]) -> int:
+    return sum(_OBJECT_BYTES[one] * count for one, count in counts.items())
+
+
+def _each(characters: bytes) -> list[bytes]:
+    return [bytes((one,)) for one in characters]
+
+
+def _pieces(body: bytes | bytearray | memoryview) -> Iterator[bytes]:
+    view = memoryview(body)
+    return (bytes(view[at : at + _PIECE_BYTES]) for at in range(0, len(view), _PIECE_BYTES))
+
+
+def _check_utf8(body: bytes | bytearray) -> None:
+    if body.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for piece in _pieces(body):
+            decoder.decode(piece)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise JsonError(f"not valid JSON: {error.reason} in its UTF-8") from error

@@ -1,0 +1,388 @@
+"""What one body may cost: memory, pieces of work on the event loop, and everybody else's turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from router_harness import Cluster, cluster, until
+
+from sglang_sbs.router import relay
+from sglang_sbs.router.block_names import BlockNamer
+from sglang_sbs.router.direct import _Connection
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.lanes import LONG_BYTES, Lanes
+from sglang_sbs.router.legs import LegFields, leg_bodies
+from sglang_sbs.router.lengths import PromptLengths
+from sglang_sbs.router.prompts import PromptReader
+from sglang_sbs.router.requests import MOST_READ_BYTES, PlanLimits, plan_request
+from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
+
+MIB = 1 << 20
+KINDS: list[Any] = ["generate", "completions", "chat"]
+FIELDS = LegFields("rid", "10.0.0.1", 8998, 5, 1, 3)
+WIDE = {f"key{number}": number for number in range(5000)}
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """The most bytes of Python objects that were there at once."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def refused(kind: Any, raw: bytes, limits: PlanLimits | None = None) -> str:
+    with pytest.raises(RouterError) as error:
+        plan_request(kind, raw, limits)
+    assert error.value.status == 400
+    assert len(error.value.message.encode()) < 500
+    return error.value.message
+
+
+# Batches ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("generate", {"text": [""] * 16_385}),
+        ("generate", {"input_ids": [[1]] * 16_385}),
+        ("generate", {"input_embeds": [[[0.5]]] * 16_385}),
+        ("completions", {"prompt": [""] * 16_385}),
+        ("completions", {"prompt": [[1]] * 16_385}),
+    ],
+)
+def test_a_batch_is_counted_before_it_is_built(kind: Any, own: dict[str, Any]) -> None:
+    raw = orjson.dumps(WIDE | own)
+    assert peak_of(lambda: refused(kind, raw)) < 4 * MIB
+    assert "--sbs-max-batch" in refused(kind, raw)
+
+
+def test_what_a_batch_shares_is_kept_once() -> None:
+    body = {"text": ["a"] * 1000, "extra": "x" * 100_000, "sampling_params": {"n": 1}}
+    raw = orjson.dumps(body)
+    limits = PlanLimits(legs_bytes=1000 * len(raw))
+    assert peak_of(lambda: plan_request("generate", raw, limits)) < 4 * MIB
+    plan = plan_request("generate", raw, limits)
+    for unit in plan.units[:2]:
+        for leg in leg_bodies(unit, plan, FIELDS):
+            assert any(piece is plan.common for piece in leg)
+            assert orjson.loads(b"".join(leg))["extra"] == body["extra"]
+
+
+def test_all_legs_together_have_a_limit() -> None:
+    raw = orjson.dumps({"text": ["a"] * 100, "extra": "x" * 100_000})
+    assert "over the limit" in refused("generate", raw, PlanLimits(legs_bytes=MIB))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("generate", {"text": "x", "sampling_params": {"n": 11}}),
+        ("completions", {"prompt": "x", "n": 11}),
+        ("chat", {"messages": [{"role": "user", "content": "x"}], "n": 11}),
+    ],
+)
+async def test_n_has_a_limit_and_a_flag(kind: Any, body: dict[str, Any]) -> None:
+    assert "--sbs-max-samples" in refused(kind, orjson.dumps(body))
+    assert len(plan_request(kind, orjson.dumps(body), PlanLimits(samples=11)).units) == 11
+
+
+async def test_the_flags_of_both_limits_count() -> None:
+    async with cluster("--sbs-max-samples", "2", "--sbs-max-batch", "3") as c:
+        status, _ = await c.generate(text=["a", "b"], sampling_params={"n": 2})
+        assert status == 400
+        status, _ = await c.generate(text="a", sampling_params={"n": 3})
+        assert status == 400
+        status, answers = await c.generate(text=["a", "b", "c"])
+        assert (status, len(answers)) == (200, 3)
+
+
+async def most_per_turn(c: Cluster, kind: type, until_there: int) -> int:
+    """Of events of a kind that came to the scheduler in one turn of the event loop."""
+    most = before = len(c.scheduler.of(kind))
+    while before < until_there:
+        await asyncio.sleep(0)
+        now = len(c.scheduler.of(kind))
+        most, before = max(most, now - before), now
+    return most
+
+
+async def test_batches_begin_and_end_a_few_units_at_a_time() -> None:
+    async with cluster() as c:
+        c.scheduler.hold = True
+        batches = [asyncio.create_task(c.generate(text=["a"] * 100)) for _ in range(4)]
+        assert await most_per_turn(c, RequestArrived, 400) <= 8
+        for batch in batches:
+            batch.cancel()
+        assert await most_per_turn(c, RequestEnded, 400) <= 8
+        await c.settled()
+        c.check_books()
+
+
+async def test_every_unit_counts_at_the_door() -> None:
+    async with cluster("--max-concurrent-requests", "4", "--queue-size", "1") as c:
+        c.scheduler.hold = True
+        batch = asyncio.create_task(c.generate(text=["a"] * 4))
+        await until(lambda: len(c.scheduler.held) == 4)
+        waits = asyncio.create_task(c.generate(text="b"))
+        await until(lambda: c.server.admission.queued == 1)
+        status, _ = await c.generate(text="c")
+        assert status == 429
+        batch.cancel()
+        await until(lambda: len(c.scheduler.held) == 1)  # the one that waited
+        waits.cancel()
+        await until(lambda: c.server.admission.running == 0)
+        await c.settled()
+
+
+async def test_a_batch_larger_than_the_door_gets_all_of_it() -> None:
+    async with cluster("--max-concurrent-requests", "2") as c:
+        status, answers = await c.generate(text=["a"] * 5)
+        assert (status, len(answers)) == (200, 5)
+        assert c.server.admission.running == 0
+
+
+# JSON that unfolds ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dense", [b"[],", b'"ab",', b'{"a":1},'])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("chat", "messages"),
+        ("completions", "prompt"),
+        ("generate", "extra"),
+        ("generate", "text"),
+        ("generate", "rid"),
+        ("generate", "sampling_params"),
+        ("generate", "return_logprob"),
+    ],
+)
+def test_dense_json_takes_no_more_than_a_few_times_its_size(
+    kind: Any, place: str, dense: bytes
+) -> None:
+    own = b"" if place in ("messages", "prompt", "text") else b'"text":"x",'
+    raw = b'{%b"%b":[%b0]}' % (own, place.encode(), dense * (4 * MIB // len(dense)))
+
+    def work() -> None:
+        try:
+            plan_request(kind, raw)
+        except RouterError as error:
+            assert error.status == 400
+
+    assert peak_of(work) < 4 * len(raw) + 17 * MIB
+
+
+def test_many_token_ids_are_a_plan_and_small() -> None:
+    raw = b'{"input_ids":[' + b"70000," * 300_000 + b"1]}"
+    plan = plan_request("generate", raw)
+    assert len(plan.prompts[0].value) == 300_001
+    assert peak_of(lambda: plan_request("generate", raw)) < 4 * len(raw)
+
+
+def test_a_batch_of_token_ids_is_cut_where_it_should() -> None:
+    raw = b'{"input_ids": [ [1, 2] , [3],\n[] ,[4,5,6] ] }'
+    plan = plan_request("generate", raw)
+    assert [list(prompt.value) for prompt in plan.prompts] == [[1, 2], [3], [], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    "ids", [b'[["a],[b"],[1]]', b"[[1],[[2],[3]]]", b"[[1],[2]],[3]]", b'[[1],"x"]']
+)
+def test_nonsense_among_token_ids_cannot_smuggle_fields(ids: bytes) -> None:
+    for kind, name in (("generate", b"input_ids"), ("completions", b"prompt")):
+        raw = b'{"%b":%b}' % (name, ids)
+        try:
+            plan = plan_request(kind, raw)
+        except RouterError as error:
+            assert error.status == 400
+            continue
+        for unit in plan.units:
+            for leg in leg_bodies(unit, plan, FIELDS):
+                assert orjson.loads(b"".join(leg))["bootstrap_room"] == 5
+
+
+@pytest.mark.parametrize("rids", [["r"] * 20_000, "r" * 5000])
+def test_rids_have_a_limit(rids: Any) -> None:
+    assert "rid" in refused("generate", orjson.dumps({"text": "x", "rid": rids}))
+
+
+@pytest.mark.parametrize("value", ["x" * MIB, [[1]] * 300_000, 5.5, {"a": "b" * MIB}])
+@pytest.mark.parametrize("place", ["n", "stream", "priority", "sampling_params"])
+def test_a_bad_value_is_not_told_whole(place: str, value: Any) -> None:
+    body = {"prompt": "x"} | {place: value}
+    if place == "sampling_params":
+        refused("generate", orjson.dumps({"text": "x", "sampling_params": {"n": value}}))
+    else:
+        refused("completions", orjson.dumps(body))
+
+
+def test_an_error_message_has_a_limit_wherever_it_comes_from() -> None:
+    assert len(RouterError(400, "x", "y" * MIB).answer().body) < 5000
+
+
+# Content-Encoding -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/generate", "/workers"])
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "GZIP, identity"])
+async def test_a_body_that_would_unfold_is_refused(path: str, coding: str) -> None:
+    bomb = zlib.compress(bytes(64 * MIB), wbits=31)
+    async with cluster() as c:
+        tracemalloc.start()
+        headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
+        async with c.client.post(c.url + path, data=bomb, headers=headers) as response:
+            assert response.status == 415
+            error = orjson.loads(await response.read())["error"]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert error["code"] == "unsupported_content_encoding"
+        assert peak < 16 * MIB
+
+
+# Unfinished bodies ------------------------------------------------------------------------------
+
+
+async def unfinished(c: Cluster, size: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port)
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (2 * size)
+    writer.write(head + b" " * size)
+    await writer.drain()
+    return reader, writer
+
+
+async def test_unfinished_bodies_cannot_take_the_room_of_all() -> None:
+    async with cluster("--sbs-max-bodies-size", "1000000") as c:
+        bodies = c.server.relay.bodies
+        first, writer = await unfinished(c, 400_000)
+        await until(lambda: bodies.held_bytes == 400_000)
+        others = [await unfinished(c, 200_000) for _ in range(3)]
+        await until(lambda: bodies.held_bytes == 1_000_000)
+        status, _ = await c.generate(text="x")  # a small one may take a little more
+        assert status == 200
+        last, last_writer = await unfinished(c, 100_000)
+        assert (await first.readline()).split()[1] == b"503"  # the largest has to go
+        await until(lambda: bodies.held_bytes == 700_000)
+        for one in (writer, last_writer, *(other for _, other in others)):
+            one.close()
+        await until(lambda: bodies.held_bytes == 0)
+        assert not bodies.coming
+        del last
+
+
+async def test_a_body_with_no_room_gets_a_503_and_is_not_kept() -> None:
+    async with cluster("--sbs-max-bodies-size", "1000000") as c:
+        c.scheduler.hold = True
+        inside = [asyncio.create_task(c.generate(text="x" * 450_000)) for _ in range(2)]
+        await until(lambda: len(c.scheduler.held) == 2)
+        status, answer = await c.generate(text="x" * 450_000)
+        assert status == 503
+        assert "--sbs-max-bodies-size" in answer["error"]["message"]
+        for task in inside:
+            task.cancel()
+        await until(lambda: c.server.relay.bodies.held_bytes == 0)
+
+
+# Turns ------------------------------------------------------------------------------------------
+
+
+async def test_a_large_body_is_read_and_sent_in_slices(monkeypatch: Any) -> None:
+    reads_on: list[bool] = []
+    written: list[int] = []
+    received = _Connection.data_received
+
+    def data_received(self: Any, data: bytes) -> None:
+        received(self, data)
+        if self._body_left and len(data) >= 64 << 10:
+            reads_on.append(self.transport.is_reading())
+
+    monkeypatch.setattr(_Connection, "data_received", data_received)
+    async with cluster() as c:
+        made = c.server.pool.connect
+
+        async def connect(origin: str) -> Any:
+            connection = await made(origin)
+            transport = connection.transport
+
+            class Counted:
+                def write(self, data: bytes) -> None:
+                    written.append(len(data))
+                    transport.write(data)
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(transport, name)
+
+            connection.transport = Counted()
+            return connection
+
+        monkeypatch.setattr(c.server.pool, "connect", connect)
+        status, _ = await c.generate(text="x" * (8 * MIB))
+        assert status == 200
+    assert reads_on
+    assert not any(reads_on)  # until that piece is taken
+    assert sum(written) > 2 * 8 * MIB
+    assert max(written) <= MIB
+    assert len(c.decode[0].requests[0].body["text"]) == 8 * MIB
+
+
+# Long texts -------------------------------------------------------------------------------------
+
+
+async def test_long_work_does_not_hold_up_short_work() -> None:
+    lanes, gate = Lanes(), threading.Event()
+    long = [asyncio.create_task(lanes.run(LONG_BYTES, gate.wait)) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert lanes.long_bytes == 5 * LONG_BYTES
+    assert await lanes.run(1000, lambda: "short") == "short"
+    gate.set()
+    await asyncio.gather(*long)
+    assert lanes.long_bytes == 0
+    lanes.close()
+
+
+def test_a_large_chat_is_measured_without_unfolding_it() -> None:
+    text = "a word \U0001f600 " * (MOST_READ_BYTES // 12)
+    image = {"type": "image_url", "image_url": {"url": "x" * MIB}}
+    parts = [{"type": "text", "text": "word"}, image]
+    messages = [{"role": "user", "content": text}, {"role": "user", "content": parts}, 5]
+    raw = orjson.dumps({"messages": messages, "temperature": 0})
+    plan = plan_request("chat", raw)
+    assert plan.prompts[0].size_bytes == pytest.approx(len(text.encode()), rel=0.001)
+    assert peak_of(lambda: plan_request("chat", raw)) < 3 * len(raw)
+
+
+async def test_a_text_beyond_all_contexts_is_not_looked_at() -> None:
+    plan = plan_request("generate", orjson.dumps({"text": "x" * (MOST_READ_BYTES + 1)}))
+    (prompt,) = plan.prompts
+    assert prompt.value is None
+    no_engines: Any = None
+    reader = PromptReader(None, PromptLengths(), BlockNamer(), no_engines, names_text=False)
+    (read,) = reader._read_all(plan, None)
+    assert read.length.tokens == pytest.approx(MOST_READ_BYTES / 4, rel=0.01)
+    assert not read.length.exact
+    reader.close()
+
+
+async def test_what_takes_long_to_split_is_split_in_a_thread(monkeypatch: Any) -> None:
+    threads: list[str] = []
+
+    def plan(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return plan_request(*args)
+
+    monkeypatch.setattr(relay, "plan_request", plan)
+    async with cluster() as c:
+        for body in ({"text": "x"}, {"text": ["x"] * 600}, {"text": "x" * 100_000}):
+            status, _ = await c.generate(**body)
+            assert status == 200
+    assert [name.partition("_")[0] for name in threads] == ["MainThread", "short", "short"]
