@@ -39,7 +39,6 @@ OFF: dict[str, tuple[float, str]] = {
     "SPACING_SHARE": (0.0, ""),
     "BACKLOG_FACTOR": (NEVER, ""),
     "COMMIT_AHEAD_FACTOR": (NEVER, ""),
-    "FULL_SHARE": (NEVER, ""),
     "HOLD_PASSES": (0.0, ""),
     "LEFTOVER_ERRORS": (0.0, ""),
     "MOST_JOINING": (0, ""),

@@ -67,9 +67,6 @@ AGEING_PASSES = 1.7
 SPACING_SHARE = 0.8
 BACKLOG_FACTOR = 1.3
 COMMIT_AHEAD_FACTOR = 1.25
-FULL_SHARE = 2 / 3
-"""With this share of a pass waiting for every instance the next pass is simply filled. For one that
-is slower than the mean only what it computes in the same time counts."""
 HOLD_PASSES = 5.0
 """A hold may take at least so many mean forward times: passes of large chunks take seconds."""
 PATIENCE_HOLDS = 2.0
@@ -404,16 +401,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 taken += paged(request.uncached_tokens_on(instance.id), instance.page)
         if forbidden == len(queue):
             return None
-        its_tokens = queue.tokens * tokens_per_s(instance) / self._tokens_per_s
-        its_tokens += instance.backlog_tokens / len(instances)
-        long_queue = its_tokens >= FULL_SHARE * instance.capacity_tokens
-        if (
-            home_of is None
-            and len(instances) > 1
-            and not overdue
-            and not long_queue
-            and passes == 1
-        ):
+        if home_of is None and len(instances) > 1 and not overdue and passes == 1:
             others = [i for i in instances if i is not instance]
             arrives_s = now_s + self._interval.latency_s
             share = fair_share(
