@@ -32,7 +32,7 @@ from sglang_sbs.simulator.tables import ResultTable, mean_of
 
 NEVER = 1e9
 _LONG = "3-64K,64K,chunk 1024,sessions"
-_OVERLAP = "load 1,0.8,1.0,two ranks"
+_OVERLAP = "load 1,0.8,1.0,two ranks,gap"
 OFF: dict[str, tuple[float, str]] = {
     "AGEING_BATCHES": (NEVER, ""),
     "AGEING_PASSES": (NEVER, ""),
@@ -40,19 +40,13 @@ OFF: dict[str, tuple[float, str]] = {
     "BACKLOG_FACTOR": (NEVER, ""),
     "COMMIT_AHEAD_FACTOR": (NEVER, ""),
     "HOLD_PASSES": (0.0, ""),
-    "LEFTOVER_ERRORS": (0.0, ""),
     "MOST_JOINING": (0, ""),
     "ARRIVING_SHARE": (1.0, ""),
     "TORN_SHARE": (0.0, ""),
     "TORN_STEP": (0.0, ""),
     "JOIN_SHARE": (0.0, ""),
-    "MOST": (1.0, ""),
     "LEFT_OUT": (0, ""),
     "OVERLAP_KEEP_PASSES": (0.0, _OVERLAP),
-    "FACTOR": (NEVER, _OVERLAP),
-    "FILLED": (0.0, _OVERLAP),
-    "MOST_FILLED": (NEVER, _OVERLAP),
-    "LEFT_OVER": (NEVER, _OVERLAP),
     "MANY_CHUNKS": (NEVER, _LONG),
     "OVERLAP_MANY_CHUNKS": (2, _LONG),
     "LIGHT_LOAD": (0.0, _LONG),
@@ -114,6 +108,15 @@ CELLS = (
     Cell("chunk 1024, 0.8", "paper-3k", 0.8, "table", spec={"chunk_tokens": 1024}),
     Cell("page 64, 1.0", "paper-3k", 1.0, "mixed", spec={"page_size": 64}),
     Cell("two ranks, 0.25", "paper-3k", 0.25, "mixed", 120.0, {"dp_size": 2}),
+    Cell("two instances, 1.0", "paper-3k", 1.0, "mixed", 100.0, {"prefill_instances": 2}),
+    Cell(
+        "launch gap of 16 ms, 0.3",
+        "paper-3k",
+        0.3,
+        "mixed",
+        50.0,
+        {"dp_size": 2, "dispatch_latency_s": 0.02, "launch_gap_s": 0.016},
+    ),
     Cell("no overlap, 0.8", "paper-3k", 0.8, "mixed", spec={"overlap": False}),
     Cell("64K now and then, 0.6", "one-long", 0.6, "table"),
     Cell("on and off, 0.6", "onoff", 0.6, "mixed"),

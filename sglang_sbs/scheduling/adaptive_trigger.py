@@ -103,9 +103,6 @@ OVERLAP_KEEP_PASSES = 1
 """With overlap scheduling prompts are split only when so many more passes of all instances wait. A
 rest of 70 tokens made a pass of 0.22 s on real engines, where a full chunk takes 0.61 s; on
 simulated ones (3 x 2 ranks at 95 % of capacity) the mean TTFT was 1.05 s with 0, 0.63 s with 1."""
-LEFTOVER_ERRORS = 2.0
-"""A pass starts by itself where something is left over: a batch leaves so many prediction errors
-earlier, as being late costs it that pass."""
 MOST_LOAD = 0.95
 """The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
 MOST_JOINING = 32
@@ -245,9 +242,6 @@ class AdaptiveTrigger(PrefillPolicy):
                 if forms_s < now_s + self._interval.latency_s:
                     forms_s = start_s  # too late for that one
                 open_s = forms_s - lead_s
-                if instance.backlog_tokens:
-                    error_s = LEFTOVER_ERRORS * instance.model.error_s
-                    open_s = min(open_s, forms_s - self._interval.latency_s - error_s)
             if open_s <= now_s + _EPSILON_S:
                 candidates.append(instance)
             else:

@@ -30,8 +30,6 @@ TORN_FORGET_S = 60.0
 """Time constant: who avoids idle instances, as they tear, sees no more of them."""
 JOIN_SHARE = 0.15
 """A single request may join until this share of what the lead has beyond the latency is left."""
-MOST = 0.8
-"""The lead is at most this share of a pass."""
 MARGIN_S = 0.003
 """Never less than this above the latency, the resolution of everything that is measured here."""
 
@@ -106,6 +104,6 @@ class DispatchLead:
             LEFT_BEHIND_STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
         )
         least_s = latency_s + MARGIN_S
-        most_s = max(least_s, MOST * pass_s)
+        most_s = max(least_s, pass_s)
         self._idle_s = min(max(self._idle_s, least_s), most_s)
         self._left_behind_s = min(max(self._left_behind_s, least_s), most_s)

@@ -17,17 +17,6 @@ from collections.abc import Sequence
 
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 
-FACTOR = 1.0
-"""What must wait, in passes of the instance, beyond what all others can take. Mean TTFT (simulate
-paper-3k --dp 2 --latency-ms 20 --gap-ms 16 --policies sbs --loads 0.253,0.3,0.316 --seeds 6
---first-seed 1 --duration 50; full chunks are load 0.316): 0.464, 0.952, 1.649 s; with 0.5 0.480,
-0.914, 1.626 s; without the lookahead 0.467, 1.122, 1.735 s."""
-FILLED = 0.5
-"""Its next pass must hold so much already: only a pass that runs long covers the forming of the
-next."""
-MOST_FILLED = 1.25
-LEFT_OVER = 0.25
-"""With a pass queued behind the running one, nothing more may wait for the next than this."""
 _EPSILON_S = 1e-9
 
 
@@ -43,7 +32,7 @@ def lookahead(
     Returns:
         Them, and when the next one is due.
     """
-    if queue_tokens < FACTOR * min([one.capacity_tokens for one in instances]):
+    if queue_tokens < min([one.capacity_tokens for one in instances]):
         return [], None
     rooms = [max(0, one.capacity_tokens - one.charged_tokens) for one in instances]
     room_tokens = sum(rooms)
@@ -51,7 +40,7 @@ def lookahead(
     due_s: float | None = None
     for one, its_room_tokens in zip(instances, rooms, strict=True):
         needed_tokens = one.capacity_tokens + room_tokens - its_room_tokens
-        if queue_tokens < FACTOR * needed_tokens or not _wants_one(one):
+        if queue_tokens < needed_tokens or not _wants_one(one):
             continue
         open_s = one.passes[0].end_s - lead_s
         if open_s <= now_s + _EPSILON_S:
@@ -66,7 +55,6 @@ def _wants_one(instance: PrefillInstance) -> bool:
     after the next if the next waits already, else the one after the pass that is queued."""
     if not instance.overlap:
         return False
-    filled = instance.charged_tokens / instance.capacity_tokens
     if len(instance.passes) == 1:
-        return FILLED <= filled < MOST_FILLED
-    return len(instance.passes) == 2 and filled <= LEFT_OVER and not instance.has_flight
+        return 0 < instance.charged_tokens <= instance.capacity_tokens
+    return len(instance.passes) == 2 and not (instance.charged_tokens or instance.has_flight)

@@ -119,7 +119,7 @@ def test_what_other_instances_can_take_is_not_committed_ahead():
 @pytest.mark.parametrize(
     ("instance", "wanted"),
     [
-        (Instance([1.0], 100), False),  # its next pass is empty: that comes first
+        (Instance([1.0]), False),  # its next pass is empty: that comes first
         (Instance([1.0], 1900), False),  # has both
         (Instance([1.0], 900, overlap=False), False),
         (Instance([], 900), False),  # about to start: too late
