@@ -130,6 +130,12 @@ def token_ids_of(raw: Raw | bytes) -> array[int] | None:
     return ids
 
 
+def json_of_ids(ids: array[int]) -> bytes:
+    """The other way round."""
+    parts = (ids[at : at + _SMALL_BYTES].tolist() for at in range(0, len(ids), _SMALL_BYTES))
+    return b"[%b]" % b",".join(orjson.dumps(part)[1:-1] for part in parts)
+
+
 def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
     """What the value begins with: ``{``, ``[``, ``"``, or the start of a number or word.
 

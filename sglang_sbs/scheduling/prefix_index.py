@@ -48,7 +48,7 @@ _UPCOMING = 8
 """So many requests with the same beginning that are on their way are looked at, newest ones."""
 _SWEEP = 2_000
 """Entries looked at per call."""
-_STEPS = 8_192
+_STEPS = 4_096
 """Of claims, per call; a prompt in pages of one token has more blocks than that."""
 _MOST_CLAIMS = 8
 """Unfinished ones from which on more is done per call, so that they cannot pile up."""
