@@ -32,7 +32,7 @@ class BlockTable:
         # The largest gets three times as many as the smallest: a dict grows by no more than that.
         shares = [3 ** (part / parts) for part in range(parts)]
         ends = [round(end * _SLOTS / sum(shares)) for end in accumulate(shares)]
-        self._of_slot = [self._parts[bisect_right(ends, slot)] for slot in range(_SLOTS)]
+        self._part_of_slot = bytes(bisect_right(ends, slot) for slot in range(_SLOTS))
         self._blocks = 0
         self._full = 0
         """The part in which room is made next."""
@@ -45,15 +45,15 @@ class BlockTable:
 
     def get(self, block: int) -> int:
         """The ranks that hold it; 0: none does."""
-        return self._of_slot[block % _SLOTS].get(block, 0)
+        return self._parts[self._part_of_slot[block % _SLOTS]].get(block, 0)
 
     def add(self, blocks: Sequence[int], bit: int) -> tuple[list[int], int]:
         """The rank holds these; which nobody held before, and how many changed."""
-        of_slot = self._of_slot
+        parts, of_slot = self._parts, self._part_of_slot
         new = []
         changed = 0
         for block in blocks:
-            part = of_slot[block % _SLOTS]
+            part = parts[of_slot[block % _SLOTS]]
             mask = part.get(block, 0)
             if not mask:
                 while self._blocks >= self._max_blocks:
@@ -68,10 +68,10 @@ class BlockTable:
 
     def take(self, blocks: Sequence[int], bits: int) -> int:
         """Those ranks do not hold these; how many changed."""
-        of_slot = self._of_slot
+        parts, of_slot = self._parts, self._part_of_slot
         changed = 0
         for block in blocks:
-            part = of_slot[block % _SLOTS]
+            part = parts[of_slot[block % _SLOTS]]
             mask = part.get(block, 0)
             if mask & bits:
                 changed += 1
