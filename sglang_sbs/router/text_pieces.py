@@ -35,8 +35,8 @@ _ENTRY_BYTES = 300
 """What a piece takes besides its text and ids."""
 _PART_CHARS = 1 << 16
 """A longer piece is cut."""
-_AT_ONCE_CHARS = 1 << 18
-"""Given to the tokenizer in one call."""
+_AT_ONCE_CHARS = 1 << 16
+"""Given to the tokenizer in one call: of several long texts it would take every core."""
 MOST_WHOLE_CHARS = 1 << 20
 """What cannot be cut and is longer is not tokenized."""
 _AROUND_CHARS = 100
