@@ -29,7 +29,10 @@ class Target:
     """The router under attack."""
 
     port: int
-    metrics_port: int
+    prefill_port: int
+    decode_port: int
+    endforward_port: int
+    """0: it listens to none."""
     sent_bytes: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     """What came back: the status of each answer, or ``closed``, ``timeout``."""
@@ -42,6 +45,10 @@ class Target:
         writer.write(data)
         await writer.drain()
 
+    async def get(self, path: str) -> None:
+        """One request, to the end of the answer."""
+        await self.post(b"", path, method=b"GET")
+
     async def post(
         self,
         body: bytes,
@@ -50,6 +57,7 @@ class Target:
         headers: bytes = b"",
         length: int | None = None,
         leave_after_s: float | None = None,
+        method: bytes = b"POST",
     ) -> None:
         """One request on a connection of its own, to the end of the answer.
 
@@ -57,7 +65,7 @@ class Target:
         answered or not.
         """
         size = len(body) if length is None else length
-        head = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n%b\r\n"
+        head = b"%b %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n%b\r\n"
         status = "closed"
         try:
             reader, writer = await self.connect()
@@ -68,7 +76,7 @@ class Target:
             async with asyncio.timeout(leave_after_s or ANSWER_S):
                 reading = asyncio.create_task(reader.readline())
                 with suppress(ConnectionError):
-                    await self.send(writer, head % (path.encode(), size, headers) + body)
+                    await self.send(writer, head % (method, path.encode(), size, headers) + body)
                 with suppress(ConnectionError):
                     words = (await reading).split()
                     status = words[1].decode() if len(words) > 1 else "closed"
@@ -94,6 +102,8 @@ class Case:
     """Of the router, further ones."""
     tokenizer: bool = False
     """The router gets one (``--tokenizer-path``)."""
+    endforward: bool = False
+    """The router listens for EndForward."""
 
 
 CASES: dict[str, Case] = {}
@@ -106,12 +116,13 @@ def case(
     policy: str = "sbs",
     flags: tuple[str, ...] = (),
     tokenizer: bool = False,
+    endforward: bool = False,
 ) -> Callable[[Attack], Attack]:
     """Make a function a case of that name."""
 
     def add(attack: Attack) -> Attack:
         assert name not in CASES, name
-        CASES[name] = Case(name, about, attack, policy, flags, tokenizer)
+        CASES[name] = Case(name, about, attack, policy, flags, tokenizer, endforward)
         return attack
 
     return add

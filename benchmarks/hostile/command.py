@@ -21,6 +21,8 @@ from sglang_sbs.bench.contenders import raw_engines
 
 MOST_DELAY_MS = 50.0
 MOST_RATIO = 4.0
+_ENGINES = "benchmarks.hostile.engines"
+_FOLDER = Path(__file__).parents[2]
 _EPILOG = """\
 Every case has a router of its own, with its defaults, in front of two engines that cost next to
 nothing. A probe, a process of its own, asks it for a small chat every 5 ms: for two seconds before
@@ -62,7 +64,7 @@ async def run(cases: Sequence[Case], console: Console) -> list[Row]:
         write_tokenizer(Path(folder))
         for number, case in enumerate(cases, 1):
             console.print(f"{number} of {len(cases)}: {case.name}, {case.about}", style="dim")
-            async with raw_engines() as engines:
+            async with raw_engines(_ENGINES, _FOLDER) as engines:
                 rows.append(await measure(case, engines, Path(folder)))
     return rows
 

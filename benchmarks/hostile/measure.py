@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.hostile.case import Case, Target
-from sglang_sbs.bench.contenders import Contender, Processes, running
+from sglang_sbs.bench.contenders import Contender, Processes, free_ports, running
 
 QUIET_S = 2.0
 """Before the attack, for the baseline."""
@@ -51,9 +51,11 @@ class Row:
 
 async def measure(case: Case, engines: tuple[int, int], tokenizer: Path) -> Row:
     """Raises: RuntimeError, the router does not start or the probe says nothing."""
+    endforward_port = free_ports(1)[0] if case.endforward else 0
+    bind = f"tcp://127.0.0.1:{endforward_port}" if endforward_port else "none"
     flags: tuple[str, ...] = (
         *("--policy", case.policy, "--log-level", "error"),
-        *("--sbs-endforward-bind", "none"),
+        *("--sbs-endforward-bind", bind),
     )
     if case.tokenizer:
         flags += ("--tokenizer-path", str(tokenizer))
@@ -61,7 +63,7 @@ async def measure(case: Case, engines: tuple[int, int], tokenizer: Path) -> Row:
     async with running(router, *engines) as started, _probing(started.port) as answers:
         quiet_s = time.monotonic()
         await asyncio.sleep(QUIET_S)
-        target = Target(started.port, 0)
+        target = Target(started.port, *engines, endforward_port)
         before_bytes = started.processes.resident_bytes()
         _forget_peak(started.processes)
         begin_s = time.monotonic()

@@ -171,12 +171,18 @@ async def end_process(process: asyncio.subprocess.Process) -> None:
 
 
 @asynccontextmanager
-async def raw_engines() -> AsyncIterator[tuple[int, int]]:
-    """A process with both engines of :mod:`.raw_engine`; the ports of prefill and decode."""
+async def raw_engines(
+    module: str = "sglang_sbs.bench.raw_engine", folder: Path | None = None
+) -> AsyncIterator[tuple[int, int]]:
+    """A process with both engines of :mod:`.raw_engine`, or of a module like it in ``folder``.
+
+    Yields: the ports of prefill and decode.
+    """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "sglang_sbs.bench.raw_engine"),
+        *(sys.executable, "-m", module),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        cwd=folder,
     )
     assert process.stdout is not None
     assert process.stdin is not None

@@ -80,15 +80,15 @@ class RawEngine:
         self.role = role
         self.loop = loop
         self.interval_s = 0.02
-        self.groups: list[dict[_Connection, None]] = [{} for _ in range(GROUPS)]
+        self.groups: list[dict[Connection, None]] = [{} for _ in range(GROUPS)]
         self._turn = 0
         self._next_s = loop.time()
         self._timer = loop.call_later(0, self._tick)
 
-    def join(self, connection: _Connection) -> None:
+    def join(self, connection: Connection) -> None:
         min(self.groups, key=len)[connection] = None
 
-    def leave(self, connection: _Connection) -> None:
+    def leave(self, connection: Connection) -> None:
         for group in self.groups:
             group.pop(connection, None)
 
@@ -148,7 +148,9 @@ class RawEngine:
         }
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
+    """One of the router's to an engine."""
+
     __slots__ = ("_buffer", "_dropped_bytes", "_engine", "_left", "_write")
     _write: Callable[[bytes], None]
 
@@ -187,9 +189,10 @@ class _Connection(asyncio.Protocol):
             self._dropped_bytes = missing if large else 0
             return
         self._buffer = b""
-        self._request(head.split(b" ", 2)[1], data[end + 4 : end + 4 + length])
+        self.request(head.split(b" ", 2)[1], data[end + 4 : end + 4 + length])
 
-    def _request(self, path: bytes, body: bytes) -> None:
+    def request(self, path: bytes, body: bytes) -> None:
+        """A whole one came."""
         if path not in (b"/v1/chat/completions", b"/v1/completions", b"/generate"):
             self._write(self._engine.control(path, body))
             return
@@ -216,14 +219,15 @@ class _Connection(asyncio.Protocol):
         return last
 
 
-async def _serve() -> None:
+async def serve(connection: type[Connection] = Connection) -> None:
+    """Both engines, until the standard input ends."""
     loop = asyncio.get_running_loop()
     ports = []
     roles: tuple[InstanceRole, ...] = ("prefill", "decode")
     for role in roles:
         engine = RawEngine(role, loop)
         server = await loop.create_server(
-            lambda engine=engine: _Connection(engine),  # type: ignore[misc]
+            lambda engine=engine: connection(engine),  # type: ignore[misc]
             "127.0.0.1",
             0,
             backlog=4096,
@@ -234,4 +238,4 @@ async def _serve() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_serve())
+    uvloop.run(serve())

@@ -38,6 +38,8 @@ _MAX_BODY_BYTES = 1 << 20
 """Of requests that change the cluster; a worker takes a few hundred."""
 _MAX_LABEL_CHARS = 4096
 """Of one worker: they go to every front end, once a second."""
+_WRITTEN_BYTES = 64 << 10
+"""Of a long answer, between which others get their turn."""
 _SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
@@ -319,7 +321,7 @@ class Control:
         short = [{"worker": load["worker"], "load": load["load"]} for load in loads]
         return _json({"loads": loads, "workers": short})
 
-    async def engine_metrics(self, _request: web.Request) -> web.StreamResponse:
+    async def engine_metrics(self, request: web.Request) -> web.StreamResponse:
         """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one.
 
         Open to everybody: however many ask at once share one answer.
@@ -334,7 +336,14 @@ class Control:
                 "no worker serves /metrics: start engines with --enable-metrics",
             )
         content_type = "text/plain; version=0.0.4; charset=utf-8"
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        answer = web.StreamResponse(headers={"Content-Type": content_type})
+        answer.content_length = len(body)
+        await answer.prepare(request)
+        for at in range(0, len(body), _WRITTEN_BYTES):  # megabytes at once would hold up the loop
+            await answer.write(body[at : at + _WRITTEN_BYTES])
+            await asyncio.sleep(0)
+        await answer.write_eof()
+        return answer
 
     async def _merged_metrics(self) -> bytes:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 _TURN_S = 0.005
 """Of merging, before others of this process get a turn."""
 _LINES_AT_ONCE = 200
+_LINES_JOINED = 5_000
 _SAMPLE = re.compile(
     r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
     r'(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?'
@@ -49,9 +50,11 @@ async def merge_pages(pages: Iterable[tuple[str, str]]) -> bytes:
     parts = []
     for name, family in families.items():
         for key, rest in sorted(family.declared.items()):
-            parts.append(f"# {key} {name} {rest}\n")
-        parts += family.samples
-    return "".join(parts).encode()
+            parts.append(f"# {key} {name} {rest}\n".encode())
+        for at in range(0, len(family.samples), _LINES_JOINED):
+            parts.append("".join(family.samples[at : at + _LINES_JOINED]).encode())
+            await asyncio.sleep(0)
+    return b"".join(parts)
 
 
 async def _read(text: str, label: str) -> dict[str, _Family] | None:

@@ -11,6 +11,15 @@ from typing import Any
 
 import orjson
 
+from sglang_sbs.router.raw_json import (
+    JsonError,
+    Raw,
+    checked_members,
+    checked_objects,
+    is_null,
+    joined,
+    value_of,
+)
 from sglang_sbs.router.requests import Plan, Unit
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
@@ -131,20 +140,44 @@ def _sum(left: Any, right: Any) -> Any:
     return right if left is None else left
 
 
-def merge_answers(plan: Plan, answers: Sequence[dict[str, Any]]) -> bytes:
-    """One body from the complete answers of all units, in their order."""
-    if plan.kind == "generate":
-        return orjson.dumps(list(answers) if plan.as_list else answers[0])
-    merged = dict(answers[0])
+class NoAnswer(ValueError):
+    """An answer is none, or not like SGLang's; ``args``: which, and why."""
+
+
+def merge_answers(plan: Plan, answers: Sequence[bytes]) -> bytes:
+    """One body from the complete answers of all units, in their order; they stay as they came.
+
+    Raises:
+        NoAnswer: one is no JSON object, or has choices that are none.
+    """
     usage = UsageSum(plan.samples)
-    choices: list[Any] = []
-    for unit, answer in zip(plan.units, answers, strict=True):
-        choices += [choice | {"index": unit.index} for choice in answer.get("choices") or []]
-        usage.add(unit, answer.get("usage"))
-    merged["choices"] = choices
+    choices: list[bytes] = []
+    first: dict[str, Raw | bytes] = {}
+    for position, (unit, answer) in enumerate(zip(plan.units, answers, strict=True)):
+        try:
+            members = checked_members(answer)
+            if not first:
+                first = {**members}
+            if plan.kind != "generate":
+                choices += _choices_of(unit, members.get("choices"))
+                usage.add(unit, value_of(members.get("usage") or b"null"))
+        except JsonError as error:
+            raise NoAnswer(position, str(error)) from error
+    if plan.kind == "generate":
+        return b"[%b]" % b",".join(answers) if plan.as_list else answers[0]
+    first["choices"] = b"[%b]" % b",".join(choices)
     if usage.value is not None:
-        merged["usage"] = usage.value
-    return orjson.dumps(merged)
+        first["usage"] = orjson.dumps(usage.value)
+    return b"{%b}" % joined(first.items())
+
+
+def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes]:
+    """With the unit's index. Raises: JsonError."""
+    if choices is None or is_null(choices):
+        return []
+    index = b"%d" % unit.index
+    members: list[dict[str, Raw | bytes]] = [{**one} for one in checked_objects(choices)]
+    return [b"{%b}" % joined((one | {"index": index}).items()) for one in members]
 
 
 class StreamMerger:

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _SSE_ERROR = b'data: {"error"'
 _MOST_DIGITS = 18
+_END_BYTES = 1024
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
 _SETTLE_S = 10.0
@@ -210,9 +211,10 @@ class Pair:
     @property
     def completion_tokens(self) -> int | None:
         """As the answer says, else counted by stream events; ``None`` if neither helps."""
-        found = _COMPLETION_TOKENS.findall(self._tail or self.body)
+        data = self._tail or self.body
+        found = _COMPLETION_TOKENS.match(data, max(0, data.rfind(b'"completion_tokens"')))
         if found:
-            digits = found[-1]
+            digits = found[1]
             return MAX_COUNT if len(digits) > _MOST_DIGITS else clamped_count(int(digits))
         return self.chunks or None
 
@@ -461,7 +463,7 @@ class _DecodeLeg(_Leg):
 
 def _looks_like_json(body: bytearray) -> bool:
     """Whether it begins and ends as an object does: all that can be told without parsing it."""
-    return body[:1] == b"{" and body.rstrip()[-1:] == b"}"
+    return body[:1] == b"{" and body[-_END_BYTES:].rstrip()[-1:] == b"}"
 
 
 # SGLang's JSON --------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-import orjson
-
 from sglang_sbs.router.block_names import (
     TEXT_BYTES_PER_TOKEN,
     BlockFormat,
@@ -24,7 +22,9 @@ from sglang_sbs.router.chat_template import TemplateError
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer, PromptIds
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.lengths import PromptLength, PromptLengths, chat_bytes
+from sglang_sbs.router.raw_json import json_of_ids
 from sglang_sbs.router.requests import Plan, Prompt
+from sglang_sbs.router.text_pieces import TooLong
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class PromptReader:
                 counted = "tokenized"
                 ids = read.ids
             if exact and read.certain and prompt.takes_ids and self._engines.takes_ids(kind):
-                ids_json = orjson.dumps(read.ids.tolist())
+                ids_json = json_of_ids(read.ids)
         else:
             length = self._lengths.estimate(value)
         if not prompt.alone:
@@ -165,10 +165,12 @@ class PromptReader:
     def _tokenize(self, value: Any) -> PromptIds | None:
         if self._tokenizer is None:
             return None
-        if isinstance(value, str):
-            return PromptIds(self._tokenizer.text_ids(value))
         try:
+            if isinstance(value, str):
+                return PromptIds(self._tokenizer.text_ids(value))
             return self._tokenizer.chat_ids(value)
+        except TooLong:
+            return None
         except TemplateError as error:
             if not self._template_warned:
                 self._template_warned = True

@@ -33,6 +33,7 @@ MOST_SHOWN = 100
 
 _members = msgspec.json.Decoder(dict[str, Raw])
 _entries = msgspec.json.Decoder(list[Raw])
+_objects = msgspec.json.Decoder(list[dict[str, Raw]])
 _valid = msgspec.json.Decoder(Raw)
 _BETWEEN = {1: re.compile(rb"\]\s*,\s*\["), 2: re.compile(rb"\]\s*\]\s*,\s*\[\s*\[")}
 _FALSE = frozenset({b"null", b"false", b"0", b'""', b"[]", b"{}"})
@@ -56,6 +57,22 @@ def members_of(body: bytes | bytearray) -> dict[str, Raw]:
         return _members.decode(body)
     except (ValueError, RecursionError) as error:
         raise JsonError(f"not valid JSON: {error}") from error
+
+
+def checked_members(body: bytes | bytearray) -> dict[str, Raw]:
+    """The same of an engine's answer, which may be dense: logprobs are. Raises: JsonError."""
+    try:
+        return _members.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(str(error)) from error
+
+
+def checked_objects(raw: Raw) -> list[dict[str, Raw]]:
+    """The members of each object of a list in it. Raises: JsonError, there is something else."""
+    try:
+        return _objects.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(str(error)) from error
 
 
 def entries_of(raw: Raw) -> list[Raw]:
@@ -128,6 +145,12 @@ def token_ids_of(raw: Raw | bytes) -> array[int] | None:
     except (orjson.JSONDecodeError, TypeError, OverflowError):
         return None
     return ids
+
+
+def json_of_ids(ids: array[int]) -> bytes:
+    """The other way round."""
+    parts = (ids[at : at + _SMALL_BYTES].tolist() for at in range(0, len(ids), _SMALL_BYTES))
+    return b"[%b]" % b",".join(orjson.dumps(part)[1:-1] for part in parts)
 
 
 def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:

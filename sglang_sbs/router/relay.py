@@ -29,6 +29,7 @@ from sglang_sbs.router.intake import MAX_BODIES_BYTES, MAX_PAYLOAD_BYTES, Bodies
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.legs import LegFields, leg_bodies
 from sglang_sbs.router.merge import (
+    NoAnswer,
     StreamMerger,
     event_sink,
     merge_answers,
@@ -260,20 +261,25 @@ class Relay:
             return None
         if plan.single:
             pair = await self._run_unit(exchange, plan.units[0], None)
-            body = (
-                orjson.dumps(self._edited(plan, pair, _answer_of(pair), 0))
-                if self._needs_edit(plan)
-                else pair.body
-            )
-            return Answer(pair.status, body, pair.content_type)
+            return Answer(pair.status, self._body_of(plan, pair, 0), pair.content_type)
         pairs = await self._run_all(exchange, lambda unit: None)
-        answers = [
-            self._edited(plan, pair, _answer_of(pair), position)
-            for position, pair in enumerate(pairs)
-        ]
-        return Answer(200, merge_answers(plan, answers), "application/json")
+        answers = [self._body_of(plan, pair, position) for position, pair in enumerate(pairs)]
+        size = sum(map(len, answers))
+        try:
+            if size <= _QUICK_BYTES:
+                merged = merge_answers(plan, answers)
+            else:
+                merged = await self._lanes.run(size, merge_answers, plan, answers)
+        except NoAnswer as error:
+            raise _no_answer(pairs[error.args[0]]) from error
+        return Answer(200, merged, "application/json")
 
     # Edits of complete answers and stream events ----------------------------------------------
+
+    def _body_of(self, plan: Plan, pair: Pair, position: int) -> bytes:
+        if not self._needs_edit(plan):
+            return pair.body
+        return orjson.dumps(self._edited(plan, pair, _answer_of(pair), position))
 
     @staticmethod
     def _needs_edit(plan: Plan) -> bool:
@@ -583,7 +589,10 @@ def _answer_of(pair: Pair) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise transport_failure(
-            "decode", pair.request.decode, "the reply is not a JSON object", unreachable=False
-        )
+        raise _no_answer(pair)
     return value
+
+
+def _no_answer(pair: Pair) -> LegFailure:
+    message = "the reply is not a JSON object as SGLang's"
+    return transport_failure("decode", pair.request.decode, message, unreachable=False)

@@ -10,26 +10,39 @@ with its last turn, or with others (system prompt, tools), is looked up. Tokeniz
 does not hold (added tokens that swallow spaces or want word boundaries, a pre-tokenizer that treats
 the first piece of a text differently, post-processors of unknown kind) tokenize whole texts, and
 only whole texts are remembered. SGLang's ``parallel_prompt_encode.py`` rests on the same property.
+
+A long piece is cut at words as well, where the tokenizer comes to the same ids with the cut and
+without it: what it makes of a text while it works takes a hundred times the text.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from tokenizers import Tokenizer
 
-MAX_CHARS = 32_000_000
-"""Text whose ids are kept; with them some 100 MB."""
-_MAX_SHARE = 8
-"""One piece may take so much of it: 1 / 8."""
-_ENTRY_CHARS = 64
-"""What a piece takes besides its text, in characters of text."""
+MAX_KEPT_BYTES = 64_000_000
+"""Of the texts whose ids are kept, and of these."""
+_ENTRY_BYTES = 300
+"""What a piece takes besides its text and ids."""
+_PART_CHARS = 1 << 16
+"""A longer piece is cut."""
+_AT_ONCE_CHARS = 1 << 16
+"""Given to the tokenizer in one call: of several long texts it would take every core."""
+MOST_WHOLE_CHARS = 1 << 20
+"""What cannot be cut and is longer is not tokenized."""
+_AROUND_CHARS = 100
+"""On each side of a cut that is tried."""
+_TRIES = 16
+_WORD = re.compile(r"(?<=\w)[ \n](?=\w)")
 
 _INDEPENDENT_SPLITTERS = frozenset(
     {
@@ -50,21 +63,27 @@ _KNOWN_POST_PROCESSORS = frozenset(
 _PROBE = "One\ttwo  three\n\n don't 12345 über 漢字 \U0001f600 e\u0301 "
 
 
+class TooLong(ValueError):
+    """It would take too much memory to tokenize this text."""
+
+
 class TextPieces:
     """A tokenizer with a memory; may be used from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, max_chars: int = MAX_CHARS) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_KEPT_BYTES) -> None:
         """``tokenizer`` must neither truncate nor pad."""
         self._tokenizer = tokenizer
-        self._max_chars = max_chars
+        self._max_bytes = max_bytes
         self._known: OrderedDict[str, array[int]] = OrderedDict()
-        self._chars = 0
+        self._bytes = 0
         self._lock = threading.Lock()
         self._specials: dict[str, int] = {}
         self._cut: re.Pattern[str] | None = None
         first, last = _surroundings(tokenizer)
         self._first, self._last = array("I", first), array("I", last)
-        specials = _cutting_tokens(json.loads(tokenizer.to_str()))
+        state = json.loads(tokenizer.to_str())
+        self._cuts_words = state.get("pre_tokenizer") is not None
+        specials = _cutting_tokens(state)
         if specials:
             longest_first = sorted(specials, key=len, reverse=True)
             self._specials = specials
@@ -73,7 +92,7 @@ class TextPieces:
             if list(self.encode(probe)) != _encode(tokenizer, [probe])[0]:
                 self._cut = None
                 self._known.clear()
-                self._chars = 0
+                self._bytes = 0
 
     @property
     def cuts(self) -> bool:
@@ -81,21 +100,48 @@ class TextPieces:
         return self._cut is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
-        """Token ids as the tokenizer gives them for the whole text."""
+        """Token ids as the tokenizer gives them for the whole text. Raises: TooLong."""
         pieces = [text] if self._cut is None else self._cut.split(text)
+        pieces = [part for piece in pieces if piece for part in self._parts(piece)]
         found = self._look_up(pieces)
-        missing = list(dict.fromkeys(p for p in pieces if p and p not in found))
-        if missing:
-            for piece, ids in zip(missing, _encode(self._tokenizer, missing), strict=True):
+        missing = list(dict.fromkeys(p for p in pieces if p not in found))
+        for some in _groups(missing):
+            for piece, ids in zip(some, _encode(self._tokenizer, some), strict=True):
                 found[piece] = array("I", ids)
-            self._keep(missing, found)
+        self._keep(missing, found)
         out = array("I", self._first if add_special_tokens else ())
         for piece in pieces:
-            if piece:
-                out += found[piece]
+            out += found[piece]
         if add_special_tokens:
             out += self._last
         return out
+
+    def _parts(self, piece: str) -> Iterator[str]:
+        """It in parts that can be tokenized one by one. Raises: TooLong."""
+        start = 0
+        while len(piece) - start > _PART_CHARS:
+            end = self._cut_at_word(piece, start + _PART_CHARS // 2)
+            if end is None:
+                if len(piece) - start > MOST_WHOLE_CHARS:
+                    raise TooLong(f"a text of {len(piece)} characters that cannot be cut")
+                break
+            yield piece[start:end]
+            start = end
+        yield piece[start:]
+
+    def _cut_at_word(self, piece: str, start: int) -> int | None:
+        """Where it can be cut, in half a part from ``start`` on."""
+        if not self._cuts_words:
+            return None
+        words = _WORD.finditer(piece, start, start + _PART_CHARS // 2)
+        for word in islice(words, _TRIES):
+            at = word.start()
+            left = piece[max(0, at - _AROUND_CHARS) : at]
+            right = piece[at : at + _AROUND_CHARS]
+            whole, *halves = _encode(self._tokenizer, [left + right, left, right])
+            if whole == halves[0] + halves[1]:
+                return at
+        return None
 
     def _look_up(self, pieces: Sequence[str]) -> dict[str, array[int]]:
         found: dict[str, array[int]] = {}
@@ -111,11 +157,29 @@ class TextPieces:
     def _keep(self, pieces: Sequence[str], found: dict[str, array[int]]) -> None:
         with self._lock:
             for piece in pieces:
-                if piece not in self._known and len(piece) <= self._max_chars // _MAX_SHARE:
+                if piece not in self._known and len(piece) <= 2 * _PART_CHARS:
                     self._known[piece] = found[piece]
-                    self._chars += len(piece) + _ENTRY_CHARS
-            while self._chars > self._max_chars:
-                self._chars -= len(self._known.popitem(last=False)[0]) + _ENTRY_CHARS
+                    self._bytes += _kept_bytes(piece, found[piece])
+            while self._bytes > self._max_bytes:
+                self._bytes -= _kept_bytes(*self._known.popitem(last=False))
+
+
+def _kept_bytes(piece: str, ids: array[int]) -> int:
+    return sys.getsizeof(piece) + len(ids) * ids.itemsize + _ENTRY_BYTES
+
+
+def _groups(pieces: Sequence[str]) -> Iterator[list[str]]:
+    """Some at a time, so that the tokenizer's objects are not all there at once."""
+    group: list[str] = []
+    chars = 0
+    for piece in pieces:
+        if group and chars + len(piece) > _AT_ONCE_CHARS:
+            yield group
+            group, chars = [], 0
+        group.append(piece)
+        chars += len(piece)
+    if group:
+        yield group
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

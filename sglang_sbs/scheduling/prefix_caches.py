@@ -104,6 +104,11 @@ class PrefixCaches:
         self.prefill.advance(now_s)
         self.decode.advance(now_s)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether :meth:`advance` has something left to do right now."""
+        return self.prefill.unfinished or self.decode.unfinished
+
     def decode_hits(
         self, request: Request, targets: Sequence[tuple[DecodeInstance, int]]
     ) -> dict[int, int]:

@@ -21,6 +21,9 @@ What a rank holds comes from
   go when the rank's KV capacity is used up, and an answer that reports fewer cached tokens than
   were claimed corrects that capacity, or clears the rank if nothing of it was there.
 
+Claims are entered and taken back in order, and a long one some blocks at a time: the rest follows
+with the next calls of :meth:`PrefixIndex.advance`, for which ``unfinished`` asks.
+
 A rank that lost everything (restart, flush) gets another bit, and the old one is swept out of the
 table some entries at a time.
 """
@@ -31,9 +34,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.block_tables import BlockTable, bits_of, slices_of, take_lapsed
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
 
 CONFIRMED_S = 2.0
@@ -45,8 +48,10 @@ _UPCOMING = 8
 """So many requests with the same beginning that are on their way are looked at, newest ones."""
 _SWEEP = 2_000
 """Entries looked at per call."""
-_DROPPED_SHARE = 64
-"""A full table drops one part in so many."""
+_STEPS = 4_096
+"""Of claims, per call; a prompt in pages of one token has more blocks than that."""
+_MOST_CLAIMS = 8
+"""Unfinished ones from which on more is done per call, so that they cannot pile up."""
 
 
 class Upcoming(NamedTuple):
@@ -106,9 +111,8 @@ class PrefixIndex:
         """Counts changes: what :meth:`find` found before may differ now."""
         self.upcoming_version = 0
         """The same for :meth:`upcoming`."""
-        self._max_blocks = max_blocks
-        self._device: dict[int, int] = {}
-        self._host: dict[int, int] = {}
+        self._device = BlockTable(max_blocks)
+        self._host = BlockTable(max_blocks)
         self._places: dict[InstanceId, _Place] = {}
         self._rank_of: dict[int, tuple[_Place, int]] = {}
         """By bit."""
@@ -125,6 +129,8 @@ class PrefixIndex:
         self._by_root: dict[int, list[_Sent]] = {}
         """Those that are not, by their first block."""
         self._lapsing: deque[tuple[float, _Place, _Rank, Sequence[int]]] = deque()
+        self._claiming: deque[Iterator[int]] = deque()
+        """Claims that begin or end, by age; each gives the steps it took since asked last."""
         self._watched: dict[int, list[str]] = {}
         self._appeared: list[str] = []
 
@@ -135,6 +141,11 @@ class PrefixIndex:
     def pending_requests(self) -> int:
         """Requests sent and not yet prefilled."""
         return len(self._sent)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether :meth:`advance` has something left to do right now."""
+        return bool(self._claiming)
 
     def source_of(self, instance: InstanceId) -> PrefixSource:
         """How it is known what the instance has."""
@@ -255,6 +266,7 @@ class PrefixIndex:
         if held is not None and place.source == "approximate" and found_tokens < expected_tokens:
             self._correct(place, sent.rank, found_tokens)
         self._show(sent, now_s)
+        self._work()
         del self._sent[rid]
         if held is not None and place.source == "events":
             self._lapsing.append((now_s + CONFIRMED_S, place, held, sent.blocks))
@@ -269,7 +281,8 @@ class PrefixIndex:
             return
         held = self._held(sent)
         if held is not None:
-            self._unclaim(held, sent.blocks)
+            self._claiming.append(self._unclaimed(sent.place, held, sent.blocks))
+            self._work()
 
     def find(self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int) -> Hits:
         """What each rank has of a prompt. A rank computes at least its last token."""
@@ -281,7 +294,7 @@ class PrefixIndex:
         best = 0
         for depth, ranks in self._depths(blocks, count, live):
             best = max(best, depth)
-            for bit in _bits(ranks):
+            for bit in bits_of(ranks):
                 place, rank = self._rank_of[bit]
                 hits = by_instance.get(place.id)
                 if hits is None:
@@ -331,8 +344,9 @@ class PrefixIndex:
         lapsing = self._lapsing
         while lapsing and lapsing[0][0] <= now_s:
             _, place, held, blocks = lapsing.popleft()
-            if self._rank_of.get(held.bit, (None, 0))[0] is place:
-                self._unclaim(held, blocks)
+            self._claiming.append(self._unclaimed(place, held, blocks))
+        if self._claiming:
+            self._work()
         if self._retired or self._sweeping:
             self._sweep()
 
@@ -342,9 +356,9 @@ class PrefixIndex:
         """Leading blocks and the ranks (bits) that hold exactly so many of them."""
         device = self._device.get
         host = self._host.get if self._host else None
-        first = device(blocks[0], 0)
+        first = device(blocks[0])
         if host is not None:
-            first |= host(blocks[0], 0)
+            first |= host(blocks[0])
         first &= live
         if not first:
             return []
@@ -360,9 +374,9 @@ class PrefixIndex:
                 depths.append((high, ends))
                 continue
             middle = (low + high) // 2
-            mask = device(blocks[middle], 0)
+            mask = device(blocks[middle])
             if host is not None:
-                mask |= host(blocks[middle], 0)
+                mask |= host(blocks[middle])
             mask &= at_low
             parts.append((low, at_low, middle, mask))
             parts.append((middle, mask, high, at_high & mask))
@@ -406,26 +420,52 @@ class PrefixIndex:
         held = self._held(sent)
         if held is None:
             return
+        claim = self._claimed if sent.place.source == "events" else self._presumed
+        self._claiming.append(claim(sent.place, held, sent.blocks, now_s))
+
+    def _work(self) -> None:
+        """Go on with the oldest claims."""
+        steps = _STEPS * (1 + len(self._claiming) // _MOST_CLAIMS)
+        while self._claiming and steps > 0:
+            took = next(self._claiming[0], None)
+            if took is None:
+                self._claiming.popleft()
+            else:
+                steps -= took
+
+    def _claimed(
+        self, place: _Place, held: _Rank, blocks: Sequence[int], now_s: float
+    ) -> Iterator[int]:
+        """The rank will publish these blocks."""
+        for part in slices_of(blocks):
+            if not self._is_current(place, held):
+                return
+            new = [block for block in part if not self._device.get(block) & held.bit]
+            self._set(self._device, new, held.bit)
+            held.claims.update(dict.fromkeys(new, now_s))
+            yield len(part)
+
+    def _presumed(
+        self, place: _Place, held: _Rank, blocks: Sequence[int], now_s: float
+    ) -> Iterator[int]:
+        """The rank has these blocks now, and will not publish that."""
         claims = held.claims
-        if sent.place.source == "events":
-            bit = held.bit
-            new = [block for block in sent.blocks if not self._device.get(block, 0) & bit]
-            self._set(self._device, new, bit)
-            claims.update(dict.fromkeys(new, now_s))
-            return
-        self._set(self._device, sent.blocks, held.bit)
-        for block in sent.blocks:
-            claims.pop(block, None)
+        for part in slices_of(blocks):
+            if not self._is_current(place, held):
+                return
+            self._set(self._device, part, held.bit)
+            yield len(part)
         # The root last: of one prompt, what is claimed first lapses first, and leaves must do so.
-        claims.update(dict.fromkeys(reversed(sent.blocks), now_s + APPROXIMATE_TTL_S))
-        lapsed: list[int] = []
-        while claims:
-            block = next(iter(claims))
-            if claims[block] > now_s and len(claims) <= sent.place.capacity_blocks:
-                break
-            del claims[block]
-            lapsed.append(block)
-        self._unset(self._device, lapsed, held.bit)
+        for part in reversed(slices_of(blocks)):
+            for block in part:
+                claims.pop(block, None)
+            claims.update(dict.fromkeys(reversed(part), now_s + APPROXIMATE_TTL_S))
+            yield len(part)
+        while lapsed := take_lapsed(claims, now_s, place.capacity_blocks):
+            if not self._is_current(place, held):
+                return
+            self._unset(self._device, lapsed, held.bit)
+            yield len(lapsed)
 
     def _correct(self, place: _Place, rank: int, cached_tokens: int) -> None:
         """An approximate rank had less than was claimed."""
@@ -435,39 +475,33 @@ class PrefixIndex:
             # It evicts earlier than its capacity says: other things take space as well.
             place.capacity_blocks = max(1, len(place.ranks[rank].claims) * 9 // 10)
 
-    def _unclaim(self, held: _Rank, blocks: Sequence[int]) -> None:
+    def _unclaimed(self, place: _Place, held: _Rank, blocks: Sequence[int]) -> Iterator[int]:
         """Take back what was claimed of these blocks and never published."""
         claims = held.claims
-        mine = [block for block in blocks if block in claims]
-        for block in mine:
-            del claims[block]
-        self._unset(self._device, mine, held.bit)
+        # The end first: what is left of a prompt is its beginning.
+        for part in reversed(slices_of(blocks)):
+            if not self._is_current(place, held):
+                return
+            mine = [block for block in part if block in claims]
+            for block in mine:
+                del claims[block]
+            self._unset(self._device, mine, held.bit)
+            yield len(part)
 
-    def _set(self, table: dict[int, int], blocks: Sequence[int], bit: int) -> None:
-        for block in blocks:
-            mask = table.get(block, 0)
-            if not mask:
-                if len(table) >= self._max_blocks:
-                    # Many at once: a dict finds its oldest entry in linear time.
-                    _drop_oldest(table, 1 + self._max_blocks // _DROPPED_SHARE)
-                table[block] = bit
-                self.version += 1
-                if block in self._watched:
-                    self._appeared += self._watched.pop(block)
-            elif not mask & bit:
-                table[block] = mask | bit
-                self.version += 1
+    def _is_current(self, place: _Place, held: _Rank) -> bool:
+        """Whether that is still the rank: its bit may be another one's now."""
+        known, rank = self._rank_of.get(held.bit, (None, 0))
+        return known is place and place.ranks[rank] is held
 
-    def _unset(self, table: dict[int, int], blocks: Sequence[int], bits: int) -> None:
-        for block in blocks:
-            mask = table.get(block, 0)
-            if mask & bits:
-                self.version += 1
-                left = mask & ~bits
-                if left:
-                    table[block] = left
-                else:
-                    del table[block]
+    def _set(self, table: BlockTable, blocks: Sequence[int], bit: int) -> None:
+        new, changed = table.add(blocks, bit)
+        self.version += changed
+        if self._watched:
+            for block in new:
+                self._appeared += self._watched.pop(block, ())
+
+    def _unset(self, table: BlockTable, blocks: Sequence[int], bits: int) -> None:
+        self.version += table.take(blocks, bits)
 
     def _take_bit(self, place: _Place, rank: int) -> int:
         if self._free_bits:
@@ -501,11 +535,12 @@ class PrefixIndex:
         if not self._sweeping:
             self._sweeping, self._retired = self._retired, 0
             self._to_sweep = [*self._device, *self._host]
-        some, self._to_sweep = self._to_sweep[-_SWEEP:], self._to_sweep[:-_SWEEP]
+        some = self._to_sweep[-_SWEEP:]
+        del self._to_sweep[-_SWEEP:]
         for table in (self._device, self._host):
             self._unset(table, some, self._sweeping)
         if not self._to_sweep:
-            self._free_bits += _bits(self._sweeping)
+            self._free_bits += bits_of(self._sweeping)
             self._sweeping = 0
 
 
@@ -519,21 +554,3 @@ def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        bit = mask & -mask
-        mask ^= bit
-        yield bit
-
-
-def _drop_oldest(table: dict[int, int], blocks: int) -> None:
-    """Make room: the oldest of all, but of those that several ranks hold only half."""
-    spare = True
-    for block in list(islice(table, blocks)):
-        mask = table[block]
-        spare = not spare
-        if spare and mask & (mask - 1):
-            continue
-        del table[block]

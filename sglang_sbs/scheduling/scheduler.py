@@ -63,6 +63,8 @@ _ADOPTED_S = 0.05
 _GIVEN_UP_S = 0.02
 """Thousands may be given up in one moment, when a client with a large batch leaves: so often is
 looked for what to do about it."""
+_GO_ON_S = 0.001
+"""Until the next part of work that is too long to be done at once."""
 _MOST_UNPLACED = 64
 """Planning goes on without those that decode had no rank for, until they are so many."""
 _MOST_ADOPTED = 64
@@ -148,11 +150,14 @@ class Scheduler:
                 self.prefix.on_blocks(event)
             case ev.TimerFired():
                 # No timer is set now: the same time may be asked for again.
-                self._wake_s = None
+                may_change = not self.prefix.unfinished or now_s >= (self._wake_s or math.inf)
+                self._wake_s = None if may_change else self._wake_s
         if may_change or (self._wake_s or math.inf) <= now_s:
             self._drive(now_s, out)
         elif soon_s is not None:
             self._drive_by(now_s + soon_s, out)
+        if self.prefix.unfinished and (self._wake_s or math.inf) > now_s + _GO_ON_S:
+            out.append(ev.WakeAt(time_s=now_s + _GO_ON_S))
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -197,10 +202,8 @@ class Scheduler:
         self.policy.on_arrival(request.uncached_tokens, now_s)
 
     def _refuse_hopeless(self, out: list[ev.Command]) -> None:
-        """What waits when the last instance of a role goes is told so at once, as who comes then.
-
-        It would only find out at its deadline, and its client could have asked elsewhere.
-        """
+        """What waits when the last instance of a role goes is told so at once, as who comes then:
+        its client may ask elsewhere."""
         missing = missing_role(self._up_prefill, self._up_decode)
         if missing is None:
             return

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from sglang_sbs.router import text_pieces
 from sglang_sbs.router.chat_template import ChatTemplate, TemplateError
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer
-from sglang_sbs.router.text_pieces import TextPieces
+from sglang_sbs.router.text_pieces import MOST_WHOLE_CHARS, TextPieces, TooLong
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 TEMPLATE = (
@@ -239,12 +242,70 @@ def test_tokenizers_that_look_at_neighbours_are_given_whole_texts() -> None:
 
 
 def test_memory_is_bounded_and_the_oldest_goes() -> None:
-    pieces = TextPieces(tiny(), max_chars=1_000)
+    pieces = TextPieces(tiny(), max_bytes=10_000)
     for number in range(50):
         pieces.encode(f"<|im_start|>{number:>90}<|im_end|>{number:>30}")
-    assert pieces._chars <= 1_000
-    assert sum(len(piece) + 64 for piece in pieces._known) == pieces._chars
+    assert pieces._bytes <= 10_000
+    held = sum(sys.getsizeof(one) + 4 * len(ids) + 300 for one, ids in pieces._known.items())
+    assert held == pieces._bytes
     assert f"{49:>30}" in pieces._known
     assert f"{0:>90}" not in pieces._known
-    pieces.encode("y" * 200)
-    assert "y" * 200 not in pieces._known, "one text does not drive out all others"
+
+
+WORDS = [
+    "the",
+    "model",
+    "Köln",
+    "😀",
+    "don't",
+    "12345",
+    "漢字",
+    "  ",
+    "\n\n",
+    "\t",
+    "a-b",
+    "e\u0301",
+]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_long_text_is_tokenized_in_parts_to_the_same_ids(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    rng = random.Random(name)
+    text = " ".join(rng.choices(WORDS, k=150_000))
+    pieces = TextPieces(tokenizer)
+    asked: list[int] = []
+    encode = text_pieces._encode
+
+    def counted(of: Tokenizer, texts: list[str]) -> list[list[int]]:
+        asked.append(sum(map(len, texts)))
+        return encode(of, texts)
+
+    monkeypatch.setattr(text_pieces, "_encode", counted)
+    assert pieces.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    assert max(asked) <= 1 << 18 < len(text) // 2, "not all at once"
+
+
+def test_a_long_text_that_goes_on_is_not_tokenized_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = TextPieces(tiny())
+    text = "some words, and a fair question. " * 20_000
+    pieces.encode(text)
+    asked: list[int] = []
+    encode = text_pieces._encode
+
+    def counted(of: Tokenizer, texts: list[str]) -> list[list[int]]:
+        asked.append(sum(map(len, texts)))
+        return encode(of, texts)
+
+    monkeypatch.setattr(text_pieces, "_encode", counted)
+    pieces.encode(text + "more")
+    assert sum(asked) < len(text) // 3
+
+
+def test_what_cannot_be_cut_is_tokenized_only_while_it_is_not_too_long() -> None:
+    pieces = TextPieces(tiny(pre_tokenizer=pre_tokenizers.Whitespace()))
+    assert len(pieces.encode("y" * 200_000)) > 0
+    with pytest.raises(TooLong):
+        pieces.encode("y" * (MOST_WHOLE_CHARS + 1))

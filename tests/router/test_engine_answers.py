@@ -15,8 +15,10 @@ from router_harness import cluster, until
 from sglang_sbs.router import engine_answers, pair, upstream
 from sglang_sbs.router.breaker import BreakerConfig
 from sglang_sbs.router.logs import set_up_logging
+from sglang_sbs.router.merge import NoAnswer, merge_answers
 from sglang_sbs.router.mirror import MirroredRegistry, state_of
 from sglang_sbs.router.registry import Registry
+from sglang_sbs.router.requests import plan_request
 from sglang_sbs.router.server_info import parse_server_info
 from sglang_sbs.wire.front_end import (
     MAX_MESSAGE_BYTES,
@@ -314,3 +316,50 @@ async def test_workers_labels_and_addresses_have_a_length() -> None:
             async with c.post("/workers", body) as response:
                 assert response.status == 400
                 assert len(await response.read()) < 500
+
+
+CHOICES = [b'[{"index":0,"text":"a"},[]]', b"7", b'"x"', b"[" + b"[]," * 2_000_000 + b"0]"]
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=["a list", "a number", "text", "very many"])
+async def test_choices_that_are_none_are_a_502(choices: bytes) -> None:
+    body = b'{"id":"x","choices":%b}' % choices
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    async with cluster() as c:
+        c.decode[0].raw_answers["/v1/completions"] = head % len(body) + body
+        answer = await c.post("/v1/completions", {"prompt": "x", "n": 2})
+        assert answer.status == 502
+        assert "the reply is not a JSON object as SGLang's" in (await answer.text())
+        await until(lambda: c.server.dispatcher.open == 0)
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_of_merged_answers_only_the_choices_are_touched(kind: Any) -> None:
+    asked = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "n": 2}
+    plan = plan_request(kind, orjson.dumps(asked))
+    odd = b'{ "id": "0", "big":1234567890123456789012345678901234567890, "s":"\\u00e9",'
+    choice = b'"choices" : [ {"index":0, "text":"\\u00e9", "logprob":-0.10} ], "usage":%b}'
+    usages = [b'{"prompt_tokens":3,"completion_tokens":%d,"total_tokens":9}' % n for n in (4, 5)]
+    merged = merge_answers(plan, [odd + choice % usage for usage in usages])
+    assert b'"big":1234567890123456789012345678901234567890,"s":"\\u00e9"' in merged
+    for index in (0, 1):
+        assert b'{"index":%d,"text":"\\u00e9","logprob":-0.10}' % index in merged
+    assert b'"usage":{"prompt_tokens":3,"completion_tokens":9,"total_tokens":12}' in merged
+
+
+def test_dense_logprobs_of_several_megabytes_are_merged() -> None:
+    plan = plan_request("chat", b'{"messages":[{"role":"user","content":"x"}],"n":2}')
+    one = b'{"token":"x","bytes":[1],"logprob":-0.1,"top_logprobs":[{"token":"x","bytes":[1]}]}'
+    content = b",".join([one] * 80_000)
+    answer = b'{"choices":[{"index":0,"logprobs":{"content":[%b]}}]}' % content
+    assert len(merge_answers(plan, [answer, answer])) > 2 * 6_000_000
+
+
+def test_a_list_of_answers_is_as_they_came() -> None:
+    plan = plan_request("generate", b'{"text":["x","y"]}')
+    assert merge_answers(plan, [b'{"text": "a"}', b'{"text":1e999}']) == (
+        b'[{"text": "a"},{"text":1e999}]'
+    )
+    with pytest.raises(NoAnswer) as caught:
+        merge_answers(plan, [b"{}", b"[]"])
+    assert caught.value.args[0] == 1

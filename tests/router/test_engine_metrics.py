@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -108,3 +109,23 @@ async def test_many_who_ask_at_once_cost_one_question() -> None:
         assert len(set(answers)) == 1
         assert b"running{" in answers[0]
         assert engine.hits["/metrics"] == 1
+
+
+async def test_a_long_page_is_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "".join(f'family{number % 7}{{a="{number}"}} {number}\n' for number in range(20_000))
+    sizes = []
+    write = web.StreamResponse.write
+
+    async def counted(self: web.StreamResponse, data: Any) -> None:
+        sizes.append(len(data))
+        await write(self, data)
+
+    async with cluster() as c:
+        c.prefill[0].metrics_page = page
+        monkeypatch.setattr(web.StreamResponse, "write", counted)
+        async with c.get("/engine_metrics") as response:
+            text = await response.text()
+            assert int(response.headers["Content-Length"]) == len(text)
+    assert len(samples(text)) == 20_000
+    assert sum(sizes) >= len(text) > 500_000
+    assert max(sizes) <= 1 << 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from sglang_sbs.router.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.lengths import PromptLengths, chat_bytes
 from sglang_sbs.router.pair import token_counts
 from sglang_sbs.router.prompts import PromptKind, PromptReader, ReadPrompt
+from sglang_sbs.router.raw_json import json_of_ids, token_ids_of
 from sglang_sbs.router.requests import plan_request
+from sglang_sbs.router.text_pieces import MOST_WHOLE_CHARS
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
@@ -452,3 +455,25 @@ async def test_different_pages_are_said_once_and_the_most_common_counts(
             tokenizers._format_s = float("-inf")
             assert tokenizers.block_format() == BlockFormat(64)
     assert caplog.text.count("--page-size") == 1
+
+
+async def test_a_text_too_long_to_be_tokenized_is_estimated(tokenizer: ChatTokenizer) -> None:
+    reader = PromptReader(tokenizer, PromptLengths(), BlockNamer(), Known(), names_text=False)
+    text = "y" * (MOST_WHOLE_CHARS + 1)
+    for kind, body in (
+        ("generate", {"text": text}),
+        ("chat", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        plan = plan_request(kind, orjson.dumps(body))  # type: ignore[arg-type]
+        (read,) = await reader.read(plan)
+        assert read.counted == "estimated"
+        assert not read.length.exact
+        assert read.length.tokens > MOST_WHOLE_CHARS // 20
+    reader.close()
+
+
+def test_token_ids_are_written_as_orjson_would() -> None:
+    for count in (0, 1, 70_000, 200_000):
+        ids = array("I", (number * 7919 % 150_000 for number in range(count)))
+        assert json_of_ids(ids) == orjson.dumps(ids.tolist())
+        assert token_ids_of(json_of_ids(ids)) == ids

@@ -279,3 +279,50 @@ async def test_a_name_with_several_addresses_is_tried_until_one_answers(monkeypa
         monkeypatch.setattr(pool.loop, "getaddrinfo", getaddrinfo)
         answer = await ask(pool, f"http://several.example:{port}")
         assert answer.body == b"ok"
+
+
+class Slow(Collector):
+    """Notes how much it gets at a time, and pauses the exchange now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.call: Any = None
+
+    def body_received(self, data: bytes) -> None:
+        super().body_received(data)
+        self.sizes.append(len(data))
+        if self.call is not None and len(self.sizes) % 7 == 0:
+            self.call.pause()
+            asyncio.get_running_loop().call_later(0.001, self.call.resume)
+
+
+@pytest.mark.parametrize("end", ["length", "chunked", "close"])
+@pytest.mark.parametrize("pauses", [False, True])
+async def test_what_comes_at_once_is_taken_in_parts_between_which_others_get_turns(
+    end: str, pauses: bool
+) -> None:
+    body = bytes(range(256)) * 12_000
+    heads = {"length": b"Content-Length: %d\r\n" % len(body), "close": b""}
+    head = b"HTTP/1.1 200 OK\r\n%b\r\n" % heads.get(end, b"Transfer-Encoding: chunked\r\n")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            await reader.readuntil(b"\r\n\r\n")
+            chunked = end == "chunked"
+            writer.write(head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body))
+            await writer.drain()
+            if end == "close":
+                break
+        writer.close()
+
+    async with raw_server(serve) as (origin, pool):
+        for _ in range(2 if end != "close" else 1):
+            receiver = Slow()
+            call = pool.call(origin, [request_head("GET", origin, "/", b"", 0)], receiver)
+            receiver.call = call if pauses else None
+            async with asyncio.timeout(20):
+                await receiver.over.wait()
+            assert receiver.error is None
+            assert receiver.body == body
+            assert max(receiver.sizes) <= upstream._TAKEN_BYTES

@@ -83,3 +83,9 @@ async def longish_texts(target: Target) -> None:
         orjson.dumps({"text": f"{number} some words, " * (3_000_000 // 14)}) for number in range(10)
     ]
     await asyncio.gather(*map(target.post, bodies))
+
+
+@case("json-deep", "31 MiB of lists in each other, three times")
+async def deep(target: Target) -> None:
+    body = b'{"text":"x","extra":' + b"[" * (_LARGE // 2) + b"]" * (_LARGE // 2) + b"}"
+    await asyncio.gather(*(target.post(body) for _ in range(3)))

@@ -1,0 +1,79 @@
+"""Engines that answer as a request says: ``python -m benchmarks.hostile.engines``.
+
+They are those of :mod:`sglang_sbs.bench.raw_engine`. A request whose body has a member ``hostile``
+gets the answer of that name from decode; ``GET /metrics`` is a page of 10 MB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+import uvloop
+
+from sglang_sbs.bench.raw_engine import STREAM_HEAD, Connection, reply, serve
+
+_MB = 1_000_000
+_AT_ONCE = 8
+_PATHS = (b"/v1/chat/completions", b"/v1/completions", b"/generate")
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _event(size: int) -> bytes:
+    choice = {"index": 0, "delta": {"content": "x" * size}, "finish_reason": None}
+    return b"data: " + orjson.dumps({"id": "0", "choices": [choice]}) + b"\n\n"
+
+
+def _answers() -> dict[str, list[bytes]]:
+    """By name, in the pieces they are sent in."""
+    event = _event(10 * _MB)
+    pieces = [_chunk(event[at : at + 1024]) for at in range(0, len(event), 1024)]
+    small = _chunk(_event(8) * 200)
+    deep = b'{"choices":' + b"[" * 500_000 + b"]" * 500_000 + b"}"
+    wide = b'{"choices":[' + b"[]," * (10 * _MB // 3) + b"0]}"
+    end = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    return {
+        "large event": [STREAM_HEAD, *pieces, end],
+        "many events": [STREAM_HEAD, *[small] * 500, end],
+        "deep": [reply(deep)],
+        "wide": [reply(wide)],
+        "large": [reply(orjson.dumps({"choices": [], "text": "x" * 30 * _MB}))],
+    }
+
+
+def _metrics_page() -> bytes:
+    lines = (
+        f'sglang:family{number % 50}{{rank="{number}"}} {number}.5\n' for number in range(250_000)
+    )
+    return "".join(lines).encode()
+
+
+_ANSWERS = _answers()
+_METRICS = reply(_metrics_page())
+
+
+class HostileConnection(Connection):
+    __slots__ = ()
+
+    def request(self, path: bytes, body: bytes) -> None:
+        if path == b"/metrics":
+            self._write(_METRICS)
+        elif path in _PATHS and b'"hostile"' in body and self._engine.role == "decode":
+            pieces = _ANSWERS[orjson.loads(body)["hostile"]]
+            self._engine.loop.create_task(self._send(pieces))
+        else:
+            super().request(path, body)
+
+    async def _send(self, pieces: list[bytes]) -> None:
+        """As fast as they are taken, nearly: an engine does not send megabytes in one packet."""
+        for at in range(0, len(pieces), _AT_ONCE):
+            for piece in pieces[at : at + _AT_ONCE]:
+                self._write(piece)
+            await asyncio.sleep(0.0005)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(HostileConnection))
