@@ -94,6 +94,6 @@ def _inputs(kind: str, row: dict[str, Any]) -> list[Input]:
 
 
 def agrees(status: int | str, wanted: Any) -> bool:
-    """Whether a status (or a word in its place) is one that a table names, as ``400`` or ``4xx``."""
+    """Whether a table names this status, or a word in its place: as ``400`` or ``4xx``."""
     wanted = wanted if isinstance(wanted, list) else [wanted]
     return status in wanted or f"{str(status)[0]}xx" in wanted

@@ -181,7 +181,7 @@ def _difference(one: str, by_one: Reading, other: str, by_other: Reading) -> str
 
 
 async def quiet(progress: Callable[[], object]) -> None:
-    """Until nothing has happened for some turns of the loop that both ends of a connection run in."""
+    """Until nothing has happened for some turns of the loop, in which both ends run."""
     before, still = progress(), 0
     while still < _QUIET_TURNS:
         await asyncio.sleep(0)
