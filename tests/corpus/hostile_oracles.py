@@ -143,9 +143,9 @@ class Oracles:
         by_port = await self._read(self._port, self._ports[1], data)
         by_h11 = read_with_h11(data)
         return (
-            _difference("aiohttp", by_web, "the serving port", by_port)
-            or _difference("aiohttp", by_web, "h11", by_h11)
-            or _difference("the serving port", by_port, "h11", by_h11)
+            difference("aiohttp", by_web, "the serving port", by_port)
+            or difference("aiohttp", by_web, "h11", by_h11)
+            or difference("the serving port", by_port, "h11", by_h11)
         )
 
     async def _read(self, recorder: _Recorder, port: int, data: bytes) -> Reading:
@@ -169,7 +169,7 @@ class Oracles:
         return reading
 
 
-def _difference(one: str, by_one: Reading, other: str, by_other: Reading) -> str:
+def difference(one: str, by_one: Reading, other: str, by_other: Reading) -> str:
     """One may refuse where another reads on, but they may not read different things."""
     for name, mine, who, its in ((one, by_one, other, by_other), (other, by_other, one, by_one)):
         common = len(its.requests)
