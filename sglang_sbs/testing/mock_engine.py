@@ -292,9 +292,9 @@ class MockEngine:
                 if behaviour.fault == "hang_mid_body":
                     await record.aborted.wait()
                     return _reset(request)
-            if record.path != "/generate" and (record.body.get("stream_options") or {}).get(
-                "include_usage"
-            ):
+            options = record.body.get("stream_options")
+            wants_usage = isinstance(options, dict) and options.get("include_usage")
+            if record.path != "/generate" and wants_usage:
                 usage = self._frame(record) | {
                     "choices": [],
                     "usage": _usage(behaviour, behaviour.tokens),
