@@ -156,8 +156,9 @@ class Scheduler:
             self._drive(now_s, out)
         elif soon_s is not None:
             self._drive_by(now_s + soon_s, out)
-        if self.prefix.unfinished and (self._wake_s or math.inf) > now_s + _GO_ON_S:
-            out.append(ev.WakeAt(time_s=now_s + _GO_ON_S))
+        if self.prefix.unfinished:
+            # It takes the place of the other one, which is asked for again when it has come.
+            out.append(ev.WakeAt(time_s=min(now_s + _GO_ON_S, self._wake_s or math.inf)))
         return out
 
     def snapshot(self, now_s: float) -> Snapshot:

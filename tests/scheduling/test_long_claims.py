@@ -112,6 +112,29 @@ def test_the_scheduler_asks_to_go_on_and_then_for_what_it_waited_for() -> None:
         assert [one.time_s for one in scheduler.handle(ev.TimerFired(), now_s)] == [due[-1]]
 
 
+def test_what_is_due_before_the_next_part_is_not_forgotten() -> None:
+    scheduler = Scheduler(SchedulerConfig(policy="sbs"))
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        up = ev.InstanceUp(instance=name, role=role, dp_size=1, prefix_source="approximate")
+        scheduler.handle(up, 0.0)
+    first = ev.RequestArrived(rid="a", prompt_tokens=LONG, blocks=list(range(LONG)), block_tokens=1)
+    scheduler.handle(first, 0.0)
+    scheduler.handle(ev.PrefillDone(rid="a"), 0.01)
+    scheduler.handle(ev.RequestArrived(rid="in front", prompt_tokens=8000), 0.01)
+    second = ev.RequestArrived(rid="b", prompt_tokens=10, deadline_s=0.0115)
+    out = scheduler.handle(second, 0.01)
+    assert not any(isinstance(one, ev.Dispatch) for one in out)
+    refused_s = None
+    for _ in range(1000):  # a driver with one timer, and nothing else happens
+        wakes = [one.time_s for one in out if isinstance(one, ev.WakeAt)]
+        if not wakes or refused_s is not None:
+            break
+        out = scheduler.handle(ev.TimerFired(), wakes[-1])
+        if any(isinstance(one, ev.Refuse) for one in out):
+            refused_s = wakes[-1]
+    assert refused_s == 0.0115
+
+
 class TestTable:
     def test_it_says_what_a_dict_would(self) -> None:
         rng = random.Random(1)
