@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_sbs.router.class_flags import add_class_flags
-from sglang_sbs.router.intake import MAX_BODIES_BYTES, MAX_PAYLOAD_BYTES
+from sglang_sbs.router.intake import MAX_PAYLOAD_BYTES
 from sglang_sbs.router.platform_flags import add_discovery_flags, add_identity_flags
 from sglang_sbs.router.requests import PlanLimits
 from sglang_sbs.router.stock_flags import IGNORED_FLAGS, REFUSED_FLAGS, Arity
@@ -279,9 +279,9 @@ def add_flags(
     add(
         "sbs-max-bodies-size",
         "bytes that the bodies of all requests may take together, from the first byte to the end "
-        "of the answer; then 503, first for the largest that is still coming in",
+        "of the answer; then 503, first for the largest that is still coming in (default: a "
+        "quarter of the memory there is, at least 512 MiB)",
         type=_positive_int,
-        default=MAX_BODIES_BYTES,
     )
     add(
         "sbs-max-samples",

@@ -18,7 +18,7 @@ from sglang_sbs.router.arguments import NEAREST_POLICY, FlagError, build_parser
 from sglang_sbs.router.breaker import BreakerConfig
 from sglang_sbs.router.class_flags import class_fields, tenant_header_of
 from sglang_sbs.router.identity import JwtConfig
-from sglang_sbs.router.intake import MAX_PAYLOAD_BYTES
+from sglang_sbs.router.intake import MAX_PAYLOAD_BYTES, default_bodies_bytes
 from sglang_sbs.router.monitor import MonitorConfig
 from sglang_sbs.router.platform_flags import discovery_of, jwt_of
 from sglang_sbs.router.pods import DiscoveryConfig
@@ -252,7 +252,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             backoff_multiplier=args.retry_backoff_multiplier,
             jitter_factor=args.retry_jitter_factor,
             max_payload_bytes=args.max_payload_size,
-            max_bodies_bytes=args.sbs_max_bodies_size,
+            max_bodies_bytes=args.sbs_max_bodies_size or default_bodies_bytes(),
             max_samples=args.sbs_max_samples,
             max_units=args.sbs_max_batch,
             sends_gangs=policy == "sbs" and args.sbs_gang_gate == "on",

@@ -8,10 +8,13 @@ and memory for as long as it likes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -25,13 +28,27 @@ GRACE_S = 30.0
 MIN_BYTES_PER_S = 16 * 1024
 MAX_HEAD_LINE_BYTES = 32 * 1024
 """Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
-
-
 MAX_PAYLOAD_BYTES = 32 << 20
 """By default; ``--max-payload-size``."""
 MAX_BODIES_BYTES = 512 << 20
-"""By default; ``--sbs-max-bodies-size``."""
+"""The least that is the default of ``--sbs-max-bodies-size``."""
+_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 _SMALL_BYTES = 64 << 10
+
+
+def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
+    """A quarter of the memory there is: of the machine, or of its control group (``limits``).
+
+    Ten thousand requests in flight with prompts of 100 KB are a gigabyte.
+    """
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in limits:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(path.read_text()))
+    return max(MAX_BODIES_BYTES, min(found) // 4)
 
 
 class Bodies:

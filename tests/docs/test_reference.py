@@ -62,7 +62,8 @@ def router_flags(*, hidden: bool = True) -> set[str]:
 @cache
 def flags_in_source() -> set[str]:
     """Of every parser of this project: read in the source, since some are in scripts."""
-    sources = [*(ROOT / "sglang_sbs").rglob("*.py"), *(ROOT / "scripts").iterdir()]
+    code = [*(ROOT / "sglang_sbs").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    sources = [*code, *(ROOT / "scripts").iterdir()]
     sources += [path for path in (ROOT / "examples").rglob("*") if path.is_file()]
     return {
         flag

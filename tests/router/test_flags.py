@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from sglang_sbs.launch_router import main
 from sglang_sbs.router.arguments import NEAREST_POLICY, FlagError, build_parser
 from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.intake import default_bodies_bytes
 from sglang_sbs.router.stock_flags import IGNORED_FLAGS
 from sglang_sbs.scheduling.config import POLICIES, SchedulerConfig
 
@@ -89,6 +93,22 @@ def test_bodies_are_smaller_than_the_stock_router_lets_them_be() -> None:
     options = parse_flags([*PD, "--max-payload-size", "1000", "--sbs-max-bodies-size", "5000"])
     assert options.relay.max_payload_bytes == options.max_payload_bytes == 1000
     assert options.relay.max_bodies_bytes == 5000
+
+
+@pytest.mark.parametrize(
+    ("limit", "bodies"),
+    [(f"{8 << 30}\n", 2 << 30), (f"{1 << 30}\n", 512 << 20), ("max\n", None), (None, None)],
+)
+def test_all_bodies_may_take_a_quarter_of_the_memory(
+    tmp_path: Path, limit: str | None, bodies: int | None
+) -> None:
+    path = tmp_path / "memory.max"
+    if limit is not None:
+        path.write_text(limit)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine_share = max(512 << 20, machine // 4)
+    assert default_bodies_bytes([path]) == min(machine_share, bodies or machine_share)
+    assert parse_flags(PD).relay.max_bodies_bytes == default_bodies_bytes()
 
 
 def test_every_stock_flag_is_known_in_both_spellings() -> None:
