@@ -61,8 +61,7 @@ from sglang_sbs.wire import EndForward
 _OUTPUT_STEP = 0.05
 _ADOPTED_S = 0.05
 _GIVEN_UP_S = 0.02
-"""Thousands may be given up in one moment, when a client with a large batch leaves: so often is
-looked for what to do about it."""
+"""Thousands may be given up in one moment: so often is looked for what to do about it."""
 _GO_ON_S = 0.001
 """Until the next part of work that is too long to be done at once."""
 _MOST_UNPLACED = 64
