@@ -47,6 +47,7 @@ OFF: dict[str, tuple[float, str]] = {
     "JOIN_SHARE": (0.0, ""),
     "LEFT_OUT": (0, ""),
     "OVERLAP_KEEP_PASSES": (0.0, _OVERLAP),
+    "MOST_FILLED": (NEVER, _OVERLAP),
     "MANY_CHUNKS": (NEVER, _LONG),
     "OVERLAP_MANY_CHUNKS": (2, _LONG),
     "LIGHT_LOAD": (0.0, _LONG),
@@ -108,7 +109,8 @@ CELLS = (
     Cell("chunk 1024, 0.8", "paper-3k", 0.8, "table", spec={"chunk_tokens": 1024}),
     Cell("page 64, 1.0", "paper-3k", 1.0, "mixed", spec={"page_size": 64}),
     Cell("two ranks, 0.25", "paper-3k", 0.25, "mixed", 120.0, {"dp_size": 2}),
-    Cell("two instances, 1.0", "paper-3k", 1.0, "mixed", 100.0, {"prefill_instances": 2}),
+    Cell("one instance, load 1.2", "paper-3k", 1.2, "mixed", 140.0, {"prefill_instances": 1}),
+    Cell("two instances, load 1.2", "paper-3k", 1.2, "mixed", 100.0, {"prefill_instances": 2}),
     Cell(
         "launch gap of 16 ms, 0.3",
         "paper-3k",

@@ -17,6 +17,9 @@ from collections.abc import Sequence
 
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 
+MOST_FILLED = 1.25
+"""Its next pass holds no more than that, in passes. With 1 the mean TTFT of one instance at load
+1.2 was 3 % higher (simulate matrix --regimes instances, seeds 901 to 903)."""
 _EPSILON_S = 1e-9
 
 
@@ -56,5 +59,5 @@ def _wants_one(instance: PrefillInstance) -> bool:
     if not instance.overlap:
         return False
     if len(instance.passes) == 1:
-        return 0 < instance.charged_tokens <= instance.capacity_tokens
+        return 0 < instance.charged_tokens < MOST_FILLED * instance.capacity_tokens
     return len(instance.passes) == 2 and not (instance.charged_tokens or instance.has_flight)
