@@ -17,18 +17,20 @@ from sglang_sbs.doctor.examine import gather, judge
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
 from sglang_sbs.doctor.report import as_json, exit_code, print_report
 from sglang_sbs.router.arguments import FlagError
+from sglang_sbs.router.tls import worker_ssl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: nothing worse than notes; 1: something is wrong; 2: unusable command line."""
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv)
-    except FlagError as error:
+        worker_ssl(options.router_flags)  # names the file that cannot be used
+    except (FlagError, ValueError) as error:
         print(f"sglang-sbs doctor: {error}", file=sys.stderr)
         return 2
     try:
         return asyncio.run(_examine(options))
-    except OSError as error:  # certificates, or the report's file
+    except OSError as error:  # the report's file
         print(f"sglang-sbs doctor: {error}", file=sys.stderr)
         return 2
 

@@ -78,7 +78,9 @@ def test_certificates_that_cannot_be_read_are_a_bad_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*TWO, "--ca-cert-paths", "/nonexistent/ca.pem"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--ca-cert-paths /nonexistent/ca.pem: No such file" in said
+    assert "Traceback" not in said
 
 
 # Verdict and exit code ------------------------------------------------------------------------
