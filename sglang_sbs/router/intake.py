@@ -42,7 +42,7 @@ _SMALL_BYTES = 64 << 10
 def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
     """A quarter of the memory there is: of the machine, or of its control group (``limits``).
 
-    Ten thousand requests in flight with prompts of 100 KB are a gigabyte.
+    Bodies are held until their answers end, and honest long prompts in flight are many.
     """
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in limits:

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 
 MOST_FILLED = 1.25
-"""Its next pass holds no more than that, in passes. With 1 the mean TTFT of one instance at load
-1.2 was 3 % higher (simulate matrix --regimes instances, seeds 901 to 903)."""
+"""Its next pass holds no more than that, in passes (docs/lab/constants.md)."""
 _EPSILON_S = 1e-9
 
 
