@@ -14,7 +14,7 @@ before is learned from what either costs (``dispatch_lead``). Then, per decision
    where the next one is formed when that ends), and any with room when more waits than it and all
    that start before it can hold (nothing is lost by committing early), in the order in which a
    batch sent now would start. Under overlap scheduling and with
-   more waiting than all can take, first those that could run on without a gap (``lookahead``);
+   more waiting than all can take, first those that could run on without a gap (``lookahead``).
    A request may also follow a batch that is on its way while it would most likely still be there
    in time: one that leaves alone can leave later than a batch can;
 2. spacing: instances are kept apart in phase by a fraction of the pass time that the arrival rate
@@ -65,44 +65,35 @@ AGEING_BATCHES = 5.0
 AGEING_PASSES = 1.7
 """A chunk of length is worth that many batches of waiting in the order, at most so many passes."""
 SPACING_SHARE = 0.8
+"""Starts are kept apart by so much of a pass over the number of instances. What each constant is
+worth: docs/lab/constants.md."""
 BACKLOG_FACTOR = 1.3
+"""Nothing is spaced with so many times the tokens waiting that arrive in that time."""
 COMMIT_AHEAD_FACTOR = 1.25
+"""A batch leaves early with so many passes waiting of all that start no later."""
 HOLD_PASSES = 5.0
 """A hold may take at least so many mean forward times: passes of large chunks take seconds."""
 PATIENCE_HOLDS = 2.0
 """So many of them are the longest wait for a cached prefix."""
 MANY_CHUNKS = 2
-"""Only prompts of more chunks make the place matter more than the share. With prompts of up to one
-chunk and a half the forecast made the mean TTFT 0.371 s where it is 0.339 s without (simulate
-paper-3k --no-overlap --chunks 2048 --policies sbs --loads 0.8 --seeds 2 --first-seed 401 --duration
-60)."""
+"""Only prompts of more chunks make the place matter more than the share."""
 OVERLAP_MANY_CHUNKS = 1
 LIGHT_LOAD = 0.5
 """With overlap scheduling and less load than that it is these: each prompt that is cut makes its
-instance launch one pass ahead. Mean TTFT of 3-64K at 0.4 1.53 s without this, 1.41 s with it
-(simulate paper-long --policies sbs --loads 0.4 --seeds 3 --first-seed 301 --duration 200); at
-higher loads all do, and it is the other way round: 0.67 s, with this at every load 0.79 s (paper-3k
---chunks 2048 --policies sbs --loads 1.0 --seeds 2 --first-seed 401 --duration 60)."""
+instance launch one pass ahead. At higher loads all do, and it is the other way round."""
 WAITING_SHARE = 0.8
-"""How many of those that arrive during a pass count as delayed by whatever makes it longer. With
-0.6, ``CHUNK_WEIGHT`` 0.6 and ``IMPATIENCE`` 2 the mean TTFT on the Mooncake trace without caches
-was 1.11, 0.91 and 0.69 of the best rival's (table 0.4 and 0.6, mixed 0.6; seeds 301 to 303), with
-0.8, 0.4 and 4 it is 0.98, 0.76 and 0.63, and the p99 of paper-long at 0.75 (mixed) 1.07, not 1.11.
-More gives a better mean and a worse p99 of long prompts."""
+"""How many of those that arrive during a pass count as delayed by whatever makes it longer. More
+gives a better mean and a worse p99 of long prompts."""
 IMPATIENCE = 4.0
 """With prompts of many chunks about: when a request has waited as long as it takes, its completion
 counts this much more, against what it delays others by. Without it long prompts give way to short
-ones for too long: the p99 of paper-long at 60 % was 1.14 x the best rival's, with 2 1.04 x, and
-the mean is no larger (seeds 301 and 302, cost mixed)."""
+ones for too long."""
 AGAIN_WEIGHT = 700.0
 """With prompts of many chunks about: times load**2 / (1 - load), what a second of computing again
-counts. Chosen so that on the Mooncake trace at 80 % of capacity no more than a tenth is computed
-beyond the optimum (docs/cache.md has the figures; with 500 and 1000 1.109 and 1.099 of the optimum
-and a mean TTFT of 6.8 and 6.5 s, with this 1.104 and 6.6 s: seeds 921 to 924)."""
+counts. Chosen so that little more than the optimum is computed near capacity (docs/cache.md)."""
 OVERLAP_KEEP_PASSES = 1
-"""With overlap scheduling prompts are split only when so many more passes of all instances wait. A
-rest of 70 tokens made a pass of 0.22 s on real engines, where a full chunk takes 0.61 s; on
-simulated ones (3 x 2 ranks at 95 % of capacity) the mean TTFT was 1.05 s with 0, 0.63 s with 1."""
+"""With overlap scheduling prompts are split only when so many more passes of all instances wait: a
+small rest makes a pass of its own."""
 MOST_LOAD = 0.95
 """The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
 MOST_JOINING = 32
