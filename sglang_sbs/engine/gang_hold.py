@@ -22,7 +22,8 @@ How long
 Counted is the time in which a part of the gang could have started. A gang waits ``gate_ms`` for
 handshakes with decode, which may have no room. It waits as long for requests that are still on
 their way, and longer where they usually take longer (``ARRIVAL_SHARE`` times as long at most).
-Requests that are not of a gang are never held.
+Requests that are not of a gang are never held, but for those that were sent after one, to be in the
+same pass: they follow it. One of them alone would start a pass, and the gang miss it.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ class GangHold:
         self._last_turn_s = 0.0
         """How long the turn before this one counts."""
         self._gangs: dict[int, _Gang] = {}
+        self._followed_s: dict[int, float] = {}
+        """How long requests waited for gangs of which this rank has no part."""
         self._usual_span_s = 0.0
         self._incomplete: list[_Gang] = []
         """Those that started without requests that had not come."""
@@ -150,11 +153,19 @@ class GangHold:
         if self._board is not None:
             self._board.listen()
         here: dict[int, list[Any]] = {}
+        following: dict[int, tuple[GangPart, list[Any]]] = {}
         for req in () if self._off else queue.queue:
             part = part_of_room(req.bootstrap_room) if is_sized(req) else None
-            if part is not None and (part.members > 1 or part.ranks > 1):
+            if part is None:
+                continue
+            if part.members == 0:
+                following.setdefault(part.tag, (part, []))[1].append(req)
+            elif part.members > 1 or part.ranks > 1:
                 self._note(part, req.rid)
                 here.setdefault(part.tag, []).append(req)
+        for tag in following.keys() & self._gangs.keys():
+            # Its part of the gang decides for them, and waits for their handshakes.
+            here.setdefault(tag, []).extend(following.pop(tag)[1])
         if len(self._gangs) > _MOST_GANGS:
             gone = [tag for tag in self._gangs if tag not in here]
             for tag in gone[: len(self._gangs) - _MOST_GANGS]:
@@ -165,7 +176,28 @@ class GangHold:
         for tag, reqs in here.items():
             if not self._may_start(queue, self._gangs[tag], reqs):
                 held += reqs
+        for part, reqs in following.values():
+            if not self._may_follow(part):
+                held += reqs
         return held
+
+    def _may_follow(self, part: GangPart) -> bool:
+        """Whether those may start that follow a gang of which this rank has no part: in the turn in
+        which it starts. They wait as long as a handshake at most."""
+        tag = part.tag
+        if self._board is None or self._followed_s.get(tag, 0.0) >= self._limit_s:
+            return True
+        until_s = self._clock() + PEERS_S
+        while not (agreed := self._agreed(part)) and self._board.heard(tag):
+            if self._clock() >= until_s:
+                break
+            self._sleep(_ASK_S)
+            self._board.listen()
+        if not agreed:
+            self._followed_s[tag] = self._followed_s.pop(tag, 0.0) + self._last_turn_s
+            while len(self._followed_s) > _MOST_GANGS:
+                del self._followed_s[next(iter(self._followed_s))]
+        return agreed
 
     def _note(self, part: GangPart, rid: str) -> None:
         gang = self._gangs.get(part.tag)
@@ -203,7 +235,7 @@ class GangHold:
             # This process may have slept in between, and the others not have heard it in time.
             word.ready_s = self._clock()
             self._board.listen()
-        while not self._agreed(gang):
+        while not self._agreed(gang.part, word):
             if word.asked_turn != self._turn:
                 word.asked_turn, word.until_s = self._turn, until_s
                 self._say(gang)
@@ -214,13 +246,13 @@ class GangHold:
         self._heard_of_others(True)
         return True
 
-    def _agreed(self, gang: _Gang) -> bool:
+    def _agreed(self, part: GangPart, *mine: Word) -> bool:
         """All are ready, and were before the first of those that wait in this turn gave up. Of what
         they told each other all ranks conclude the same."""
         assert self._board is not None
-        ready = [one for one in self._board.heard(gang.part.tag).values() if one.ready_turn]
-        ready.append(gang.word)
-        if len(ready) < gang.part.ranks:
+        heard = self._board.heard(part.tag).values()
+        ready = [*mine, *(one for one in heard if one.ready_turn)]
+        if len(ready) < part.ranks:
             return False
         latest_s = max((one.ready_s for one in ready if one.ready_turn == self._turn), default=0.0)
         return all(latest_s <= one.until_s for one in ready if one.asked_turn == self._turn)

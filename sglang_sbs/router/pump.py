@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from sglang_sbs.router.decision_times import DecisionTimes
+from sglang_sbs.router.gang_parts import GangParts
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
     Command,
@@ -28,7 +28,6 @@ from sglang_sbs.scheduling.events import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.wire.gangs import GangPart
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +73,7 @@ class SchedulerPump:
         self._handling = False
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._tag = random.getrandbits(32)
-        """Of the next gang; other routers of the same engines begin elsewhere."""
+        self._gangs = GangParts()
 
     def submit(self, event: Event) -> None:
         """Hand an event to the scheduler and carry out what it answers.
@@ -108,37 +106,11 @@ class SchedulerPump:
                 self._log_failed(error)
         if self.observer is not None:
             self.observer(event, commands, now_s)
-        for command in self._with_gangs(commands):
+        for command in self._gangs.told(commands):
             if isinstance(command, WakeAt):
                 self._wake_at(command.time_s, now_s)
             else:
                 self._decided(command)
-
-    def _with_gangs(self, commands: Sequence[Command]) -> Sequence[Command]:
-        """The decisions of one moment, each with what is sent beside it."""
-        parts = Counter(
-            (one.prefill, one.batch, one.prefill_rank)
-            for one in commands
-            if isinstance(one, Dispatch)
-        )
-        if not parts:
-            return commands
-        ranks = Counter((prefill, batch) for prefill, batch, _rank in parts)
-        tags = {key: self._tag + number for number, key in enumerate(ranks)}
-        self._tag += len(tags)
-        return [
-            msgspec.structs.replace(
-                one,
-                gang=GangPart(
-                    tags[one.prefill, one.batch],
-                    parts[one.prefill, one.batch, one.prefill_rank],
-                    ranks[one.prefill, one.batch],
-                ),
-            )
-            if isinstance(one, Dispatch)
-            else one
-            for one in commands
-        ]
 
     def _scheduler_failed(self, event: Event, now_s: float) -> None:
         self.errors += 1

@@ -219,13 +219,19 @@ class AdaptiveTrigger(PrefillPolicy):
         # What is committed early takes the next pass from an urgent request that comes meanwhile.
         late = self._urgency.matters(now_s) and not self._chunked(queue, instances)
         few = len(queue) <= MOST_JOINING
+        join_s = self._lead.join_s(self._interval.latency_s)
         for start_s, _, index in starts:
             instance = instances[index]
             ahead_tokens += instance.capacity_tokens
             long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
             if not _may_take(instance, long_queue):
-                if few and self._may_join(instance, now_s):
-                    candidates.append(instance)
+                if few and instance.has_flight and instance.has_room and instance.passes:
+                    # What came after the batch may join it, once a batch could leave for that pass.
+                    left_s = self._forms_at_s(instance, now_s) - now_s
+                    if left_s > lead_s + _EPSILON_S:
+                        wakes.append(now_s + left_s - lead_s)
+                    elif instance.last_dispatch_s < now_s and left_s >= join_s:
+                        candidates.append(instance)
                 continue
             open_s = now_s
             if not (instance.idle or long_queue):
@@ -509,15 +515,6 @@ class AdaptiveTrigger(PrefillPolicy):
             tokens <= one.chunk_tokens and permitted(request, one, instances) for one in instances
         )
 
-    def _may_join(self, instance: PrefillInstance, now_s: float) -> bool:
-        """Whether a request would most likely still be in the pass that a batch on its way is
-        meant for."""
-        follows = instance.has_flight and instance.last_dispatch_s < now_s
-        if not (follows and instance.has_room and instance.passes):
-            return False
-        left_s = self._forms_at_s(instance, now_s) - now_s
-        return left_s >= self._lead.join_s(self._interval.latency_s)
-
     def _starts(
         self, instances: Sequence[PrefillInstance], now_s: float
     ) -> list[tuple[float, float, int]]:
@@ -571,8 +568,7 @@ class AdaptiveTrigger(PrefillPolicy):
 def _may_take(instance: PrefillInstance, long_queue: bool) -> bool:
     """Whether a batch could go there before its next report.
 
-    One batch per pass, unless more waits than the pass holds. Single requests may still follow it
-    (``AdaptiveTrigger._may_join``).
+    One batch per pass, unless more waits than the pass holds. Single requests may still follow it.
     """
     if instance.has_flight and not long_queue:
         return False

@@ -148,6 +148,11 @@ class PrefillInstance:
         """Whether any dispatched request is not prefilled yet."""
         return self._outstanding > 0
 
+    @property
+    def joins_batch(self) -> bool:
+        """Whether the newest batch left while another was on its way."""
+        return self._batch is not None and self._batch.joins
+
     # Time ---------------------------------------------------------------------------------
 
     def advance(self, now_s: float, latency_s: float) -> float | None:

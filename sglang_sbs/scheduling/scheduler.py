@@ -586,6 +586,7 @@ class Scheduler:
                 held_s=now_s - request.arrived_s,
                 reason=reason,
                 cached_tokens=request.cached_tokens,
+                joins=instance.joins_batch,
             )
         )
 

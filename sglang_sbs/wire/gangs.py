@@ -29,9 +29,10 @@ class GangPart(msgspec.Struct, array_like=True, frozen=True):
     tag: int
     """Tells gangs apart that are on their way to an instance at the same time."""
     members: int
-    """Requests of the gang for this rank."""
+    """Requests of the gang for this rank. 0: it is not of the gang, but follows it and is to start
+    in the same pass."""
     ranks: int
-    """DP ranks of the instance that get requests of the gang, this one included."""
+    """DP ranks of the instance that get requests of the gang, this one included if it has any."""
 
 
 def gang_room(part: GangPart, step: int, remainder: int) -> int:

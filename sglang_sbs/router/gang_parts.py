@@ -1,0 +1,59 @@
+"""Tells each dispatched request which part of which gang it is, for its engine to wait by.
+
+A gang is what leaves for one prefill instance at one moment. A request that leaves while a gang is
+on its way follows that gang: the engine starts both in the same pass (``engine.gang_hold``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from sglang_sbs.scheduling.events import Command, Dispatch, InstanceId
+from sglang_sbs.wire.gangs import GangPart
+
+_MOST_INSTANCES = 4096
+"""Whose newest gangs are remembered; those that left no trace for longest are forgotten."""
+
+
+class GangParts:
+    """The gangs of one scheduler."""
+
+    def __init__(self) -> None:
+        self._tag = random.getrandbits(32)
+        """Of the next gang; other routers of the same engines begin elsewhere."""
+        self._newest: dict[InstanceId, GangPart] = {}
+        """What says that a request follows it."""
+
+    def told(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """The decisions of one moment, each dispatch with its part."""
+        dispatched = [one for one in commands if isinstance(one, Dispatch)]
+        if not dispatched:
+            return commands
+        members = Counter((one.prefill, one.batch, one.prefill_rank) for one in dispatched)
+        ranks = Counter((prefill, batch) for prefill, batch, _rank in members)
+        tags: dict[tuple[InstanceId, int], int] = {}
+        told: list[Command] = []
+        for one in commands:
+            if isinstance(one, Dispatch):
+                batch = one.prefill, one.batch
+                leader = self._newest.get(one.prefill)
+                if one.joins and leader is not None and batch not in tags:
+                    part = leader
+                else:
+                    if batch not in tags:
+                        tags[batch] = self._tag
+                        self._tag += 1
+                        self._newest.pop(one.prefill, None)
+                        self._newest[one.prefill] = GangPart(tags[batch], 0, ranks[batch])
+                    part = GangPart(
+                        tags[batch], members[one.prefill, one.batch, one.prefill_rank], ranks[batch]
+                    )
+                one = msgspec.structs.replace(one, gang=part)
+            told.append(one)
+        while len(self._newest) > _MOST_INSTANCES:
+            del self._newest[next(iter(self._newest))]
+        return told

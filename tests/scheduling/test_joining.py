@@ -1,0 +1,42 @@
+"""A request joins a batch on its way only when a batch could leave for that pass."""
+
+from __future__ import annotations
+
+from test_scheduler import Driver
+
+from sglang_sbs.scheduling import Dispatch, InstanceUp
+
+
+def with_a_batch_on_its_way() -> Driver:
+    """A pass of 0.3 s runs on ``p0``, and more waited than the next takes: its batch left early."""
+    it = Driver(policy="sbs", trigger="adaptive", max_hold_s=10.0, t_default_s=0.3)
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=1))
+    it.tell(InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000, overlap=True))
+    it.arrive("first", 900)
+    it.wait(0.02)
+    it.report("p0", dp=1, kind="launch", forward_id=1, extend_tokens=900, rids=["first"])
+    it.arrive("second", 800)
+    it.arrive("third", 800)
+    assert [one.rid for one in it.dispatched] == ["first", "second"]
+    return it
+
+
+def sent(it: Driver, rid: str) -> list[Dispatch]:
+    return [one for one in it.dispatched if one.rid == rid]
+
+
+def test_nobody_joins_long_before_the_pass_is_formed():
+    """Else whoever comes while it runs is committed to a pass that is not the next to start."""
+    it = with_a_batch_on_its_way()
+    it.arrive("short", 50)
+    it.wait(0.1)
+    assert not sent(it, "short")
+
+
+def test_who_joins_says_so_and_still_makes_the_pass():
+    it = with_a_batch_on_its_way()
+    it.arrive("short", 50)
+    it.wait(0.3)
+    (joined,) = sent(it, "short")
+    assert joined.joins
+    assert not sent(it, "second")[0].joins
