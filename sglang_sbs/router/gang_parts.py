@@ -36,24 +36,23 @@ class GangParts:
         members = Counter((one.prefill, one.batch, one.prefill_rank) for one in dispatched)
         ranks = Counter((prefill, batch) for prefill, batch, _rank in members)
         tags: dict[tuple[InstanceId, int], int] = {}
-        told: list[Command] = []
-        for one in commands:
-            if isinstance(one, Dispatch):
-                batch = one.prefill, one.batch
-                leader = self._newest.get(one.prefill)
-                if one.joins and leader is not None and batch not in tags:
-                    part = leader
-                else:
-                    if batch not in tags:
-                        tags[batch] = self._tag
-                        self._tag += 1
-                        self._newest.pop(one.prefill, None)
-                        self._newest[one.prefill] = GangPart(tags[batch], 0, ranks[batch])
-                    part = GangPart(
-                        tags[batch], members[one.prefill, one.batch, one.prefill_rank], ranks[batch]
-                    )
-                one = msgspec.structs.replace(one, gang=part)
-            told.append(one)
+
+        def part_of(one: Dispatch) -> GangPart:
+            batch = one.prefill, one.batch
+            leader = self._newest.get(one.prefill)
+            if one.joins and leader is not None and batch not in tags:
+                return leader
+            if batch not in tags:
+                tags[batch] = self._tag
+                self._tag += 1
+                self._newest.pop(one.prefill, None)
+                self._newest[one.prefill] = GangPart(tags[batch], 0, ranks[batch])
+            return GangPart(tags[batch], members[*batch, one.prefill_rank], ranks[batch])
+
+        told = [
+            msgspec.structs.replace(one, gang=part_of(one)) if isinstance(one, Dispatch) else one
+            for one in commands
+        ]
         while len(self._newest) > _MOST_INSTANCES:
             del self._newest[next(iter(self._newest))]
         return told

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from sglang_sbs.router.decision_times import DecisionTimes
 from sglang_sbs.router.gang_parts import GangParts
 from sglang_sbs.scheduling.eventlog import EventLogWriter
