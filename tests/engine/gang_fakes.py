@@ -63,9 +63,11 @@ class Hearsay:
 
     def __init__(self) -> None:
         self.said: dict[str, dict[int, dict[int, Word]]] = {}
+        self.opened: list[tuple[str, int]] = []
         self.deaf = False
 
     def board(self, name: str, rank: int) -> Any:
+        self.opened.append((name, rank))
         said = self.said.setdefault(name, {})
         heard: dict[int, dict[int, Word]] = {}
 
