@@ -17,9 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_sbs.bench.chaos_faults import ALL, BY_NAME
-from sglang_sbs.bench.chaos_run import Fault, FaultResult, run_fault, running_site
+from sglang_sbs.bench.chaos_run import DP_SIZE, Fault, FaultResult, run_fault, running_site
 from sglang_sbs.bench.load import Workload
-from sglang_sbs.bench.rig import CHUNK_TOKENS, progress_printer
+from sglang_sbs.bench.rig import (
+    CHUNK_TOKENS,
+    add_tp_argument,
+    attention_tp_of,
+    progress_printer,
+)
 from sglang_sbs.cluster.local import ClusterStartError
 
 _FILE_WIDTH = 180
@@ -48,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--qps", type=float, default=8.0, help="requests per second (default 8)")
     parser.add_argument("--prefill", type=int, default=3, help="prefill instances (default 3)")
+    parser.set_defaults(dp=DP_SIZE)
+    add_tp_argument(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one object per fault here")
     parser.add_argument("--out", type=Path, default=Path("out/chaos"), help="logs (out/chaos)")
     return parser
@@ -65,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--seconds must be greater than 0, --qps between 0 and 100")
     if args.prefill < 2:
         parser.error("--prefill must be at least 2: one of them is stopped")
+    try:
+        args.attention_tp = attention_tp_of(args)
+    except ValueError as error:
+        parser.error(str(error))
     # The table needs room, also in a file.
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
     try:
@@ -88,7 +99,9 @@ async def _run(
     args.out.mkdir(parents=True, exist_ok=True)
     workload = Workload(qps=args.qps, requests=1, max_prompt_tokens=CHUNK_TOKENS, max_new_tokens=40)
     results = []
-    async with running_site(args.prefill, args.out, progress_printer(console)) as site:
+    async with running_site(
+        args.prefill, args.out, progress_printer(console), args.attention_tp
+    ) as site:
         for fault in faults:
             result = await run_fault(site, fault, workload=workload, tail_s=args.seconds)
             results.append(result)

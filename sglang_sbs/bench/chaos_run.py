@@ -36,6 +36,7 @@ from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_clu
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
+DP_SIZE = 2
 QUIET_S = 4.0
 """Load before the fault: what is normal."""
 SLACK = 1.5
@@ -263,7 +264,7 @@ def books(state: dict[str, Any]) -> dict[str, int]:
 
 @asynccontextmanager
 async def running_site(
-    prefill: int, log_dir: Path, on_progress: Callable[[Progress], None]
+    prefill: int, log_dir: Path, on_progress: Callable[[Progress], None], attention_tp: int = 1
 ) -> AsyncIterator[Site]:
     """Start one decode and so many prefill instances, all reporting through a relay.
 
@@ -277,8 +278,8 @@ async def running_site(
     options = ClusterOptions(
         model_path=str(cached_tiny_model()),
         prefill_instances=prefill,
-        engine_flags=parallel_flags(2),
-        prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * 2)],
+        engine_flags=parallel_flags(DP_SIZE, attention_tp),
+        prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * DP_SIZE)],
         virtual_gpu=COST,
         log_dir=log_dir,
         environment={

@@ -23,7 +23,7 @@ from rich.console import Console
 from sglang_sbs.bench.keep import KeepOptions, keep
 from sglang_sbs.bench.load import Latency, Workload
 from sglang_sbs.bench.passes import pass_statistics
-from sglang_sbs.bench.rig import Rig, running_rig
+from sglang_sbs.bench.rig import Rig, add_tp_argument, attention_tp_of, running_rig
 from sglang_sbs.bench.runs import Run
 from sglang_sbs.bench.terminal import result_table
 from sglang_sbs.bench.timeline import draw_timeline
@@ -38,6 +38,7 @@ _EXAMPLE = """\
 example:
   sglang-sbs demo                                  3P1D, SBS against round_robin
   sglang-sbs demo --load 0.9 --policy sbs --baseline least_tokens --json out.json
+  sglang-sbs demo --tp 4 --dp 2                    each DP rank is two processes (attention TP)
   sglang-sbs demo --keep                           the cluster to look at, until Ctrl-C
 
 The engines are SGLang itself with a tiny MoE model, DP attention and real KV transfer. Their
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--topology", default="3P1D", help="instances, e.g. 2P1D (default 3P1D)")
     parser.add_argument("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
+    add_tp_argument(parser)
     parser.add_argument(
         "--requests", type=int, default=240, help="requests per policy (default 240)"
     )
@@ -117,12 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         args.topology_counts = parse_topology(args.topology)
+        if args.load is None:
+            args.load = LIGHT_LOAD if args.keep else LOAD
+        if args.requests < 1 or args.load <= 0 or args.dp < 1:
+            raise ValueError("--requests, --load and --dp must be greater than 0")
+        args.attention_tp = attention_tp_of(args)
     except ValueError as error:
         parser.error(str(error))
-    if args.load is None:
-        args.load = LIGHT_LOAD if args.keep else LOAD
-    if args.requests < 1 or args.load <= 0 or args.dp < 1:
-        parser.error("--requests, --load and --dp must be greater than 0")
     _check_keep(args, parser)
     if (lacking := without_sglang("demo", on_cpu=True)) is not None:
         parser.error(lacking)
@@ -168,6 +171,7 @@ def _keep(args: argparse.Namespace, console: Console) -> int:
         prefill=prefill,
         decode=decode,
         dp_size=args.dp,
+        attention_tp=args.attention_tp,
         router_flags=_policy_flags(args.policy, args.trigger),
         load=args.load,
         seed=args.seed,
@@ -185,11 +189,13 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     if (lacking := without_matplotlib()) is not None:
         console.print(f"there will be no picture of the passes: {lacking}", soft_wrap=True)
     console.print(
-        f"[bold]1.[/] {args.topology}, dp={args.dp}, SGLang {version('sglang')}, tiny MoE, "
-        "virtual GPU"
+        f"[bold]1.[/] {args.topology}, dp={args.dp}, attention tp={args.attention_tp}, "
+        f"SGLang {version('sglang')}, tiny MoE, virtual GPU"
     )
     policies: dict[str, Any] = {}
-    async with running_rig(prefill, decode, args.dp, args.out, console) as rig:
+    async with running_rig(
+        prefill, decode, args.dp, args.out, console, attention_tp=args.attention_tp
+    ) as rig:
         workload = Workload(
             qps=args.load * rig.capacity_qps, requests=args.requests, seed=args.seed
         )
@@ -210,7 +216,7 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     token_match: bool | None = None
     if not args.skip_token_match:
         console.print("[bold]3.[/] tokens through the router against one engine asked directly")
-        report = await match_tokens(args.out, console)
+        report = await match_tokens(args.out, console, args.attention_tp)
         token_match = report.matches
         console.print(
             f"   {report.prompts} prompts over {report.pairs} prefill x decode rank pairs: "

@@ -22,7 +22,7 @@ from sglang_sbs.bench.compare import NO_FLOW_CONTROL
 from sglang_sbs.bench.demo import parse_topology
 from sglang_sbs.bench.gangs import AIM_S, Figures, figures, read_gangs
 from sglang_sbs.bench.load import Arrival, Workload
-from sglang_sbs.bench.rig import CHUNK_TOKENS, Rig, running_rig
+from sglang_sbs.bench.rig import CHUNK_TOKENS, Rig, add_tp_argument, attention_tp_of, running_rig
 from sglang_sbs.bench.runs import run_policy
 from sglang_sbs.bench.versus.prompts import Prompts, id_prompts, text_prompts
 from sglang_sbs.cluster.local import ClusterStartError
@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--topology", default="3P1D", help="instances (3P1D)")
     parser.add_argument("--dp", type=int, default=2, help="DP ranks per instance (2)")
+    add_tp_argument(parser)
     parser.add_argument(
         "--loads",
         default="0.4,0.8",
@@ -108,12 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         topology = parse_topology(args.topology)
         loads = [float(load) for load in args.loads.split(",")]
+        if min(loads) <= 0 or min(args.seeds, args.requests, args.dp) < 1 or args.skip < 0:
+            raise ValueError("--loads, --seeds, --requests and --dp must be greater than 0")
+        if not 0 <= args.busy <= _MOST_BUSY:
+            raise ValueError(f"--busy must be from 0 to {_MOST_BUSY}")
+        args.attention_tp = attention_tp_of(args)
     except ValueError as error:
         parser.error(str(error))
-    if min(loads) <= 0 or min(args.seeds, args.requests, args.dp) < 1 or args.skip < 0:
-        parser.error("--loads, --seeds, --requests and --dp must be greater than 0")
-    if not 0 <= args.busy <= _MOST_BUSY:
-        parser.error(f"--busy must be from 0 to {_MOST_BUSY}")
     console = Console()
     try:
         if args.logs:
@@ -148,7 +150,9 @@ async def _runs(
         prompts = text_prompts(model)
         flags += ["--tokenizer-path", str(model)]
     rows = []
-    async with running_rig(*topology, args.dp, args.out, console) as rig:
+    async with running_rig(
+        *topology, args.dp, args.out, console, attention_tp=args.attention_tp
+    ) as rig:
         for load in loads:
             logs, busy = [], []
             for seed in range(1, args.seeds + 1):

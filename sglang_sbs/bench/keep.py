@@ -49,6 +49,7 @@ class KeepOptions:
     prefill: int
     decode: int
     dp_size: int
+    attention_tp: int
     router_flags: list[str]
     load: float
     """Arrival rate as a share of the prefill capacity."""
@@ -144,7 +145,7 @@ def plan_of(options: KeepOptions) -> ClusterPlan:
         model_path=str(cached_tiny_model()),
         prefill_instances=options.prefill,
         decode_instances=options.decode,
-        engine_flags=parallel_flags(options.dp_size),
+        engine_flags=parallel_flags(options.dp_size, options.attention_tp),
         prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * options.dp_size)],
         virtual_gpu=COST,
         log_dir=options.out,

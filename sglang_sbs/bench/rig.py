@@ -5,6 +5,7 @@ Owns the cluster's shape and costs, and the ports its routers use. Must not know
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -25,7 +26,7 @@ from sglang_sbs.cluster.plan import (
     plan_cluster,
 )
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from sglang_sbs.testing.tiny_model import NUM_HEADS, cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 CHUNK_TOKENS = 1024
@@ -100,7 +101,13 @@ def capacity_qps(prefill_instances: int, dp_size: int) -> float:
 
 @asynccontextmanager
 async def running_rig(
-    prefill: int, decode: int, dp_size: int, log_dir: Path, console: Console
+    prefill: int,
+    decode: int,
+    dp_size: int,
+    log_dir: Path,
+    console: Console,
+    *,
+    attention_tp: int = 1,
 ) -> AsyncIterator[Rig]:
     """Start the engines, say so on the console, stop them at the end.
 
@@ -114,7 +121,7 @@ async def running_rig(
         model_path=str(cached_tiny_model()),
         prefill_instances=prefill,
         decode_instances=decode,
-        engine_flags=parallel_flags(dp_size),
+        engine_flags=parallel_flags(dp_size, attention_tp),
         prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)],
         virtual_gpu=COST,
         log_dir=log_dir,
@@ -126,10 +133,39 @@ async def running_rig(
         yield Rig(cluster.instances, ports, dp_size, log_dir)
 
 
-def parallel_flags(dp_size: int) -> list[str]:
-    """DP attention over ``dp_size`` ranks, one process each."""
-    flags = ["--tp", str(dp_size)]
+def parallel_flags(dp_size: int, attention_tp: int = 1) -> list[str]:
+    """DP attention over ``dp_size`` ranks of ``attention_tp`` processes each."""
+    flags = ["--tp", str(dp_size * attention_tp)]
     return [*flags, "--dp", str(dp_size), "--enable-dp-attention"] if dp_size > 1 else flags
+
+
+def add_tp_argument(parser: argparse._ActionsContainer) -> None:
+    """``--tp``, beside a ``--dp`` that is there already; :func:`attention_tp_of` reads both."""
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="SGLang's --tp: processes per instance; a DP rank is N/dp of them, its attention TP "
+        "(as --dp: one each)",
+    )
+
+
+def attention_tp_of(args: argparse.Namespace) -> int:
+    """Processes of a DP rank.
+
+    Raises:
+        ValueError: with what to write instead.
+    """
+    if args.tp is None:
+        return 1
+    tp, dp_size = int(args.tp), int(args.dp)
+    sizes = [str(dp_size * n) for n in range(1, NUM_HEADS + 1) if NUM_HEADS % n == 0]
+    if str(tp) not in sizes:
+        raise ValueError(
+            f"--tp {tp}: with --dp {dp_size} it must be {', '.join(sizes[:-1])} or "
+            f"{sizes[-1]}, as the tiny model has {NUM_HEADS} attention heads to share"
+        )
+    return tp // dp_size
 
 
 def progress_printer(console: Console) -> Callable[[Progress], None]:

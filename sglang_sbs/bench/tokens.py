@@ -48,7 +48,7 @@ class TokenReport:
         return not self.difference and self.pairs == DP_SIZE * DP_SIZE
 
 
-async def match_tokens(log_dir: Path, console: Console) -> TokenReport:
+async def match_tokens(log_dir: Path, console: Console, attention_tp: int = 1) -> TokenReport:
     """1P1D with real compute and SBS, and one engine without PD, on the same prompts.
 
     Sends prompts in bursts until every pair of a prefill and a decode DP rank has served some.
@@ -59,7 +59,10 @@ async def match_tokens(log_dir: Path, console: Console) -> TokenReport:
     options = ClusterOptions(
         model_path=str(cached_tiny_model()),
         unified_instances=1,
-        engine_flags=[*parallel_flags(DP_SIZE), "--chunked-prefill-size", str(2 * CHUNK_TOKENS)],
+        engine_flags=[
+            *parallel_flags(DP_SIZE, attention_tp),
+            *("--chunked-prefill-size", str(DP_SIZE * CHUNK_TOKENS)),
+        ],
         cpu=True,
         log_dir=log_dir / "token-match",
         environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},

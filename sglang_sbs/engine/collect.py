@@ -109,17 +109,24 @@ def read_placement(scheduler: Any) -> Placement:
 
 
 class Processes(NamedTuple):
-    """How many processes there are."""
+    """How many processes there are, and which this one is."""
 
     of_rank: int
     """Of a DP rank (attention TP x CP), per pipeline stage; 0: this SGLang does not say."""
     pipeline: int
+    number: int
+    """Of this one in its DP rank; 0 receives the requests and passes them on."""
 
 
 def rank_processes(scheduler: Any) -> Processes:
     ranks = _parallel(scheduler)
-    of_rank = int(getattr(ranks, "attn_tp_size", 0)) * int(getattr(ranks, "attn_cp_size", 1))
-    return Processes(of_rank, int(getattr(ranks, "pp_size", 1)))
+    attn_tp_size = int(getattr(ranks, "attn_tp_size", 0))
+    return Processes(
+        of_rank=attn_tp_size * int(getattr(ranks, "attn_cp_size", 1)),
+        pipeline=int(getattr(ranks, "pp_size", 1)),
+        number=int(getattr(ranks, "attn_cp_rank", 0)) * attn_tp_size
+        + int(getattr(ranks, "attn_tp_rank", 0)),
+    )
 
 
 def shares_barrier(scheduler: Any) -> bool:

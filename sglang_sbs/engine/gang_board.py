@@ -1,4 +1,4 @@
-"""Where the DP ranks of an engine tell each other how far their parts of a gang are.
+"""Where the processes of an engine tell each other how far their parts of a gang are.
 
 Owns the datagram sockets between scheduler processes of one host, one per direction and pair, as a
 socket queues few messages. Must not know SGLang, nor what a gang waits for. Nothing here blocks; a
@@ -7,12 +7,17 @@ message that is lost makes a gang wait until its time is over.
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
+logger = logging.getLogger(__name__)
+
+MAX_SILENCES = 5
+"""Gangs in a row that waited for others of which none was heard: they cannot be heard here."""
 MOST_RANKS = 16
 """An engine of one host has no more; the sockets grow with the square."""
 _MOST_GANGS = 64
@@ -104,3 +109,42 @@ class SocketBoard:
             if len(data) == _MESSAGE.size:
                 tag, *word = _MESSAGE.unpack(data)
                 self._heard.setdefault(tag, {})[peer] = Word(*word)
+
+
+class Line:
+    """A board for as long as somebody is heard on it. Without one, nothing is said or heard."""
+
+    def __init__(self, whom: str) -> None:
+        """``whom``: for the log."""
+        self._whom = whom
+        self.board: Board | None = None
+        self._silences = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.board is not None
+
+    def say(self, tag: int, word: Word) -> None:
+        if self.board is not None:
+            self.board.say(tag, word)
+
+    def listen(self) -> None:
+        if self.board is not None:
+            self.board.listen()
+
+    def heard(self, tag: int) -> Collection[Word]:
+        return () if self.board is None else self.board.heard(tag).values()
+
+    def waited(self, tag: int) -> None:
+        """A gang waited for the others; after ``MAX_SILENCES`` in vain the board is closed."""
+        if self.board is None:
+            return
+        self._silences = 0 if self.board.heard(tag) else self._silences + 1
+        if self._silences >= MAX_SILENCES:
+            logger.warning("gangs: nothing is heard of %s; nobody waits for them", self._whom)
+            self.close()
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+            self.board = None

@@ -1,7 +1,7 @@
 """Holds the requests of a gang back until all of it can start, on all DP ranks at once.
 
-Owns which requests of the handshake queue SGLang gets to see. Works where a DP rank is one process
-and the engine is on one host; elsewhere :mod:`.gang_gate` waits in its own way.
+Owns which requests of the handshake queue SGLang may start. Works where the engine is on one host;
+elsewhere :mod:`.gang_gate` waits in its own way.
 
 How
 ---
@@ -17,6 +17,15 @@ which a rank's part is ready it waits some milliseconds for the others' (:mod:`.
 told them until when. A rank that became ready after that time does not start in this turn, and
 neither do those that waited for it. So all ranks let a gang go in the same turn.
 
+Several processes per DP rank
+-----------------------------
+Its first process (attention TP and CP rank 0) decides for all of them. SGLang takes the minimum of
+what they report of a handshake, in a collective operation of every turn (``poll_and_all_reduce``,
+``disaggregation/utils.py``). So the first one reports a request that is held as still in the
+handshake, and it stays in the queue of all. This needs no other collective operation and does not
+depend on what the others think. They only tell the first one when a gang's handshakes are over with
+them, too.
+
 How long
 --------
 Counted is the time in which a part of the gang could have started. A gang waits ``gate_ms`` for
@@ -31,12 +40,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.engine.collect import rank_processes, read_placement, shares_barrier
-from sglang_sbs.engine.gang_board import MOST_RANKS, Board, SocketBoard, Word
+from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
 from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
 
@@ -53,9 +63,10 @@ same time, some a little later."""
 _ASK_S = 0.0002
 MOST_TURN_S = 0.005
 """A turn counts no longer: it may have been a forward pass, during which nothing could start."""
+MOST_MISSED = 1
+"""So many passes may start without a gang, of what was there before it; then it goes with what it
+has. Turns are rare while passes run, and its time would take long to pass."""
 MAX_ERRORS = 3
-MAX_SILENCES = 5
-"""Gangs in a row that waited for other ranks of which none was heard: they cannot be heard here."""
 _MOST_GANGS = 64
 """Remembered beside those in the handshake queue, of which there may be more."""
 _MOST_INCOMPLETE = 8
@@ -68,6 +79,8 @@ OpenBoard = Callable[[str, int, int], Board]
 @dataclass(slots=True)
 class _Gang:
     part: GangPart
+    first_pass: int = 0
+    """Passes that were started before it was seen."""
     seen: set[str] = field(default_factory=set)
     word: Word = field(default_factory=Word)
     """What the other ranks were told."""
@@ -101,26 +114,34 @@ class GangHold:
         self._clock = clock
         self._sleep = sleep
         self._open_board = open_board
-        self._board: Board | None = None
-        """None: this rank shares no barrier with others."""
+        self._ranks = Line("other DP ranks")
+        """Open where this rank shares a barrier with them."""
+        self._team = Line("the other processes of this DP rank")
+        self._processes = 1
+        """Of this DP rank."""
+        self._decides = True
+        """For all of them."""
         self._attached = False
         self._off = self._limit_s == 0
         self._errors = 0
-        self._silences = 0
         self._turn = 1
         self._turn_s = clock()
         self._last_turn_s = 0.0
         """How long the turn before this one counts."""
         self._gangs: dict[int, _Gang] = {}
-        self._followed_s: dict[int, float] = {}
-        """How long requests waited for gangs of which this rank has no part."""
+        self._followed: dict[int, _Gang] = {}
+        """By tag: what requests follow of which this rank has no part."""
+        self._passes = 0
+        """That were started so far."""
         self._usual_span_s = 0.0
         self._incomplete: list[_Gang] = []
         """Those that started without requests that had not come."""
 
     def handles(self, req: Any) -> bool:
-        """Whether this one, not the gate, decides when the request may start."""
-        return not self._off and is_sized(req)
+        """Whether this one, not the gate, decides when the request may start. All processes of a
+        DP rank say the same, whatever went wrong in one: the gate waits in collective operations.
+        """
+        return is_sized(req) and not (self._off and self._processes == 1)
 
     def before_next_batch(self, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
         """Before ``Scheduler.get_next_disagg_prefill_batch_to_run``: once in every turn."""
@@ -138,29 +159,28 @@ class GangHold:
                 self._failed()
         if not held:
             return original(queue, *args, **kwargs)
-        rids = {req.rid for req in held}
-        queue.queue = [req for req in queue.queue if req.rid not in rids]
-        try:
+        with _out_of_sight(queue, held) if self._processes == 1 else _in_handshake_still(held):
             return original(queue, *args, **kwargs)
-        finally:
-            queue.queue = held + queue.queue
 
     def _held(self, queue: Any) -> list[Any]:
         now_s = self._clock()
         self._last_turn_s, self._turn_s = min(now_s - self._turn_s, MOST_TURN_S), now_s
         if not self._attached:
             self._attach(queue.scheduler)
-        if self._board is not None:
-            self._board.listen()
+        self._passes = int(getattr(queue.scheduler, "forward_ct", 0))
+        self._ranks.listen()
+        self._team.listen()
         here: dict[int, list[Any]] = {}
         following: dict[int, tuple[GangPart, list[Any]]] = {}
         for req in () if self._off else queue.queue:
             part = part_of_room(req.bootstrap_room) if is_sized(req) else None
-            if part is None:
+            if part is None or (part.members == 1 and part.ranks == 1):
+                continue
+            if self._processes > 1 and _starts_in_handshake(queue, req):
                 continue
             if part.members == 0:
                 following.setdefault(part.tag, (part, []))[1].append(req)
-            elif part.members > 1 or part.ranks > 1:
+            else:
                 self._note(part, req.rid)
                 here.setdefault(part.tag, []).append(req)
         for tag in following.keys() & self._gangs.keys():
@@ -174,36 +194,58 @@ class GangHold:
             self._learn_of_late_ones()
         held = []
         for tag, reqs in here.items():
-            if not self._may_start(queue, self._gangs[tag], reqs):
+            gang = self._gangs[tag]
+            if not self._decides:
+                self._report(queue, gang, reqs)
+            elif not self._may_start(queue, gang, reqs):
                 held += reqs
-        for part, reqs in following.values():
-            if not self._may_follow(part):
-                held += reqs
+        if self._decides:
+            for part, reqs in following.values():
+                if not self._may_follow(part):
+                    held += reqs
         return held
 
     def _may_follow(self, part: GangPart) -> bool:
         """Whether those may start that follow a gang of which this rank has no part: in the turn in
-        which it starts. They wait as long as a handshake at most."""
-        tag = part.tag
-        if self._board is None or self._followed_s.get(tag, 0.0) >= self._limit_s:
+        which it starts. They wait as long as a handshake at most, and for one pass."""
+        if part.ranks == 1 or not self._ranks.is_open:
+            return True  # a gang of one rank tells the others nothing
+        waited = self._followed.pop(part.tag, None) or _Gang(part, first_pass=self._passes)
+        self._followed[part.tag] = waited
+        while len(self._followed) > _MOST_GANGS:
+            del self._followed[next(iter(self._followed))]
+        if waited.free:
             return True
         until_s = self._clock() + PEERS_S
-        while not (agreed := self._agreed(part)) and self._board.heard(tag):
-            if self._clock() >= until_s:
-                break
+        while not self._agreed(part):
+            if not self._ranks.heard(part.tag) or self._clock() >= until_s:
+                waited.arrival_s += self._last_turn_s
+                waited.free = waited.arrival_s >= self._limit_s or self._missed(waited)
+                return waited.free
             self._sleep(_ASK_S)
-            self._board.listen()
-        if not agreed:
-            self._followed_s[tag] = self._followed_s.pop(tag, 0.0) + self._last_turn_s
-            while len(self._followed_s) > _MOST_GANGS:
-                del self._followed_s[next(iter(self._followed_s))]
-        return agreed
+            self._ranks.listen()
+        waited.free = True
+        return True
+
+    def _missed(self, gang: _Gang) -> bool:
+        """Whether passes have started without it that it could have been in."""
+        return self._passes - gang.first_pass > MOST_MISSED
 
     def _note(self, part: GangPart, rid: str) -> None:
         gang = self._gangs.get(part.tag)
         if gang is None:
-            gang = self._gangs[part.tag] = _Gang(part)
+            gang = self._gangs[part.tag] = _Gang(part, first_pass=self._passes)
         gang.seen.add(rid)
+
+    def _report(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> None:
+        """Tell the process that decides when all of a gang is there, and when it is ready here."""
+        word = gang.word
+        if word.ready_turn or len(gang.seen) < gang.part.members:
+            return
+        ready = not any(_in_handshake(queue, req) for req in reqs)
+        if ready or not word.arrived:
+            word.arrived, word.ready_turn = True, self._turn if ready else 0
+            self._team.say(gang.part.tag, word)
 
     def _may_start(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> bool:
         if len(gang.seen) >= gang.part.members and not gang.word.arrived:
@@ -217,15 +259,25 @@ class GangHold:
             gang.came = self._has_come(gang)
             if gang.came:
                 self._took(gang.span_s)
-        if gang.word.arrived and in_handshake == 0:
+        if gang.word.arrived and in_handshake == 0 and self._team_ready(gang):
             gang.free = self._all_ready(gang)
         if not gang.free and in_handshake < len(reqs):
             gang.free = self._waited_enough(gang)
         return gang.free
 
+    def _team_ready(self, gang: _Gang) -> bool:
+        """Whether its handshakes are over with the other processes of this DP rank, too."""
+        if not self._team.is_open:
+            return True
+        heard = self._team.heard(gang.part.tag)
+        ready = sum(one.ready_turn > 0 for one in heard) >= self._processes - 1
+        if ready:
+            self._team.waited(gang.part.tag)
+        return ready
+
     def _all_ready(self, gang: _Gang) -> bool:
         """Whether the other ranks let it go in this turn, too."""
-        if gang.part.ranks == 1 or self._board is None:
+        if gang.part.ranks == 1 or not self._ranks.is_open:
             return True
         now_s = self._clock()
         word, until_s = gang.word, now_s + PEERS_S
@@ -234,7 +286,7 @@ class GangHold:
             self._say(gang)
             # This process may have slept in between, and the others not have heard it in time.
             word.ready_s = self._clock()
-            self._board.listen()
+            self._ranks.listen()
         while not self._agreed(gang.part, word):
             if word.asked_turn != self._turn:
                 word.asked_turn, word.until_s = self._turn, until_s
@@ -242,16 +294,14 @@ class GangHold:
             elif self._clock() >= until_s:
                 return False
             self._sleep(_ASK_S)
-            self._board.listen()
-        self._heard_of_others(True)
+            self._ranks.listen()
+        self._ranks.waited(gang.part.tag)
         return True
 
     def _agreed(self, part: GangPart, *mine: Word) -> bool:
         """All are ready, and were before the first of those that wait in this turn gave up. Of what
         they told each other all ranks conclude the same."""
-        assert self._board is not None
-        heard = self._board.heard(part.tag).values()
-        ready = [*mine, *(one for one in heard if one.ready_turn)]
+        ready = [*mine, *(one for one in self._ranks.heard(part.tag) if one.ready_turn)]
         if len(ready) < part.ranks:
             return False
         latest_s = max((one.ready_s for one in ready if one.ready_turn == self._turn), default=0.0)
@@ -263,8 +313,10 @@ class GangHold:
         else:
             gang.arrival_s += self._last_turn_s
         patience_s = max(self._limit_s, _PATIENCE * self._usual_span_s)
-        enough = gang.handshake_s >= self._limit_s or gang.arrival_s >= min(
-            patience_s, ARRIVAL_SHARE * self._limit_s
+        enough = (
+            gang.handshake_s >= self._limit_s
+            or gang.arrival_s >= min(patience_s, ARRIVAL_SHARE * self._limit_s)
+            or self._missed(gang)
         )
         if enough:
             logger.debug("gang %d starts without the rest of it", gang.part.tag)
@@ -273,17 +325,19 @@ class GangHold:
             gang.word.ready_turn = gang.word.ready_turn or self._turn
             gang.word.asked_turn = 0  # whoever becomes ready in this turn goes, too
             self._say(gang)
-            if gang.part.ranks > 1 and self._board is not None:
-                self._heard_of_others(bool(self._board.heard(gang.part.tag)))
+            if gang.word.arrived:  # with the others, too: they get what this process gets
+                self._team.waited(gang.part.tag)
+            if gang.part.ranks > 1:
+                self._ranks.waited(gang.part.tag)
         return enough
 
     def _has_come(self, gang: _Gang) -> bool:
         """Whether all of it is there, on all ranks."""
         if len(gang.seen) < gang.part.members:
             return False
-        if gang.part.ranks == 1 or self._board is None:
+        if gang.part.ranks == 1 or not self._ranks.is_open:
             return True
-        heard = self._board.heard(gang.part.tag).values()
+        heard = self._ranks.heard(gang.part.tag)
         return sum(one.arrived for one in heard) >= gang.part.ranks - 1
 
     def _took(self, span_s: float) -> None:
@@ -296,29 +350,27 @@ class GangHold:
             self._incomplete.remove(gang)
             self._took(ARRIVAL_SHARE * self._limit_s)
 
-    def _heard_of_others(self, heard: bool) -> None:
-        self._silences = 0 if heard else self._silences + 1
-        if self._silences >= MAX_SILENCES and self._board is not None:
-            logger.warning("gangs: nothing is heard of other DP ranks; each goes by itself")
-            self._board.close()
-            self._board = None
-
     def _say(self, gang: _Gang) -> None:
-        if self._board is not None and gang.part.ranks > 1:
-            self._board.say(gang.part.tag, gang.word)
+        if gang.part.ranks > 1:
+            self._ranks.say(gang.part.tag, gang.word)
 
     def _attach(self, scheduler: Any) -> None:
         """Set up on first use: only now is the rank of this process known."""
         self._attached = True
-        ranks = rank_processes(scheduler)
+        processes = rank_processes(scheduler)
         nodes = int(getattr(scheduler.server_args, "nnodes", 0))
-        if ranks.of_rank != 1 or ranks.pipeline != 1 or nodes != 1:
+        if processes.of_rank < 1 or processes.pipeline != 1 or nodes != 1:
             self._off = True
             return
+        self._processes = processes.of_rank
+        self._decides = processes.number == 0
         placement = read_placement(scheduler)
-        if shares_barrier(scheduler) and placement.dp_size <= MOST_RANKS:
-            name = f"sglang-sbs.{os.getuid()}.{self._boot_id}"
-            self._board = self._open_board(name, placement.dp_rank, placement.dp_size)
+        name = f"sglang-sbs.{os.getuid()}.{self._boot_id}"
+        if 1 < self._processes <= MOST_RANKS:
+            team = f"{name}.of.{placement.dp_rank}"
+            self._team.board = self._open_board(team, processes.number, self._processes)
+        if self._decides and shares_barrier(scheduler) and placement.dp_size <= MOST_RANKS:
+            self._ranks.board = self._open_board(name, placement.dp_rank, placement.dp_size)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours: SGLang goes on as if nothing was held."""
@@ -327,8 +379,8 @@ class GangHold:
             logger.warning("gangs are not held together: first error", exc_info=True)
         if self._errors >= MAX_ERRORS:
             self._off = True
-            if self._board is not None:
-                self._board.close()
+            self._ranks.close()
+            self._team.close()
 
 
 def is_sized(req: Any) -> bool:
@@ -336,9 +388,41 @@ def is_sized(req: Any) -> bool:
     return str(req.rid).startswith(SIZED_RID_PREFIX) and isinstance(req.bootstrap_room, int)
 
 
+@contextmanager
+def _out_of_sight(queue: Any, held: list[Any]) -> Iterator[None]:
+    """SGLang does not get to see them."""
+    rids = {req.rid for req in held}
+    queue.queue = [req for req in queue.queue if req.rid not in rids]
+    try:
+        yield
+    finally:
+        queue.queue = held + queue.queue
+
+
+@contextmanager
+def _in_handshake_still(held: list[Any]) -> Iterator[None]:
+    """To SGLang they are, in all processes of the DP rank, unless they failed in one."""
+    senders = [req.disagg_kv_sender for req in held]
+    try:
+        for sender in senders:
+            sender.poll = _at_most_in_handshake(sender.poll)
+        yield
+    finally:
+        for sender in senders:
+            vars(sender).pop("poll", None)
+
+
+def _at_most_in_handshake(poll: Callable[[], int]) -> Callable[[], int]:
+    return lambda: min(int(poll()), _IN_HANDSHAKE)
+
+
 def _in_handshake(queue: Any, req: Any) -> int:
     """1 while decode has not taken it in; a failed one is out of it, for SGLang to deal with."""
-    if int(req.disagg_kv_sender.poll()) != _IN_HANDSHAKE:
-        return 0
+    waits = int(req.disagg_kv_sender.poll()) == _IN_HANDSHAKE
+    return int(waits and not _starts_in_handshake(queue, req))
+
+
+def _starts_in_handshake(queue: Any, req: Any) -> bool:
+    """Whether SGLang would not wait for the handshake (``--optimistic-prefill-attempts``)."""
     optimistic = getattr(queue, "can_prefill_before_bootstrap", None)
-    return int(optimistic is None or not optimistic(req))
+    return optimistic is not None and bool(optimistic(req))

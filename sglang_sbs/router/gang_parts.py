@@ -42,17 +42,21 @@ class GangParts:
             leader = self._newest.get(one.prefill)
             if one.joins and leader is not None and batch not in tags:
                 return leader
-            if batch not in tags:
-                tags[batch] = self._tag
-                self._tag += 1
-                self._newest.pop(one.prefill, None)
-                self._newest[one.prefill] = GangPart(tags[batch], 0, ranks[batch])
-            return GangPart(tags[batch], members[*batch, one.prefill_rank], ranks[batch])
+            part = GangPart(
+                tags.setdefault(batch, self._tag + len(tags)),
+                members[*batch, one.prefill_rank],
+                ranks[batch],
+            )
+            self._newest.pop(one.prefill, None)
+            if part.members > 1 or part.ranks > 1:  # nobody is held for one request
+                self._newest[one.prefill] = GangPart(part.tag, 0, part.ranks)
+            return part
 
         told = [
             msgspec.structs.replace(one, gang=part_of(one)) if isinstance(one, Dispatch) else one
             for one in commands
         ]
+        self._tag += len(tags)
         while len(self._newest) > _MOST_INSTANCES:
             del self._newest[next(iter(self._newest))]
         return told

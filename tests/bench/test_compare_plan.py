@@ -51,6 +51,8 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
         ([*REAL, "--capacity", "0"], "--capacity must be greater than 0"),
         (["--pass-s", "0"], "--pass-s must be greater than 0"),
         ([*REAL, "--capacity", "5", "--pass-s", "1.5"], "leave it out with --real"),
+        ([*REAL, "--capacity", "5", "--tp", "4"], "--tp is for engines that are started here"),
+        (["--tp", "5"], "--tp 5: with --dp 2 it must be 2, 4 or 8"),
         (
             [*REAL, "--capacity", "5", "--client", "bench_serving"],
             "--client bench_serving needs --tokenizer-path",
@@ -104,6 +106,14 @@ def test_longer_passes_stretch_the_limits_and_thin_the_arrivals() -> None:
     assert longer.capacity_tokens_per_s == pytest.approx(usual.capacity_tokens_per_s / 2)
     said = Plan(command.build_parser().parse_args(["--pass-s", "1.22", "--slo-tpot", "0.3"]))
     assert said.settings()["slo_tpot_s"] == 0.3
+
+
+def test_a_report_says_how_many_processes_an_instance_has_if_it_was_asked() -> None:
+    engines = [
+        Plan(command.build_parser().parse_args(words)).settings()["engines"]
+        for words in ([], ["--tp", "4"])
+    ]
+    assert engines == ["3P1D, dp=2, virtual GPU", "3P1D, tp=4, dp=2, virtual GPU"]
 
 
 def test_seeds_may_begin_elsewhere() -> None:

@@ -38,6 +38,8 @@ def test_a_taken_port_is_named_with_the_flag_that_changes_it(
         (["--port", "3000"], "--port: only --keep serves at a fixed port"),
         (["--keep", "--port", "0"], "--port must be a number in 1..65535"),
         (["--keep", "--port", "3000", "--prometheus-port", "3000"], "must differ"),
+        (["--tp", "3"], "--tp 3: with --dp 2 it must be 2, 4 or 8"),
+        (["--tp", "4", "--dp", "3"], "--tp 4: with --dp 3 it must be 3, 6 or 12"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(

@@ -8,7 +8,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from engine_fakes import Batch, Clock, Mode, Req, Role, Scheduler
 
-from sglang_sbs.engine.collect import SchedulerReader, read_pass, read_placement
+from sglang_sbs.engine.collect import (
+    SchedulerReader,
+    rank_processes,
+    read_pass,
+    read_placement,
+)
 
 RANKS = {"pp_rank": 0, "attn_tp_rank": 0, "attn_cp_rank": 0}
 
@@ -48,6 +53,24 @@ def test_placement_in_the_runtime_context(monkeypatch: pytest.MonkeyPatch) -> No
     assert read_placement(SimpleNamespace()) == (1, 2, True)
     parallel.attn_tp_rank = 1
     assert read_placement(SimpleNamespace()) == (1, 2, False)
+
+
+def test_the_processes_of_a_dp_rank_have_numbers_and_one_of_them_speaks() -> None:
+    numbers, speaking = [], []
+    for attn_cp_rank in range(2):
+        for attn_tp_rank in range(4):
+            ps = SimpleNamespace(
+                **{**RANKS, "attn_tp_rank": attn_tp_rank, "attn_cp_rank": attn_cp_rank},
+                **{"dp_rank": None, "dp_size": 1, "attn_dp_rank": 1, "attn_dp_size": 2},
+                **{"attn_tp_size": 4, "attn_cp_size": 2, "pp_size": 1},
+            )
+            scheduler = SimpleNamespace(ps=ps)
+            of_rank, pipeline, number = rank_processes(scheduler)
+            assert (of_rank, pipeline) == (8, 1)
+            numbers.append(number)
+            speaking.append(read_placement(scheduler).emits)
+    assert numbers == list(range(8))
+    assert speaking == [True] + [False] * 7
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,15 @@ def test_a_gang_of_another_instance_is_not_followed():
 
 def test_the_newest_gang_is_followed():
     gangs = GangParts()
-    parts_of(gangs, leave("a", 0, 7))
-    (newest,) = parts_of(gangs, leave("b", 0, 8))
-    assert parts_of(gangs, leave("c", 0, 9, joins=True)) == [GangPart(newest.tag, 0, 1)]
+    parts_of(gangs, leave("a", 0, 7), leave("b", 1, 7))
+    newest, _ = parts_of(gangs, leave("c", 0, 8), leave("d", 0, 8))
+    assert parts_of(gangs, leave("e", 0, 9, joins=True)) == [GangPart(newest.tag, 0, 1)]
+
+
+def test_a_single_request_is_not_followed():
+    """The engine holds it for nobody."""
+    gangs = GangParts()
+    parts_of(gangs, leave("a", 0, 7), leave("b", 1, 7))
+    parts_of(gangs, leave("c", 0, 8))
+    (part,) = parts_of(gangs, leave("d", 1, 9, joins=True))
+    assert (part.members, part.ranks) == (1, 1)

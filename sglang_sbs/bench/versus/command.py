@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sglang_sbs.bench.rig import CHUNK_TOKENS
+from sglang_sbs.bench.rig import CHUNK_TOKENS, add_tp_argument
 from sglang_sbs.bench.versus.campaign import Campaign
 from sglang_sbs.bench.versus.clients import CLIENTS
 from sglang_sbs.bench.versus.engines import H800_CHUNK_TOKENS, PASS_S
@@ -120,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how")
     how.add_argument("--topology", default="3P1D", help="instances (3P1D)")
     how.add_argument("--dp", type=int, default=2, help="DP ranks per instance (2)")
+    add_tp_argument(how)
     how.add_argument(
         "--cost",
         default="h800",

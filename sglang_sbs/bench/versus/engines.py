@@ -68,6 +68,7 @@ class VirtualCluster:
     dp_size: int
     cost: VirtualGpuCost
     log_dir: Path
+    attention_tp: int = 1
 
     @property
     def capacity_tokens_per_s(self) -> float:
@@ -140,7 +141,7 @@ async def virtual_engines(
         model_path=str(cached_tiny_model()),
         prefill_instances=cluster.prefill,
         decode_instances=cluster.decode,
-        engine_flags=[*parallel_flags(cluster.dp_size), *variant.flags],
+        engine_flags=[*parallel_flags(cluster.dp_size, cluster.attention_tp), *variant.flags],
         prefill_flags=[
             *("--chunked-prefill-size", str(CHUNK_TOKENS * cluster.dp_size)),
             *variant.prefill_flags,

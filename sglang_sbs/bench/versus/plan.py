@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from sglang_sbs.bench.demo import parse_topology
-from sglang_sbs.bench.rig import CHUNK_TOKENS
+from sglang_sbs.bench.rig import CHUNK_TOKENS, attention_tp_of
 from sglang_sbs.bench.versus.campaign import SEARCH_WORKLOAD, Campaign, Scope
 from sglang_sbs.bench.versus.cell import Setting
 from sglang_sbs.bench.versus.clients import CLIENTS
@@ -142,6 +142,7 @@ class Plan:
         ):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        self._attention_tp = attention_tp_of(args)
         for name in ("search_steps", "share_of_capacity"):
             if getattr(args, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative")
@@ -157,6 +158,8 @@ class Plan:
             raise ValueError(f"{given[0]} is for engines that run already: add --real")
         if args.real and args.pass_s is not None:
             raise ValueError("--pass-s is for the virtual GPU: leave it out with --real")
+        if args.real and args.tp is not None:
+            raise ValueError("--tp is for engines that are started here: leave it out with --real")
         if args.key_file is not None:
             if not args.real:
                 raise ValueError("--key-file is for engines that run already: add --real")
@@ -228,7 +231,9 @@ class Plan:
         prefill, decode = parse_topology(args.topology)
         cost = _cost(args.cost)
         scaled = scaled_cost(cost, args.dp, args.cost_chunk, self._pass_s)
-        cluster = VirtualCluster(prefill, decode, args.dp, scaled, args.report)
+        cluster = VirtualCluster(
+            prefill, decode, args.dp, scaled, args.report, attention_tp=self._attention_tp
+        )
 
         def start(variant: str) -> AbstractAsyncContextManager[Engines]:
             return virtual_engines(cluster, ENGINE_VARIANTS[variant], Console())
@@ -243,11 +248,12 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """What changes a figure. Contenders, workloads, loads and seeds may be added later."""
         args = self._args
+        tp = "" if args.tp is None else f"tp={args.tp}, "
         engines: dict[str, Any] = (
             {"engines": f"given: {_urls(args)}", "engine_flags": args.engines}
             if args.real
             else {
-                "engines": f"{args.topology}, dp={args.dp}, virtual GPU",
+                "engines": f"{args.topology}, {tp}dp={args.dp}, virtual GPU",
                 "cost": f"{args.cost}, chunk {args.cost_chunk}",
                 "pass_s": self._pass_s,
                 # Given engines are asked for theirs when they are needed.

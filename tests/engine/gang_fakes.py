@@ -1,0 +1,145 @@
+"""Scheduler processes with the hold in them, their queues, and what they hear of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_sbs.engine.gang_board import Word
+from sglang_sbs.engine.gang_hold import GangHold
+from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
+
+GATE_MS = 20.0
+TURN_S = 0.001
+WAITING, READY = 1, 2
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Req:
+    """A request in the handshake: ``state`` is what its sender's poll says."""
+
+    def __init__(self, rid: str, part: GangPart | None = None, state: int = READY) -> None:
+        self.rid = rid if part is None else SIZED_RID_PREFIX + rid
+        self.bootstrap_room = 12345 if part is None else gang_room(part, 1, 0)
+        self.state = state
+        self.polls = 0
+        self.disagg_kv_sender = Sender(self)
+
+
+class Sender:
+    """``CommonKVSender``."""
+
+    def __init__(self, req: Req) -> None:
+        self._req = req
+
+    def poll(self) -> int:
+        self._req.polls += 1
+        return self._req.state
+
+
+class Queue:
+    """``PrefillBootstrapQueue``: pops what is not in the handshake any more."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.queue: list[Req] = []
+
+    def pop_bootstrapped(self) -> list[Req]:
+        ready = [req for req in self.queue if req.state != WAITING]
+        self.queue = [req for req in self.queue if req.state == WAITING]
+        return ready
+
+
+class Hearsay:
+    """The boards of all processes: who is on a board hears what others say there on listening."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, dict[int, dict[int, Word]]] = {}
+        self.opened: list[tuple[str, int]] = []
+        self.deaf = False
+
+    def board(self, name: str, rank: int) -> Any:
+        self.opened.append((name, rank))
+        said = self.said.setdefault(name, {})
+        heard: dict[int, dict[int, Word]] = {}
+
+        def say(tag: int, word: Word) -> None:
+            copy = Word(*(getattr(word, name) for name in Word.__slots__))
+            said.setdefault(tag, {})[rank] = copy
+
+        def listen() -> None:
+            for tag, words in ({} if self.deaf else said).items():
+                heard[tag] = {peer: word for peer, word in words.items() if peer != rank}
+
+        def hear(tag: int) -> Mapping[int, Word]:
+            return heard.get(tag, {})
+
+        return SimpleNamespace(say=say, listen=listen, heard=hear, close=lambda: None)
+
+
+class Rank:
+    """A scheduler process: ``turn`` is one turn of its event loop."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        attn_tp: int = 1,
+        attn_tp_rank: int = 0,
+        pipeline: int = 1,
+        nodes: int = 1,
+        gate_ms: float | None = GATE_MS,
+        hearsay: Hearsay | None = None,
+    ) -> None:
+        self.clock = clock
+        self.while_asleep: Callable[[], None] = lambda: None
+        ps = SimpleNamespace(
+            dp_rank=None,
+            dp_size=1,
+            attn_dp_rank=rank,
+            attn_dp_size=ranks,
+            pp_rank=0,
+            pp_size=pipeline,
+            attn_tp_rank=attn_tp_rank,
+            attn_tp_size=attn_tp,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+        )
+        self.queue = Queue(SimpleNamespace(ps=ps, server_args=SimpleNamespace(nnodes=nodes)))
+        self.hold = GangHold(
+            gate_ms,
+            "boot",
+            clock=clock,
+            sleep=self._sleep,
+            open_board=lambda name, rank, _ranks: (hearsay or Hearsay()).board(name, rank),
+        )
+
+    def _sleep(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.while_asleep()
+
+    def pop(self) -> list[str]:
+        popped = self.hold.around_pop_bootstrapped(Queue.pop_bootstrapped, self.queue)
+        return [req.rid.removeprefix(SIZED_RID_PREFIX) for req in popped]
+
+    def turn(self, after_s: float = TURN_S) -> list[str]:
+        self.clock.now_s += after_s
+        popped = self.pop()
+        self.hold.before_next_batch(self.queue.scheduler)
+        return popped
+
+    def turns_until_pop(self) -> int:
+        for number in range(1, 1000):
+            if self.turn():
+                return number
+        raise AssertionError("it is held for ever")
