@@ -51,8 +51,10 @@ class Gang:
     """By request id, once a pass started it."""
     offset_s: float = 0.0
     """Router's clock minus engine's."""
+    followed: list[int] = field(default_factory=list)
+    """Passes that started requests which were sent after it, to be in the same."""
     torn: bool = False
-    """A pass left some of it behind although their rank had room."""
+    """A pass left some of it behind although their rank had room, or was started by who follows it."""
     overflowed: bool = False
     """A pass left some of it behind as their rank's chunk was full."""
 
@@ -127,6 +129,9 @@ def gangs_of(records: Sequence[LogRecord], skip: int = 0, log: str = "") -> list
     """See :func:`read_gangs`."""
     gangs: dict[tuple[str, int], Gang] = {}
     owner: dict[str, Gang] = {}
+    newest: dict[str, Gang] = {}
+    leaders: dict[str, Gang] = {}
+    """Of the requests that follow one."""
     launches: dict[tuple[str, int, int], EndForward] = {}
     dispatched = 0
     for record in records:
@@ -140,12 +145,19 @@ def gangs_of(records: Sequence[LogRecord], skip: int = 0, log: str = "") -> list
                 )
                 gang.sent.add(command.rid)
                 owner[command.rid] = gang
+                if not command.joins:
+                    newest[command.prefill] = gang
+                elif (leader := newest.get(command.prefill)) is not None:
+                    leaders[command.rid] = leader
         event = record.event
         if isinstance(event, ForwardEnded) and event.report.role == "prefill":
             report = event.report
             if report.kind == "launch":
                 launches[event.instance, report.forward_id, report.dp_rank] = report
                 _note(event.instance, report, owner)
+                for started in report.started:
+                    if started.rid in leaders:
+                        leaders[started.rid].followed.append(report.forward_id)
     offsets_s = clock_offsets(records)
     known = [gang for gang in gangs.values() if gang.known]
     for gang in known:
@@ -165,6 +177,7 @@ def _judge(gang: Gang, launches: Launches) -> None:
     first = min(one.forward_id for one in gang.members.values())
     left = {one.rank for one in gang.members.values() if one.forward_id != first}
     gang.torn = any(not _full(launches.get((gang.instance, first, rank))) for rank in left)
+    gang.torn |= min(gang.followed, default=first) < first
     gang.overflowed = bool(left) and not gang.torn
 
 

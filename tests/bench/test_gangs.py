@@ -20,7 +20,9 @@ OFFSET_S = 100.0
 """Router's clock minus engine's."""
 
 
-def sent(rid: str, *, rank: int, batch: int = 1, now_s: float = OFFSET_S) -> LogRecord:
+def sent(
+    rid: str, *, rank: int, batch: int = 1, now_s: float = OFFSET_S, joins: bool = False
+) -> LogRecord:
     command = Dispatch(
         rid=rid,
         prefill="p0",
@@ -30,6 +32,7 @@ def sent(rid: str, *, rank: int, batch: int = 1, now_s: float = OFFSET_S) -> Log
         batch=batch,
         held_s=0.0,
         reason="",
+        joins=joins,
     )
     return LogRecord(now_s, RequestArrived(rid=rid, prompt_tokens=100), [command])
 
@@ -75,6 +78,20 @@ def test_a_gang_whose_ranks_start_in_different_passes_is_torn() -> None:
     assert gang.torn
     one = figures([gang])
     assert (one.passes, one.torn, one.torn_share) == (2, 1, 0.5)
+
+
+@pytest.mark.parametrize("alone_in", [1, 2])
+def test_a_gang_is_torn_by_who_follows_it_and_starts_before(alone_in: int) -> None:
+    (gang,) = gangs_of(
+        [
+            *PAIR,
+            sent("late", rank=1, batch=2, joins=True),
+            launched(alone_in, 1, ("late", 0.010)),
+            launched(2, 0, ("a", 0.010)),
+            launched(2, 1, ("b", 0.013)),
+        ]
+    )
+    assert gang.torn == (alone_in == 1)
 
 
 @pytest.mark.parametrize(
