@@ -54,7 +54,7 @@ class Gang:
     followed: list[int] = field(default_factory=list)
     """Passes that started requests which were sent after it, to be in the same."""
     torn: bool = False
-    """A pass left some of it behind although their rank had room, or was started by who follows it."""
+    """A pass left some of it behind although their rank had room, or who follows it went before."""
     overflowed: bool = False
     """A pass left some of it behind as their rank's chunk was full."""
 
