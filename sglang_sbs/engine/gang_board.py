@@ -22,7 +22,7 @@ MOST_RANKS = 16
 """An engine of one host has no more; the sockets grow with the square."""
 _MOST_GANGS = 64
 """Whose messages are remembered."""
-_MESSAGE = struct.Struct("<IQd?Qd")
+_MESSAGE = struct.Struct("<IQ?Q")
 
 
 @dataclass(slots=True)
@@ -32,13 +32,10 @@ class Word:
 
     ready_turn: int = 0
     """In which its part became ready to start, all of it. 0: it is not."""
-    ready_s: float = 0.0
     arrived: bool = False
     """All of its part is there, ready or not."""
-    asked_turn: int = 0
-    """In which it last waited for the other ranks, ..."""
-    until_s: float = 0.0
-    """... up to this time."""
+    gave_up_turn: int = 0
+    """In which it had waited long enough for the rest. 0: it waits."""
 
 
 class Board(Protocol):

@@ -12,10 +12,9 @@ aborts it. The event loop runs on meanwhile: that is how the rest is read from t
 on the other ranks, which a wait inside the loop would keep from it at the next collective
 operation.
 
-Ranks run their loops in lockstep, so a turn of the loop has the same number on all. In each turn in
-which a rank's part is ready it waits some milliseconds for the others' (:mod:`.gang_board`), having
-told them until when. A rank that became ready after that time does not start in this turn, and
-neither do those that waited for it. So all ranks let a gang go in the same turn.
+Ranks run their loops in lockstep. Each turn ends in a collective operation, so it has the same
+number on all, and what a rank says in one (:mod:`.gang_board`) has reached the others before the
+next. A rank says when its part is ready. In the turn after the last said so, all let the gang go.
 
 Several processes per DP rank
 -----------------------------
@@ -57,10 +56,6 @@ _PATIENCE = 4
 """Requests on their way are waited for so many times as long as they took of late at most ..."""
 _FORGETTING = 0.9
 """... where each gang makes what was before count for less."""
-PEERS_S = 0.003
-"""How long a rank that is ready waits for the others within a turn: they read their sockets at the
-same time, some a little later."""
-_ASK_S = 0.0002
 MOST_TURN_S = 0.005
 """A turn counts no longer: it may have been a forward pass, during which nothing could start."""
 MOST_MISSED = 1
@@ -105,14 +100,12 @@ class GangHold:
         boot_id: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
         open_board: OpenBoard = SocketBoard,
     ) -> None:
         """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``."""
         self._limit_s = (DEFAULT_GATE_MS if gate_ms is None else gate_ms) / 1e3
         self._boot_id = boot_id
         self._clock = clock
-        self._sleep = sleep
         self._open_board = open_board
         self._ranks = Line("other DP ranks")
         """Open where this rank shares a barrier with them."""
@@ -216,16 +209,11 @@ class GangHold:
             del self._followed[next(iter(self._followed))]
         if waited.free:
             return True
-        until_s = self._clock() + PEERS_S
-        while not self._agreed(part):
-            if not self._ranks.heard(part.tag) or self._clock() >= until_s:
-                waited.arrival_s += self._last_turn_s
-                waited.free = waited.arrival_s >= self._limit_s or self._missed(waited)
-                return waited.free
-            self._sleep(_ASK_S)
-            self._ranks.listen()
-        waited.free = True
-        return True
+        waited.arrival_s += self._last_turn_s
+        waited.free = (
+            self._agreed(part) or waited.arrival_s >= self._limit_s or self._missed(waited)
+        )
+        return waited.free
 
     def _missed(self, gang: _Gang) -> bool:
         """Whether passes have started without it that it could have been in."""
@@ -259,10 +247,16 @@ class GangHold:
             gang.came = self._has_come(gang)
             if gang.came:
                 self._took(gang.span_s)
-        if gang.word.arrived and in_handshake == 0 and self._team_ready(gang):
-            gang.free = self._all_ready(gang)
-        if not gang.free and in_handshake < len(reqs):
-            gang.free = self._waited_enough(gang)
+        word = gang.word
+        if not word.ready_turn and word.arrived and not in_handshake and self._team_ready(gang):
+            word.ready_turn = self._turn
+            self._say(gang)
+        if not word.gave_up_turn and in_handshake < len(reqs) and self._waited_enough(gang):
+            word.gave_up_turn = self._turn
+            self._say(gang)
+        gang.free = self._agreed(gang.part, word)
+        if gang.free and gang.part.ranks > 1:
+            self._ranks.waited(gang.part.tag)
         return gang.free
 
     def _team_ready(self, gang: _Gang) -> bool:
@@ -275,37 +269,15 @@ class GangHold:
             self._team.waited(gang.part.tag)
         return ready
 
-    def _all_ready(self, gang: _Gang) -> bool:
-        """Whether the other ranks let it go in this turn, too."""
-        if gang.part.ranks == 1 or not self._ranks.is_open:
-            return True
-        now_s = self._clock()
-        word, until_s = gang.word, now_s + PEERS_S
-        if not word.ready_turn:
-            word.ready_turn, word.ready_s = self._turn, now_s
-            self._say(gang)
-            # This process may have slept in between, and the others not have heard it in time.
-            word.ready_s = self._clock()
-            self._ranks.listen()
-        while not self._agreed(gang.part, word):
-            if word.asked_turn != self._turn:
-                word.asked_turn, word.until_s = self._turn, until_s
-                self._say(gang)
-            elif self._clock() >= until_s:
-                return False
-            self._sleep(_ASK_S)
-            self._ranks.listen()
-        self._ranks.waited(gang.part.tag)
-        return True
-
     def _agreed(self, part: GangPart, *mine: Word) -> bool:
-        """All are ready, and were before the first of those that wait in this turn gave up. Of what
-        they told each other all ranks conclude the same."""
-        ready = [*mine, *(one for one in self._ranks.heard(part.tag) if one.ready_turn)]
-        if len(ready) < part.ranks:
-            return False
-        latest_s = max((one.ready_s for one in ready if one.ready_turn == self._turn), default=0.0)
-        return all(latest_s <= one.until_s for one in ready if one.asked_turn == self._turn)
+        """Whether all were ready in an earlier turn, or one had given up waiting. What is said in a
+        turn is heard by all before the next begins, so all ranks conclude the same."""
+        if part.ranks == 1 or not self._ranks.is_open:
+            return any(word.ready_turn or word.gave_up_turn for word in mine)
+        words = [*mine, *self._ranks.heard(part.tag)]
+        if any(0 < word.gave_up_turn < self._turn for word in words):
+            return True
+        return sum(0 < word.ready_turn < self._turn for word in words) >= part.ranks
 
     def _waited_enough(self, gang: _Gang) -> bool:
         if gang.came:
@@ -322,13 +294,8 @@ class GangHold:
             logger.debug("gang %d starts without the rest of it", gang.part.tag)
             if not gang.came:
                 self._incomplete = [*self._incomplete, gang][-_MOST_INCOMPLETE:]
-            gang.word.ready_turn = gang.word.ready_turn or self._turn
-            gang.word.asked_turn = 0  # whoever becomes ready in this turn goes, too
-            self._say(gang)
             if gang.word.arrived:  # with the others, too: they get what this process gets
                 self._team.waited(gang.part.tag)
-            if gang.part.ranks > 1:
-                self._ranks.waited(gang.part.tag)
         return enough
 
     def _has_come(self, gang: _Gang) -> bool:

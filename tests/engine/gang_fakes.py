@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +102,6 @@ class Rank:
         hearsay: Hearsay | None = None,
     ) -> None:
         self.clock = clock
-        self.while_asleep: Callable[[], None] = lambda: None
         ps = SimpleNamespace(
             dp_rank=None,
             dp_size=1,
@@ -120,13 +119,8 @@ class Rank:
             gate_ms,
             "boot",
             clock=clock,
-            sleep=self._sleep,
             open_board=lambda name, rank, _ranks: (hearsay or Hearsay()).board(name, rank),
         )
-
-    def _sleep(self, seconds: float) -> None:
-        self.clock.now_s += seconds
-        self.while_asleep()
 
     def pop(self) -> list[str]:
         popped = self.hold.around_pop_bootstrapped(Queue.pop_bootstrapped, self.queue)

@@ -12,7 +12,6 @@ from sglang_sbs.engine.gang_hold import (
     ARRIVAL_SHARE,
     MAX_ERRORS,
     MOST_TURN_S,
-    PEERS_S,
 )
 from sglang_sbs.wire.gangs import GangPart
 
@@ -194,43 +193,19 @@ def test_a_rank_waits_for_the_part_of_another_that_has_seen_nothing_of_it() -> N
     for _ in range(3):
         assert (first.turn(), second.turn()) == ([], [])
     second.queue.queue.append(Req("b", part))
-    popped: list[list[str]] = []
-
-    def peer() -> None:
-        if not popped:
-            popped.append(second.turn())
-
-    first.while_asleep = peer
-    assert first.turn() == ["a"]
-    assert popped == [["b"]]
+    assert (first.turn(), second.turn()) == ([], [])
+    assert (first.turn(), second.turn()) == (["a"], ["b"])
 
 
-def test_a_rank_that_is_ready_too_late_in_a_turn_starts_in_the_next_with_the_others() -> None:
-    first, second, _ = pair()
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_is_said_in_a_turn_counts_from_the_next_on_for_all(order: tuple[int, int]) -> None:
+    """Within a turn some ranks hear it and others do not yet."""
+    ranks = pair()
     part = GangPart(1, 1, 2)
-    first.queue.queue.append(Req("a", part))
-    second.queue.queue.append(Req("b", part))
-    assert first.turn() == []
-    assert second.turn() == [], "the first did not wait any longer"
-    assert first.turn() == ["a"]
-    assert second.turn() == ["b"]
-
-
-def test_a_rank_that_slept_through_its_time_comes_to_the_same_conclusion() -> None:
-    first, second, _ = pair()
-    part = GangPart(1, 1, 2)
-    first.queue.queue.append(Req("a", part))
-    second.queue.queue.append(Req("b", part))
-    popped: list[list[str]] = []
-
-    def peer() -> None:
-        if not popped:
-            popped.append(second.turn())
-            first.clock.now_s += 10 * PEERS_S
-
-    first.while_asleep = peer
-    assert first.turn() == ["a"]
-    assert popped == [["b"]]
+    for rank, rid in zip(ranks, "ab", strict=False):
+        rank.queue.queue.append(Req(rid, part))
+    assert [ranks[index].turn() for index in order] == [[], []]
+    assert sorted(ranks[index].turn()[0] for index in order) == ["a", "b"]
 
 
 def test_a_part_that_was_lost_costs_the_other_rank_one_bounded_wait() -> None:
@@ -284,12 +259,12 @@ def test_ranks_hear_each_other_through_sockets(request: pytest.FixtureRequest) -
     name = f"sglang-sbs-test.{id(request)}"
     boards = [SocketBoard(name, rank, 3) for rank in range(3)]
     try:
-        boards[0].say(7, Word(ready_turn=3, ready_s=1.5, arrived=True))
-        boards[2].say(7, Word(arrived=True, asked_turn=4, until_s=2.5))
+        boards[0].say(7, Word(ready_turn=3, arrived=True))
+        boards[2].say(7, Word(arrived=True, gave_up_turn=4))
         boards[1].listen()
         assert boards[1].heard(7) == {
-            0: Word(ready_turn=3, ready_s=1.5, arrived=True),
-            2: Word(arrived=True, asked_turn=4, until_s=2.5),
+            0: Word(ready_turn=3, arrived=True),
+            2: Word(arrived=True, gave_up_turn=4),
         }
         assert boards[1].heard(8) == {}
         with pytest.raises(OSError, match="in use"):
