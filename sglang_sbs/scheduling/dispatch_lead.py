@@ -30,9 +30,6 @@ TORN_FORGET_S = 60.0
 """Time constant: who avoids idle instances, as they tear, sees no more of them."""
 JOIN_SHARE = 0.15
 """A single request may join until this share of what the lead has beyond the latency is left."""
-THERE_LATENCIES = 4
-"""What was sent so many latencies before the end was at the engine by then. That the engine started
-late all the same is a pause of its own, which no lead makes shorter."""
 MARGIN_S = 0.003
 """Never less than this above the latency, the resolution of everything that is measured here."""
 
@@ -93,10 +90,8 @@ class DispatchLead:
         if seen.torn is not None:
             self._torn_share += TORN_STEP * (seen.torn - self._torn_share)
         lead_s = self.lead_s(latency_s)
-        there_s = THERE_LATENCIES * (latency_s + MARGIN_S)
         landed = sum(1 for s in seen.landed_s if s <= 2 * lead_s)
-        landed += sum(1 for s in seen.idled_s if s > there_s)
-        idled = sum(1 for s in seen.idled_s if 0.5 * lead_s <= s <= there_s)
+        idled = sum(1 for s in seen.idled_s if s >= 0.5 * lead_s)
         left_behind = sum(1 for s in seen.left_behind_s if s >= 0.5 * lead_s)
         count = landed + idled + left_behind
         if count == 0:

@@ -54,6 +54,7 @@ def observe_launch(
     gap_s: float,
     has_room: bool,
     bootstrapping_requests: int,
+    there_s: float = 0.0,
 ) -> Observation:
     """Read a rank's message about the launch of a pass.
 
@@ -65,9 +66,13 @@ def observe_launch(
         gap_s: usual pause between the two.
         has_room: the rank's chunk is not full.
         bootstrapping_requests: at the rank, not schedulable yet.
+        there_s: how long before the launch the last of its requests had come; 0: not told.
     """
     learned = Observation()
     in_flight = list(in_flight)
+    # The requests were there for most of the time in which nothing ran: that is the engine's own
+    # pause, and no lead makes it shorter.
+    paused = there_s > 0.5 * (launch_s - free_since_s)
     landed_s = []
     started = 0
     """Requests of the batch that woke the instance."""
@@ -79,7 +84,7 @@ def observe_launch(
                 learned.latencies_s.append(ahead_s)
         elif sent.joins:
             continue
-        elif launch_s > free_since_s + 1.5 * gap_s + _ON_TIME_S:
+        elif launch_s > free_since_s + 1.5 * gap_s + _ON_TIME_S and not paused:
             # The instance fell idle and launched when this one came: too late for the gapless
             # launch it was meant for.
             learned.idled_s.append(free_since_s - sent.at_s)

@@ -460,6 +460,7 @@ class PrefillInstance:
                 gap_s=self.gap_s,
                 has_room=self._has_room_beside(report),
                 bootstrapping_requests=report.bootstrapping_requests,
+                there_s=_there_s(report),
             )
         # By the counter, that many of the oldest were accepted as well.
         rank.acknowledge_lost(accepted(self.passes, report.rids, report.dp_rank, lost_requests))
@@ -599,3 +600,9 @@ class PrefillInstance:
     def _compute(self, tokens: list[int]) -> list[float]:
         """The same for tokens that a pass has taken now."""
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+
+
+def _there_s(report: EndForward) -> float:
+    """How long before its launch the last request had come that the pass starts; 0: not told."""
+    queued_s = [one.queued_s for one in report.started]
+    return report.launch_s - max(queued_s) if queued_s and min(queued_s) > 0 else 0.0

@@ -8,7 +8,6 @@ import pytest
 
 from sglang_sbs.scheduling.dispatch_lead import (
     MARGIN_S,
-    THERE_LATENCIES,
     TORN_FORGET_S,
     DispatchLead,
 )
@@ -97,11 +96,3 @@ def test_torn_batches_are_forgotten_where_nobody_sees_any_more_of_them():
     assert lead.whole == 0
     observe(lead, now_s=4 * TORN_FORGET_S)
     assert lead.whole > 0.7
-
-
-def test_a_pause_of_the_engine_makes_no_lead_longer():
-    """However early a batch leaves, such an engine starts it late."""
-    lead = DispatchLead()
-    for _ in range(1000):
-        observe(lead, idled=[lead.lead_s(LATENCY_S)])
-    assert lead.lead_s(LATENCY_S) < (THERE_LATENCIES + 1) * (LATENCY_S + MARGIN_S) < PASS_S

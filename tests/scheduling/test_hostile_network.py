@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from sglang_sbs.scheduling import (
     ForwardEnded,
@@ -16,12 +17,14 @@ from sglang_sbs.scheduling import (
 )
 from sglang_sbs.scheduling.forward_model import ForwardModel
 from sglang_sbs.scheduling.network_latency import NetworkLatency
+from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.simulator.cluster import simulate
 from sglang_sbs.simulator.cost import COSTS
 from sglang_sbs.simulator.spec import ClusterSpec
 from sglang_sbs.simulator.sweep import scheduler_config
 from sglang_sbs.simulator.workload import synthetic, uniform_like
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import Started
 
 MINUTE_S = 60.0
 HOUR_S = 3600.0
@@ -151,3 +154,33 @@ def test_expected_outputs_recover_from_answers_of_any_length():
     probe = RequestArrived(rid="probe", prompt_tokens=10)
     scheduler.handle(probe, 400.0)
     assert scheduler._requests["probe"].total_tokens < 300
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "idled"), [(50.01, False), (50.09, True), (0.0, True)], ids=["there", "late", "?"]
+)
+def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(queued_s: float, idled: bool):
+    """The engine took 100 ms to start what it had; leaving earlier would change nothing."""
+    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000)
+    instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    base = EndForward(
+        instance_id="p0",
+        boot_id="b",
+        role="prefill",
+        dp_rank=0,
+        dp_size=1,
+        seq=0,
+        kind="launch",
+        forward_id=1,
+        launch_s=49.7,
+        extend_tokens=500,
+        tokens_per_rank=[500],
+    )
+    instance.on_report(base, 100.0, 0.02)
+    instance.dispatched("r", 0, 500, 100.25)
+    ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
+    instance.on_report(ended, 100.3, 0.02)
+    started = [Started("r", queued_s, 50.1)]
+    next_one = replace(base, seq=2, forward_id=2, launch_s=50.1, rids=["r"], started=started)
+    seen = instance.on_report(next_one, 100.4, 0.02)
+    assert (bool(seen.idled_s), bool(seen.landed_s)) == (idled, not idled)
