@@ -458,6 +458,7 @@ def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
     mirror.follow([state])
     assert [one.barrier for one in mirror.announcements()] == [False]
     setup.registry.described(worker, msgspec.structs.replace(again, sbs=SbsBlock(boot_id="b2")))
+    setup.registry.refresh(worker)
     assert isinstance(setup.events[-1], InstanceUp)
     assert setup.events[-1].barrier
 
