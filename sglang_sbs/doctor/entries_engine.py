@@ -241,6 +241,7 @@ ENTRIES: dict[str, Entry] = {
         "The DP ranks make passes each for itself. SBS takes each for an instance of one rank: it "
         "gains by the predicted finish of each rank and by the order of the queue; batches over "
         "ranks, and holding for them, gain nothing.",
+        "nothing, if that is wanted: SBS needs no setting for it",
     ),
     "limits.no-chunking": Entry(
         _WARNING,
