@@ -15,6 +15,9 @@ from sglang_sbs.scheduling.immediate import (
     ImmediatePolicy,
     Place,
     Random,
+    Worker,
+    rank_of,
+    ranks_of,
     requests_of,
     workers_of,
 )
@@ -44,15 +47,13 @@ class CacheAware(Random):
         """Blocks sent there, least recently used first; a name stands for all before it."""
 
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        workers = {places[0][0].worker: places for places in workers_of(instances)}
+        workers = {worker[0].worker: worker for worker in workers_of(instances)}
         name = self._worker_of(request, workers)
         self._remember(name, request)
-        return self._random.choice(workers[name])
+        return self.any_rank_of(workers[name])
 
-    def _worker_of(
-        self, request: Request, workers: Mapping[InstanceId, Sequence[Place]]
-    ) -> InstanceId:
-        loads = {name: requests_of(places) for name, places in workers.items()}
+    def _worker_of(self, request: Request, workers: Mapping[InstanceId, Worker]) -> InstanceId:
+        loads = {name: requests_of(worker) for name, worker in workers.items()}
         fewest, most = min(loads.values()), max(loads.values())
         if most - fewest > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * fewest:
             return min(workers, key=lambda name: loads[name])
@@ -90,8 +91,8 @@ class SessionAffinity(ImmediatePolicy):
 
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         key = request.session or request.rid
-        places = max(workers_of(instances), key=lambda one: _hash(f"{key} {one[0][0].worker}"))
-        return places[_hash(key) % len(places)]
+        worker = max(workers_of(instances), key=lambda one: _hash(f"{key} {one[0].worker}"))
+        return rank_of(worker, _hash(key) % ranks_of(worker))
 
 
 def _hash(text: str) -> int:

@@ -17,20 +17,31 @@ from sglang_sbs.scheduling.request import Request, RequestQueue
 
 Place = tuple[PrefillInstance, int]
 """A DP rank."""
+Worker = list[PrefillInstance]
+"""What a gateway chooses among: one instance, or where there is no barrier all that it is."""
 
 
-def workers_of(instances: Sequence[PrefillInstance]) -> list[list[Place]]:
-    """The ranks of each worker: what a gateway chooses among, barrier or not."""
-    workers: dict[str, list[Place]] = {}
+def workers_of(instances: Sequence[PrefillInstance]) -> list[Worker]:
+    """The workers that the instances are."""
+    workers: dict[str, Worker] = {}
     for instance in instances:
-        places = workers.setdefault(instance.worker, [])
-        places += [(instance, rank) for rank in range(instance.dp_size)]
+        workers.setdefault(instance.worker, []).append(instance)
     return list(workers.values())
 
 
-def requests_of(worker: Sequence[Place]) -> int:
+def ranks_of(worker: Worker) -> int:
+    """How many DP ranks it has."""
+    return sum([instance.dp_size for instance in worker])
+
+
+def rank_of(worker: Worker, number: int) -> Place:
+    """One of them."""
+    return (worker[0], number) if len(worker) == 1 else (worker[number], 0)
+
+
+def requests_of(worker: Worker) -> int:
     """Unfinished ones."""
-    return sum(len(instance.ranks[rank].outstanding) for instance, rank in worker)
+    return sum([len(rank.outstanding) for instance in worker for rank in instance.ranks])
 
 
 class ImmediatePolicy(PrefillPolicy):
@@ -66,12 +77,12 @@ class RoundRobin(ImmediatePolicy):
 
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         workers = workers_of(instances)
-        places = workers[self._next % len(workers)]
+        worker = workers[self._next % len(workers)]
         self._next += 1
-        name = places[0][0].worker
-        turn = self._next_rank.get(name, 0) % len(places)
-        self._next_rank[name] = turn + 1
-        return places[turn]
+        name = worker[0].worker
+        number = self._next_rank.get(name, 0) % ranks_of(worker)
+        self._next_rank[name] = number + 1
+        return rank_of(worker, number)
 
 
 class Random(ImmediatePolicy):
@@ -81,7 +92,11 @@ class Random(ImmediatePolicy):
         self._random = random.Random(seed)
 
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        return self._random.choice(self._random.choice(workers_of(instances)))
+        return self.any_rank_of(self._random.choice(workers_of(instances)))
+
+    def any_rank_of(self, worker: Worker) -> Place:
+        """As SGLang places what names no rank."""
+        return rank_of(worker, self._random.randrange(ranks_of(worker)))
 
 
 class RandomRank(Random):
@@ -95,7 +110,7 @@ class RandomRank(Random):
         workers = workers_of(instances)
         worker = workers[self._next % len(workers)]
         self._next += 1
-        return self._random.choice(worker)
+        return self.any_rank_of(worker)
 
 
 class LeastRequests(ImmediatePolicy):
@@ -103,7 +118,8 @@ class LeastRequests(ImmediatePolicy):
 
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         worker = min(workers_of(instances), key=requests_of)
-        return min(worker, key=lambda place: requests_of([place]))
+        places = [rank_of(worker, number) for number in range(ranks_of(worker))]
+        return min(places, key=lambda place: len(place[0].ranks[place[1]].outstanding))
 
 
 class LeastTokens(ImmediatePolicy):
@@ -123,8 +139,7 @@ class PowerOfTwo(Random):
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         workers = workers_of(instances)
         pair = self._random.sample(workers, min(2, len(workers)))
-        less = min(pair, key=requests_of)
-        return self._random.choice(less)
+        return self.any_rank_of(min(pair, key=requests_of))
 
 
 class StaleTokens(Random):
@@ -139,15 +154,15 @@ class StaleTokens(Random):
         self._tokens: dict[str, int] = {}
 
     def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
-        workers = {places[0][0].worker: places for places in workers_of(instances)}
+        workers = {worker[0].worker: worker for worker in workers_of(instances)}
         if now_s - self._polled_s >= self._stale_s:
             self._polled_s = now_s
             self._tokens = {
-                name: sum(instance.ranks[rank].outstanding.total for instance, rank in places)
-                for name, places in workers.items()
+                name: sum(rank.outstanding.total for one in worker for rank in one.ranks)
+                for name, worker in workers.items()
             }
         name = min(workers, key=lambda one: self._tokens.get(one, 0))
-        return self._random.choice(workers[name])
+        return self.any_rank_of(workers[name])
 
 
 class Eta(ImmediatePolicy):
