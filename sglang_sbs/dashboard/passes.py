@@ -1,7 +1,8 @@
 """Prefill passes as the engines report them, and the bubbles between them.
 
-Owns the merging of the ranks' messages into one record per pass. Must not know requests, clocks or
-who draws it. Times are seconds of the scheduler's clock.
+Owns the merging of the ranks' messages into one record per pass; without a barrier each rank makes
+passes of its own. Must not know requests, clocks or who draws it. Times are seconds of the
+scheduler's clock.
 
 A *bubble* is time between two passes of an instance. It matters only if there was something to do:
 ``waste_s`` is how much of it passed while requests waited in the router's queue.
@@ -24,8 +25,8 @@ class PassRecord:
     instance: str
     start_s: float
     end_s: float
-    tokens: list[int]
-    """Extend tokens per DP rank."""
+    tokens: list[int | None]
+    """Extend tokens per DP rank; None: the rank had no part in it (there is no barrier)."""
     gap_s: float = 0.0
     """Between the end of the pass before and this start; 0 for the first one seen."""
     waste_s: float = 0.0
@@ -44,7 +45,7 @@ class _Instance:
     launch_id: int = -1
     launched_s: float = 0.0
     waited_at_launch_s: float = 0.0
-    launch_tokens: list[int] = field(default_factory=list)
+    launch_tokens: list[int | None] = field(default_factory=list)
     last: PassRecord | None = None
 
 
@@ -52,32 +53,40 @@ class PassHistory:
     """Feed it every EndForward of prefill ranks; take finished passes from it."""
 
     def __init__(self) -> None:
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[tuple[str, int | None], _Instance] = {}
+        """By name; without a barrier by name and DP rank."""
         self._unsettled: list[PassRecord] = []
 
     def on_report(
-        self, instance: str, dp_size: int, report: EndForward, now_s: float, waited_s: float
+        self,
+        instance: str,
+        dp_size: int,
+        report: EndForward,
+        now_s: float,
+        waited_s: float,
+        *,
+        barrier: bool = True,
     ) -> None:
         """``waited_s``: for how long in all requests have waited in the router until now."""
-        known = self._instances.get(instance)
-        if known is None:
-            known = self._instances[instance] = _Instance()
-        if report.boot_id != known.boot_id:
-            known = self._instances[instance] = _Instance(boot_id=report.boot_id)
+        key = instance, None if barrier else report.dp_rank
+        known = self._instances.get(key)
+        if known is None or report.boot_id != known.boot_id:
+            known = self._instances[key] = _Instance(boot_id=report.boot_id)
         if report.kind == "launch":
             if report.forward_id > max(known.launch_id, known.last_id):
                 known.launch_id = report.forward_id
                 known.launched_s = now_s - report.age_s
                 known.waited_at_launch_s = waited_s
-                known.launch_tokens = _tokens(report, dp_size)
+                known.launch_tokens = _tokens(report, dp_size, barrier)
         elif report.kind == "forward" and report.forward_id >= known.last_id:
-            self._ended(instance, known, dp_size, report, now_s, waited_s)
+            tokens = _tokens(report, dp_size, barrier)
+            self._ended(instance, known, tokens, report, now_s, waited_s)
 
     def _ended(
         self,
         instance: str,
         known: _Instance,
-        dp_size: int,
+        tokens: list[int | None],
         report: EndForward,
         now_s: float,
         waited_s: float,
@@ -88,12 +97,12 @@ class PassHistory:
                 last.tokens[report.dp_rank] = report.extend_tokens
             return
         known.last_id = report.forward_id
-        tokens = _tokens(report, dp_size)
         if report.forward_s <= 0 or not any(tokens):
             return  # an idle pass: the ranks only kept each other company
         end_s = now_s - report.age_s
         start_s = end_s - report.forward_s
-        whole = report.tokens_per_rank is not None and len(report.tokens_per_rank) == dp_size
+        gathered = report.tokens_per_rank
+        whole = None in tokens or (gathered is not None and len(gathered) == len(tokens))
         record = PassRecord(instance, start_s, end_s, tokens, whole=whole, heard_s=now_s)
         if known.ended_s is not None:
             record.gap_s = max(0.0, start_s - known.ended_s)
@@ -105,16 +114,18 @@ class PassHistory:
         known.last = record
         self._unsettled.append(record)
 
-    def running(self, instance: str) -> tuple[float, list[int]] | None:
-        """Start and tokens per rank of the pass that runs, as reported."""
-        known = self._instances.get(instance)
-        if known is None or known.launch_id <= known.last_id:
-            return None
-        return known.launched_s, known.launch_tokens
+    def running(self, instance: str) -> list[tuple[float, list[int | None]]]:
+        """Start and tokens per rank of the passes that run, as reported; with a barrier there is
+        one at most."""
+        return [
+            (known.launched_s, known.launch_tokens)
+            for (name, _), known in self._instances.items()
+            if name == instance and known.launch_id > known.last_id
+        ]
 
-    def last_end_s(self, instance: str) -> float | None:
-        """When the newest pass ended."""
-        known = self._instances.get(instance)
+    def last_end_s(self, instance: str, rank: int) -> float | None:
+        """When the newest pass of a DP rank ended."""
+        known = self._instances.get((instance, None)) or self._instances.get((instance, rank))
         return known.ended_s if known is not None else None
 
     def take(self, now_s: float) -> list[PassRecord]:
@@ -125,12 +136,12 @@ class PassHistory:
         return ready
 
 
-def _tokens(report: EndForward, dp_size: int) -> list[int]:
+def _tokens(report: EndForward, dp_size: int, barrier: bool) -> list[int | None]:
     """Of every rank if the engine gathers them, else of this one."""
     gathered = report.tokens_per_rank
-    if gathered is not None and len(gathered) == dp_size:
+    if barrier and gathered is not None and len(gathered) == dp_size:
         return list(gathered)
-    tokens = [0] * dp_size
+    tokens: list[int | None] = [0 if barrier else None] * dp_size
     if 0 <= report.dp_rank < dp_size:
         tokens[report.dp_rank] = report.extend_tokens
     return tokens

@@ -99,7 +99,8 @@ class Recorder:
         self._fires: deque[tuple[float, str]] = deque(maxlen=_MAX_HOLDS)
         self._known_fires: dict[str, int] = {}
         self._waiting: dict[str, tuple[int, float]] = {}
-        self._placed: dict[str, str] = {}
+        self._placed: dict[str, tuple[str, int]] = {}
+        self._lone = _without_barrier(scheduler.snapshot(now_s))
         self._waited_s = 0.0
         self._waiting_since_s: float | None = None
         self._queue: deque[tuple[float, int]] = deque(maxlen=_QUEUE_SAMPLES)
@@ -116,8 +117,8 @@ class Recorder:
             case RequestArrived():
                 self._on_arrived(event, now_s)
             case PrefillDone():
-                instance = self._placed.pop(event.rid, "")
-                self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(instance))
+                place = self._placed.pop(event.rid, ("", 0))
+                self.ttft.prefilled(event.rid, now_s, self._pass_history.last_end_s(*place))
             case RequestEnded():
                 self._waiting.pop(event.rid, None)
                 self._placed.pop(event.rid, None)
@@ -144,8 +145,9 @@ class Recorder:
         report = event.report
         if report.role == "prefill":
             self._clock(now_s)
+            barrier = event.instance not in self._lone
             self._pass_history.on_report(
-                event.instance, report.dp_size, report, now_s, self._waited_s
+                event.instance, report.dp_size, report, now_s, self._waited_s, barrier=barrier
             )
 
     def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
@@ -164,10 +166,10 @@ class Recorder:
         self._holds.append((now_s, command.held_s))
         if len(self._placed) >= _MAX_WAITING:
             self._placed.pop(next(iter(self._placed)))
-        self._placed[command.rid] = command.prefill
-        self.ttft.dispatched(
-            command.rid, command.prefill, command.prefill_rank, command.cached_tokens, now_s
-        )
+        place = self._placed[command.rid] = command.prefill, command.prefill_rank
+        if isinstance(self._scheduler, Scheduler):
+            place = self._scheduler.lone.place(*place)
+        self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
         last = self._new_gangs[-1] if self._new_gangs else None
         if last is None or last.batch != command.batch:
             last = Gang(command.batch, now_s, command.prefill, command.reason)
@@ -191,6 +193,7 @@ class Recorder:
         passes = self._pass_history.take(now_s)
         gangs, self._new_gangs = self._new_gangs, []
         snapshot: Snapshot = self._scheduler.snapshot(now_s)
+        self._lone = _without_barrier(snapshot)
         self._follow(now_s)
         self._queue.append((now_s, snapshot.queue_requests))
         self._dispatches.append((now_s, self._dispatched))
@@ -303,7 +306,6 @@ class Recorder:
         }
 
     def _prefill(self, state: PrefillState) -> dict[str, Any]:
-        running = self._pass_history.running(state.instance)
         return {
             "instance": state.instance,
             "up": state.up,
@@ -314,7 +316,11 @@ class Recorder:
             "passes": state.passes,
             "watchdog_fires": state.watchdog_fires,
             "chunk": state.chunk_tokens,
-            "running": None if running is None else [round(running[0], 3), running[1]],
+            "barrier": state.barrier,
+            "running": [
+                [round(start_s, 3), tokens]
+                for start_s, tokens in self._pass_history.running(state.instance)
+            ],
             "c_avail": [rank.c_avail for rank in state.ranks],
             "flight": [rank.flight_tokens for rank in state.ranks],
             "queued": [rank.queued_tokens for rank in state.ranks],
@@ -351,6 +357,11 @@ class Recorder:
             self._passes.popleft()
         while self._holds and now_s - self._holds[0][0] > RECENT_S:
             self._holds.popleft()
+
+
+def _without_barrier(snapshot: Snapshot) -> set[str]:
+    """Prefill instances whose ranks make passes of their own."""
+    return {one.instance for one in snapshot.prefill if not one.barrier}
 
 
 def _pass(one: PassRecord) -> list[Any]:

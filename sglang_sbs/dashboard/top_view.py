@@ -161,6 +161,8 @@ def _prefill(instances: list[dict[str, Any]], width: int, room: int) -> list[Lin
         line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
         free = sum(max(0, tokens) for tokens in one["c_avail"])
         line.append(f"{free:>7,} free, heard {_oldest(one['age']):>5} ")
+        if not one.get("barrier", True):
+            line.append(f"{len(one['c_avail'])} ranks, no barrier ")
         shares = [1 - tokens / one["chunk"] if one["chunk"] else 0.0 for tokens in one["c_avail"]]
         _cells(line, shares, one["age"], width - len(line))
         lines.append(line)

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from sglang_sbs.doctor.facts import EngineFacts
 from sglang_sbs.doctor.fields import number, text
 from sglang_sbs.doctor.findings import Finding, finding
-from sglang_sbs.router.server_info import MIN_VERSION, PLUGIN_VERSION, WorkerInfo, parse_version
+from sglang_sbs.router.server_info import (
+    MIN_VERSION,
+    NO_DP_ATTENTION,
+    PLUGIN_VERSION,
+    WorkerInfo,
+    parse_version,
+)
 
 MIN_CHUNK_TOKENS = 512
 """Per rank; passes below it are mostly fixed cost (the paper: 3K and 5K)."""
@@ -89,12 +95,14 @@ def _version(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
 def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
     url, prefill = facts.url, facts.target.role == "prefill"
     found = list(_limits_of_prefill(facts, info)) if prefill else []
-    if info.dp_size > 1 and facts.data.get("enable_dp_attention") is False:
+    if info.no_barrier == NO_DP_ATTENTION:
         found.append(
             finding(
                 "limits.no-dp-attention", url, f"dp {info.dp_size} without --enable-dp-attention"
             )
         )
+    elif info.no_barrier and prefill:
+        found.append(finding("limits.no-barrier", url, info.ranks))
     if 0 < info.max_running_requests < MIN_RUNNING_REQUESTS:
         found.append(
             finding(

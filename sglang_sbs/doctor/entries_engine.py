@@ -236,6 +236,13 @@ ENTRIES: dict[str, Entry] = {
         "batching them into one pass.",
         "add --enable-dp-attention",
     ),
+    "limits.no-barrier": Entry(
+        _NOTE,
+        "The DP ranks make passes each for itself. SBS takes each for an instance of one rank: it "
+        "gains by the predicted finish of each rank and by the order of the queue; batches over "
+        "ranks, and holding for them, gain nothing.",
+        "nothing, if that is wanted: SBS needs no setting for it",
+    ),
     "limits.no-chunking": Entry(
         _WARNING,
         "Chunked prefill is off: a pass is as long as the longest prompt in it, and its end can "

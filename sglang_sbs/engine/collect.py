@@ -97,15 +97,20 @@ def read_placement(scheduler: Any) -> Placement:
     context parallelism of attention before 0.5.10).
     """
     ranks = _parallel(scheduler)
-    dp_size = int(ranks.dp_size)
-    attn_dp_size = getattr(ranks, "attn_dp_size", None)
-    if attn_dp_size is None:
-        attn_dp_size = dp_size if scheduler.server_args.enable_dp_attention else 1
+    attn_dp_size = _attn_dp_size(scheduler)
     attn_cp_rank = getattr(ranks, "attn_cp_rank", 0)
     emits = ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and attn_cp_rank == 0
     if attn_dp_size > 1:
-        return Placement(int(ranks.attn_dp_rank), int(attn_dp_size), emits)
-    return Placement(int(ranks.dp_rank or 0), max(1, dp_size), emits)
+        return Placement(int(ranks.attn_dp_rank), attn_dp_size, emits)
+    return Placement(int(ranks.dp_rank or 0), max(1, int(ranks.dp_size)), emits)
+
+
+def _attn_dp_size(scheduler: Any) -> int:
+    ranks = _parallel(scheduler)
+    known = getattr(ranks, "attn_dp_size", None)
+    if known is None:
+        known = ranks.dp_size if scheduler.server_args.enable_dp_attention else 1
+    return int(known)
 
 
 class Processes(NamedTuple):
@@ -132,11 +137,14 @@ def rank_processes(scheduler: Any) -> Processes:
 def shares_barrier(scheduler: Any) -> bool:
     """Whether the DP ranks run their event loops in lockstep: they gather what each brings to a
     pass in every turn (``managers/scheduler_components/dp_attn.py``), unless told not to."""
-    ranks = _parallel(scheduler)
-    under_attention = int(getattr(ranks, "attn_dp_size", 1)) > 1
-    skips = os.environ.get("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "").lower() in ("1", "true", "yes")
-    dwdp = int(getattr(ranks, "dwdp_size", 1) or 1) > 1
-    return under_attention and not skips and not dwdp
+    return _attn_dp_size(scheduler) > 1 and not skips_gather()
+
+
+def skips_gather() -> bool:
+    """Whether DP ranks are told not to gather. DWDP tells them so (``arg_groups/parallel_hook.py``:
+    ``handle_dwdp``), in the server's process before it starts the schedulers."""
+    told = os.environ.get("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "")
+    return told.lower() in ("1", "true", "yes", "y")
 
 
 def _parallel(scheduler: Any) -> Any:

@@ -35,6 +35,7 @@ from sglang_sbs.engine.collect import (
     noted_pass,
     read_pass,
     read_role,
+    shares_barrier,
 )
 from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
 from sglang_sbs.wire.endforward import MAX_RIDS, EndForward, Kind, Started, encode_endforward
@@ -93,6 +94,8 @@ class RankHook:
         self.off = False
         self.errors = 0
         self._reader: SchedulerReader | None = None
+        self._barrier = True
+        """A rank alone is its own barrier."""
         self._sink: FrameSink | None = None
         self._sglang_version = ""
         # What this rank counted since it started.
@@ -218,7 +221,7 @@ class RankHook:
         if reader is None:
             return
         launched = read_pass(scheduler, batch, entered_s, reader.placement.dp_size)
-        if launched.is_prebuilt:
+        if launched.is_prebuilt or self._is_spin(launched):
             return
         note_pass(result, launched)
         role = read_role(scheduler)
@@ -252,6 +255,9 @@ class RankHook:
         reader = self._attached(scheduler)
         if reader is None:
             return
+        if self._is_spin(ended):
+            self._on_idle(scheduler)
+            return
         self._forward_s = max(0.0, end_s - max(ended.launch_s, self._end_s))
         self._end_s = end_s
         self._pass = ended
@@ -283,6 +289,11 @@ class RankHook:
                 self._send("heartbeat", role, occupancy, self._pass, now_s)
         self._said_idle = idle
 
+    def _is_spin(self, one: Pass) -> bool:
+        """Whether it is no pass but a turn of an idle rank: without a barrier (and without DWDP)
+        SGLang gives it an empty batch in each (``dp_attn.py``: ``need_idle_batch``)."""
+        return not self._barrier and one.mode == "idle"
+
     def _on_added(self, scheduler: Any, req: Any) -> None:
         reader = self._attached(scheduler)
         if reader is not None and reader.accepted(req, read_role(scheduler)):
@@ -306,6 +317,7 @@ class RankHook:
                 self._sglang_version = importlib.metadata.version("sglang")
             self._sink = self._open_sink(self._config, reader.placement.dp_rank)
             self._reader = reader
+            self._barrier = reader.placement.dp_size == 1 or shares_barrier(scheduler)
             logger.info(
                 "EndForward of dp rank %d/%d, boot id %s, %s",
                 reader.placement.dp_rank,
@@ -383,6 +395,7 @@ class RankHook:
             sglang_version=self._sglang_version,
             hook_us=self._hook_us,
             started=list(started[:MAX_RIDS]),
+            barrier=self._barrier,
         )
         sink.send(encode_endforward(message))
         self._seq += 1

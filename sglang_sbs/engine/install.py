@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from sglang_sbs import __version__
 from sglang_sbs.engine import direct
+from sglang_sbs.engine.collect import skips_gather
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gate import GangGate
 from sglang_sbs.engine.gang_hold import GangHold
@@ -54,6 +55,7 @@ def describe(config: HookConfig) -> dict[str, object]:
         "bind": config.bind,
         "encrypted": bool(config.secret),
         "gang_gate_ms": config.gang_gate_ms,
+        "barrier": not skips_gather(),
         "sglang_sbs_version": __version__,
         "sgl_kernel_version": _kernel_version(),
     }

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
@@ -47,6 +49,7 @@ LOG_AGAIN_S = 300.0
 """A problem that comes and goes is logged at most this often; ``/workers`` always shows it."""
 RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
+_AS_REPORTED = "as its EndForward says"
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -251,6 +254,8 @@ class Registry:
     def described(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read: the limits are known (or changed)."""
         self._check_boot(worker, info)
+        if worker.info is not None and worker.info.no_barrier == _AS_REPORTED:
+            info = _as_reported(info)
         changed = worker.info != info
         worker.info = info
         worker.problems.pop("unusable", None)
@@ -346,6 +351,10 @@ class Registry:
                 "another engine set to this worker's URL?",
             )
             return False
+        if worker.info is not None and not report.barrier:
+            known_as, worker.info = worker.info, _as_reported(worker.info)
+            if worker.announced and worker.info != known_as:
+                self._emit(self._instance_up(worker))
         worker.boots[rank] = boot_id
         worker.last_report_s[rank] = self._clock()
         worker.reports[rank] = worker.reports.get(rank, 0) + 1
@@ -500,6 +509,7 @@ class Registry:
             prefix_source=self.prefix_source_of(worker),
             rank_choice=info.rank_choice if worker.role == "decode" else "free",
             overlap=info.overlap and worker.role == "prefill",
+            barrier=not info.no_barrier or worker.role != "prefill",
         )
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
@@ -542,6 +552,15 @@ class Registry:
                 self.doubted(worker)
         else:
             worker.problems.pop("signal", None)
+
+
+def _as_reported(info: WorkerInfo) -> WorkerInfo:
+    """EndForward says that there is no barrier: it is believed where /server_info, which nobody
+    else can answer, does not say."""
+    told = info.sbs is not None and info.sbs.barrier is not None
+    if told or info.no_barrier or info.dp_size == 1:
+        return info
+    return msgspec.structs.replace(info, no_barrier=_AS_REPORTED)
 
 
 def _why_mute(info: WorkerInfo) -> str:

@@ -29,6 +29,9 @@ _MAX_COUNT = 1 << 40
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 
 
+NO_DP_ATTENTION = "no --enable-dp-attention"
+
+
 class UnusableWorker(ValueError):
     """The engine answers, but requests must not be routed to it."""
 
@@ -41,6 +44,8 @@ class SbsBlock(msgspec.Struct, frozen=True):
     """Where DP rank 0 listens (``tcp://HOST:PORT``; rank d at ``PORT + d``), in bind mode."""
     routers: tuple[str, ...] = ()
     """Endpoints the engine's publishers connect to."""
+    barrier: bool | None = None
+    """Whether its DP ranks gather before each pass; None: an older plugin does not say."""
 
 
 class KvEventsBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +94,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     overlap: bool = True
     """Overlap scheduling, SGLang's default."""
+    no_barrier: str = ""
+    """Why its DP ranks make passes each for itself; empty: they make them together."""
+
+    @property
+    def ranks(self) -> str:
+        """The DP ranks in words."""
+        count = f"{self.dp_size} rank{'s' if self.dp_size > 1 else ''}"
+        return f"{count}, no barrier ({self.no_barrier})" if self.no_barrier else count
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
@@ -125,7 +138,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     if dp_size > MAX_DP_SIZE:
         raise UnusableWorker(f"/server_info says dp_size {dp_size}, which cannot be")
     warnings = []
-    if dp_size > 1 and data.get("enable_dp_attention") is False:
+    sbs = _sbs_block(data.get("sbs"))
+    no_barrier = _why_no_barrier(data, dp_size, sbs)
+    if no_barrier == NO_DP_ATTENTION:
         warnings.append(
             f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
             "replicas, so batching them into one forward pass gains nothing"
@@ -157,7 +172,8 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         coupled=is_coupled(numbers),
         rank_choice=choice,
         overlap=data.get("disable_overlap_schedule") is not True,
-        sbs=_sbs_block(data.get("sbs")),
+        sbs=sbs,
+        no_barrier=no_barrier,
         radix_cache=(
             data.get("disable_radix_cache") is not True
             and (role == "prefill" or data.get("disaggregation_decode_enable_radix_cache") is True)
@@ -165,6 +181,17 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         kv_events=kv_events,
         warnings=tuple(text[: 2 * _MAX_TEXT] for text in warnings),
     )
+
+
+def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) -> str:
+    """SGLang: ``prepare_mlp_sync_batch_raw`` of ``managers/scheduler_components/dp_attn.py``."""
+    if dp_size == 1:
+        return ""
+    if _int(data.get("dwdp_size")) > 1:
+        return f"--dwdp-size {_int(data.get('dwdp_size'))}"
+    if sbs is not None and sbs.barrier is False:
+        return "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
+    return NO_DP_ATTENTION if data.get("enable_dp_attention") is False else ""
 
 
 def _why_engine(version: str, method: str, numbers: tuple[int, ...] | None) -> str:
@@ -194,6 +221,7 @@ def _sbs_block(value: object) -> SbsBlock | None:
         boot_id=_text(value.get("boot_id")),
         bind=_text(value.get("bind")),
         routers=tuple(map(_text, routers[:_MAX_ROUTERS])) if isinstance(routers, list) else (),
+        barrier=barrier if isinstance(barrier := value.get("barrier"), bool) else None,
     )
 
 

@@ -7,11 +7,20 @@ Must not know KV events, what DP ranks have cached, or how many tokens wait.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.immediate import ImmediatePolicy, Random
+from sglang_sbs.scheduling.immediate import (
+    ImmediatePolicy,
+    Place,
+    Random,
+    Worker,
+    rank_of,
+    ranks_of,
+    requests_of,
+    workers_of,
+)
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
@@ -37,25 +46,22 @@ class CacheAware(Random):
         self._trees: dict[InstanceId, OrderedDict[int, None]] = {}
         """Blocks sent there, least recently used first; a name stands for all before it."""
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
-        instance = self._instance_of(request, instances)
-        self._remember(instance.id, request)
-        return instance, self._random.randrange(instance.dp_size)
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = {worker[0].worker: worker for worker in workers_of(instances)}
+        name = self._worker_of(request, workers)
+        self._remember(name, request)
+        return self.any_rank_of(workers[name])
 
-    def _instance_of(
-        self, request: Request, instances: Sequence[PrefillInstance]
-    ) -> PrefillInstance:
-        loads = {i.id: sum(len(rank.outstanding) for rank in i.ranks) for i in instances}
+    def _worker_of(self, request: Request, workers: Mapping[InstanceId, Worker]) -> InstanceId:
+        loads = {name: requests_of(worker) for name, worker in workers.items()}
         fewest, most = min(loads.values()), max(loads.values())
         if most - fewest > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * fewest:
-            return min(instances, key=lambda i: loads[i.id])
-        matched = {i.id: self._matched_tokens(i.id, request) for i in instances}
-        best = max(instances, key=lambda i: (matched[i.id], -loads[i.id]))
-        if matched[best.id] > CACHE_THRESHOLD * request.prompt_tokens:
+            return min(workers, key=lambda name: loads[name])
+        matched = {name: self._matched_tokens(name, request) for name in workers}
+        best = max(workers, key=lambda name: (matched[name], -loads[name]))
+        if matched[best] > CACHE_THRESHOLD * request.prompt_tokens:
             return best
-        return min(instances, key=lambda i: (loads[i.id], len(self._trees.get(i.id, ()))))
+        return min(workers, key=lambda name: (loads[name], len(self._trees.get(name, ()))))
 
     def _matched_tokens(self, instance: InstanceId, request: Request) -> int:
         tree = self._trees.get(instance, ())
@@ -83,12 +89,10 @@ class SessionAffinity(ImmediatePolicy):
     without a session is one of its own.
     """
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         key = request.session or request.rid
-        instance = max(instances, key=lambda i: _hash(f"{key} {i.id}"))
-        return instance, _hash(key) % instance.dp_size
+        worker = max(workers_of(instances), key=lambda one: _hash(f"{key} {one[0].worker}"))
+        return rank_of(worker, _hash(key) % ranks_of(worker))
 
 
 def _hash(text: str) -> int:

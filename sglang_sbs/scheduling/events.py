@@ -130,6 +130,9 @@ class InstanceUp(_Message, frozen=True):
     the next one in the moment it starts, without what arrives while it runs."""
     charged_page: int = 0
     """Each request is charged whole pages of so many tokens of the chunk; 0: ``page_size``."""
+    barrier: bool = True
+    """All DP ranks of a prefill instance make each pass together. False: each rank makes passes of
+    its own (:mod:`.lone_ranks`)."""
 
 
 class InstanceDown(_Message, frozen=True):

@@ -15,6 +15,34 @@ from sglang_sbs.scheduling.policy import Admissible, Placement, Plan, PrefillPol
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, RequestQueue
 
+Place = tuple[PrefillInstance, int]
+"""A DP rank."""
+Worker = list[PrefillInstance]
+"""What a gateway chooses among: one instance, or where there is no barrier all that it is."""
+
+
+def workers_of(instances: Sequence[PrefillInstance]) -> list[Worker]:
+    """The workers that the instances are."""
+    workers: dict[str, Worker] = {}
+    for instance in instances:
+        workers.setdefault(instance.worker, []).append(instance)
+    return list(workers.values())
+
+
+def ranks_of(worker: Worker) -> int:
+    """How many DP ranks it has."""
+    return sum([instance.dp_size for instance in worker])
+
+
+def rank_of(worker: Worker, number: int) -> Place:
+    """One of them."""
+    return (worker[0], number) if len(worker) == 1 else (worker[number], 0)
+
+
+def requests_of(worker: Worker) -> int:
+    """Unfinished ones."""
+    return sum([len(rank.outstanding) for instance in worker for rank in instance.ranks])
+
 
 class ImmediatePolicy(PrefillPolicy):
     """Places every request when it arrives; subclasses choose where."""
@@ -35,9 +63,7 @@ class ImmediatePolicy(PrefillPolicy):
         instance, rank = self.choose(request, candidates, now_s)
         return Plan([Placement(request, instance, rank)], reason="immediate")
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         """The instance and DP rank of the next request."""
         raise NotImplementedError
 
@@ -49,14 +75,14 @@ class RoundRobin(ImmediatePolicy):
         self._next = 0
         self._next_rank: dict[str, int] = {}
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
-        instance = instances[self._next % len(instances)]
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = workers_of(instances)
+        worker = workers[self._next % len(workers)]
         self._next += 1
-        rank = self._next_rank.get(instance.id, 0) % instance.dp_size
-        self._next_rank[instance.id] = rank + 1
-        return instance, rank
+        name = worker[0].worker
+        number = self._next_rank.get(name, 0) % ranks_of(worker)
+        self._next_rank[name] = number + 1
+        return rank_of(worker, number)
 
 
 class Random(ImmediatePolicy):
@@ -65,11 +91,12 @@ class Random(ImmediatePolicy):
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
-        instance = self._random.choice(instances)
-        return instance, self._random.randrange(instance.dp_size)
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        return self.any_rank_of(self._random.choice(workers_of(instances)))
+
+    def any_rank_of(self, worker: Worker) -> Place:
+        """As SGLang places what names no rank."""
+        return rank_of(worker, self._random.randrange(ranks_of(worker)))
 
 
 class RandomRank(Random):
@@ -79,31 +106,26 @@ class RandomRank(Random):
         super().__init__(seed)
         self._next = 0
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
-        instance = instances[self._next % len(instances)]
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = workers_of(instances)
+        worker = workers[self._next % len(workers)]
         self._next += 1
-        return instance, self._random.randrange(instance.dp_size)
+        return self.any_rank_of(worker)
 
 
 class LeastRequests(ImmediatePolicy):
     """The instance with the fewest unfinished requests, then its DP rank with the fewest."""
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
-        instance = min(instances, key=lambda i: sum(len(r.outstanding) for r in i.ranks))
-        rank = min(range(instance.dp_size), key=lambda d: len(instance.ranks[d].outstanding))
-        return instance, rank
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        worker = min(workers_of(instances), key=requests_of)
+        places = [rank_of(worker, number) for number in range(ranks_of(worker))]
+        return min(places, key=lambda place: len(place[0].ranks[place[1]].outstanding))
 
 
 class LeastTokens(ImmediatePolicy):
     """The DP rank with the fewest unfinished prompt tokens, over all instances."""
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         return min(
             ((i, d) for i in instances for d in range(i.dp_size)),
             key=lambda place: place[0].ranks[place[1]].outstanding.total,
@@ -114,12 +136,10 @@ class PowerOfTwo(Random):
     """The less loaded of two random instances by unfinished requests, a random DP rank: gateway
     `power_of_two` over SGLang's room mod dp."""
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
-        pair = self._random.sample(list(instances), min(2, len(instances)))
-        instance = min(pair, key=lambda i: sum(len(r.outstanding) for r in i.ranks))
-        return instance, self._random.randrange(instance.dp_size)
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = workers_of(instances)
+        pair = self._random.sample(workers, min(2, len(workers)))
+        return self.any_rank_of(min(pair, key=requests_of))
 
 
 class StaleTokens(Random):
@@ -133,14 +153,16 @@ class StaleTokens(Random):
         self._polled_s = float("-inf")
         self._tokens: dict[str, int] = {}
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = {worker[0].worker: worker for worker in workers_of(instances)}
         if now_s - self._polled_s >= self._stale_s:
             self._polled_s = now_s
-            self._tokens = {i.id: sum(r.outstanding.total for r in i.ranks) for i in instances}
-        instance = min(instances, key=lambda i: self._tokens.get(i.id, 0))
-        return instance, self._random.randrange(instance.dp_size)
+            self._tokens = {
+                name: sum(rank.outstanding.total for one in worker for rank in one.ranks)
+                for name, worker in workers.items()
+            }
+        name = min(workers, key=lambda one: self._tokens.get(one, 0))
+        return self.any_rank_of(workers[name])
 
 
 class Eta(ImmediatePolicy):
@@ -150,9 +172,7 @@ class Eta(ImmediatePolicy):
     def __init__(self, interval: IntervalController) -> None:
         self._interval = interval
 
-    def choose(
-        self, request: Request, instances: Sequence[PrefillInstance], now_s: float
-    ) -> tuple[PrefillInstance, int]:
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
         best: tuple[float, int] | None = None
         chosen: tuple[PrefillInstance, int] | None = None
         latency_s = self._interval.latency_s

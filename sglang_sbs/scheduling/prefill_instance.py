@@ -45,8 +45,17 @@ waits, does not count any more: a connection hangs, or the engine dropped it."""
 class PrefillInstance:
     """Belief about one prefill instance with ``dp_size`` ranks."""
 
-    def __init__(self, up: InstanceUp, *, t_default_s: float, default_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        up: InstanceUp,
+        *,
+        t_default_s: float,
+        default_chunk_tokens: int,
+        worker: InstanceId = "",
+    ) -> None:
+        """``worker``: whose rank it is, where each rank is an instance (:mod:`.lone_ranks`)."""
         self.id: InstanceId = up.instance
+        self.worker = worker or up.instance
         self.dp_size = up.dp_size
         self.chunk_tokens = default_chunk_tokens
         self.page = 1

@@ -46,6 +46,7 @@ from sglang_sbs.scheduling.flow_control import (
     slo_refusal_of,
 )
 from sglang_sbs.scheduling.interval import IntervalController
+from sglang_sbs.scheduling.lone_ranks import LoneRanks
 from sglang_sbs.scheduling.network_latency import NetworkLatency
 from sglang_sbs.scheduling.observation import Observation
 from sglang_sbs.scheduling.paging import paged
@@ -87,6 +88,8 @@ class Scheduler:
         self.decode: dict[ev.InstanceId, DecodeInstance] = {}
         turns = TenantTurns(self.config.tenant_weights)
         self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill, turns)
+        self.lone = LoneRanks()
+        """Prefill workers without a barrier; only they have other names here than outside."""
         self._down: dict[ev.InstanceId, float] = {}
         """Since when."""
         self._up_prefill: list[PrefillInstance] = []
@@ -114,6 +117,7 @@ class Scheduler:
         one replaces it.
         """
         out: list[ev.Command] = []
+        event = self.lone.inside(event)
         self.prefix.advance(now_s)
         # What only tells of decode moves nothing while nothing waits for room there, and in a large
         # cluster it is most of what comes. What could change by itself has its WakeAt.
@@ -138,7 +142,8 @@ class Scheduler:
                 self._on_report(event, now_s)
                 may_change = self._makes_room(event.instance)
             case ev.LoadPolled():
-                self._on_load_polled(event, now_s)
+                for poll in self.lone.polls(event):
+                    self._on_load_polled(poll, now_s)
             case ev.InstanceUp():
                 self._on_up(event, now_s)
                 self._refuse_hopeless(out)
@@ -311,6 +316,14 @@ class Scheduler:
     # Instances ----------------------------------------------------------------------------
 
     def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
+        instances, gone = self.lone.up(event)
+        for name in gone:
+            self._forget(name)
+        for one in instances:
+            self._up(one, now_s)
+        self._on_topology_change(now_s)
+
+    def _up(self, event: ev.InstanceUp, now_s: float) -> None:
         self._down.pop(event.instance, None)
         is_new = event.instance not in self.prefill and event.instance not in self.decode
         if event.role == "prefill":
@@ -321,6 +334,7 @@ class Scheduler:
                     event,
                     t_default_s=self.config.t_default_s,
                     default_chunk_tokens=self.config.default_chunk_tokens,
+                    worker=self.lone.outside(event.instance, 0, event.dp_size).worker,
                 )
             else:
                 known.set_limits(event)
@@ -334,31 +348,33 @@ class Scheduler:
         self.prefix.on_up(event)
         if is_new:
             for request in self._requests.values():  # adopted before their instance was up
+                if request.prefill is not None:
+                    request.prefill = self.lone.place(*request.prefill)
                 self._count_in(request, now_s, only=event.instance)
-        self._on_topology_change(now_s)
 
     def _on_down(self, event: ev.InstanceDown, now_s: float) -> None:
-        if event.instance in self._down:
-            return
-        if event.instance in self.prefill:
-            self.prefill[event.instance].down()
-        elif event.instance in self.decode:
-            self.decode[event.instance].down()
-        else:
-            return
-        self.prefix.on_down(event.instance)
-        self._down[event.instance] = now_s
+        for name in self.lone.instances(event.instance):
+            instance = self.prefill.get(name) or self.decode.get(name)
+            if instance is None or name in self._down:
+                return
+            instance.down()
+            self.prefix.on_down(name)
+            self._down[name] = now_s
         self._on_topology_change(now_s)
+
+    def _forget(self, name: ev.InstanceId) -> None:
+        self._down.pop(name, None)
+        self.decode.pop(name, None)
+        self.prefill.pop(name, None)
+        self.prefix.forget(name)
 
     def _on_topology_change(self, now_s: float) -> None:
         for gone in [i for i, since_s in self._down.items() if since_s + _FORGET_DOWN_S <= now_s]:
             # Removed for good, as far as anybody can tell; under churn the books would only grow.
             decode = self.decode.get(gone)
             if decode is None or not decode.has_outstanding:
-                del self._down[gone]
-                self.decode.pop(gone, None)
-                self.prefill.pop(gone, None)
-                self.prefix.forget(gone)
+                self._forget(gone)
+                self.lone.forget(gone)
         self._up_prefill = [i for i in self.prefill.values() if i.id not in self._down]
         self._up_decode = [d for d in self.decode.values() if d.id not in self._down]
         self._decode_targets = [(d, rank) for d in self._up_decode for rank in range(d.dp_size)]
@@ -513,17 +529,21 @@ class Scheduler:
     def _send_elsewhere(
         self, placement: Placement, reason: str, now_s: float, out: list[ev.Command]
     ) -> bool:
-        """The same on another rank of the prefill instance; whether there was one."""
+        """The same on another rank of the prefill worker; whether there was one."""
         request, instance, rank = placement
-        c_avail = instance.c_avail()
         charged = paged(request.prompt_tokens, instance.page)
         need = first_part(charged, instance.chunk_tokens)
-        for other in sorted(range(instance.dp_size), key=lambda d: -c_avail[d]):
-            if other == rank or c_avail[other] < need:
-                continue
-            if not self._send([Placement(request, instance, other)], reason, now_s, out):
-                return True
-        return False
+        others = [
+            (-tokens, number, Placement(request, one, d))
+            for number, one in enumerate(self._up_prefill)
+            if one.worker == instance.worker
+            for d, tokens in enumerate(one.c_avail())
+            if tokens >= need and (one, d) != (instance, rank)
+        ]
+        return any(
+            not self._send([other], reason, now_s, out)
+            for _, _, other in sorted(others, key=lambda one: one[:2])
+        )
 
     def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
         """The decode rank of each request, as an index into all, for which there is one."""
@@ -537,7 +557,8 @@ class Scheduler:
             decode, rank = targets[index]
             if coupled:
                 _, prefill, prefill_rank = placed[request.rid]
-                if not decode.goes_with(rank, prefill_rank, prefill.dp_size):
+                place = self.lone.outside(prefill.id, prefill_rank, prefill.dp_size)
+                if not decode.goes_with(rank, place.rank, place.dp_size):
                     return False
             if self.policy.holds and not self._admission.is_open(request, decode, rank):
                 return False
@@ -575,11 +596,12 @@ class Scheduler:
         decode[0].dispatched(
             request.rid, decode[1], request.prompt_tokens, request.total_tokens, now_s
         )
+        place = self.lone.outside(instance.id, rank, instance.dp_size)
         out.append(
             ev.Dispatch(
                 rid=request.rid,
-                prefill=instance.id,
-                prefill_rank=rank,
+                prefill=place.worker,
+                prefill_rank=place.rank,
                 decode=decode[0].id,
                 decode_rank=decode[1],
                 batch=self.batches,

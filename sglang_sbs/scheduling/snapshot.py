@@ -5,16 +5,22 @@ Owns :class:`Snapshot`. Reads the scheduler, never changes it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from sglang_sbs.scheduling.decode import UNLIMITED
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.prefill_instance import PrefillInstance, Tier
 from sglang_sbs.scheduling.priority import CLASSES, class_of
 from sglang_sbs.scheduling.request import RequestQueue
 
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.scheduler import Scheduler
+
+_WEAKEST_FIRST: tuple[Tier, ...] = ("none", "interval", "http", "load_poll", "endforward")
 
 
 class PrefillRankState(msgspec.Struct, frozen=True):
@@ -44,6 +50,8 @@ class PrefillState(msgspec.Struct, frozen=True):
     ranks: list[PrefillRankState]
     chunk_tokens: int = 0
     """C_chunk per rank."""
+    barrier: bool = True
+    """False: each rank makes passes of its own, so that ``passes`` counts those of all ranks."""
 
 
 class DecodeRankState(msgspec.Struct, frozen=True):
@@ -110,30 +118,8 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
         throttled=scheduler.throttled,
         batches=scheduler.batches,
         prefill=[
-            PrefillState(
-                instance=i.id,
-                up=scheduler.is_up(i.id),
-                tier=i.tier,
-                ready=i.ready,
-                predicted_free_in_s=max(0.0, i.free_at_s(now_s, interval.latency_s) - now_s),
-                forward_fixed_s=i.model.fixed_s,
-                prediction_error_s=i.model.error_s,
-                gap_s=i.gap_s,
-                watchdog_fires=i.watchdog.fires,
-                passes=i.passes_ended,
-                ranks=[
-                    PrefillRankState(
-                        c_avail=c_avail,
-                        flight_tokens=rank.flight.total,
-                        queued_tokens=rank.queued_tokens,
-                        outstanding_requests=len(rank.outstanding),
-                        age_s=_age_s(rank.cursor.reported_s, now_s),
-                    )
-                    for rank, c_avail in zip(i.ranks, i.c_avail(), strict=True)
-                ],
-                chunk_tokens=i.chunk_tokens,
-            )
-            for i in scheduler.prefill.values()
+            _prefill_state(worker, instances, scheduler, now_s)
+            for worker, instances in _by_worker(scheduler.prefill.values()).items()
         ],
         decode=[
             DecodeState(
@@ -155,6 +141,46 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
         prefix_blocks=len(scheduler.prefix.prefill) + len(scheduler.prefix.decode),
         queue_classes=_classes_of(scheduler.queue),
         queue_tenants=scheduler.queue.turns.tenants,
+    )
+
+
+def _by_worker(instances: Iterable[PrefillInstance]) -> dict[InstanceId, list[PrefillInstance]]:
+    workers: dict[InstanceId, list[PrefillInstance]] = {}
+    for instance in instances:
+        workers.setdefault(instance.worker, []).append(instance)
+    return workers
+
+
+def _prefill_state(
+    worker: InstanceId, instances: list[PrefillInstance], scheduler: Scheduler, now_s: float
+) -> PrefillState:
+    """Of one instance; without a barrier of all that the worker is: means of what is learned, sums
+    of what is counted, of times the soonest."""
+    latency_s = scheduler.interval.latency_s
+    return PrefillState(
+        instance=worker,
+        up=scheduler.is_up(instances[0].id),
+        tier=min([i.tier for i in instances], key=_WEAKEST_FIRST.index),
+        ready=any(i.ready for i in instances),
+        predicted_free_in_s=max(0.0, min(i.free_at_s(now_s, latency_s) for i in instances) - now_s),
+        forward_fixed_s=fmean(i.model.fixed_s for i in instances),
+        prediction_error_s=fmean(i.model.error_s for i in instances),
+        gap_s=fmean(i.gap_s for i in instances),
+        watchdog_fires=sum(i.watchdog.fires for i in instances),
+        passes=sum(i.passes_ended for i in instances),
+        ranks=[
+            PrefillRankState(
+                c_avail=c_avail,
+                flight_tokens=rank.flight.total,
+                queued_tokens=rank.queued_tokens,
+                outstanding_requests=len(rank.outstanding),
+                age_s=_age_s(rank.cursor.reported_s, now_s),
+            )
+            for i in instances
+            for rank, c_avail in zip(i.ranks, i.c_avail(), strict=True)
+        ],
+        chunk_tokens=instances[0].chunk_tokens,
+        barrier=instances[0].id == worker,
     )
 
 

@@ -92,8 +92,8 @@ class _Simulation:
         self._observe = observe
         self._instances = dict(spec.prefill)
         self._boots = dict.fromkeys(self._instances, 0)
-        self._engines: dict[str, SimulatedPrefill] = {}
-        """Those that are alive."""
+        self._engines: dict[str, list[SimulatedPrefill]] = {}
+        """Those that are alive; without a barrier one for each DP rank."""
         self._front_free_s = dict.fromkeys(self._instances, 0.0)
         self._feedback = FeedbackChannel(spec)
         self._decode = [
@@ -173,10 +173,11 @@ class _Simulation:
                 prefix_source=spec.prefix_source if spec.block_tokens else "off",
                 overlap=spec.overlap,
                 charged_page=spec.page_size,
+                barrier=spec.barrier,
             )
         )
 
-    def _boot(self, name: str, one: InstanceSpec) -> SimulatedPrefill:
+    def _boot(self, name: str, one: InstanceSpec) -> list[SimulatedPrefill]:
         spec, boot = self._spec, self._boots[name]
         if boot and spec.publishes_blocks:
             # Its publisher counts anew, which the subscriber takes for an empty cache.
@@ -184,22 +185,41 @@ class _Simulation:
                 self._tell(BlocksCleared(instance=name, dp_rank=rank))
         self._boots[name] += 1
         index = list(self._instances).index(name)
-        return SimulatedPrefill(
-            name,
-            dp_size=one.dp_size,
-            chunk_tokens=one.chunk_tokens,
-            cost=spec.cost if one.speed == 1 else spec.cost.at_speed(one.speed),
-            jitter=spec.pass_jitter,
-            rng=random.Random(spec.seed * 1000 + index + 1_000_000_007 * boot),
-            page_size=spec.page_size,
-            overlap=spec.overlap,
-            boot_id=f"{name}-{boot}",
-            caches=[
-                BlockCache(spec.kv_capacity_tokens, spec.block_tokens, events=spec.publishes_blocks)
-                for _ in range(one.dp_size if spec.block_tokens else 0)
-            ],
-            first_pass_s=spec.first_pass_s,
-        )
+        engines = spec.engines(one)
+        return [
+            SimulatedPrefill(
+                name,
+                dp_size=one.dp_size // engines,
+                chunk_tokens=one.chunk_tokens,
+                cost=spec.cost if one.speed == 1 else spec.cost.at_speed(one.speed),
+                jitter=spec.pass_jitter,
+                rng=random.Random(
+                    spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)
+                ),
+                page_size=spec.page_size,
+                overlap=spec.overlap,
+                boot_id=f"{name}-{boot}",
+                caches=[
+                    BlockCache(
+                        spec.kv_capacity_tokens, spec.block_tokens, events=spec.publishes_blocks
+                    )
+                    for _ in range(one.dp_size // engines if spec.block_tokens else 0)
+                ],
+                first_pass_s=spec.first_pass_s,
+                lone_rank=None if spec.barrier else (number, one.dp_size),
+            )
+            for number in range(engines)
+        ]
+
+    def _engine_of(self, name: str, rank: int) -> tuple[SimulatedPrefill, int] | None:
+        """The living engine of a DP rank, and which of its ranks that is."""
+        engines = self._engines.get(name)
+        if engines is None:
+            return None
+        return (engines[0], rank) if self._spec.barrier else (engines[rank], 0)
+
+    def _lives(self, engine: SimulatedPrefill) -> bool:
+        return engine in self._engines.get(engine.name, ())
 
     def _die(self, name: str) -> None:
         """Every connection to the instance breaks, so its requests fail at once; that it is gone
@@ -348,10 +368,11 @@ class _Simulation:
             return  # it failed on the way
         assert record.prefill is not None and record.decode is not None
         name, rank = record.prefill
-        engine = self._engines.get(name)
-        if engine is None:
+        at = self._engine_of(name, rank)
+        if at is None:
             self._fail(rid)
             return
+        engine, rank = at
         decode = self._decode[record.decode[1]]
         decode.waiting.append((rid, record))
         admitted = decode.admit()
@@ -374,8 +395,10 @@ class _Simulation:
         if record is None:
             return  # it failed meanwhile
         assert record.prefill is not None
-        engine = self._engines[record.prefill[0]]
-        engine.handshaken(rid, record.prefill[1])
+        at = self._engine_of(*record.prefill)
+        assert at is not None
+        engine, rank = at
+        engine.handshaken(rid, rank)
         self._step_if_asleep(engine)
 
     def _step_if_asleep(self, engine: SimulatedPrefill) -> None:
@@ -385,7 +408,7 @@ class _Simulation:
 
     def _step(self, engine: SimulatedPrefill) -> None:
         """One iteration of the engine's event loop."""
-        if self._engines.get(engine.name) is not engine:
+        if not self._lives(engine):
             return  # dead
         prepare_s = self._spec.prepare_s
         while True:
@@ -404,7 +427,7 @@ class _Simulation:
                 return
 
     def _finish(self, engine: SimulatedPrefill) -> None:
-        if self._engines.get(engine.name) is not engine:
+        if not self._lives(engine):
             return  # dead
         ended, messages = engine.finish(self._now_s)
         self._outcome.passes.append(
@@ -486,5 +509,5 @@ class _Simulation:
                     )
 
     def _hear_of_blocks(self, engine: SimulatedPrefill, event: Event) -> None:
-        if self._engines.get(engine.name) is engine:
+        if self._lives(engine):
             self._tell(event)

@@ -83,6 +83,11 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         ),
         add_overlap(group),
         add(
+            "--no-barrier",
+            action="store_true",
+            help="DP ranks make passes of their own, as under DWDP; an idle rank costs nothing",
+        ),
+        add(
             "--decode-kv-tokens",
             type=_tokens,
             default=0,
@@ -227,6 +232,7 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
         "first_pass_s": args.first_pass_s,
         "launch_gap_s": args.gap_ms / 1e3,
         "overlap": args.overlap,
+        "barrier": not args.no_barrier,
         "decode_kv_capacity_tokens": args.decode_kv_tokens,
         "decode_max_running_requests": args.decode_running,
         "decode_s": args.decode_seconds,

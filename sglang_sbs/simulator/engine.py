@@ -119,9 +119,11 @@ class SimulatedPrefill:
         boot_id: str = "",
         caches: Sequence[BlockCache] = (),
         first_pass_s: float = 0.0,
+        lone_rank: tuple[int, int] | None = None,
     ) -> None:
         """``caches``: one per rank; empty for an engine without a radix cache. ``first_pass_s``:
-        what its first pass takes on top (kernels are compiled, graphs captured)."""
+        what its first pass takes on top (kernels are compiled, graphs captured). ``lone_rank``:
+        rank and DP size in its messages, if it is one rank of an instance without a barrier."""
         self.name = name
         self.boot_id = boot_id or name
         self.dp_size = dp_size
@@ -143,6 +145,7 @@ class SimulatedPrefill:
         self._forward_id = 0
         self._free_s = -math.inf
         self._first_pass_s = first_pass_s
+        self.lone_rank = lone_rank
 
     def deliver(
         self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
@@ -219,7 +222,7 @@ class SimulatedPrefill:
         """What the ranks publish of their caches, once per pass: (DP rank, events)."""
         taken = (
             (index, rank.cache.take_events())
-            for index, rank in enumerate(self.ranks)
+            for index, rank in enumerate(self.ranks, self.lone_rank[0] if self.lone_rank else 0)
             if rank.cache is not None
         )
         return [(index, events) for index, events in taken if events is not None]
@@ -314,8 +317,8 @@ class SimulatedPrefill:
             instance_id=self.name,
             boot_id=self.boot_id,
             role="prefill",
-            dp_rank=index,
-            dp_size=self.dp_size,
+            dp_rank=self.lone_rank[0] if self.lone_rank else index,
+            dp_size=self.lone_rank[1] if self.lone_rank else self.dp_size,
             seq=rank.seq,
             kind=kind,
             forward_id=self._forward_id if about is None else about.forward_id,
@@ -326,7 +329,7 @@ class SimulatedPrefill:
             extend_tokens=0 if about is None else about.tokens[index],
             cached_tokens=0 if about is None else about.cached_tokens[index],
             batch_size=0 if about is None else about.requests[index],
-            tokens_per_rank=None if about is None else list(about.tokens),
+            tokens_per_rank=None if about is None or self.lone_rank else list(about.tokens),
             inflight_passes=len(self.device),
             inflight_tokens=sum(one.tokens[index] for one in self.device),
             inflight_requests=sum(one.requests[index] for one in self.device),

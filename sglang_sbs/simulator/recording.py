@@ -118,7 +118,8 @@ def recording_of(records: Sequence[LogRecord], config: SchedulerConfig) -> Recor
     """The run that events with their times tell of.
 
     Raises:
-        ValueError: there is no EndForward of a prefill pass among them.
+        ValueError: there is no EndForward of a prefill pass among them, or there are passes of one
+            rank, which cannot be told apart.
     """
     recording = Recording(config)
     offsets_s = clock_offsets(records)
@@ -162,6 +163,8 @@ class _Reader:
                     requests[rid].first_token_s = record.now_s
             case RequestEnded(rid=rid) if rid in requests:
                 requests[rid].ended_s = record.now_s
+            case InstanceUp(role="prefill", barrier=False, instance=name):
+                raise ValueError(f"has passes of {name}, whose DP ranks share no barrier")
             case InstanceUp() as up:
                 recording = self._recording
                 known = recording.prefill if up.role == "prefill" else recording.decode

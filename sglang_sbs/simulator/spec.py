@@ -101,6 +101,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = False
     """One-batch lookahead of SGLang's overlap scheduling. False: a pass takes all that waits when
     the one before it ends."""
+    barrier: bool = True
+    """All DP ranks of an instance make each pass together. False: each makes passes of its own (as
+    under DWDP), which take as long as one in which all ranks have as much."""
     page_size: int = 1
     """Tokens per KV page; a request is charged whole pages of the chunk. The scheduler is told."""
     block_tokens: int = 0
@@ -163,6 +166,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"kv_capacity_tokens must be greater than 0, not {self.kv_capacity_tokens}"
             )
         _check_changes(self.changes, [name for name, _ in self.prefill])
+
+    def engines(self, one: InstanceSpec) -> int:
+        """How many passes an instance makes at a time."""
+        return 1 if self.barrier else one.dp_size
 
     @property
     def publishes_blocks(self) -> bool:

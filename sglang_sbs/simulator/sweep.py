@@ -158,11 +158,14 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
     ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
     last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
     passes = [p for p in outcome.passes if p.start_s >= WARM_UP_S and p.end_s <= last_s]
-    capacity = {name: one.capacity_tokens for name, one in scenario.spec.prefill}
+    engines = {name: scenario.spec.engines(one) for name, one in scenario.spec.prefill}
+    capacity = {name: one.capacity_tokens / engines[name] for name, one in scenario.spec.prefill}
     offered = sum(capacity[p.instance] for p in passes)
     busy_s = sum(p.end_s - p.start_s for p in passes)
     window_s = sum(
-        scenario.spec.up_s(name, WARM_UP_S, last_s) for name in capacity if last_s > WARM_UP_S
+        count * scenario.spec.up_s(name, WARM_UP_S, last_s)
+        for name, count in engines.items()
+        if last_s > WARM_UP_S
     )
     nan = math.nan
     return {

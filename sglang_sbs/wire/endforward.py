@@ -61,7 +61,7 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     pass."""
 
     forward_id: int = 0
-    """SGLang's ``batch.forward_iter``; counts passes on every rank alike."""
+    """SGLang's ``batch.forward_iter``; counts passes on every rank alike if there is a barrier."""
     mode: str = "idle"
     """SGLang's ForwardMode name in lower case (``extend``, ``decode``, ``idle``, ...)."""
     launch_s: float = 0.0
@@ -117,6 +117,9 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Engine time spent on making and sending this rank's previous message, microseconds."""
     started: list[Started] = []
     """``launch``: the requests whose first tokens are in this pass. At most ``MAX_RIDS``."""
+    barrier: bool = True
+    """All DP ranks make each pass together. False: this rank makes passes of its own and counts
+    them for itself."""
 
     @property
     def queued_tokens(self) -> int:

@@ -165,7 +165,14 @@ async def test_what_others_say_is_text_and_nothing_else(browser: Browser) -> Non
         "hold": {"requests": 0, "bounds_s": [1], "counts": [0, 0]},
         "prefill": [
             {
-                **{"instance": EVIL, "up": True, "tier": EVIL, "chunk": 10, "running": None},
+                **{
+                    "instance": EVIL,
+                    "up": True,
+                    "tier": EVIL,
+                    "chunk": 10,
+                    "running": [],
+                    "barrier": True,
+                },
                 **{"free_in_s": 0, "c_avail": [5], "flight": [0], "queued": [0]},
                 **{"requests": [0], "age": [0.1]},
             }

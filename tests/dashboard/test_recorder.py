@@ -88,11 +88,63 @@ def test_a_launch_shows_what_runs_until_it_ends() -> None:
     history = PassHistory()
     launch = report(kind="launch", forward_id=1, tokens_per_rank=[7, 0], age_s=0.5)
     history.on_report(P0, 2, launch, 10.0, 0.0)
-    assert history.running(P0) == (9.5, [7, 0])
+    assert history.running(P0) == [(9.5, [7, 0])]
     ended = report(forward_id=1, forward_s=1.0, tokens_per_rank=[7, 0])
     history.on_report(P0, 2, ended, 10.5, 0.0)
-    assert history.running(P0) is None
-    assert history.last_end_s(P0) == 10.5
+    assert history.running(P0) == []
+    assert history.last_end_s(P0, 1) == 10.5
+
+
+def test_without_a_barrier_every_rank_has_passes_and_bubbles_of_its_own() -> None:
+    history = PassHistory()
+
+    def hear(rank: int, kind: str, forward_id: int, now_s: float) -> None:
+        one = report(
+            **{"dp_rank": rank, "kind": kind, "forward_id": forward_id, "extend_tokens": 5 + rank},
+            forward_s=1.0 if kind == "forward" else 0.0,
+        )
+        history.on_report(P0, 2, one, now_s, 0.0, barrier=False)
+
+    hear(0, "forward", 900, 10.0)
+    hear(1, "launch", 3, 10.1)
+    hear(0, "launch", 901, 10.2)
+    assert history.running(P0) == [(10.2, [5, None]), (10.1, [None, 6])]
+    hear(1, "forward", 3, 11.1)
+    hear(0, "forward", 901, 11.2)
+    passes = history.take(11.2)
+    assert [one.tokens for one in passes] == [[5, None], [None, 6], [5, None]]
+    assert [one.gap_s for one in passes] == pytest.approx([0.0, 0.0, 0.2])
+    assert (history.last_end_s(P0, 0), history.last_end_s(P0, 1)) == (11.2, 11.1)
+
+
+def test_a_frame_tells_of_a_worker_without_a_barrier_as_one() -> None:
+    scheduler = Scheduler(SchedulerConfig(policy="least_tokens"))
+    up = InstanceUp(instance=P0, role="prefill", dp_size=2, chunk_tokens=1024, barrier=False)
+    for event in (up, InstanceUp(instance=D0, role="decode", dp_size=1)):
+        scheduler.handle(event, 0.0)
+    recorder = Recorder(scheduler, scheduler.config, 1.0)
+    events: list[Event] = [
+        *(RequestArrived(rid=f"r{number}", prompt_tokens=50) for number in range(2)),
+        *(
+            ForwardEnded(
+                instance=P0,
+                report=report(dp_rank=rank, kind="launch", forward_id=40 * rank, extend_tokens=50),
+            )
+            for rank in range(2)
+        ),
+    ]
+    for event in events:
+        recorder.observe(event, scheduler.handle(event, 2.0), 2.0)
+    frame = recorder.frame(2.1)
+    (shown,) = frame["prefill"]
+    assert (shown["instance"], shown["barrier"]) == (P0, False)
+    assert shown["running"] == [[2.0, [50, None]], [2.0, [None, 50]]]
+    assert shown["requests"] == [1, 1]
+    for number in range(2):
+        answered = PrefillDone(rid=f"r{number}")
+        recorder.observe(answered, scheduler.handle(answered, 2.5), 2.5)
+    figures = recorder.frame(3.0)["ttft"]["figures"]
+    assert figures["modelled"]["p50"] > 0
 
 
 # Shadows --------------------------------------------------------------------------------------

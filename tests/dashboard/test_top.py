@@ -45,6 +45,13 @@ def drawn(frame: dict[str, Any], width: int, height: int) -> list[str]:
     return out.getvalue().rstrip("\n").split("\n")
 
 
+def test_a_worker_without_a_barrier_says_so() -> None:
+    frame = frame_of(1, 1)
+    assert "no barrier" not in "\n".join(drawn(frame, 120, 40))
+    frame["prefill"][0]["barrier"] = False
+    assert "8 ranks, no barrier" in "\n".join(drawn(frame, 120, 40))
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(0, 0), (1, 1), (3, 1), (32, 8), (117, 2)])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (220, 90)])
 def test_it_fits_the_terminal(prefill: int, decode: int, width: int, height: int) -> None:

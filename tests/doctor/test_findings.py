@@ -240,6 +240,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "endforward.cannot-listen": (CLUSTER, sbs_says(routers=["tcp://nowhere.invalid:7600"])),
     "limits.dp-one": (P0, says(attn_dp_size=1)),
     "limits.no-dp-attention": (P0, says(enable_dp_attention=False)),
+    "limits.no-barrier": (P0, sbs_says(barrier=False)),
     "limits.no-chunking": (P0, says(chunked_prefill_size=-1)),
     "limits.chunk-small": (P0, says(chunked_prefill_size=128)),
     "limits.chunk-page": (P0, says(chunked_prefill_size=1000)),

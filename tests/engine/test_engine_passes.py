@@ -305,3 +305,62 @@ def test_a_launch_names_each_request_once_in_its_first_pass() -> None:
         [Started("short")],
     ]
     assert not any(message.started for message in rank.sink.of("forward"))
+
+
+def without_gather(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    return Rank()
+
+
+def test_a_rank_says_whether_it_shares_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Rank(), Rank(dp_rank=0, dp_size=1)]
+    ranks[0].idle()
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "true")
+    ranks += [Rank(), Rank(dp_rank=0, dp_size=1)]
+    for rank in ranks[1:]:
+        rank.idle()
+    assert [rank.messages[0].barrier for rank in ranks] == [True, True, False, True]
+
+
+def test_dp_attention_that_the_release_does_not_count_is_a_barrier() -> None:
+    """Until 0.5.12 there is no ``attn_dp_size``."""
+    rank = Rank()
+    del rank.scheduler.ps.attn_dp_size
+    rank.scheduler.ps.dp_size = 2
+    rank.scheduler.server_args = SimpleNamespace(enable_dp_attention=True)
+    rank.idle()
+    rank.scheduler.server_args.enable_dp_attention = False
+    replica = Rank()
+    replica.scheduler.ps = SimpleNamespace(
+        **vars(replica.scheduler.ps) | {"attn_dp_size": 1, "dp_size": 2, "dp_rank": 1}
+    )
+    replica.idle()
+    assert [one.messages[0].barrier for one in (rank, replica)] == [True, False]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_idle_rank_without_a_barrier_says_so_once_and_counts_no_empty_pass(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """SGLang gives it an empty batch in every turn: that is not a pass, and it is idle."""
+    rank = without_gather(monkeypatch)
+    turn = rank.overlap_turn if overlap else rank.normal_turn
+    rank.scheduler.pass_s = 0.001
+    rank.scheduler.waiting_queue = [Req("a", 700)]
+    for _ in range(50):
+        turn(rank.scheduler.cut_batch() or Batch(Mode.IDLE, []))
+    assert [m.kind for m in rank.messages] == ["launch", "forward", "idle"]
+    assert rank.messages[-1].idle
+    assert rank.messages[-1].extend_tokens == 700
+    for _ in range(1000):
+        turn(Batch(Mode.IDLE, []))
+    beats = rank.messages[3:]
+    assert {m.kind for m in beats} == {"heartbeat"}
+    assert 3 <= len(beats) <= 12
+
+
+def test_with_a_barrier_an_empty_pass_is_a_pass() -> None:
+    rank = Rank()
+    for _ in range(3):
+        rank.normal_turn(Batch(Mode.IDLE, []))
+    assert [m.kind for m in rank.messages] == ["launch", "forward"] * 3

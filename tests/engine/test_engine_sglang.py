@@ -95,6 +95,7 @@ def test_server_info_has_the_sbs_block(hooked: dict[str, object]) -> None:
         "bind": None,
         "encrypted": False,
         "gang_gate_ms": None,
+        "barrier": True,
         "sglang_sbs_version": "0.1.0",
         "sgl_kernel_version": "",
     }

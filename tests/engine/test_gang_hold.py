@@ -186,6 +186,20 @@ def pair() -> tuple[Rank, Rank, Hearsay]:
     return first, second, hearsay
 
 
+def test_without_a_barrier_a_rank_waits_for_its_own_part_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of a router that does not know that there is none name two ranks."""
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    first, _, hearsay = pair()
+    part = GangPart(1, 2, 2)
+    first.queue.queue.append(Req("a", part))
+    assert first.turn() == []
+    first.queue.queue.append(Req("b", part))
+    assert first.turn() == ["a", "b"]
+    assert not hearsay.said
+
+
 def test_a_rank_waits_for_the_part_of_another_that_has_seen_nothing_of_it() -> None:
     first, second, _ = pair()
     part = GangPart(1, 1, 2)

@@ -192,14 +192,22 @@ async def cluster(
     scheduler: Any = None,
     real: bool = False,
     tls: ssl.SSLContext | None = None,
+    prefill_says: dict[str, Any] | None = None,
 ) -> AsyncIterator[Cluster]:
     """A running router with mock engines; everything is stopped at the end.
 
     ``real``: with the scheduler that the flags ask for. ``tls``: what the engines serve HTTPS with.
+    ``prefill_says``: more of ``/server_info`` of the prefill engines.
     """
     rooms = Rooms()
     prefills = [
-        MockEngine("prefill", dp_size=prefill_dp, sbs_block=sbs_block, rooms=rooms)
+        MockEngine(
+            "prefill",
+            dp_size=prefill_dp,
+            sbs_block=sbs_block,
+            rooms=rooms,
+            server_info=prefill_says,
+        )
         for _ in range(prefill)
     ]
     decodes = [

@@ -63,6 +63,45 @@ async def test_sbs_with_endforward_reports_its_tier_in_the_metrics() -> None:
         assert "sbs_rank_c_avail_tokens" in text
 
 
+async def test_a_worker_without_a_barrier_is_one_worker_to_everybody() -> None:
+    """Its ranks are instances of their own in the scheduler alone."""
+    scheduler = Scheduler(SchedulerConfig(policy="least_tokens"))
+    async with cluster(scheduler=scheduler, sbs_block=True, prefill_says={"dwdp_size": 2}) as c:
+        (engine,) = c.prefill
+        assert set(scheduler.prefill) == {f"{engine.url} rank {rank}" for rank in range(2)}
+        engine.connect_publisher(str(c.server.endforward_endpoint))
+
+        def heard() -> bool:
+            engine.publish(engine.report(1, kind="launch", forward_id=7, extend_tokens=1000))
+            return scheduler.prefill[f"{engine.url} rank 1"].tier == "endforward"
+
+        bodies = [{"input_ids": [1] * 50, "stream": number % 2 == 0} for number in range(20)]
+
+        async def one(body: dict[str, Any]) -> None:
+            async with c.post("/generate", body) as response:
+                assert response.status == 200
+                await response.read()
+
+        await asyncio.gather(*map(one, bodies))
+        await until(heard)
+        await c.settled()
+        ranks = [request.body["routed_dp_rank"] for request in engine.requests]
+        rooms = [request.body["bootstrap_room"] % 2 for request in engine.requests]
+        assert set(ranks) == {0, 1}
+        assert rooms == ranks
+        assert scheduler.prefill[f"{engine.url} rank 0"].tier != "endforward"
+        async with c.get("/workers") as response:
+            listed = (await response.json())["workers"]
+        (shown,) = [one for one in listed if one["url"] == engine.url]
+        assert (shown["ranks"], shown["barrier"]) == ("2 ranks, no barrier (--dwdp-size 2)", False)
+        url = f"http://127.0.0.1:{c.server.prometheus_port}/metrics"
+        async with c.client.get(url) as response:
+            text = await response.text()
+        for rank in range(2):
+            assert f'sbs_rank_c_avail_tokens{{dp_rank="{rank}",worker="{engine.url}"}}' in text
+        assert "rank 1" not in text
+
+
 async def test_the_process_serves_logs_and_stops(tmp_path: Path) -> None:
     rooms = Rooms()
     prefill = MockEngine("prefill", rooms=rooms)

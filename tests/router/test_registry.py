@@ -6,6 +6,7 @@ import socket
 from ipaddress import ip_address
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
@@ -98,6 +99,38 @@ def test_the_plugins_block_is_read() -> None:
     assert sbs is not None
     assert (sbs.boot_id, sbs.bind, sbs.routers) == ("b", "tcp://*:7700", ("tcp://r:7600",))
     assert parse_server_info(INFO | {"sbs": "?"}, "prefill").sbs is None
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks"),
+    [
+        ({}, "8 ranks"),
+        ({"dwdp_size": 1, "enable_dp_attention": True, "sbs": {"barrier": True}}, "8 ranks"),
+        ({"sbs": {"barrier": "no"}}, "8 ranks"),
+        ({"dwdp_size": 8, "sbs": {"barrier": False}}, "8 ranks, no barrier (--dwdp-size 8)"),
+        (
+            {"sbs": {"barrier": False}},
+            "8 ranks, no barrier (SGLANG_SCHEDULER_SKIP_ALL_GATHER)",
+        ),
+        (
+            {"attn_dp_size": 1, "dp_size": 4, "enable_dp_attention": False},
+            "4 ranks, no barrier (no --enable-dp-attention)",
+        ),
+        ({"attn_dp_size": 1, "enable_dp_attention": False, "sbs": {"barrier": False}}, "1 rank"),
+    ],
+)
+def test_an_engine_whose_ranks_make_passes_of_their_own_is_told_apart(
+    said: dict[str, Any], ranks: str
+) -> None:
+    setup = Setup()
+    worker = setup.registry.add("http://p:1", "prefill")
+    setup.registry.described(worker, parse_server_info(INFO | said, "prefill"))
+    setup.registry.set_healthy(worker, True)
+    (announced,) = setup.events
+    assert isinstance(announced, InstanceUp)
+    shown = describe_worker(worker, 0.0)
+    assert shown["ranks"] == ranks
+    assert shown["barrier"] == announced.barrier == ("no barrier" not in ranks)
 
 
 # URLs -------------------------------------------------------------------------------------------
@@ -406,6 +439,40 @@ def test_the_reason_of_a_missing_signal_is_named(info: dict[str, Any], words: li
     setup.registry.tick()
     for word in words:
         assert word in worker.problems["signal"]
+
+
+def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+    assert setup.registry.reported(worker, report())
+    assert len(setup.events) == 1
+    assert setup.registry.reported(worker, report(seq=1, barrier=False))
+    assert setup.registry.reported(worker, report(seq=2, barrier=False))
+    assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False]
+    assert "no barrier" in describe_worker(worker, 0.0)["ranks"]
+    again = WorkerInfo(dp_size=2, chunk_tokens=512, sbs=SbsBlock(boot_id="b1"))
+    setup.registry.described(worker, again)
+    assert len(setup.events) == 2
+    state = state_of(worker, 0.0)
+    mirror = MirroredRegistry(lambda event: None, BreakerConfig())
+    mirror.follow([state])
+    assert [one.barrier for one in mirror.announcements()] == [False]
+    setup.registry.described(worker, msgspec.structs.replace(again, sbs=SbsBlock(boot_id="b2")))
+    setup.registry.refresh(worker)
+    assert isinstance(setup.events[-1], InstanceUp)
+    assert setup.events[-1].barrier
+
+
+@pytest.mark.parametrize(
+    "info", [{"sbs": SbsBlock(boot_id="b1", barrier=True)}, {"dp_size": 1}], ids=["told", "one"]
+)
+def test_endforward_does_not_overrule_what_server_info_says(info: dict[str, Any]) -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", **info)
+    size = worker.dp_size
+    assert setup.registry.reported(worker, report(barrier=False, dp_size=size))
+    assert len(setup.events) == 1
+    assert describe_worker(worker, 0.0)["barrier"]
 
 
 def test_dp_attention_missing_is_a_problem_of_the_worker() -> None:

@@ -198,6 +198,7 @@ def test_knobs_reach_the_cluster(tmp_path):
         "--decode-kv-tokens 4000",
         "--decode-running 1",
         "--instance count=3,speed=0.5",
+        "--no-barrier",
         "--at 21:down:p1",
     ):
         assert ttft_s(flags) != pytest.approx(plain_s, rel=1e-6), flags

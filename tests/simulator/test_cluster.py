@@ -26,6 +26,7 @@ specs = st.builds(
     launch_gap_s=st.sampled_from([0.0, 0.02]),
     prepare_s=st.sampled_from([0.0, 0.01]),
     overlap=st.booleans(),
+    barrier=st.booleans(),
     page_size=st.sampled_from([1, 64]),
     handshake_s=st.sampled_from([0.0, 0.01]),
     first_token_s=st.sampled_from([0.0, 0.05]),
@@ -80,20 +81,22 @@ def test_the_same_events_give_the_same_decisions(spec, config, seed):
     assert first.requests == second.requests or repr(first.requests) == repr(second.requests)
 
 
+@pytest.mark.parametrize("barrier", [True, False])
 @pytest.mark.parametrize("trigger", ["adaptive", "paper"])
-def test_the_ledger_is_empty_when_everything_is_over(trigger):
+def test_the_ledger_is_empty_when_everything_is_over(trigger, barrier):
     seen: list[Scheduler] = []
 
     def keep(scheduler: Scheduler, _now_s: float) -> None:
         seen[:] = [scheduler]
 
-    spec = ClusterSpec(cost=COSTS["mixed"])
+    spec = ClusterSpec(cost=COSTS["mixed"], barrier=barrier)
     simulate(poisson(100, 10.0, 1), SchedulerConfig(trigger=trigger), spec, observe=keep)
     scheduler = seen[0]
     assert scheduler.in_flight_requests == 0
+    assert len(scheduler.prefill) == 3 * (1 if barrier else spec.dp_size)
     for instance in scheduler.prefill.values():
         assert instance.idle
-        assert instance.c_avail() == [spec.chunk_tokens] * spec.dp_size
+        assert instance.c_avail() == [spec.chunk_tokens] * (spec.dp_size if barrier else 1)
     for decode in scheduler.decode.values():
         assert [(load.running, load.committed_tokens) for load in decode.loads()] == [
             (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from sglang_sbs.scheduling import SchedulerConfig
@@ -42,6 +43,24 @@ def test_an_idle_engine_launches_on_the_first_request_and_the_rest_of_the_gang_w
     second, _, _ = iterate(prefill, first.end_s + 0.02)
     assert second.tokens == [40, 50]
     assert second.start_s == pytest.approx(first.end_s + 0.02)
+
+
+def test_without_a_barrier_a_rank_waits_for_no_other_and_an_idle_one_makes_no_pass():
+    """The long prompt takes 1 s in ten passes of its rank, the short one runs beside it."""
+    spec = ClusterSpec(
+        cost=PassCost(fixed_s=0.0, max_s=1e-3),
+        **{"prefill_instances": 1, "dp_size": 3, "chunk_tokens": 100},
+        dispatch_latency_s=0.0,
+    )
+    ttfts_s, passes = {}, {}
+    for barrier in (True, False):
+        ran = msgspec.structs.replace(spec, barrier=barrier)
+        config = SchedulerConfig(policy="least_tokens")
+        outcome = simulate([(0.0, 1000), (0.05, 60)], config, ran)
+        ttfts_s[barrier] = [round(r.ttft_s, 6) for r in outcome.requests]
+        passes[barrier] = len(outcome.passes)
+    assert ttfts_s == {True: [1.0, 0.15], False: [1.0, 0.06]}
+    assert passes == {True: 10, False: 11}
 
 
 def test_a_gang_sent_during_a_pass_runs_in_one():

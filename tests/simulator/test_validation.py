@@ -6,6 +6,7 @@ import inspect
 import random
 import statistics
 
+import msgspec
 import pytest
 
 from sglang_sbs.bench.record import recorded_runs
@@ -115,6 +116,11 @@ def test_what_was_fitted_on_one_seed_predicts_another(record):
         assert cell.ratio == pytest.approx(1, abs=0.1)
         cells.append(cell)
     assert by_cell(cells) == {(0.6, c.policy): pytest.approx(c.ratio) for c in cells}
+
+
+def test_passes_of_single_ranks_are_not_taken_for_passes_of_all(record):
+    with pytest.raises(ValueError, match=r"eta-load0\.6-seed1\.events has passes of p0, whose DP"):
+        record("eta", 1, msgspec.structs.replace(SPEC, barrier=False))
 
 
 def test_recorded_runs_are_found_by_name(record, tmp_path):

@@ -42,7 +42,7 @@ const prefillMap = new HeatMap($("prefill-map"), $("tip"), (instance, rank) => {
     "in flight " + count(one.flight[rank]) + ", queued " + count(one.queued[rank]) + " tokens",
     count(one.requests[rank]) + " requests not prefilled",
     "EndForward " + age(one.age[rank]),
-    (one.up ? "up" : "down") + ", signal: " + one.tier + ", free in " + seconds(one.free_in_s),
+    (one.up ? "up" : "down") + ", signal: " + one.tier + ", free in " + seconds(one.free_in_s) + (one.barrier ? "" : ", " + one.c_avail.length + " ranks, no barrier"),
   ];
 });
 const decodeMap = new HeatMap($("decode-map"), $("tip"), (instance, rank) => {
@@ -93,7 +93,8 @@ function draw() {
   text("timeline-summary", did ? Math.round(did.busy * 100) + " % busy, " + (did.waste * 100).toFixed(1) + " % bubbles while requests waited" : "");
   $("timeline-none").hidden = Boolean(did) || rows.length === 0;
   const total = rows.reduce((sum, one) => sum + one.c_avail.length, 0);
-  text("prefill-summary", rows.length + " instances, " + total + " DP ranks");
+  const lone = rows.filter((one) => !one.barrier).length;
+  text("prefill-summary", rows.length + " instances, " + total + " DP ranks" + (lone ? ", " + lone + " without a barrier" : ""));
   drawQueue(frame);
   drawTtft(frame.ttft);
   drawGangs(frame.now_s);

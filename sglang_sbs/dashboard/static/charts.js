@@ -16,7 +16,8 @@ export class Timeline {
     this.passes.clear();
   }
 
-  // passes as in a frame: [instance, start, end, gap, waste, tokens]
+  // passes as in a frame: [instance, start, end, gap, waste, tokens]; tokens are null for ranks that
+  // had no part in it, as where there is no barrier.
   add(passes, now) {
     for (const [instance, start, end, gap, waste, tokens] of passes) {
       let known = this.passes.get(instance);
@@ -38,7 +39,7 @@ export class Timeline {
     for (const instance of instances) {
       const known = this.passes.get(instance.instance) || [];
       if (!known.length) continue;
-      rows += 1;
+      rows += instance.barrier ? 1 : instance.c_avail.length;
       for (const pass of known) {
         busy += Math.max(0, pass.end - Math.max(pass.start, now - WINDOW_S));
         if (pass.start > now - WINDOW_S) waste += pass.waste;
@@ -80,10 +81,9 @@ export class Timeline {
         if (!pass.looks || pass.looks.length !== stripes) pass.looks = looks(pass.tokens, instance.chunk, stripes);
         this.bar(context, pass.looks, Math.max(label, at(pass.start)), at(pass.end), top, room, colours);
       }
-      if (instance.running && instance.up) {
-        const from = Math.max(label, at(instance.running[0]));
+      for (const [start, tokens] of instance.up ? instance.running : []) {
         context.globalAlpha = 0.55;
-        this.bar(context, looks(instance.running[1], instance.chunk, stripes), from, width, top, room, colours);
+        this.bar(context, looks(tokens, instance.chunk, stripes), Math.max(label, at(start)), width, top, room, colours);
         context.globalAlpha = 1;
       }
     });
@@ -104,20 +104,27 @@ export class Timeline {
     let begin = 0;
     for (let i = 1; i <= looks.length; i += 1) {
       if (i < looks.length && looks[i] === looks[begin]) continue;
-      context.fillStyle = looks[begin] < 0 ? colours.none : PALETTE[looks[begin]];
-      context.fillRect(from, top + begin * each, wide, (i - begin) * each);
+      if (looks[begin] !== null) {
+        context.fillStyle = looks[begin] < 0 ? colours.none : PALETTE[looks[begin]];
+        context.fillRect(from, top + begin * each, wide, (i - begin) * each);
+      }
       begin = i;
     }
   }
 }
 
-// A colour number per stripe; -1: no tokens. Ranks that share a stripe show their mean.
+// A colour number per stripe; -1: no tokens, null: another's pass. Ranks that share a stripe show
+// their mean.
 function looks(tokens, chunk, stripes) {
   const found = [];
   for (let i = 0; i < stripes; i += 1) {
     const from = Math.floor((i * tokens.length) / stripes);
     const to = Math.max(from + 1, Math.floor(((i + 1) * tokens.length) / stripes));
-    const mine = tokens.slice(from, to);
+    const mine = tokens.slice(from, to).filter((value) => value !== null);
+    if (!mine.length) {
+      found.push(null);
+      continue;
+    }
     const mean = mine.reduce((sum, value) => sum + value, 0) / mine.length;
     found.push(mean ? shade(chunk ? mean / chunk : 1) : -1);
   }

@@ -1,0 +1,113 @@
+"""Workers without a barrier: each of their DP ranks is a prefill instance of its own.
+
+Everything the scheduler believes of a prefill instance rests on the barrier: all ranks launch a
+pass together, it has one number and one end. Under DWDP, with SGLANG_SCHEDULER_SKIP_ALL_GATHER, or
+without DP attention there is none: the ranks number and end their passes each for itself. Such a
+worker is as many instances of one rank as it has ranks. Only the driver knows the worker; this
+module translates between its names (worker, rank) and the scheduler's (instance, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from sglang_sbs.scheduling import events as ev
+
+
+class WorkerRank(NamedTuple):
+    """A DP rank as the driver names it."""
+
+    worker: ev.InstanceId
+    rank: int
+    dp_size: int
+    """Of the worker."""
+
+
+class LoneRanks:
+    """Translates names in (:meth:`inside`) and out (:meth:`outside`)."""
+
+    def __init__(self) -> None:
+        self._instances: dict[ev.InstanceId, list[ev.InstanceId]] = {}
+        """By worker without a barrier, the instance of each rank."""
+        self._ranks: dict[ev.InstanceId, WorkerRank] = {}
+        """What each of those instances is."""
+
+    def instances(self, worker: ev.InstanceId) -> list[ev.InstanceId]:
+        """The instances that a worker is: itself, or one for each rank."""
+        return self._instances.get(worker) or [worker]
+
+    def outside(self, instance: ev.InstanceId, rank: int, dp_size: int) -> WorkerRank:
+        """A rank of an instance with ``dp_size`` ranks, as the driver names it."""
+        return self._ranks.get(instance) or WorkerRank(instance, rank, dp_size)
+
+    def place(self, worker: ev.InstanceId, rank: int) -> tuple[ev.InstanceId, int]:
+        """Instance and rank within it. A rank that the worker does not have stays as it is: no
+        instance has that name."""
+        instances = self._instances.get(worker)
+        if instances is None or not 0 <= rank < len(instances):
+            return worker, rank
+        return instances[rank], 0
+
+    def up(self, event: ev.InstanceUp) -> tuple[list[ev.InstanceUp], list[ev.InstanceId]]:
+        """The instances that are up now, and those that the worker is not any more."""
+        worker = event.instance
+        before = self.instances(worker)
+        for name in before:
+            self._ranks.pop(name, None)
+        self._instances.pop(worker, None)
+        if event.barrier or event.role != "prefill" or event.dp_size == 1:
+            return [event], [name for name in before if name != worker]
+        names = [f"{worker} rank {rank}" for rank in range(event.dp_size)]
+        self._instances[worker] = names
+        for rank, name in enumerate(names):
+            self._ranks[name] = WorkerRank(worker, rank, event.dp_size)
+        alone = [msgspec.structs.replace(event, instance=name, dp_size=1) for name in names]
+        return alone, [name for name in before if name not in self._ranks]
+
+    def forget(self, instance: ev.InstanceId) -> None:
+        """The instance is gone for good, as all of its worker are."""
+        known = self._ranks.pop(instance, None)
+        if known is not None:
+            self._instances.pop(known.worker, None)
+
+    def polls(self, event: ev.LoadPolled) -> Iterable[ev.LoadPolled]:
+        """What a load poll says of each instance of the worker."""
+        names = self._instances.get(event.instance)
+        figures = event.queued_tokens, event.running_requests, event.kv_tokens
+        if names is None:
+            return [event]
+        if any(len(one) != len(names) for one in figures):
+            return []
+        return [
+            ev.LoadPolled(instance=name, queued_tokens=[a], running_requests=[b], kv_tokens=[c])
+            for name, a, b, c in zip(names, *figures, strict=True)
+        ]
+
+    def inside(self, event: ev.Event) -> ev.Event:
+        """An event of one rank or request in the names of instances; others are left alone."""
+        if not self._instances:
+            return event
+        match event:
+            case ev.ForwardEnded():
+                name, rank = self.place(event.instance, event.report.dp_rank)
+                if name == event.instance:
+                    return event
+                # What it says of other ranks, if anything, is not of this pass.
+                report = msgspec.structs.replace(
+                    event.report, dp_rank=rank, dp_size=1, tokens_per_rank=None
+                )
+                return ev.ForwardEnded(instance=name, report=report)
+            case ev.BlocksStored() | ev.BlocksRemoved() | ev.BlocksCleared():
+                name, rank = self.place(event.instance, event.dp_rank)
+                return msgspec.structs.replace(event, instance=name, dp_rank=rank)
+            case ev.RequestAdopted():
+                name, rank = self.place(event.prefill, event.prefill_rank)
+                return msgspec.structs.replace(event, prefill=name, prefill_rank=rank)
+            case ev.RequestArrived(exclude=workers) if workers:
+                names = tuple(name for worker in workers for name in self.instances(worker))
+                return msgspec.structs.replace(event, exclude=names)
+            case _:
+                return event
