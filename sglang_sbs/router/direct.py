@@ -320,7 +320,11 @@ class _Connection(asyncio.Protocol):
         status = f"HTTP/1.1 {answer.status} {reason_phrase(answer.status)}\r\n"
         rest = f"Content-Type: {answer.content_type}\r\nContent-Length: {len(answer.body)}\r\n"
         head = (status + rest + lines).encode("latin-1", "replace")
-        self.transport.write(b"%b%b%b" % (head, self._common_lines(), answer.body))
+        head += self._common_lines()
+        if len(answer.body) <= _LARGE_PIECE_BYTES:
+            self.transport.write(b"".join((head, answer.body)))
+        else:
+            self.transport.writelines((head, answer.body))  # without a copy of it
 
     def _common_lines(self) -> bytes:
         """And the empty one at the end."""

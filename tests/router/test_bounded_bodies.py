@@ -326,7 +326,7 @@ async def test_a_large_body_is_read_and_sent_in_slices(monkeypatch: Any) -> None
             return connection
 
         monkeypatch.setattr(c.server.pool, "connect", connect)
-        status, _ = await c.generate(text="x" * (8 * MIB))
+        status, _ = await c.generate(text="x", more="x" * (8 * MIB))
         assert status == 200
     assert reads_on
     assert not any(reads_on)  # until that piece is taken

@@ -452,7 +452,7 @@ async def test_different_pages_are_said_once_and_the_most_common_counts(
             worker.info = msgspec.structs.replace(worker.info, page_size=page)
         tokenizers = system.server.tokenizers
         for _ in range(2):
-            tokenizers._format_s = float("-inf")
+            tokenizers._looked_s = float("-inf")
             assert tokenizers.block_format() == BlockFormat(64)
     assert caplog.text.count("--page-size") == 1
 
