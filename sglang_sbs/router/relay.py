@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 import orjson
 
 from sglang_sbs.router.admission import Admission
+from sglang_sbs.router.breaker import Suspicions
 from sglang_sbs.router.clients import Answer, Client
 from sglang_sbs.router.dispatcher import Assigner, Assignment
 from sglang_sbs.router.downstream import Downstream
@@ -158,6 +160,7 @@ class Relay:
         self._admission = admission
         self._in_flight = in_flight
         self._lanes = lanes
+        self._suspicions = Suspicions()
         self._turn = asyncio.Lock()
         """Of the batch whose units begin or end now."""
         self.bodies = Bodies(config.max_bodies_bytes)
@@ -421,10 +424,14 @@ class Relay:
 
     def _blame(self, exchange: _Exchange, unit: Unit, *, served: bool) -> None:
         """For answers of 5xx. When two engines gave one and none served the request, it may be
-        what they cannot do: a few such requests must not take every engine out."""
+        what they cannot do: a few such requests must not take every engine out. Where only one was
+        asked (without retries, or its client left), it depends on the others' failures."""
         suspects = exchange.suspects.pop(unit.index, [])
-        if served or len({failure.worker for failure in suspects}) == 1:
-            for failure in suspects:
+        alone = len({failure.worker for failure in suspects}) == 1
+        now_s = time.monotonic()
+        for failure in suspects:
+            role, engine = failure.leg, failure.worker
+            if served or (alone and self._suspicions.against(role, engine, now_s)):
                 self._registry.leg_failed(failure)
 
     async def _retried(
@@ -518,8 +525,12 @@ class Relay:
                 await pair.wait_done()
             outcome = "failed" if pair.engine_failed else "completed"
             if outcome == "completed":
-                self._registry.leg_succeeded(assignment.prefill)
-                self._registry.leg_succeeded(assignment.decode)
+                for role, engine in (
+                    ("prefill", assignment.prefill),
+                    ("decode", assignment.decode),
+                ):
+                    self._registry.leg_succeeded(engine)
+                    self._suspicions.served(role, engine)
             return pair
         except (asyncio.CancelledError, ConnectionResetError):
             outcome = "aborted"  # the client is gone
