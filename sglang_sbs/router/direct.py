@@ -26,11 +26,8 @@ from sglang_sbs.router.intake import Doorman
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75.0
-"""An idle connection is closed after this."""
 MAX_HEAD_BYTES = 8000
 """Below the limits of aiohttp, which refuses what is larger."""
-_SWEEP_S = 5.0
 _LINGER_S = 2.0
 """For a client to read why its body was not wanted, before the connection is closed on it."""
 _LARGE_PIECE_BYTES = 64 << 10
@@ -129,7 +126,6 @@ class DirectPort:
         self.connections: set[_Connection] = set()
         self._date = (0, b"")
         self._loop = asyncio.get_running_loop()
-        self._sweep = self._loop.call_later(_SWEEP_S, self._close_idle)
 
     def __call__(self) -> asyncio.Protocol:
         """A protocol for a new connection."""
@@ -142,16 +138,8 @@ class DirectPort:
             self._date = (now, f"Date: {formatdate(now, usegmt=True)}\r\n".encode())
         return self._date[1]
 
-    def _close_idle(self) -> None:
-        since_s = self._loop.time() - KEEP_ALIVE_S
-        for connection in list(self.connections):
-            if connection.idle_since_s is not None and connection.idle_since_s < since_s:
-                connection.close()
-        self._sweep = self._loop.call_later(_SWEEP_S, self._close_idle)
-
     async def close(self, patience_s: float) -> None:
         """Close every connection, after what was written to it has left, or after that time."""
-        self._sweep.cancel()
         tasks = [c.task for c in self.connections if c.task is not None]
         for connection in list(self.connections):
             connection.close()
@@ -180,7 +168,6 @@ class _Connection(asyncio.Protocol):
         "_pieces",
         "_port",
         "_writable",
-        "idle_since_s",
         "task",
         "transport",
     )
@@ -192,8 +179,6 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self.transport: asyncio.Transport | None = None
         self.task: asyncio.Task[None] | None = None
-        self.idle_since_s: float | None = None
-        """``None`` before its first request (the doorman's matter) and while one is served."""
         self._head: RequestHead | None = None
         self._identifier = ""
         self._body_left = 0
@@ -258,7 +243,6 @@ class _Connection(asyncio.Protocol):
         transport = self.transport
         assert transport is not None
         self._port.doorman.heard(transport)
-        self.idle_since_s = None
         self._head = head
         self._identifier = self._port.service.identify(head)
         self._last = head.close
@@ -361,7 +345,7 @@ class _Connection(asyncio.Protocol):
         elif self._last:
             transport.close()
         else:
-            self.idle_since_s = self._loop.time()
+            self._port.doorman.rests(transport)
             early, self._early = self._early, b""
             if len(early) > _MAX_EARLY_BYTES:
                 transport.resume_reading()

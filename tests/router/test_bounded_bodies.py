@@ -332,7 +332,7 @@ async def test_a_large_body_is_read_and_sent_in_slices(monkeypatch: Any) -> None
     assert not any(reads_on)  # until that piece is taken
     assert sum(written) > 2 * 8 * MIB
     assert max(written) <= MIB
-    assert len(c.decode[0].requests[0].body["text"]) == 8 * MIB
+    assert len(c.decode[0].requests[0].body["more"]) == 8 * MIB
 
 
 # Long texts -------------------------------------------------------------------------------------
