@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
+from sglang_sbs.plain_words import counted
 from sglang_sbs.router.block_names import (
     TEXT_BYTES_PER_TOKEN,
     BlockFormat,
@@ -56,8 +57,8 @@ class LongestPrompt(NamedTuple):
         raise RouterError(
             400,
             "prompt_too_long",
-            f"the prompt has {'at least ' if at_least else ''}{tokens} tokens; no engine takes "
-            f"more than {self.tokens}",
+            f"the prompt has {'at least ' if at_least else ''}{counted(tokens, 'token')}; no "
+            f"engine takes more than {self.tokens:,}",
         )
 
 

@@ -501,7 +501,7 @@ def test_a_prompt_longer_than_any_engine_takes_is_refused(engines: Known) -> Non
     engines.longest = LongestPrompt(1000)
     assert refusal_of(engines, input_ids=[7] * 1000) is None
     message = refusal_of(engines, input_ids=[7] * 1001)
-    assert message == "the prompt has 1001 tokens; no engine takes more than 1000"
+    assert message == "the prompt has 1,001 tokens; no engine takes more than 1,000"
     assert refusal_of(engines, text="a word " * 9000) is None  # it might be one token in 63 bytes
     assert refusal_of(engines, text="a word " * 10_000) is not None
     large = "a word " * (MOST_READ_BYTES // 7 + 1)
