@@ -31,7 +31,7 @@ MAX_HEAD_BYTES = 8000
 _LINGER_S = 2.0
 """For a client to read why its body was not wanted, before the connection is closed on it."""
 _LARGE_PIECE_BYTES = 64 << 10
-"""After a piece so large of a body, other connections get their turn."""
+"""After a piece so large of a body or an answer, other connections get their turn."""
 _MAX_EARLY_BYTES = 1 << 20
 """Of a next request that comes before the answer to this one."""
 
@@ -167,6 +167,7 @@ class _Connection(asyncio.Protocol):
         "_more",
         "_pieces",
         "_port",
+        "_unsent",
         "_writable",
         "task",
         "transport",
@@ -190,6 +191,8 @@ class _Connection(asyncio.Protocol):
         self._last = False
         self._lingers = False
         self._ended = False
+        self._unsent: bytes | bytearray = b""
+        """Of a large answer: it is written as the client takes it, a piece in a turn."""
         self._writable = True
         self._drained: asyncio.Future[None] | None = None
 
@@ -307,8 +310,9 @@ class _Connection(asyncio.Protocol):
         head += self._common_lines()
         if len(answer.body) <= _LARGE_PIECE_BYTES:
             self.transport.write(b"".join((head, answer.body)))
-        else:
-            self.transport.writelines((head, answer.body))  # without a copy of it
+            return
+        self.transport.write(head)
+        self._unsent = answer.body
 
     def _common_lines(self) -> bytes:
         """And the empty one at the end."""
@@ -321,10 +325,17 @@ class _Connection(asyncio.Protocol):
         return b"%b%b%b" % (port.date(), own, close)
 
     async def _finish(self) -> None:
-        if self._writable:
+        """Write what is left of a large answer, and wait until the client has taken nearly all."""
+        if self._writable and not self._unsent:
             return
+        unsent, self._unsent = self._unsent, b""
         try:
             async with asyncio.timeout(FINISH_S):
+                for at in range(0, len(unsent), _LARGE_PIECE_BYTES):
+                    if self.transport is None or self.transport.is_closing():
+                        return
+                    self.transport.write(unsent[at : at + _LARGE_PIECE_BYTES])
+                    await (asyncio.sleep(0) if self._writable else self.drained())
                 await self.drained()
         except TimeoutError:
             if self.transport is not None:

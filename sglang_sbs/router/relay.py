@@ -370,13 +370,14 @@ class Relay:
             running.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 failed.append(error)
-                exchange.window.release()  # who waits for a place is to see it
+                exchange.window.release()  # if a place is waited for, that is over
 
         try:
             for at in range(0, len(units), _AT_ONCE):
                 some = units[at : at + _AT_ONCE]
                 for unit in some:
-                    await exchange.go_ahead(unit.index)
+                    if not failed:
+                        await exchange.go_ahead(unit.index)
                 if failed:
                     break
                 async with self._turn:
