@@ -10,11 +10,14 @@ all of them whichever fits, and never leave this module: the audit log names a k
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -180,6 +183,28 @@ class Access:
             "request_id": request_id[:1024],
         }
         logger.info("control_plane_audit %s", json.dumps(record))
+
+
+def is_own_host(host: str, listens_at: str) -> bool:
+    """Whether a ``Host`` header (lower case) can be nobody else's name for this machine.
+
+    A page of elsewhere may have its own name resolve to this address (DNS rebinding): for the
+    browser it is of one origin with the router then. An address, or a name that comes from no DNS
+    of others, cannot be had so.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    if name in (listens_at.lower(), socket.gethostname().lower()):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _bearer(headers: Mapping[str, str]) -> bytes | None:

@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from sglang_sbs.plain_words import counted
 from sglang_sbs.router.errors import RouterError
 
 
@@ -95,7 +96,7 @@ class Admission:
             raise RouterError(
                 429,
                 "queue_full",
-                f"{self._running} requests are running and {len(self._queue)} waiting "
+                f"{counted(self._running, 'request')} running and {len(self._queue):,} waiting "
                 "(--max-concurrent-requests, --queue-size)",
                 retry_after_s=1.0,
             )

@@ -16,7 +16,7 @@ import orjson
 from aiohttp import web
 from prometheus_client import Histogram
 
-from sglang_sbs.router.access import CONTROL_PLANE, Access, ControlKey
+from sglang_sbs.router.access import CONTROL_PLANE, Access, ControlKey, is_own_host
 from sglang_sbs.router.body_fields import bad_request
 from sglang_sbs.router.clients import Answer, Client, WebClient
 from sglang_sbs.router.control import Control
@@ -205,6 +205,8 @@ class Surface:
             error_code = response.headers.get("X-SMG-Error-Code", "")
         finally:
             self._answered(request.method, path, status, error_code, started_s, duration)
+            if request.transport is not None:
+                self._server.doorman.rests(request.transport)
         return response
 
     def _answered(
@@ -287,7 +289,8 @@ class Surface:
             or not self._access.open_to_all
         ):
             return False
-        own = origin.partition("://")[2].lower() == request.headers.get("Host", "").lower()
+        host = request.headers.get("Host", "").lower()
+        own = origin.partition("://")[2].lower() == host and is_own_host(host, self._options.host)
         return not (own or "*" in self._origins or origin in self._origins)
 
     def _preflight(self) -> web.Response:

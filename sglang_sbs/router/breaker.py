@@ -1,6 +1,7 @@
 """Circuit breaker of one worker: consecutive failures open it, time and successes close it.
 
-Owns the breaker's state machine. Must not know workers, clocks or sockets (callers pass ``now_s``).
+Owns the breaker's state machine, and what failures count (:class:`Suspicions`). Must not know
+workers, clocks or sockets (callers pass ``now_s``).
 """
 
 from __future__ import annotations
@@ -94,3 +95,28 @@ class Breaker:
     def reset(self) -> None:
         self._become("closed")
         self._failures = self._successes = 0
+
+
+class Suspicions:
+    """Whether an answer of 5xx that no second engine was asked about speaks against its engine.
+
+    It does while no other engine of its role is under suspicion, too: where several fail, it may be
+    what they were asked, and then a few such requests must not take every engine out.
+    """
+
+    def __init__(self, window_s: float = BreakerConfig.window_s) -> None:
+        self._window_s = window_s
+        self._failed_s: dict[tuple[str, str], float] = {}
+        """By role and engine: when one that has served nothing since last failed."""
+
+    def against(self, role: str, engine: str, now_s: float) -> bool:
+        """It failed; whether that counts against it."""
+        oldest_s = now_s - self._window_s
+        self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if at_s >= oldest_s}
+        self._failed_s[role, engine] = now_s
+        return not any(key[0] == role and key[1] != engine for key in self._failed_s)
+
+    def served(self, role: str, engine: str) -> None:
+        """It is not under suspicion any more."""
+        if self._failed_s:
+            self._failed_s.pop((role, engine), None)

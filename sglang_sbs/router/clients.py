@@ -18,7 +18,7 @@ class Answer:
     """A whole response."""
 
     status: int
-    body: bytes
+    body: bytes | bytearray
     content_type: str
     headers: dict[str, str] = field(default_factory=dict)
 

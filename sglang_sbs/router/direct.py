@@ -26,15 +26,12 @@ from sglang_sbs.router.intake import Doorman
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75.0
-"""An idle connection is closed after this."""
 MAX_HEAD_BYTES = 8000
 """Below the limits of aiohttp, which refuses what is larger."""
-_SWEEP_S = 5.0
 _LINGER_S = 2.0
 """For a client to read why its body was not wanted, before the connection is closed on it."""
 _LARGE_PIECE_BYTES = 64 << 10
-"""After a piece so large of a body, other connections get their turn."""
+"""After a piece so large of a body or an answer, other connections get their turn."""
 _MAX_EARLY_BYTES = 1 << 20
 """Of a next request that comes before the answer to this one."""
 
@@ -129,7 +126,6 @@ class DirectPort:
         self.connections: set[_Connection] = set()
         self._date = (0, b"")
         self._loop = asyncio.get_running_loop()
-        self._sweep = self._loop.call_later(_SWEEP_S, self._close_idle)
 
     def __call__(self) -> asyncio.Protocol:
         """A protocol for a new connection."""
@@ -142,16 +138,8 @@ class DirectPort:
             self._date = (now, f"Date: {formatdate(now, usegmt=True)}\r\n".encode())
         return self._date[1]
 
-    def _close_idle(self) -> None:
-        since_s = self._loop.time() - KEEP_ALIVE_S
-        for connection in list(self.connections):
-            if connection.idle_since_s is not None and connection.idle_since_s < since_s:
-                connection.close()
-        self._sweep = self._loop.call_later(_SWEEP_S, self._close_idle)
-
     async def close(self, patience_s: float) -> None:
         """Close every connection, after what was written to it has left, or after that time."""
-        self._sweep.cancel()
         tasks = [c.task for c in self.connections if c.task is not None]
         for connection in list(self.connections):
             connection.close()
@@ -179,8 +167,8 @@ class _Connection(asyncio.Protocol):
         "_more",
         "_pieces",
         "_port",
+        "_unsent",
         "_writable",
-        "idle_since_s",
         "task",
         "transport",
     )
@@ -192,8 +180,6 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self.transport: asyncio.Transport | None = None
         self.task: asyncio.Task[None] | None = None
-        self.idle_since_s: float | None = None
-        """``None`` before its first request (the doorman's matter) and while one is served."""
         self._head: RequestHead | None = None
         self._identifier = ""
         self._body_left = 0
@@ -205,6 +191,8 @@ class _Connection(asyncio.Protocol):
         self._last = False
         self._lingers = False
         self._ended = False
+        self._unsent: bytes | bytearray = b""
+        """Of a large answer: it is written as the client takes it, a piece in a turn."""
         self._writable = True
         self._drained: asyncio.Future[None] | None = None
 
@@ -258,7 +246,6 @@ class _Connection(asyncio.Protocol):
         transport = self.transport
         assert transport is not None
         self._port.doorman.heard(transport)
-        self.idle_since_s = None
         self._head = head
         self._identifier = self._port.service.identify(head)
         self._last = head.close
@@ -320,7 +307,12 @@ class _Connection(asyncio.Protocol):
         status = f"HTTP/1.1 {answer.status} {reason_phrase(answer.status)}\r\n"
         rest = f"Content-Type: {answer.content_type}\r\nContent-Length: {len(answer.body)}\r\n"
         head = (status + rest + lines).encode("latin-1", "replace")
-        self.transport.write(b"%b%b%b" % (head, self._common_lines(), answer.body))
+        head += self._common_lines()
+        if len(answer.body) <= _LARGE_PIECE_BYTES:
+            self.transport.write(b"".join((head, answer.body)))
+            return
+        self.transport.write(head)
+        self._unsent = answer.body
 
     def _common_lines(self) -> bytes:
         """And the empty one at the end."""
@@ -333,10 +325,17 @@ class _Connection(asyncio.Protocol):
         return b"%b%b%b" % (port.date(), own, close)
 
     async def _finish(self) -> None:
-        if self._writable:
+        """Write what is left of a large answer, and wait until the client has taken nearly all."""
+        if self._writable and not self._unsent:
             return
+        unsent, self._unsent = self._unsent, b""
         try:
             async with asyncio.timeout(FINISH_S):
+                for at in range(0, len(unsent), _LARGE_PIECE_BYTES):
+                    if self.transport is None or self.transport.is_closing():
+                        return
+                    self.transport.write(unsent[at : at + _LARGE_PIECE_BYTES])
+                    await (asyncio.sleep(0) if self._writable else self.drained())
                 await self.drained()
         except TimeoutError:
             if self.transport is not None:
@@ -357,7 +356,7 @@ class _Connection(asyncio.Protocol):
         elif self._last:
             transport.close()
         else:
-            self.idle_since_s = self._loop.time()
+            self._port.doorman.rests(transport)
             early, self._early = self._early, b""
             if len(early) > _MAX_EARLY_BYTES:
                 transport.resume_reading()

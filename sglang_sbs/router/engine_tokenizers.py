@@ -19,7 +19,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from sglang_sbs.router.block_names import BlockFormat
 from sglang_sbs.router.chat_template import TemplateError
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.engine_answers import ask
-from sglang_sbs.router.prompts import PromptKind
+from sglang_sbs.router.prompts import LongestPrompt, PromptKind
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.requests import RouteKind
 from sglang_sbs.router.server_info import WorkerInfo, parse_version
@@ -138,7 +138,8 @@ class EngineTokenizers:
         self._disagreeing: frozenset[PromptKind] = frozenset()
         self._format: BlockFormat | None = None
         self._models: frozenset[str] = frozenset()
-        self._format_s = -_EVERY_S
+        self._longest: LongestPrompt | None = None
+        self._looked_s = -_EVERY_S
         self._task: asyncio.Task[None] | None = None
         self._odd_pages = ""
 
@@ -158,13 +159,24 @@ class EngineTokenizers:
         """Of most prefill instances: a prompt gets one list of names."""
         if not self._names_blocks:
             return None
-        now_s = time.monotonic()
-        if now_s - self._format_s >= _EVERY_S:
-            self._format_s = now_s
-            self._format = self._common_format()
-            infos = [worker.info for worker in self._registry]
-            self._models = frozenset(info.model_id for info in infos if info is not None)
+        self._look()
         return self._format
+
+    def longest_prompt(self) -> LongestPrompt | None:
+        """See :class:`~sglang_sbs.router.prompts.Engines`."""
+        self._look()
+        return self._longest
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _EVERY_S:
+            return
+        self._looked_s = now_s
+        if self._names_blocks:
+            self._format = self._common_format()
+        infos = [worker.info for worker in self._registry]
+        self._models = frozenset(info.model_id for info in infos if info is not None)
+        self._longest = longest_prompt(self._registry)
 
     def agrees(self, kind: PromptKind) -> bool:
         return kind not in self._disagreeing
@@ -340,6 +352,21 @@ class EngineTokenizers:
             except TemplateError:
                 chat_ids.append(None)
         return texts, text_ids, chat_ids
+
+
+def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
+    """What is longer has nowhere to go: the lesser of what some prefill and some decode engine
+    takes."""
+    most: dict[str, int] = {}
+    cuts = False
+    for worker in workers:
+        tokens = worker.info.max_request_tokens if worker.info is not None else 0
+        if tokens <= 0:
+            return None
+        assert worker.info is not None
+        cuts = cuts or worker.info.cuts_prompts
+        most[worker.role] = max(tokens, most.get(worker.role, 0))
+    return LongestPrompt(min(most.values()), cuts) if most else None
 
 
 def _may_get_ids(verdict: Verdict, kind: PromptKind) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,10 @@ _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
 
 
+def _nobody() -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(slots=True)
 class _Request:
     length: PromptLength
@@ -35,6 +39,7 @@ class _Request:
     priority: PriorityClass
     slo_s: float | None
     """The client wants its first token by then."""
+    prefilled: Callable[[], None] = _nobody
     pair: Pair | None = None
     prefill: Worker | None = None
     decode: Worker | None = None
@@ -139,8 +144,11 @@ class InFlight:
         length: PromptLength,
         priority: PriorityClass = "normal",
         slo_s: float | None = None,
+        prefilled: Callable[[], None] = _nobody,
     ) -> None:
-        request = self._requests[rid] = _Request(length, time.monotonic(), priority, slo_s)
+        """An attempt begins; ``prefilled`` is told when its prefill is over."""
+        now_s = time.monotonic()
+        request = self._requests[rid] = _Request(length, now_s, priority, slo_s, prefilled)
         if self._traces is not None:
             request.trace = self._traces.announced()
 
@@ -188,6 +196,7 @@ class InFlight:
         if request.prefill_open and request.prefill is not None:
             request.prefill_open = False
             request.prefill.active -= 1
+            request.prefilled()
 
     # PairObserver -----------------------------------------------------------------------------
 

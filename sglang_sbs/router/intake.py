@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from sglang_sbs.router.errors import RouterError
 
 GRACE_S = 30.0
 """For the first request head of a connection, and for a body before its pace counts."""
+KEEP_ALIVE_S = 75.0
+"""An idle connection is closed after this."""
 MIN_BYTES_PER_S = 16 * 1024
 MAX_HEAD_LINE_BYTES = 32 * 1024
 """Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
@@ -175,45 +178,85 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
 
 
 class Doorman:
-    """Closes connections that send no request head."""
+    """Closes connections on which nothing is asked: silent ones, that sent no whole request head,
+    and idle ones, between two requests."""
 
-    def __init__(self, patience_s: float = GRACE_S, most: int = 1 << 20) -> None:
-        """``most``: of them at a time, else the longest silent one has to go."""
-        self._patience_s = patience_s
+    def __init__(
+        self, patience_s: float = GRACE_S, most: int = 1 << 20, idle_s: float = KEEP_ALIVE_S
+    ) -> None:
+        """``most``: of them at a time, else the one that waits longest has to go. ``patience_s``
+        with silent ones, ``idle_s`` with idle ones."""
         self._most = most
-        self._silent: dict[Any, float] = {}  # by age: the value is when patience ends
+        self._silent = _Line(patience_s)
+        self._idle = _Line(idle_s)
         self._sweep: asyncio.TimerHandle | None = None
+        self._sweep_s = math.inf
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
         """A new connection."""
-        loop = asyncio.get_running_loop()
-        if len(self._silent) >= self._most:
-            self.close_oldest()
-        self._silent[transport] = loop.time() + self._patience_s
-        if self._sweep is None:
-            self._sweep = loop.call_later(self._patience_s, self._close_silent)
+        self._enter(self._silent, transport)
+
+    def rests(self, transport: asyncio.BaseTransport) -> None:
+        """A request on it was answered."""
+        self._enter(self._idle, transport)
 
     def heard(self, transport: asyncio.BaseTransport | None) -> None:
         """A whole request head came over that connection, or it is gone."""
-        self._silent.pop(transport, None)
+        self._silent.since_s.pop(transport, None)
+        self._idle.since_s.pop(transport, None)
 
     def close_oldest(self) -> bool:
-        """To make room: the one that has said nothing for longest; whether there was one."""
-        while self._silent:
-            transport = next(iter(self._silent))
-            del self._silent[transport]
-            if not transport.is_closing():
-                transport.abort()
+        """To make room: the one that waits longest; whether there was one."""
+        while (line := min(self._silent, self._idle, key=_Line.oldest_s)).since_s:
+            if line.close_first():
                 return True
         return False
 
-    def _close_silent(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._sweep = None
-        while self._silent:
-            transport, end_s = next(iter(self._silent.items()))
-            if end_s > loop.time():
-                self._sweep = loop.call_at(end_s, self._close_silent)
-                return
-            del self._silent[transport]
-            transport.abort()
+    def _enter(self, line: _Line, transport: Any) -> None:
+        while len(self._silent.since_s) + len(self._idle.since_s) >= self._most:
+            min(self._silent, self._idle, key=_Line.oldest_s).close_first()
+        line.since_s[transport] = asyncio.get_running_loop().time()
+        self._look_at(min(self._silent.due_s(), self._idle.due_s()))
+
+    def _look_at(self, due_s: float) -> None:
+        if due_s >= self._sweep_s:
+            return
+        if self._sweep is not None:
+            self._sweep.cancel()
+        self._sweep_s = due_s
+        self._sweep = asyncio.get_running_loop().call_at(due_s, self._close_late)
+
+    def _close_late(self) -> None:
+        self._sweep, self._sweep_s = None, math.inf
+        now_s = asyncio.get_running_loop().time()
+        for line in (self._silent, self._idle):
+            while line.due_s() <= now_s:
+                line.close_first()
+        due_s = min(self._silent.due_s(), self._idle.due_s())
+        if due_s < math.inf:
+            self._look_at(due_s)
+
+
+class _Line:
+    """Connections that wait, the one that has waited longest first."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.since_s: dict[Any, float] = {}
+
+    def oldest_s(self) -> float:
+        """Since when the first one waits."""
+        return next(iter(self.since_s.values()), math.inf)
+
+    def due_s(self) -> float:
+        """When the first one has to go."""
+        return self.oldest_s() + self._patience_s
+
+    def close_first(self) -> bool:
+        """False: it is closed already, or the client still takes an answer."""
+        transport = next(iter(self.since_s))
+        del self.since_s[transport]
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        transport.abort()
+        return True

@@ -25,7 +25,13 @@ from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import KvEventsBlock
 from sglang_sbs.router.urls import bracketed, split_worker_url
 from sglang_sbs.router.worker_metrics import gauge, total
-from sglang_sbs.scheduling.events import Event, InstanceId
+from sglang_sbs.scheduling.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    InstanceId,
+)
 from sglang_sbs.wire import MalformedMessage
 from sglang_sbs.wire.kv_events import (
     MAX_MESSAGE_BYTES,
@@ -47,12 +53,17 @@ _REPLAY_SILENCE_S = 3.0
 """Between two messages of a replay, and before the first."""
 _MAX_REPLAYS = 8
 """At once, of all ranks: one can be hundreds of megabytes."""
-_TURN_S = 0.005
-"""Time for messages of one socket before other callbacks of the event loop get a turn."""
+_TURN_S = 0.002
+"""Time for messages of one socket, or for what they say, before other callbacks of the event loop
+get a turn."""
+_MOST_UNTOLD = 64
+"""Events for the scheduler that wait for their turn."""
 _LIVE_HWM = 2_000
 _REPLAY_HWM = 1_000
 _MAX_SOCKETS = 32_768
 _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+
+BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class KvEventSubscriber:
@@ -68,6 +79,8 @@ class KvEventSubscriber:
         self._named_elsewhere: set[InstanceId] = set()
         self._replaying: set[_RankSockets] = set()
         self._waiting: deque[_RankSockets] = deque()
+        self._untold: deque[BlockEvent] = deque()
+        self._telling = False
         self._ticker = asyncio.create_task(self._tick())
 
     # Instances --------------------------------------------------------------------------------
@@ -111,6 +124,7 @@ class KvEventSubscriber:
 
     async def close(self) -> None:
         self._ticker.cancel()
+        self._untold.clear()
         for instance in list(self._instances):
             self._forget(instance)
         await asyncio.gather(self._ticker, return_exceptions=True)
@@ -134,11 +148,40 @@ class KvEventSubscriber:
         """They outlive the connections."""
         return self._counts.setdefault((instance, rank), Counter())
 
-    def submit(self, instance: InstanceId, event: Event) -> None:
+    def submit(self, instance: InstanceId, event: BlockEvent) -> None:
         """While some rank cannot be heard the scheduler is told nothing of any."""
         worker = self._registry.get(instance)
-        if worker is None or not worker.kv_events_missing:
+        if worker is not None and worker.kv_events_missing:
+            return
+        if isinstance(event, BlocksCleared):  # what waits of that rank is worth nothing
+            rank = (event.instance, event.dp_rank)
+            self._untold = deque(e for e in self._untold if (e.instance, e.dp_rank) != rank)
             self._submit(event)
+            return
+        self._untold.append(event)
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        if self._untold and not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        """As many as there is time for, the others in the next turns of the event loop."""
+        self._telling = False
+        until_s = time.monotonic() + _TURN_S
+        try:
+            while self._untold:
+                self._submit(self._untold.popleft())
+                if time.monotonic() >= until_s:
+                    break
+        finally:
+            self._tell_soon()
+
+    @property
+    def behind(self) -> bool:
+        """The scheduler has much to be told of what came: no more is to be read."""
+        return len(self._untold) >= _MOST_UNTOLD
 
     def socket(self, kind: int, hwm: int) -> zmq.Socket[bytes]:
         """Not connected yet."""
@@ -376,6 +419,9 @@ class _RankSockets:
     def _drain_live(self) -> None:
         until_s = time.monotonic() + _TURN_S
         while self._live is not None:
+            if self._owner.behind:
+                self._loop.call_soon(self._drain_live)
+                return
             try:
                 frames = self._live.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -430,6 +476,9 @@ class _RankSockets:
     def _drain_replay(self, sock: zmq.Socket[bytes]) -> None:
         until_s = time.monotonic() + _TURN_S
         while sock is self._replay:
+            if self._owner.behind:
+                self._loop.call_soon(self._drain_replay, sock)
+                return
             try:
                 frames = sock.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

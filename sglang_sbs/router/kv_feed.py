@@ -28,13 +28,12 @@ from sglang_sbs.scheduling.events import (
     BlocksRemoved,
     BlocksStored,
     CacheTier,
-    Event,
     InstanceId,
 )
 from sglang_sbs.wire import MalformedMessage
 from sglang_sbs.wire.kv_events import END_OF_REPLAY, Change, KvBatch, decode_kv_batch
 
-MAX_BLOCKS_PER_EVENT = 4096
+MAX_BLOCKS_PER_EVENT = 2048
 _MAX_HELD_BYTES = 128 << 20
 """Of live batches during a replay; beyond it everything is learned anew."""
 _LONG_REPLAY = 256
@@ -51,7 +50,7 @@ class RankFeed:
         self,
         instance: InstanceId,
         dp_rank: int,
-        submit: Callable[[Event], None],
+        submit: Callable[[BlocksStored | BlocksRemoved | BlocksCleared], None],
         ask: Callable[[int], None] | None,
         counts: Counter[str] | None = None,
     ) -> None:

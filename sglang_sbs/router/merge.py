@@ -17,7 +17,8 @@ from sglang_sbs.router.raw_json import (
     checked_members,
     checked_objects,
     is_null,
-    joined,
+    list_of,
+    object_of,
     value_of,
 )
 from sglang_sbs.router.requests import Plan, Unit
@@ -26,6 +27,7 @@ _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_id
 _ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 """The parallel lists of OpenAI's completion logprobs."""
 _DONE = b"[DONE]"
+_DATA = b"data:"
 _EVENT_END = b"\n\n"
 MAX_EVENT_BYTES = 64 << 20
 
@@ -44,20 +46,24 @@ class SseSplitter:
     def feed(self, data: bytes) -> list[bytes]:
         """Raises: ValueError, an event has no end."""
         self._buffer += data
-        end = self._buffer.rfind(_EVENT_END, self._seen)
-        if end < 0:
-            if len(self._buffer) > MAX_EVENT_BYTES:
-                raise ValueError(f"an event over {MAX_EVENT_BYTES >> 20} MiB")
-            self._seen = max(0, len(self._buffer) - 1)
-            return []
-        parts = [part.lstrip(b"\n") for part in bytes(self._buffer[:end]).split(_EVENT_END)]
-        del self._buffer[: end + len(_EVENT_END)]
-        self._seen = 0
-        return [part[5:].strip() for part in parts if part.startswith(b"data:")]
+        payloads: list[bytes] = []
+        start, look = 0, self._seen
+        with memoryview(self._buffer) as view:
+            while (end := self._buffer.find(_EVENT_END, look)) >= 0:
+                event = bytes(view[start:end]).lstrip(b"\n")
+                if event.startswith(_DATA):
+                    begin = len(_DATA) + event.startswith(_DATA + b" ")
+                    payloads.append(event[begin:].strip())
+                start = look = end + len(_EVENT_END)
+        del self._buffer[:start]
+        if len(self._buffer) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event over {MAX_EVENT_BYTES >> 20} MiB")
+        self._seen = max(0, len(self._buffer) - 1)
+        return payloads
 
 
 def sse(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: %b\n\n" % orjson.dumps(value)
 
 
 def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
@@ -144,7 +150,7 @@ class NoAnswer(ValueError):
     """An answer is none, or not like SGLang's; ``args``: which, and why."""
 
 
-def merge_answers(plan: Plan, answers: Sequence[bytes]) -> bytes:
+def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> bytes:
     """One body from the complete answers of all units, in their order; they stay as they came.
 
     Raises:
@@ -164,11 +170,11 @@ def merge_answers(plan: Plan, answers: Sequence[bytes]) -> bytes:
         except JsonError as error:
             raise NoAnswer(position, str(error)) from error
     if plan.kind == "generate":
-        return b"[%b]" % b",".join(answers) if plan.as_list else answers[0]
-    first["choices"] = b"[%b]" % b",".join(choices)
+        return list_of(answers) if plan.as_list else bytes(answers[0])
+    first["choices"] = list_of(choices)
     if usage.value is not None:
         first["usage"] = orjson.dumps(usage.value)
-    return b"{%b}" % joined(first.items())
+    return object_of(first.items())
 
 
 def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes]:
@@ -177,7 +183,7 @@ def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes]:
         return []
     index = b"%d" % unit.index
     members: list[dict[str, Raw | bytes]] = [{**one} for one in checked_objects(choices)]
-    return [b"{%b}" % joined((one | {"index": index}).items()) for one in members]
+    return [object_of((one | {"index": index}).items()) for one in members]
 
 
 class StreamMerger:

@@ -41,6 +41,9 @@ _MOST_DIGITS = 18
 _END_BYTES = 1024
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
+_ABORT_MARK_BYTES = 23
+_SMALL_BYTES = 1 << 20
+"""Answers up to this size are parsed and copied without a thought."""
 _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
 _EVENT_STREAM = "text/event-stream"
@@ -56,6 +59,9 @@ _TAIL_BYTES = 4096
 """Of a stream, kept to see how it ended."""
 _ABORT_AGAIN_S = 1.0
 """An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
+
+Body = bytes | bytearray
+"""Of an answer; never changed once it is whole, for a copy of a large one would take time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,7 @@ class Pair:
         self.rid = request.rid
         self.status = 0
         self.content_type = ""
-        self.body = b""
+        self.body: Body = b""
         self.prefill_reply: PrefillReply | None = None
         self.chunks = 0
         """Events of the stream so far."""
@@ -303,7 +309,7 @@ class Pair:
     def _decode_broke(self, detail: str) -> LegFailure:
         return transport_failure("decode", self.request.decode, detail, unreachable=False)
 
-    def decode_finished(self, body: bytes) -> None:
+    def decode_finished(self, body: Body) -> None:
         self._decode_over = True
         self.body = body
         if self.request.stream or not self.request.needs_prefill_reply or self.prefill_reply:
@@ -420,7 +426,11 @@ class _PrefillLeg(_Leg):
 
 
 class _DecodeLeg(_Leg):
-    __slots__ = ()
+    __slots__ = ("_aborted",)
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(pair)
+        self._aborted = False
 
     @property
     def name(self) -> Leg:
@@ -440,25 +450,36 @@ class _DecodeLeg(_Leg):
     def body_received(self, data: bytes) -> None:
         if self.status == 200 and self.pair.request.stream:
             self.pair.decode_data(data)
-        else:
-            super().body_received(data)
+            return
+        new = max(0, len(self.body) - _ABORT_MARK_BYTES)
+        super().body_received(data)
+        # As it comes: at its end a search through all of a large answer would take long.
+        self._aborted = self._aborted or _ABORT_MARK.search(self.body, new) is not None
 
     def message_complete(self) -> None:
         if self.status != 200:
             self._status_failed()
             return
-        if not self.pair.request.stream and _ABORT_MARK.search(self.body):
-            try:
-                abort = abort_of(orjson.loads(self.body))
-            except orjson.JSONDecodeError:
-                abort = None
+        if not self.pair.request.stream and self._aborted:
+            abort = _read_abort(self.body)
             if abort is not None:
                 self.pair.leg_failed(leg_aborted("decode", self.worker, *abort))
                 return
         if not self.pair.request.stream and not _looks_like_json(self.body):
             self.failed(UpstreamError("protocol", "the reply is not a JSON object"))
             return
-        self.pair.decode_finished(bytes(self.body))
+        small = len(self.body) <= _SMALL_BYTES
+        self.pair.decode_finished(bytes(self.body) if small else self.body)
+
+
+def _read_abort(body: bytearray) -> tuple[int, str] | None:
+    """See :func:`abort_of`, of an answer that has the mark of one."""
+    if len(body) > _SMALL_BYTES:
+        return 500, ""
+    try:
+        return abort_of(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        return None
 
 
 def _looks_like_json(body: bytearray) -> bool:

@@ -10,8 +10,9 @@ import logging
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from sglang_sbs.plain_words import counted
 from sglang_sbs.router.block_names import (
     TEXT_BYTES_PER_TOKEN,
     BlockFormat,
@@ -20,6 +21,7 @@ from sglang_sbs.router.block_names import (
 )
 from sglang_sbs.router.chat_template import TemplateError
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer, PromptIds
+from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.lengths import PromptLength, PromptLengths, chat_bytes
 from sglang_sbs.router.raw_json import json_of_ids
@@ -33,10 +35,31 @@ _QUICK_PAGES = 256
 """Tokenizing so much text, or naming so many pages, takes no longer than handing it to a thread."""
 _MOST_BACKLOG_BYTES = 16 << 20
 """With so much text waiting, a long one is not tokenized: its length is estimated."""
+_MOST_BYTES_PER_TOKEN = 64
+"""No tokenizer makes fewer tokens of a long text, unless it is mostly white space."""
 
 PromptKind = Literal["text", "chat"]
 Counted = Literal["given", "tokenized", "estimated"]
 """Where a prompt's length is from: its token ids were given, made here, or nobody knows them."""
+
+
+class LongestPrompt(NamedTuple):
+    """The longest prompt that some engine takes (its ``max_req_input_len``)."""
+
+    tokens: int
+    cuts: bool = False
+    """Longer ones are cut (``--allow-auto-truncate``), not refused."""
+
+    def check(self, tokens: int, *, at_least: bool = False) -> None:
+        """Raises: RouterError (400), every engine would refuse a prompt of so many tokens."""
+        if tokens <= self.tokens or self.cuts:
+            return
+        raise RouterError(
+            400,
+            "prompt_too_long",
+            f"the prompt has {'at least ' if at_least else ''}{counted(tokens, 'token')}; no "
+            f"engine takes more than {self.tokens:,}",
+        )
 
 
 class Engines(Protocol):
@@ -53,6 +76,9 @@ class Engines(Protocol):
 
     def serves(self, model: str) -> bool:
         """Whether this is a model's whole name, though it looks like ``model:adapter``."""
+
+    def longest_prompt(self) -> LongestPrompt | None:
+        """``None``: it is not known of every engine."""
 
 
 @dataclass(slots=True)
@@ -92,7 +118,16 @@ class PromptReader:
         self._lanes.close()
 
     async def read(self, plan: Plan) -> list[ReadPrompt]:
-        """One per prompt of the plan. What takes time is done off the loop."""
+        """One per prompt of the plan. What takes time is done off the loop.
+
+        Raises:
+            RouterError: 400, a prompt is longer than any engine takes. If it went there, others
+                would wait for passes that never come.
+        """
+        longest = self._engines.longest_prompt()
+        if longest is not None:
+            for prompt in plan.prompts:
+                _check_size(prompt, longest)
         format_ = self._engines.block_format()
         if self._is_quick(plan, format_):
             prompts = self._read_all(plan, format_)
@@ -101,8 +136,10 @@ class PromptReader:
             busy = size >= LONG_BYTES and self._lanes.long_bytes > _MOST_BACKLOG_BYTES
             read = self._read_all
             prompts = await self._lanes.run(size, read, plan, format_, tokenizes=not busy)
-        for prompt in prompts:
-            self.counts[prompt.counted] += 1
+        for read_prompt in prompts:
+            if longest is not None:
+                read_prompt.length = _bounded(read_prompt.length, longest)
+            self.counts[read_prompt.counted] += 1
         return prompts
 
     def _is_quick(self, plan: Plan, format_: BlockFormat | None) -> bool:
@@ -204,3 +241,20 @@ class PromptReader:
         if not colon or not adapter or self._engines.serves(model):
             return namespace
         return replace(namespace, lora=adapter.strip())
+
+
+def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
+    """Before anything is made of it. Raises: RouterError."""
+    if isinstance(prompt.value, array):
+        longest.check(len(prompt.value))
+    size = len(prompt.value) if isinstance(prompt.value, str) else prompt.size_bytes
+    longest.check(size // _MOST_BYTES_PER_TOKEN, at_least=True)
+
+
+def _bounded(length: PromptLength, longest: LongestPrompt) -> PromptLength:
+    """What engines can make of it. Raises: RouterError."""
+    if length.exact:
+        longest.check(length.tokens)
+    if length.tokens <= longest.tokens:
+        return length
+    return PromptLength(longest.tokens, exact=False)

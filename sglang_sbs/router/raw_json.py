@@ -175,8 +175,26 @@ def is_true(raw: Raw | bytes | None) -> bool:
 
 
 def joined(members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]) -> bytes:
-    """``"name":value`` of each, with commas between; a copy."""
-    return b",".join(b"%b:%b" % (orjson.dumps(name), raw) for name, raw in members)
+    """``"name":value`` of each, with commas between; a copy, and the only one."""
+    return b"".join(_members_pieces(members))
+
+
+def object_of(members: Iterable[tuple[str, Raw | bytes]]) -> bytes:
+    """The object of them, as :func:`joined`."""
+    return b"".join((b"{", *_members_pieces(members), b"}"))
+
+
+def list_of(values: Iterable[bytes | bytearray]) -> bytes:
+    """The list of them, in one copy."""
+    pieces = [piece for value in values for piece in (b",", value)]
+    return b"".join((b"[", *pieces[1:], b"]"))
+
+
+def _members_pieces(
+    members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]],
+) -> list[bytes | Raw]:
+    pieces = [piece for name, raw in members for piece in (b",", orjson.dumps(name), b":", raw)]
+    return pieces[1:]
 
 
 def shown(raw: Raw | bytes) -> str:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
 
 from sglang_sbs.router.admission import Admission
+from sglang_sbs.router.breaker import Suspicions
 from sglang_sbs.router.clients import Answer, Client
 from sglang_sbs.router.dispatcher import Assigner, Assignment
 from sglang_sbs.router.downstream import Downstream
@@ -39,7 +42,7 @@ from sglang_sbs.router.merge import (
     sse,
 )
 from sglang_sbs.router.metrics import RouterMetrics
-from sglang_sbs.router.pair import Pair, PairRequest
+from sglang_sbs.router.pair import Body, Pair, PairRequest
 from sglang_sbs.router.prompts import PromptReader, ReadPrompt
 from sglang_sbs.router.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.registry import Registry
@@ -73,6 +76,8 @@ _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
 _AT_ONCE = 4
 """Units of batches that begin or end in one turn of the event loop."""
+MOST_AHEAD = 256
+"""Units of one batch that wait for their prefill; the next begin as these get it."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,20 @@ class _Exchange:
     """By unit index: the attempt under way."""
     suspects: dict[int, list[LegFailure]] = field(default_factory=dict)
     """By unit index: answers of 5xx that may be the engine's fault, or the request's."""
+    window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AHEAD))
+    ahead: set[int] = field(default_factory=set)
+    """By unit index: who has a place in ``window``."""
+
+    async def go_ahead(self, index: int) -> None:
+        """Wait for a place in the window."""
+        await self.window.acquire()
+        self.ahead.add(index)
+
+    def prefilled(self, index: int) -> None:
+        """The unit is past prefill, or over; its place is another's. Does nothing twice."""
+        if index in self.ahead:
+            self.ahead.discard(index)
+            self.window.release()
 
 
 class Relay:
@@ -141,6 +160,7 @@ class Relay:
         self._admission = admission
         self._in_flight = in_flight
         self._lanes = lanes
+        self._suspicions = Suspicions()
         self._turn = asyncio.Lock()
         """Of the batch whose units begin or end now."""
         self.bodies = Bodies(config.max_bodies_bytes)
@@ -262,8 +282,16 @@ class Relay:
         if plan.single:
             pair = await self._run_unit(exchange, plan.units[0], None)
             return Answer(pair.status, self._body_of(plan, pair, 0), pair.content_type)
-        pairs = await self._run_all(exchange, lambda unit: None)
-        answers = [self._body_of(plan, pair, position) for position, pair in enumerate(pairs)]
+        answers: list[Body] = [b""] * len(plan.units)
+        engines = [""] * len(plan.units)
+
+        async def run(unit: Unit) -> None:
+            # Thousands of answers may be kept, so nothing else of their pairs is.
+            pair = await self._run_unit(exchange, unit, None)
+            answers[unit.index] = self._body_of(plan, pair, unit.index)
+            engines[unit.index] = pair.request.decode
+
+        await self._run_all(exchange, run)
         size = sum(map(len, answers))
         try:
             if size <= _QUICK_BYTES:
@@ -271,12 +299,12 @@ class Relay:
             else:
                 merged = await self._lanes.run(size, merge_answers, plan, answers)
         except NoAnswer as error:
-            raise _no_answer(pairs[error.args[0]]) from error
+            raise _no_answer(engines[error.args[0]]) from error
         return Answer(200, merged, "application/json")
 
     # Edits of complete answers and stream events ----------------------------------------------
 
-    def _body_of(self, plan: Plan, pair: Pair, position: int) -> bytes:
+    def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
         if not self._needs_edit(plan):
             return pair.body
         return orjson.dumps(self._edited(plan, pair, _answer_of(pair), position))
@@ -319,43 +347,53 @@ class Relay:
 
             return lambda: event_sink(transform, downstream.push)
 
-        await self._run_all(exchange, sink_of)
+        async def run(unit: Unit) -> None:
+            await self._run_unit(exchange, unit, sink_of(unit))
+
+        await self._run_all(exchange, run)
         downstream.push(merger.end())
 
     # Units ------------------------------------------------------------------------------------
 
     async def _run_all(
-        self,
-        exchange: _Exchange,
-        sink_of: Callable[[Unit], Callable[[], Callable[[bytes], None]] | None],
-    ) -> list[Pair]:
-        """All units side by side; the first failure ends the others. In the units' order."""
+        self, exchange: _Exchange, run: Callable[[Unit], Coroutine[Any, Any, None]]
+    ) -> None:
+        """All units side by side; the first failure ends the others."""
         units = exchange.plan.units
         if len(units) == 1:
-            return [await self._run_unit(exchange, units[0], sink_of(units[0]))]
+            await run(units[0])
+            return
         failed: list[BaseException] = []
+        running: set[asyncio.Task[None]] = set()
 
-        def over(task: asyncio.Task[Pair]) -> None:
+        def over(task: asyncio.Task[None]) -> None:
+            running.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 failed.append(error)
+                exchange.window.release()  # if a place is waited for, that is over
 
-        tasks: list[asyncio.Task[Pair]] = []
         try:
-            while len(tasks) < len(units) and not failed:
+            for at in range(0, len(units), _AT_ONCE):
+                some = units[at : at + _AT_ONCE]
+                for unit in some:
+                    if not failed:
+                        await exchange.go_ahead(unit.index)
+                if failed:
+                    break
                 async with self._turn:
-                    for unit in units[len(tasks) : len(tasks) + _AT_ONCE]:
-                        task = asyncio.create_task(self._run_unit(exchange, unit, sink_of(unit)))
+                    for unit in some:
+                        task = asyncio.create_task(run(unit))
+                        running.add(task)
                         task.add_done_callback(over)
-                        tasks.append(task)
                     await asyncio.sleep(0)
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if running and not failed:
+                await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            await self._end(tasks)
+            await self._end(running)
         if failed:
             raise next((e for e in failed if isinstance(e, RouterError)), failed[0])
-        return [task.result() for task in tasks]
 
-    async def _end(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    async def _end(self, tasks: Collection[asyncio.Task[Any]]) -> None:
         """End units and wait for that; a few at a time, for what each leaves behind takes time."""
         left = [task for task in tasks if not task.done()]
         try:
@@ -382,13 +420,19 @@ class Relay:
             return await self._retried(exchange, unit, make_sink)
         finally:
             self._blame(exchange, unit, served=False)
+            exchange.prefilled(unit.index)
+            exchange.pairs.pop(unit.index, None)
 
     def _blame(self, exchange: _Exchange, unit: Unit, *, served: bool) -> None:
         """For answers of 5xx. When two engines gave one and none served the request, it may be
-        what they cannot do: a few such requests must not take every engine out."""
+        what they cannot do: a few such requests must not take every engine out. Where only one was
+        asked (without retries, or its client left), it depends on the others' failures."""
         suspects = exchange.suspects.pop(unit.index, [])
-        if served or len({failure.worker for failure in suspects}) == 1:
-            for failure in suspects:
+        alone = len({failure.worker for failure in suspects}) == 1
+        now_s = time.monotonic()
+        for failure in suspects:
+            role, engine = failure.leg, failure.worker
+            if served or (alone and self._suspicions.against(role, engine, now_s)):
                 self._registry.leg_failed(failure)
 
     async def _retried(
@@ -450,7 +494,13 @@ class Relay:
             rid = SIZED_RID_PREFIX + rid
         prompt = exchange.prompts[unit.prompt_index]
         slo_s = exchange.asked.ttft_slo_s
-        self._in_flight.announce(rid, prompt.length, class_of(exchange.priority), slo_s)
+        self._in_flight.announce(
+            rid,
+            prompt.length,
+            class_of(exchange.priority),
+            slo_s,
+            partial(exchange.prefilled, unit.index),
+        )
         outcome: Outcome = "failed"
         pair: Pair | None = None
         try:
@@ -476,8 +526,12 @@ class Relay:
                 await pair.wait_done()
             outcome = "failed" if pair.engine_failed else "completed"
             if outcome == "completed":
-                self._registry.leg_succeeded(assignment.prefill)
-                self._registry.leg_succeeded(assignment.decode)
+                for role, engine in (
+                    ("prefill", assignment.prefill),
+                    ("decode", assignment.decode),
+                ):
+                    self._registry.leg_succeeded(engine)
+                    self._suspicions.served(role, engine)
             return pair
         except (asyncio.CancelledError, ConnectionResetError):
             outcome = "aborted"  # the client is gone
@@ -589,10 +643,10 @@ def _answer_of(pair: Pair) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise _no_answer(pair)
+        raise _no_answer(pair.request.decode)
     return value
 
 
-def _no_answer(pair: Pair) -> LegFailure:
+def _no_answer(engine: str) -> LegFailure:
     message = "the reply is not a JSON object as SGLang's"
-    return transport_failure("decode", pair.request.decode, message, unreachable=False)
+    return transport_failure("decode", engine, message, unreachable=False)

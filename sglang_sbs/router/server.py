@@ -30,7 +30,7 @@ from sglang_sbs.router.dispatcher import Assigner
 from sglang_sbs.router.engine_tokenizers import EngineTokenizers
 from sglang_sbs.router.flags import RouterOptions
 from sglang_sbs.router.inflight import InFlight
-from sglang_sbs.router.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
+from sglang_sbs.router.intake import KEEP_ALIVE_S, MAX_HEAD_LINE_BYTES, Doorman, ParserLog
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.lengths import PromptLengths
 from sglang_sbs.router.metrics import RouterMetrics
@@ -113,7 +113,7 @@ class RouterServer:
                 auto_decompress=False,
                 max_line_size=MAX_HEAD_LINE_BYTES,
                 max_field_size=MAX_HEAD_LINE_BYTES,
-                keepalive_timeout=75.0,
+                keepalive_timeout=KEEP_ALIVE_S,
                 shutdown_timeout=_LAST_WORDS_S,
             )
             self._metrics_port = MetricsPort(

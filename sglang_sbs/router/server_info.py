@@ -77,6 +77,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     completion_template: bool = False
     """The prompt of ``/v1/completions`` becomes part of another one."""
     max_request_tokens: int = 0
+    """The longest prompt it takes."""
+    cuts_prompts: bool = False
+    """It cuts longer ones instead of refusing them."""
     version: str = ""
     model_id: str = ""
     bootstrap_port: int | None = None
@@ -165,6 +168,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         cached_details=numbers is not None and numbers >= CACHED_DETAILS_VERSION,
         completion_template=bool(data.get("completion_template")),
         max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
+        cuts_prompts=data.get("allow_auto_truncate") is True,
         version=version,
         model_id=_text(model),
         bootstrap_port=_int(data.get("disaggregation_bootstrap_port")) or None,

@@ -33,18 +33,18 @@ def refusal_of(
     largest_tokens = max(one.kv_capacity_tokens for one in decode)
     if event.prompt_tokens > largest_tokens:
         return "too_long", (
-            f"the prompt has {event.prompt_tokens} tokens, more than a decode DP rank can hold "
-            f"({largest_tokens})"
+            "the prompt is longer than a decode DP rank can hold (in tokens: "
+            f"{event.prompt_tokens}, at most {largest_tokens})"
         )
     if len(queue) >= config.max_queue_requests:
-        return "queue_full", f"{len(queue)} requests are waiting (the limit)"
+        return "queue_full", f"requests waiting: {len(queue)} (the limit)"
     if config.max_queue_tokens and queue.tokens + event.prompt_tokens > config.max_queue_tokens:
         return "queue_full", (
-            f"{queue.tokens} prompt tokens are waiting (the limit is {config.max_queue_tokens})"
+            f"prompt tokens waiting: {queue.tokens} (the limit is {config.max_queue_tokens})"
         )
     if queue.over_limit:
         return "flow_control", (
-            f"overload: a request has waited more than {config.n_limit} scheduling cycles"
+            f"overload: a request has waited more than {config.n_limit} of the scheduler's cycles"
         )
     return None
 
@@ -69,7 +69,7 @@ def slo_refusal_of(
         return None
     return "slo", (
         f"the first token would take longer than the {1e3 * slo_s:.0f} ms that were asked for: "
-        f"{ahead_tokens:.0f} prompt tokens are ahead"
+        f"prompt tokens ahead: {ahead_tokens:.0f}"
     )
 
 

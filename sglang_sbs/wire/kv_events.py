@@ -21,8 +21,10 @@ import msgspec
 from sglang_sbs.scheduling.events import CacheTier
 from sglang_sbs.wire.endforward import MalformedMessage
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Of a batch: what one pass can store and evict, with its token ids, is far below."""
+MAX_EVENT_BLOCKS = 1 << 17
+"""Of one event, for the same reason."""
 END_OF_REPLAY = -1
 """Sequence number of the message that ends a replay."""
 
@@ -61,16 +63,17 @@ class KvBatch:
 
 
 _Block = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Blocks = Annotated[list[_Block], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
 _Skipped = msgspec.Raw(b"\xc0")
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
-    block_hashes: list[_Block]
+    block_hashes: _Blocks
     medium: str | None = None
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
-    block_hashes: list[_Block]
+    block_hashes: _Blocks
     medium: str | None = None
 
 
@@ -79,7 +82,7 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
 
 
 class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
-    block_hashes: list[_Block]
+    block_hashes: _Blocks
     parent_block_hash: msgspec.Raw = _Skipped
     token_ids: msgspec.Raw = _Skipped
     block_size: msgspec.Raw = _Skipped
@@ -88,7 +91,7 @@ class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, gc=False)
 
 
 class _RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
-    block_hashes: list[_Block]
+    block_hashes: _Blocks
     medium: str | None = None
 
 

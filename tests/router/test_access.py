@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from typing import Any
 
 import aiohttp
@@ -282,6 +283,26 @@ async def test_a_client_gone_does_not_end_health_generate_for_others() -> None:
 
 
 # Web pages of elsewhere --------------------------------------------------------------------------
+
+
+async def test_a_page_whose_name_was_turned_to_the_router_changes_nothing() -> None:
+    """DNS rebinding: for the browser its origin is the router's own."""
+    page = "http://page.example:1"
+    async with cluster() as c:
+
+        async def status(host: str, origin: str | None = None) -> int:
+            headers = {"Host": host} | ({} if origin is None else {"Origin": origin})
+            async with c.post("/flush_cache", {}, headers=headers) as response:
+                return response.status
+
+        for host in ("127.0.0.1:1", "[::1]:1", "localhost:1", "10.0.0.9", socket.gethostname()):
+            assert await status(host, f"http://{host}") == 200
+        assert await status("page.example:1", page) == 403
+        assert await status("[page:1", "http://[page:1") == 403
+        assert await status("page.example:1") == 200  # no browser: a page has an origin
+    async with cluster("--cors-allowed-origins", page) as c:
+        assert await status("page.example:1", page) == 200
+
 
 ADD = b'{"url": "http://127.0.0.1:9", "worker_type": "prefill"}'
 

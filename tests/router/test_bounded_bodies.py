@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import tracemalloc
+import weakref
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -16,13 +19,16 @@ from router_harness import Cluster, cluster, until
 from sglang_sbs.router import relay
 from sglang_sbs.router.block_names import BlockNamer
 from sglang_sbs.router.direct import _Connection
-from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.legs import LegFields, leg_bodies
 from sglang_sbs.router.lengths import PromptLengths
+from sglang_sbs.router.merge import SseSplitter, merge_answers
+from sglang_sbs.router.pair import Pair, _DecodeLeg
 from sglang_sbs.router.prompts import PromptReader
 from sglang_sbs.router.requests import MOST_READ_BYTES, PlanLimits, plan_request
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
+from sglang_sbs.testing.mock_engine import Behaviour
 
 MIB = 1 << 20
 KINDS: list[Any] = ["generate", "completions", "chat"]
@@ -143,6 +149,58 @@ async def test_every_unit_counts_at_the_door() -> None:
         waits.cancel()
         await until(lambda: c.server.admission.running == 0)
         await c.settled()
+
+
+async def test_a_batch_keeps_so_many_units_ahead_of_prefill(monkeypatch: Any) -> None:
+    """What decodes is not counted: a batch has all the decode ranks there are."""
+    monkeypatch.setattr(relay, "MOST_AHEAD", 8)
+    async with cluster() as c:
+        c.prefill[0].gate.close()
+        c.decode[0].gate.close()
+        asked = asyncio.create_task(c.generate(text=["a"] * 20))
+        await until(lambda: len(c.prefill[0].requests) == 8)
+        await asyncio.sleep(0.05)
+        assert len(c.scheduler.of(RequestArrived)) == 8
+        c.prefill[0].gate.open()
+        await until(lambda: len(c.decode[0].requests) == 20)  # none of them has ended
+        assert not c.scheduler.of(RequestEnded)
+        c.decode[0].gate.open()
+        status, answer = await asked
+        assert (status, len(answer)) == (200, 20)
+        await c.settled()
+
+
+async def test_a_unit_that_fails_ends_a_batch_that_waits_for_prefill(monkeypatch: Any) -> None:
+    monkeypatch.setattr(relay, "MOST_AHEAD", 8)
+    async with cluster() as c:
+        c.prefill[0].gate.close()
+        c.decode[0].behaviours.append(Behaviour(status=400))
+        status, _ = await c.generate(text=["a"] * 20)
+        assert status == 400
+        await c.settled()
+        assert len(c.scheduler.of(RequestArrived)) == 8
+
+
+async def test_of_what_a_batch_is_answered_only_the_answers_are_kept(monkeypatch: Any) -> None:
+    pairs: list[weakref.ref[Pair]] = []
+
+    class Watched(Pair):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            pairs.append(weakref.ref(self))
+
+    monkeypatch.setattr(relay, "Pair", Watched)
+    async with cluster() as c:
+        gate = c.decode[0].gate
+        gate.close()
+        asked = asyncio.create_task(c.generate(text=["a"] * 40))
+        await gate.arrived(40)
+        gate.release(39)
+        await until(lambda: len(c.scheduler.of(RequestEnded)) == 39)
+        gc.collect()
+        assert sum(ref() is not None for ref in pairs) <= 3
+        gate.open()
+        assert (await asked)[0] == 200
 
 
 async def test_a_batch_larger_than_the_door_gets_all_of_it() -> None:
@@ -326,13 +384,13 @@ async def test_a_large_body_is_read_and_sent_in_slices(monkeypatch: Any) -> None
             return connection
 
         monkeypatch.setattr(c.server.pool, "connect", connect)
-        status, _ = await c.generate(text="x" * (8 * MIB))
+        status, _ = await c.generate(text="x", more="x" * (8 * MIB))
         assert status == 200
     assert reads_on
     assert not any(reads_on)  # until that piece is taken
     assert sum(written) > 2 * 8 * MIB
     assert max(written) <= MIB
-    assert len(c.decode[0].requests[0].body["text"]) == 8 * MIB
+    assert len(c.decode[0].requests[0].body["more"]) == 8 * MIB
 
 
 # Long texts -------------------------------------------------------------------------------------
@@ -386,3 +444,38 @@ async def test_what_takes_long_to_split_is_split_in_a_thread(monkeypatch: Any) -
             status, _ = await c.generate(**body)
             assert status == 200
     assert [name.partition("_")[0] for name in threads] == ["MainThread", "short", "short"]
+
+
+# Large answers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, 7, 100, 16 << 10])
+@pytest.mark.parametrize("size", [10, 2 * MIB])
+async def test_an_abort_is_found_in_an_answer_however_it_comes(cut: int, size: int) -> None:
+    """Of a large answer no more than that it is one: all of it is not parsed on the event loop."""
+    reason = {"type": "abort", "message": "no room", "status_code": 503}
+    answer = orjson.dumps({"text": "x" * size, "meta_info": {"finish_reason": reason}})
+    failures: list[LegFailure] = []
+    request = SimpleNamespace(stream=False, decode="http://d:1")
+    pair: Any = SimpleNamespace(request=request, leg_failed=failures.append)
+    leg = _DecodeLeg(pair)
+    leg.head_received(200, {})
+    for at in range(0, len(answer), cut if size == 10 else 16 << 10):
+        leg.body_received(answer[at : at + (cut if size == 10 else 16 << 10)])
+    leg.message_complete()
+    ((status, message),) = [(one.status, one.message) for one in failures]
+    assert (status, message) == (
+        (503, "no room") if size == 10 else (500, "request aborted by decode worker")
+    )
+
+
+def test_a_merged_answer_is_copied_once_for_each_level() -> None:
+    plan = plan_request("completions", orjson.dumps({"prompt": "x", "n": 2}))
+    answer = orjson.dumps({"choices": [{"index": 0, "text": "x" * 8 * MIB}]})
+    assert peak_of(lambda: merge_answers(plan, [answer, answer])) < 6.5 * 8 * MIB
+
+
+def test_an_event_is_not_copied_often() -> None:
+    splitter = SseSplitter()
+    splitter.feed(b"data: " + b"x" * 8 * MIB)
+    assert peak_of(lambda: splitter.feed(b"\n\n")) < 3.5 * 8 * MIB

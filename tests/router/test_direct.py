@@ -236,10 +236,9 @@ async def test_a_client_that_does_not_read_its_answers_gets_no_further_ones(
         await c.settled()
 
 
-async def test_idle_connections_are_closed_after_a_while(monkeypatch: Any) -> None:
-    monkeypatch.setattr(direct, "KEEP_ALIVE_S", 0.05)
-    monkeypatch.setattr(direct, "_SWEEP_S", 0.02)
+async def test_idle_connections_are_closed_after_a_while() -> None:
     async with cluster() as c, Talk(c) as talk:
+        c.server.doorman._idle._patience_s = 0.05
         assert (await talk.ask(request({"text": "x"})))[0] == 200
         assert await talk.reader.read() == b""
 
@@ -280,3 +279,35 @@ async def test_a_defect_behind_the_port_is_a_500(monkeypatch: Any, caplog: Any) 
         status, _, body = await talk.ask(request({"text": "x"}))
         assert (status, orjson.loads(body)["error"]["code"]) == (500, "internal_error")
         assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_large_answer_is_written_piece_by_piece() -> None:
+    """Its client may leave in the middle."""
+    sizes: list[int] = []
+    async with cluster() as c, Talk(c) as talk, Talk(c) as leaves:
+        c.decode[0].behaviour = Behaviour(tokens=400_000)
+        assert (await talk.ask(request({"text": "x"})))[0] == 200
+        assert c.server._direct is not None
+        idle = list(c.server.doorman._idle.since_s)
+        connection = next(o for o in c.server._direct.connections if o.transport in idle)
+
+        class Watched:
+            def __init__(self, transport: Any) -> None:
+                self._transport = transport
+
+            def write(self, data: bytes) -> None:
+                sizes.append(len(data))
+                self._transport.write(data)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._transport, name)
+
+        connection.transport = Watched(connection.transport)
+        status, _, body = await talk.ask(request({"text": "x"}))
+        assert (status, orjson.loads(body)["text"][-8:]) == (200, " t400000")
+        assert len(body) > 2_000_000 and max(sizes) <= direct._LARGE_PIECE_BYTES
+        leaves.writer.write(request({"text": "x"}))
+        await leaves.reader.readexactly(100_000)
+        leaves.writer.transport.abort()
+        await until(lambda: directly(c) == 1)
+        await c.settled()

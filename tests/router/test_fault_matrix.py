@@ -467,6 +467,19 @@ async def test_an_engine_that_fails_what_others_serve_is_blamed_at_their_first_b
         check_ledgers(c, books)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_without_retries_what_every_engine_fails_takes_no_second_one_out(role: str) -> None:
+    flags = ("--disable-retries", "--cb-failure-threshold", "2", "--policy", "round_robin")
+    async with cluster(*flags, scheduler=Books(), prefill=4, decode=4) as c:
+        engines = c.prefill if role == "prefill" else c.decode
+        for engine in engines:
+            engine.behaviour = Behaviour(status=500)
+        for _ in range(16):
+            assert await send_any(c, {"text": "x"}) == 500
+        workers = [c.server.registry.get(engine.url) for engine in engines]
+        assert sum(worker is not None and worker.breaker.state == "open" for worker in workers) < 2
+
+
 async def send_any(c: Cluster, body: dict[str, Any]) -> int:
     async with c.post("/generate", body) as response:
         await response.read()

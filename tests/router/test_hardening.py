@@ -241,7 +241,7 @@ async def test_connections_that_send_no_whole_head_are_closed() -> None:
         assert await silent.read() == b""
         raise ConnectionResetError
     assert not talking.at_eof()
-    assert doorman._silent == {}
+    assert doorman._silent.since_s == {}
     silent_writer.close()
     talking_writer.close()
     server.close()

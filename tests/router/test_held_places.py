@@ -170,6 +170,27 @@ async def test_scrapers_that_speak_keep_their_connection() -> None:
             writer.close()
 
 
+@pytest.mark.parametrize("path", ["POST /generate", "GET /health"])
+async def test_of_idle_connections_to_the_serving_port_the_longest_idle_go(path: str) -> None:
+    """Those of the port itself, and those of aiohttp."""
+    asked = b'%b HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\n\r\n{"text":"x"}' % path.encode()
+    async with cluster() as c:
+        c.server.doorman._most = 20
+        idle = []
+        for _ in range(50):
+            idle += await connect(c.server.port, 1)
+            idle[-1][1].write(asked)
+            head = await idle[-1][0].readuntil(b"\r\n\r\n")
+            await idle[-1][0].readexactly(
+                int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            )
+        await until(lambda: closed(idle) >= 30)
+        assert closed(idle[:30]) == closed(idle) == 30
+        assert (await c.generate(text="x"))[0] == 200
+        for _, writer in idle:
+            writer.close()
+
+
 async def test_of_silent_connections_to_the_serving_port_the_oldest_go() -> None:
     async with cluster() as c:
         c.server.doorman._most = 20

@@ -13,7 +13,7 @@ import pytest
 from router_harness import cluster, until
 from router_processes import site, start_group
 
-from sglang_sbs.router import kv_events
+from sglang_sbs.router import kv_events, kv_feed
 from sglang_sbs.router.kv_events import KvEventSubscriber
 from sglang_sbs.router.metric_pages import add_pages
 from sglang_sbs.router.registry import PrefixWish, Registry
@@ -30,6 +30,7 @@ from sglang_sbs.scheduling.events import (
 )
 from sglang_sbs.testing.kv_publisher import KvPublisher, cleared, free_ports, removed, stored
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from sglang_sbs.wire.kv_events import MAX_EVENT_BLOCKS
 
 URL = "http://127.0.0.1:30000"
 RANKS = 2
@@ -137,6 +138,24 @@ async def test_the_past_and_then_what_happens_of_every_rank() -> None:
         second.publish(["BlockRemoved", [7], "GPU"])
         await here.believes(set(), {8})
         assert here.sources == ["events"]
+
+
+async def test_very_many_blocks_are_told_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop has other things to do between any two of them."""
+    monkeypatch.setattr(kv_events, "_TURN_S", 0.0)
+    async with system() as here:
+        here.up()
+        await until(lambda: here.subscriber.counts_of(URL, 0)["replays"] > 0)
+        told: list[int] = []
+        turns = 0
+        monkeypatch.setattr(here.subscriber, "_submit", lambda event: told.append(turns))
+        here.publishers[0].publish(stored(*range(10 * kv_feed.MAX_BLOCKS_PER_EVENT)))
+        while len(told) < 10:
+            turns += 1
+            await asyncio.sleep(0)
+        assert sorted(set(told)) == told
+        here.publishers[0].publish(stored(*range(MAX_EVENT_BLOCKS + 1)))
+        await until(lambda: here.count("malformed") == 1)
 
 
 async def test_a_lost_batch_is_asked_for_again() -> None:

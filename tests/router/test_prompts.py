@@ -15,11 +15,13 @@ from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.block_names import BlockFormat, BlockNamer, Namespace
 from sglang_sbs.router.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.engine_tokenizers import longest_prompt
+from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lengths import PromptLengths, chat_bytes
 from sglang_sbs.router.pair import token_counts
-from sglang_sbs.router.prompts import PromptKind, PromptReader, ReadPrompt
+from sglang_sbs.router.prompts import LongestPrompt, PromptKind, PromptReader, ReadPrompt
 from sglang_sbs.router.raw_json import json_of_ids, token_ids_of
-from sglang_sbs.router.requests import plan_request
+from sglang_sbs.router.requests import MOST_READ_BYTES, plan_request
 from sglang_sbs.router.text_pieces import MOST_WHOLE_CHARS
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
 from sglang_sbs.testing.tiny_model import cached_tiny_model
@@ -43,6 +45,7 @@ class Known:
         self.wrong: set[PromptKind] = set()
         self.ids = True
         self.models = {"org:model"}
+        self.longest: LongestPrompt | None = None
 
     def block_format(self) -> BlockFormat | None:
         return self.format
@@ -55,6 +58,9 @@ class Known:
 
     def serves(self, model: str) -> bool:
         return model in self.models
+
+    def longest_prompt(self) -> LongestPrompt | None:
+        return self.longest
 
 
 Read = Callable[..., ReadPrompt]
@@ -452,7 +458,7 @@ async def test_different_pages_are_said_once_and_the_most_common_counts(
             worker.info = msgspec.structs.replace(worker.info, page_size=page)
         tokenizers = system.server.tokenizers
         for _ in range(2):
-            tokenizers._format_s = float("-inf")
+            tokenizers._looked_s = float("-inf")
             assert tokenizers.block_format() == BlockFormat(64)
     assert caplog.text.count("--page-size") == 1
 
@@ -477,3 +483,62 @@ def test_token_ids_are_written_as_orjson_would() -> None:
         ids = array("I", (number * 7919 % 150_000 for number in range(count)))
         assert json_of_ids(ids) == orjson.dumps(ids.tolist())
         assert token_ids_of(json_of_ids(ids)) == ids
+
+
+# Longer than any engine takes ---------------------------------------------------------------------
+
+
+def refusal_of(engines: Known, kind: str = "generate", **body: Any) -> str | None:
+    try:
+        reading(engines, None)(kind, **body)
+    except RouterError as error:
+        assert (error.status, error.code) == (400, "prompt_too_long")
+        return error.message
+    return None
+
+
+def test_a_prompt_longer_than_any_engine_takes_is_refused(engines: Known) -> None:
+    engines.longest = LongestPrompt(1000)
+    assert refusal_of(engines, input_ids=[7] * 1000) is None
+    message = refusal_of(engines, input_ids=[7] * 1001)
+    assert message == "the prompt has 1,001 tokens; no engine takes more than 1,000"
+    assert refusal_of(engines, text="a word " * 9000) is None  # it might be one token in 63 bytes
+    assert refusal_of(engines, text="a word " * 10_000) is not None
+    large = "a word " * (MOST_READ_BYTES // 7 + 1)
+    assert refusal_of(engines, text=large) is not None
+    assert refusal_of(engines, "chat", messages=[USER | {"content": large}]) is not None
+
+
+def test_an_estimate_is_no_more_than_engines_take(engines: Known) -> None:
+    engines.longest = LongestPrompt(1000)
+    length = reading(engines, None)("generate", text="a word " * 5000).length
+    assert (length.tokens, length.exact, length.size_bytes) == (1000, False, 0)
+
+
+def test_engines_that_cut_prompts_get_every_prompt(engines: Known) -> None:
+    engines.longest = LongestPrompt(1000, cuts=True)
+    prompt = reading(engines, None)("generate", input_ids=[7] * 5000)
+    assert (prompt.length.tokens, prompt.length.exact) == (1000, False)
+
+
+async def test_how_long_a_prompt_may_be_is_what_some_engine_of_each_role_takes() -> None:
+    async with cluster(prefill=2, decode=1) as c:
+        workers = list(c.server.registry)
+
+        def longest(*limits: int, cuts: bool = False) -> LongestPrompt | None:
+            for worker, limit in zip(workers, limits, strict=True):
+                assert worker.info is not None
+                worker.info = msgspec.structs.replace(
+                    worker.info, max_request_tokens=limit, cuts_prompts=cuts
+                )
+            return longest_prompt(workers)
+
+        assert [worker.role for worker in workers] == ["prefill", "prefill", "decode"]
+        assert longest(100, 200, 300) == LongestPrompt(200)
+        assert longest(100, 200, 150, cuts=True) == LongestPrompt(150, cuts=True)
+        assert longest(100, 0, 300) is None
+        longest(100, 50, 300)
+        c.server.tokenizers._looked_s = float("-inf")
+        status, answer = await c.generate(input_ids=[7] * 101)
+        assert (status, answer["error"]["code"]) == (400, "prompt_too_long")
+        assert not c.prefill[0].requests

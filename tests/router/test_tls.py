@@ -63,7 +63,7 @@ async def test_both_sides_over_tls(certificate: tuple[Path, Path]) -> None:
             async with client.get(f"https://127.0.0.1:{server.port}/health") as response:
                 assert response.status == 200
             assert b"t1 t2 t3" in await ask(False)
-            assert server.doorman._silent == {}
+            assert server.doorman._silent.since_s == {}
         assert prefill.requests[0].body["bootstrap_host"] == "127.0.0.1"
     finally:
         await server.stop(grace_s=0.0)
