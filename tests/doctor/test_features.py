@@ -28,6 +28,8 @@ from sglang_sbs.router.shown_options import shown_options
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--prefill", "http://p0:1", "--prefill", "http://p1:1", "--decode", "http://d0:1"]
+SHOWN = shown_options(parse_flags(FLAGS))
+"""Of a router without more flags."""
 ROLES = {"http://p0:1": "prefill", "http://p1:1": "prefill", "http://d0:1": "decode"}
 KV_EVENTS = {
     **{"publisher": "zmq", "topic": "kv", "block_size": 64, "dp_size": DP},
@@ -74,7 +76,7 @@ class Cluster:
             "prefill": [self.instance(url) for url in list(ROLES)[:2]],
             "decode": [self.instance("http://d0:1")],
         }
-        self.router.options = shown_options(parse_flags(FLAGS)) | {
+        self.router.options = SHOWN | {
             **{"tokenizer": True, "front_ends": 4, "endforward_encrypted": True}
         }
 
