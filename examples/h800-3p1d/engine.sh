@@ -17,6 +17,8 @@ usage: engine.sh ROLE INSTANCE NODE_RANK [--dry-run]
   --dry-run  print the command instead; without ROLE the commands of all nodes
 
   ENV_FILE   settings to read instead of cluster.env
+  ENGINE_MODULE
+             sglang.compile_deep_gemm compiles the kernels and ends (default: sglang.launch_server)
 
 example: on the third node of the second prefill instance
   examples/h800-3p1d/engine.sh prefill 1 2
@@ -37,18 +39,28 @@ engine_environment() { # LEADER ADDRESS
         "SGLANG_HOST_IP=$2"
         "GLOO_SOCKET_IFNAME=$SOCKET_IFNAME"
         "NCCL_SOCKET_IFNAME=$SOCKET_IFNAME"
-        "NCCL_IB_HCA=$IB_DEVICES"
-        "NCCL_IB_GID_INDEX=$IB_GID_INDEX"
-        # DeepEP between nodes is NVSHMEM over InfiniBand.
+        # DeepEP between nodes is NVSHMEM over RDMA.
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=$SOCKET_IFNAME"
-        "NVSHMEM_IB_GID_INDEX=$IB_GID_INDEX"
     )
+    if [[ -n $IB_DEVICES ]]; then
+        # With = these names and no others: mlx5_1 alone would mean mlx5_10 too.
+        environment+=("NCCL_IB_HCA==$IB_DEVICES")
+    fi
+    if [[ -n $IB_GID_INDEX ]]; then
+        # Collectives, DeepEP and the KV transfer (Mooncake) each look in a place of their own.
+        environment+=(
+            "NCCL_IB_GID_INDEX=$IB_GID_INDEX"
+            "NVSHMEM_IB_GID_INDEX=$IB_GID_INDEX"
+            "MC_GID_INDEX=$IB_GID_INDEX"
+        )
+    fi
     if [[ -n $ENDFORWARD_KEY_FILE ]]; then
         environment+=("SGLANG_SBS_KEY_FILE=$ENDFORWARD_KEY_FILE")
     fi
 }
 
 common_flags() { # LEADER NODES NODE_RANK
+    # No --trust-remote-code: SGLang knows DeepSeek-V3, the model's folder need not run code.
     flags=(
         --model-path "$MODEL_PATH" --host 0.0.0.0 --port "$ENGINE_PORT"
         --dist-init-addr "$1:$DIST_INIT_PORT" --nnodes "$2" --node-rank "$3"
@@ -58,6 +70,7 @@ common_flags() { # LEADER NODES NODE_RANK
         --moe-a2a-backend deepep
         --disaggregation-transfer-backend "$TRANSFER_BACKEND"
         --page-size "$PAGE_SIZE" --context-length "$CONTEXT_LENGTH" --enable-metrics
+        --watchdog-timeout "$WATCHDOG_S"
     )
     if [[ -n $IB_DEVICES ]]; then
         flags+=(--disaggregation-ib-device "$IB_DEVICES")
@@ -68,6 +81,7 @@ prefill_flags() {
     flags+=(
         --disaggregation-mode prefill --disaggregation-bootstrap-port "$BOOTSTRAP_PORT"
         --tp-size "$PREFILL_TP" --dp-size "$PREFILL_DP" --ep-size "$PREFILL_EP"
+        # auto would hold the buffers of both modes; a role needs one.
         --deepep-mode normal
         --chunked-prefill-size $((PREFILL_CHUNK_PER_RANK * PREFILL_DP))
         # Per rank already, SGLang does not divide it: never the smaller limit.
@@ -111,7 +125,8 @@ engine() { # ROLE INSTANCE NODE_RANK
     if $dry_run; then
         echo "# $role instance $instance, node rank $rank: on ${nodes[rank]}"
     fi
-    launch env "${environment[@]}" "$PYTHON" -m sglang.launch_server "${flags[@]}"
+    launch env "${environment[@]}" "$PYTHON" -m "${ENGINE_MODULE:-sglang.launch_server}" \
+        "${flags[@]}"
 }
 
 every_engine() { # ROLE INSTANCES...

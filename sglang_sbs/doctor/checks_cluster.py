@@ -145,7 +145,7 @@ def _kv_dtype(facts: EngineFacts) -> str:
 def _tensor_parallel(
     prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]
 ) -> Iterator[Finding]:
-    sizes = {(_attention_tp(p), _attention_tp(d)) for p in prefill for d in decode}
+    sizes = {(attention_tp(p), attention_tp(d)) for p in prefill for d in decode}
     for p, d in sorted(sizes):
         if p < 1 or d < 1 or p == d:
             continue
@@ -154,7 +154,7 @@ def _tensor_parallel(
         yield finding("pair.tp-differs" if divides else "pair.tp-indivisible", CLUSTER, seen)
 
 
-def _attention_tp(facts: EngineFacts) -> int:
+def attention_tp(facts: EngineFacts) -> int:
     """TP size within one DP rank; 0 if it is not said."""
     ranks = facts.info.dp_size if facts.info and facts.data.get("enable_dp_attention") else 1
     context_parallel = max(1, number(facts.data, "attn_cp_size"))

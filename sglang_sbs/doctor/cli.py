@@ -9,11 +9,14 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 from rich.console import Console
 
 from sglang_sbs.doctor.examine import gather, judge
+from sglang_sbs.doctor.feature_report import features_exit_code, features_json, print_features
+from sglang_sbs.doctor.features import feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
 from sglang_sbs.doctor.report import as_json, exit_code, print_report
 from sglang_sbs.router.arguments import FlagError
@@ -39,16 +42,29 @@ async def _examine(options: DoctorOptions) -> int:
     errors = Console(stderr=True)
     with errors.status("starting") as status:
         facts = await gather(options, status.update)
+    console = Console(highlight=False)
+    if options.features:
+        rows = feature_rows(facts)
+        _write_json(options, features_json(facts, rows))
+        if options.json != Path("-"):
+            print_features(console, facts, rows, quiet=options.quiet)
+        return features_exit_code(facts)
     findings = judge(facts)
-    if options.json is not None:
-        report = orjson.dumps(as_json(facts, findings), option=orjson.OPT_INDENT_2) + b"\n"
-        if options.json == Path("-"):
-            sys.stdout.write(report.decode())
-        else:
-            options.json.write_bytes(report)
+    _write_json(options, as_json(facts, findings))
     if options.json != Path("-"):
-        print_report(Console(highlight=False), facts, findings, quiet=options.quiet)
+        print_report(console, facts, findings, quiet=options.quiet)
     return exit_code(findings, strict=options.strict)
+
+
+def _write_json(options: DoctorOptions, report: dict[str, Any]) -> None:
+    """Where ``--json`` says, if it is given."""
+    if options.json is None:
+        return
+    data = orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
+    if options.json == Path("-"):
+        sys.stdout.write(data.decode())
+    else:
+        options.json.write_bytes(data)
 
 
 if __name__ == "__main__":

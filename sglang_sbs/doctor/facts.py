@@ -123,6 +123,8 @@ class RouterFacts:
     workers: list[dict[str, Any]] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     """The scheduler's snapshot (``sbs`` of ``/server_info``)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What its flags turn on (``sbs_options`` of the same)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,15 @@ flags of the router (all are accepted, these are looked at):
   --sbs-endforward-key-file FILE   the secret that engines name in SGLANG_SBS_KEY_FILE
 
 exit code: 0 nothing worse than notes (and without --strict, warnings), 1 something is wrong,
-2 the command line cannot be used
+2 the command line cannot be used; with --features 1 if nobody could be asked
 
 examples:
   # before the router starts, on its machine: EndForward is listened to where it will be
   sglang-sbs doctor --prefill http://p0:30000 8998 --decode http://d0:30000
   # while a router runs: it is asked what arrives; alone it also names the engines
   sglang-sbs doctor --router http://router:30000
+  # which features are on, why, and what to change
+  sglang-sbs doctor --router http://router:30000 --features
   # one real request through every pair, for CI
   sglang-sbs doctor --prefill http://p0:30000 --decode http://d0:30000 --probe --strict --json -
 """
@@ -48,6 +50,8 @@ class DoctorOptions:
     router_flags: RouterOptions
     router: str | None = None
     """URL of a running router."""
+    features: bool = False
+    """Tell which features are on, in place of what is wrong."""
     probe: bool = False
     strict: bool = False
     quiet: bool = False
@@ -91,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
         "--router", metavar="URL", help="a running sglang-sbs router, to ask what it knows"
     )
     parser.add_argument(
+        "--features",
+        action="store_true",
+        help="a table of features instead: which are on, why, and which flag or variable to change",
+    )
+    parser.add_argument(
         "--probe",
         action="store_true",
         help="send one request for one token through every pair of prefill and decode",
@@ -127,6 +136,10 @@ def parse_options(argv: Sequence[str]) -> DoctorOptions:
         SystemExit: after ``--help``.
     """
     own, rest = _parser().parse_known_args(list(argv))
+    if own.features and (own.strict or own.probe):
+        raise FlagError(
+            "--features tells what is on, not what is wrong: leave --strict and --probe out"
+        )
     flags = parse_flags(rest)
     router = None
     if own.router is not None:
@@ -142,6 +155,7 @@ def parse_options(argv: Sequence[str]) -> DoctorOptions:
     return DoctorOptions(
         router_flags=flags,
         router=router,
+        features=own.features,
         probe=own.probe,
         strict=own.strict,
         quiet=own.quiet,

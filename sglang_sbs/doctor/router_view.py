@@ -69,6 +69,8 @@ async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
         return facts
     if isinstance(state.get("sbs"), dict) and state.get("router_manager"):
         facts.state = state["sbs"]
+        shown = state.get("sbs_options")
+        facts.options = shown if isinstance(shown, dict) else {}
     return facts
 
 

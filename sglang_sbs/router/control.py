@@ -25,6 +25,7 @@ from sglang_sbs.router.engine_metrics import merge_pages
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.intake import GRACE_S
 from sglang_sbs.router.registry import Worker
+from sglang_sbs.router.shown_options import shown_options
 from sglang_sbs.router.worker_view import describe_worker
 
 if TYPE_CHECKING:
@@ -184,7 +185,8 @@ class Control:
             "routers_count": 1,
             "workers_count": len(self._registry),
         }
-        return _json(first | stock | {"internal_states": states} | infos | {"sbs": snapshot})
+        ours = {"sbs": snapshot, "sbs_options": shown_options(self._server.options)}
+        return _json(first | stock | {"internal_states": states} | infos | ours)
 
     # Workers ----------------------------------------------------------------------------------
 

@@ -68,6 +68,22 @@ class Patient:
     def decode(self) -> InstancePlan:
         return self.cluster.instances[2]
 
+    async def features(self, *words: str) -> dict[str, str]:
+        """State of each row of ``--features``; its text stays in the session's folder."""
+        path = self.folder / "features.json"
+        command = [sys.executable, "-m", "sglang_sbs.cli", "doctor", "--features", *words]
+        process = await asyncio.create_subprocess_exec(
+            *(*command, "--json", str(path)),
+            env={**os.environ, "COLUMNS": "110"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await asyncio.wait_for(process.communicate(), 120)
+        assert process.returncode == 0, err.decode()
+        (self.folder / "features.txt").write_bytes(out)
+        report = orjson.loads(path.read_bytes())
+        return {row["id"]: row["state"] for row in report["features"]}
+
     def flags(self, *prefill: InstancePlan) -> list[str]:
         words = ["--decode", self.decode.url]
         for instance in prefill or (self.prefill,):
@@ -136,6 +152,10 @@ async def test_a_running_router_is_asked_what_arrives(patient: Patient) -> None:
                 report = await patient.doctor("router", "--router", url)
         assert "endforward.ok" in report.ids(patient.prefill.url)
         assert "router.ok" in report.ids()
+        states = await patient.features("--router", url)
+        on = {name for name, state in states.items() if state == "on"}
+        assert {"batches", "endforward", "gang-gate", "aborts", "decode-caps", "barrier"} <= on
+        assert (states["cache"], states["nodes"]) == ("partly", "off")
         busy = await patient.doctor("busy", *patient.flags())
     assert "endforward.port-busy" in busy.ids()
     assert busy.worse_than_notes() == set(), busy.text

@@ -34,10 +34,17 @@ def read(argv):
         raise SystemExit(f"not known to SGLang: {unknown}")
     return {k: v for k, v in vars(known).items() if isinstance(v, (str, int, float, type(None)))}
 
+def flags():
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return [word for action in parser._actions for word in action.option_strings]
+
 answers = sys.stdout
 sys.stdout = sys.stderr  # for what imports print
 for line in sys.stdin:
-    print(json.dumps([read(argv) for argv in json.loads(line)]), file=answers, flush=True)
+    asked = json.loads(line)
+    answer = flags() if asked == "flags" else [read(argv) for argv in asked]
+    print(json.dumps(answer), file=answers, flush=True)
 """
 """Answers line by line: SGLang takes seconds to import."""
 
@@ -129,16 +136,25 @@ def _parser() -> subprocess.Popen[str]:
 def read_by_sglang(commands: Sequence[Command]) -> list[dict[str, Any]]:
     """What the parser of the installed SGLang makes of engines' flags."""
     assert commands and all(command.module == ENGINE for command in commands)
+    answer: list[dict[str, Any]] = _ask([command.flags for command in commands])
+    return answer
+
+
+def known_to_sglang() -> set[str]:
+    """Every flag of the installed SGLang."""
+    return set(_ask("flags"))
+
+
+def _ask(question: object) -> Any:
     process = _parser()
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps([command.flags for command in commands]) + "\n")
+    process.stdin.write(json.dumps(question) + "\n")
     process.stdin.flush()
     line = process.stdout.readline()
     if not line:
         _parser.cache_clear()
         raise AssertionError("SGLang's parser refuses: see its message on stderr")
-    answer: list[dict[str, Any]] = json.loads(line)
-    return answer
+    return json.loads(line)
 
 
 def resolved_by_sglang(commands: Sequence[Command], *more: str) -> list[dict[str, Any]]:

@@ -308,6 +308,92 @@ def test_prometheus_finds_ports_that_exist() -> None:
             assert {end["port"] for end in monitor["spec"]["podMetricsEndpoints"]} <= names
 
 
+# The network and drains ---------------------------------------------------------------------------
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    """Every pod template by component and part."""
+    (deployment,) = of_kind("Deployment")
+    found = {"router": deployment["spec"]["template"]}
+    for name, group in groups().items():
+        found |= {f"{name}-{part}": template for part, template in templates(group).items()}
+    return found
+
+
+def selected(selector: dict[str, Any]) -> set[str]:
+    """Pods that a label selector takes, as Kubernetes does for ``In``."""
+    wanted = selector.get("matchLabels", {}).items()
+    expressions = selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in expressions)
+    return {
+        name
+        for name, template in pods().items()
+        if wanted <= (labels := template["metadata"]["labels"]).items()
+        and all(labels.get(one["key"]) in one["values"] for one in expressions)
+    }
+
+
+ENGINE_PODS = {"prefill-leader", "prefill-worker", "decode-leader", "decode-worker"}
+
+
+def test_only_engines_may_write_to_the_port_of_endforward() -> None:
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind("NetworkPolicy")}
+    router = policies["sglang-sbs-router"]
+    assert selected(router["podSelector"]) == {"router"}
+    assert router["policyTypes"] == ["Ingress"]
+    by_port: dict[Any, list[Any]] = {}
+    for rule in router["ingress"]:
+        for port in rule["ports"]:
+            assert port["protocol"] == "TCP"
+            by_port.setdefault(port["port"], []).extend(rule.get("from", [None]))
+    assert by_port.keys() == {p["name"] for p in container(pods()["router"])["ports"]}
+    (sender,) = by_port["endforward"]
+    assert selected(sender["podSelector"]) == ENGINE_PODS and len(sender) == 1
+    assert by_port["http"] == [None]
+    (scraper,) = by_port["metrics"]
+    assert scraper.keys() == {"namespaceSelector"}
+
+
+def test_only_the_cluster_reaches_engines() -> None:
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind("NetworkPolicy")}
+    engines = policies["sglang-engines"]
+    assert selected(engines["podSelector"]) == ENGINE_PODS
+    cluster, scraper = engines["ingress"]
+    assert "ports" not in cluster
+    assert selected(cluster["from"][0]["podSelector"]) == ENGINE_PODS | {"router"}
+    assert [port["port"] for port in scraper["ports"]] == ["http"]
+    assert not any(template["spec"].get("hostNetwork") for template in pods().values())
+
+
+def test_a_drain_takes_no_more_than_one_prefill_instance() -> None:
+    found = of_kind("PodDisruptionBudget")
+    budgets = {budget["metadata"]["name"]: budget["spec"] for budget in found}
+    assert {name: selected(spec["selector"]) for name, spec in budgets.items()} == {
+        "prefill": {"prefill-leader", "prefill-worker"},
+        "decode": {"decode-leader", "decode-worker"},
+        "sglang-sbs-router": {"router"},
+    }
+    for name, spec in budgets.items():
+        alone = name != "prefill" or groups()["prefill"]["spec"]["replicas"] == 1
+        assert spec["maxUnavailable"] == (0 if alone else 1)
+
+
+def test_engines_ask_for_cores_and_keep_their_kernels() -> None:
+    for name in ENGINE_PODS:
+        template = pods()[name]
+        resources = container(template)["resources"]
+        assert resources["requests"].keys() == {"cpu", "memory"}
+        assert "cpu" not in resources["limits"]
+        assert template["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+        (mount,) = [m for m in container(template)["volumeMounts"] if m["name"] == "kernels"]
+        assert mount["mountPath"] == "/root/.cache"
+        probe = container(template).get("startupProbe")
+        if probe is not None:
+            (watchdog,) = [w for w in container(template)["args"] if "watchdog" in w]
+            waits_s = probe["periodSeconds"] * probe["failureThreshold"]
+            assert waits_s >= int(watchdog.partition("=")[2])
+
+
 def test_images_are_named_in_one_place() -> None:
     kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
     named = {image["name"] for image in kustomization["images"]}

@@ -49,6 +49,7 @@ DEEPSEEK_V3 = {
     "max_position_embeddings": 163840,
     "first_k_dense_replace": 3,
     "torch_dtype": "bfloat16",
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
     "quantization_config": {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -56,7 +57,7 @@ DEEPSEEK_V3 = {
         "weight_block_size": [128, 128],
     },
 }
-"""Of its ``config.json``, the shape."""
+"""Of its ``config.json``, the shape. Python that it names is not here, and must not be wanted."""
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +239,26 @@ def test_h800_settings_reach_the_engines(tmp_path: Path) -> None:
     assert args["disaggregation_ib_device"] is None
     assert args["enable_two_batch_overlap"] is True
     assert "SGLANG_SBS_KEY_FILE" not in command.environment
+    assert "NCCL_IB_HCA" not in command.environment
+
+
+def test_h800_on_infiniband_no_address_of_an_adapter_is_chosen(
+    h800: list[Command], tmp_path: Path
+) -> None:
+    variables = {"NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX", "MC_GID_INDEX"}
+    assert {h800[0].environment[name] for name in variables} == {"3"}
+    env_file = settings(tmp_path, "h800-3p1d", IB_GID_INDEX="")
+    (command,) = dry_run("h800-3p1d/engine.sh", "decode", "0", "0", ENV_FILE=env_file)
+    assert not variables & command.environment.keys()
+
+
+def test_h800_kernels_are_compiled_with_the_flags_of_the_engine(h800: list[Command]) -> None:
+    module = "sglang.compile_deep_gemm"
+    (command,) = dry_run("h800-3p1d/engine.sh", "prefill", "0", "0", ENGINE_MODULE=module)
+    assert (command.module, command.flags) == (module, h800[0].flags)
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations
+    assert Path(found.submodule_search_locations[0], "compile_deep_gemm.py").is_file()
 
 
 # 2P1D on one node --------------------------------------------------------------------------------
