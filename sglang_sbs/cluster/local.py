@@ -169,8 +169,9 @@ class LocalCluster:
             self._report("nursery", "ready")
             spawner = self._nursery
         for instance in self.plan.instances:
-            await self._supervisor.start(instance, spawner)
-            self._report(instance.name, "starting")
+            for process in (instance, *instance.followers):
+                await self._supervisor.start(process, spawner)
+                self._report(process.name, "starting")
         async with aiohttp.ClientSession() as session:
             await self._unless_one_dies(
                 *(self._wait_for_engine(session, instance) for instance in self.plan.instances)
