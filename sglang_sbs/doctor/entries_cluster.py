@@ -137,6 +137,13 @@ ENTRIES: dict[str, Entry] = {
         "open the ports from the endpoint's on, one per DP rank, for the router; let the endpoint "
         "listen (tcp://*:PORT)",
     ),
+    "cache.other-nodes": Entry(
+        _WARNING,
+        "DP ranks on other nodes than the engine's first do not say where their KV events are, or "
+        "name an address that is not believed: the router estimates what they have cached.",
+        "the same release of the plugin on every node; SGLANG_SBS_NODE_HOST there if its messages "
+        "come from another address than routers reach it by (then with a key)",
+    ),
     "cache.no-replay": Entry(
         _NOTE,
         "Without a replay endpoint a router that starts later, or misses an event, learns the "

@@ -22,7 +22,7 @@ from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.engine.publish import resolve_endpoints
-from sglang_sbs.router.endforward import implausible, publisher_endpoints
+from sglang_sbs.router.endforward import implausible, peer_of, publisher_endpoints
 from sglang_sbs.router.server_info import PLUGIN_VERSION, parse_version
 from sglang_sbs.wire import TOPIC, MalformedMessage, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
@@ -201,9 +201,10 @@ class Ear:
     def _drain(self, sock: zmq.Socket[bytes]) -> None:
         with suppress(zmq.Again):
             while True:
-                self._take(sock.recv_multipart(zmq.NOBLOCK))
+                frames = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+                self._take([frame.bytes for frame in frames], peer_of(frames[0]))
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: list[bytes], peer: str) -> None:
         try:
             report = decode_endforward(frames)
         except (MalformedMessage, ValueError, RecursionError) as error:
@@ -216,7 +217,7 @@ class Ear:
         ranks = self._heard.ranks.setdefault(report.boot_id, {})
         before = ranks.get(report.dp_rank)
         messages = before.messages + 1 if before is not None else 1
-        ranks[report.dp_rank] = RankHeard(messages, report, time.monotonic())
+        ranks[report.dp_rank] = RankHeard(messages, report, time.monotonic(), peer)
 
 
 def _addresses(endpoint: str) -> list[str]:

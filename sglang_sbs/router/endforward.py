@@ -392,7 +392,7 @@ def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], 
         if asks_peer:
             first = sock.recv(zmq.NOBLOCK, copy=False)
             frames.append(first.bytes)
-            peer = _peer_of(first)
+            peer = peer_of(first)
         else:
             frames.append(sock.recv(zmq.NOBLOCK))
         if frames[0] == TOPIC:
@@ -406,7 +406,7 @@ def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], 
     return frames, peer
 
 
-def _peer_of(frame: zmq.Frame) -> str:
+def peer_of(frame: zmq.Frame) -> str:
     """The IP address it came from; empty for a Unix socket."""
     try:
         return str(frame.get("Peer-Address"))

@@ -53,15 +53,14 @@ def told_endpoints(told: KvAddress, peer: str, *, has_key: bool) -> KvEndpoints:
     sender = _address(peer)
     host = _address(told.host) if told.host else sender
     if host is None:
-        raise RefusedAddress(
-            f"it names {told.host[:100]!r}, which is no IP address: set SGLANG_SBS_NODE_HOST there"
-        )
+        named = f"names {told.host[:100]!r}" if told.host else "speaks from a Unix socket"
+        raise RefusedAddress(f"it {named}, which is no IP address: set SGLANG_SBS_NODE_HOST there")
     if host != sender and not has_key:
         raise RefusedAddress(
             f"it names {host} and speaks from {sender or 'a local socket'}, which is only believed "
             "of engines with a key (SGLANG_SBS_KEY_FILE and --sbs-endforward-key-file)"
         )
-    if host.is_unspecified or host.is_multicast or host.is_reserved:
+    if host.is_unspecified or host.is_multicast:
         raise RefusedAddress(f"nobody can connect to {host}: set SGLANG_SBS_NODE_HOST there")
     if host != sender and (host.is_loopback or host.is_link_local):
         raise RefusedAddress(

@@ -147,7 +147,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     return WorkerInfo(
         dp_size=dp_size,
-        nodes=_nodes(data) if attn_dp_size > 1 else 1,
+        nodes=_nodes(data) if attn_dp_size > 1 or data.get("enable_dp_attention") is True else 1,
         # Without chunking a rank takes whole prompts up to --max-prefill-tokens per pass.
         chunk_tokens=chunk if chunk > 0 else max(0, max_prefill),
         max_prefill_tokens=max_prefill,
