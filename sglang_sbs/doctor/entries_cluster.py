@@ -134,8 +134,8 @@ ENTRIES: dict[str, Entry] = {
     "cache.unreachable": Entry(
         _WARNING,
         "Ports of KV events refuse connections from here.",
-        "open the ports from the endpoint's on, one per DP rank, for the router; let the endpoint "
-        "listen (tcp://*:PORT)",
+        "open them for the router on the node that is named: from the endpoint's port on and from "
+        "the replay endpoint's on, one per DP rank; let the endpoint listen (tcp://*:PORT)",
     ),
     "cache.other-nodes": Entry(
         _WARNING,
