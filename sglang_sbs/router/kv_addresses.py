@@ -12,6 +12,7 @@ this router connect to a host that somebody else names, so it is believed only
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from typing import NamedTuple
 
 from sglang_sbs.router.server_info import KvEventsBlock
@@ -37,8 +38,9 @@ def default_endpoints(worker_url: str, source: KvEventsBlock, dp_rank: int) -> K
     return _endpoints(split_worker_url(worker_url)[1], source.port + dp_rank, replay_port)
 
 
+@lru_cache(maxsize=4096)
 def told_endpoints(told: KvAddress, peer: str, *, has_key: bool) -> KvEndpoints:
-    """Where a rank on another node is, by its own message.
+    """Where a rank on another node is, by its own message. They repeat it, so it is remembered.
 
     Args:
         peer: the IP address that the message came from; empty if it has none (``ipc://``).
