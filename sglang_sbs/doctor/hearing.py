@@ -23,7 +23,7 @@ from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.engine.publish import resolve_endpoints
 from sglang_sbs.router.endforward import implausible, peer_of, publisher_endpoints
-from sglang_sbs.router.server_info import PLUGIN_VERSION, parse_version
+from sglang_sbs.router.server_info import PLUGIN_VERSION, node_of_rank, parse_version
 from sglang_sbs.wire import TOPIC, MalformedMessage, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 
@@ -172,13 +172,19 @@ class Ear:
         poller = zmq.Poller()
         for sock in (*self._sockets, *self._monitors):
             poller.register(sock, zmq.POLLIN)
-        expected = {
-            facts.info.sbs.boot_id: facts.info.dp_size
+        speaking = [
+            (facts.info, facts.info.sbs.boot_id)
             for facts in self._engines
             if facts.info is not None
             and facts.info.sbs is not None
             and not key_differs(self._options, facts)
+        ]
+        # Each node has a boot id of its own; that of the first is told.
+        expected = {
+            boot: sum(node_of_rank(info, rank) == 0 for rank in range(info.dp_size))
+            for info, boot in speaking
         }
+        all_ranks = sum(info.dp_size for info, _ in speaking)
         patient = any(map(may_speak_unseen, self._engines))
         while time.monotonic() < until_s:
             for sock, _ in poller.poll(_TURN_MS):
@@ -186,8 +192,11 @@ class Ear:
                     self._handshake_failed(sock)
                 else:
                     self._drain(sock)
-            if not patient and all(
-                len(self._heard.ranks.get(boot, ())) >= ranks for boot, ranks in expected.items()
+            heard = self._heard.ranks
+            if (
+                not patient
+                and all(len(heard.get(boot, ())) >= ranks for boot, ranks in expected.items())
+                and sum(map(len, heard.values())) >= all_ranks
             ):
                 return
 
