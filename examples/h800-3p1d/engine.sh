@@ -83,6 +83,9 @@ prefill_flags() {
         --tp-size "$PREFILL_TP" --dp-size "$PREFILL_DP" --ep-size "$PREFILL_EP"
         # auto would hold the buffers of both modes; a role needs one.
         --deepep-mode normal
+        # What each DP rank has cached; rank d is at these ports + d of its node.
+        --kv-events-config
+        '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "buffer_steps": 2000}'
         --chunked-prefill-size $((PREFILL_CHUNK_PER_RANK * PREFILL_DP))
         # Per rank already, SGLang does not divide it: never the smaller limit.
         --max-prefill-tokens $((PREFILL_CHUNK_PER_RANK > 16384 ? PREFILL_CHUNK_PER_RANK : 16384))

@@ -34,8 +34,6 @@ flags+=(
     # Exact prompt lengths: what a batch is packed by.
     --tokenizer-path "$MODEL_PATH"
     --sbs-endforward-bind "tcp://$ROUTER_HOST:$ENDFORWARD_PORT"
-    # KV events of DP ranks on other nodes than the leader cannot be subscribed to.
-    --sbs-prefix-source approximate
     --prometheus-port "$METRICS_PORT"
 )
 if [[ -n $ENDFORWARD_KEY_FILE ]]; then

@@ -104,12 +104,16 @@ class LocalCluster:
         self._supervisor.signal(name, number)
 
     async def kill(self, name: str) -> None:
-        """SIGKILL every process of the server called `name`; returns when it is gone.
+        """SIGKILL every process of the server called `name`, on all its nodes; returns when it is
+        gone.
 
         Raises:
             KeyError: no such process is running.
         """
         await self._supervisor.kill(name)
+        for instance in self.plan.instances:
+            for follower in instance.followers if instance.name == name else ():
+                await self._supervisor.kill(follower.name)
 
     async def start_instance(self, name: str, flags: Sequence[str] = ()) -> None:
         """Start the planned instance `name` again, with more flags; returns when it is ready.
@@ -122,6 +126,9 @@ class LocalCluster:
         plan = dataclasses.replace(plans[name], argv=(*plans[name].argv, *flags))
         self._started_s = time.monotonic()
         process = await self._supervisor.start(plan, self._nursery or self._children)
+        for follower in plan.followers:
+            again = dataclasses.replace(follower, argv=(*follower.argv, *flags))
+            await self._supervisor.start(again, self._nursery or self._children)
         self._report(name, "starting")
         async with aiohttp.ClientSession() as session:
             ready = asyncio.create_task(self._wait_for_engine(session, plan))
@@ -169,8 +176,9 @@ class LocalCluster:
             self._report("nursery", "ready")
             spawner = self._nursery
         for instance in self.plan.instances:
-            await self._supervisor.start(instance, spawner)
-            self._report(instance.name, "starting")
+            for process in (instance, *instance.followers):
+                await self._supervisor.start(process, spawner)
+                self._report(process.name, "starting")
         async with aiohttp.ClientSession() as session:
             await self._unless_one_dies(
                 *(self._wait_for_engine(session, instance) for instance in self.plan.instances)

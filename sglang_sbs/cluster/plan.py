@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_sbs.testing.cpu_engine.environment import (
     CPU_DECODE_FLAGS,
@@ -77,6 +78,8 @@ class ClusterOptions:
     prefill_instances: int = 1
     decode_instances: int = 1
     unified_instances: int = 0
+    prefill_nodes: int = 1
+    """``--nnodes`` of each prefill instance; node k is this machine at 127.0.0.(1 + k)."""
     engine_flags: Sequence[str] = ()
     prefill_flags: Sequence[str] = ()
     decode_flags: Sequence[str] = ()
@@ -118,6 +121,16 @@ class InstancePlan(ServerPlan):
     host: str
     bootstrap_port: int | None
     ranks: int
+    followers: tuple[ProcessPlan, ...] = ()
+    """Its processes on the other nodes, in order; they serve no requests."""
+
+
+class Node(NamedTuple):
+    """One of the nodes of an instance; ``host`` is the address it serves at."""
+
+    rank: int
+    nodes: int
+    host: str
 
 
 @dataclass(frozen=True)
@@ -179,9 +192,23 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
     for index, role in enumerate(roles):
         number = index - roles.index(role)
         first = next(port_blocks)
-        kv_flags: list[str] = []
+        kv_ports = None
         if publish_kv and role is Role.PREFILL:
-            kv_flags = _kv_events_flags(options.host, first, data_parallel, port_blocks)
+            kv_ports = _kv_events_ports(first, data_parallel, port_blocks)
+        nodes = options.prefill_nodes if role is Role.PREFILL else 1
+        argvs = [
+            _engine_argv(
+                options,
+                role,
+                first,
+                index * gpus_per_instance + node * (gpus_per_instance // nodes),
+                data_parallel,
+                on_cpu,
+                Node(node, nodes, _node_host(options.host, node)),
+            )
+            + _kv_events_flags(_node_host(options.host, node), kv_ports)
+            for node in range(nodes)
+        ]
         url = f"http://{options.host}:{first + HTTP_OFFSET}"
         instance_environment = dict(environment)
         if endforward_endpoint is not None:
@@ -189,16 +216,27 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
             instance_environment["SGLANG_SBS_INSTANCE_ID"] = url
             if key_file:
                 instance_environment["SGLANG_SBS_KEY_FILE"] = key_file
+        name = f"{role}-{number}"
         instances.append(
             InstancePlan(
-                name=f"{role}-{number}",
+                name=name,
                 role=role,
-                argv=_engine_argv(
-                    options, role, first, index * gpus_per_instance, data_parallel, on_cpu
-                )
-                + tuple(kv_flags),
+                argv=argvs[0],
                 environment=instance_environment,
-                log_path=options.log_dir / f"{role}-{number}.log",
+                log_path=options.log_dir / f"{name}.log",
+                followers=tuple(
+                    ProcessPlan(
+                        name=f"{name}-node-{node}",
+                        argv=argvs[node],
+                        environment={
+                            **instance_environment,
+                            # All nodes are this machine: without it they would look like node 0.
+                            "SGLANG_SBS_NODE_HOST": _node_host(options.host, node),
+                        },
+                        log_path=options.log_dir / f"{name}-node-{node}.log",
+                    )
+                    for node in range(1, nodes)
+                ),
                 url=url,
                 host=options.host,
                 bootstrap_port=first + BOOTSTRAP_OFFSET if role is Role.PREFILL else None,
@@ -225,6 +263,13 @@ def _check(options: ClusterOptions) -> None:
     for flag, count in counts.items():
         if count < 0 or (count == 0 and options.unified_instances == 0):
             raise PlanError(f"{flag} must be at least 1, got {count}")
+    nodes = options.prefill_nodes
+    ranks = _int_flag(options.engine_flags, "--tp", "--tp-size", "--tensor-parallel-size")
+    if nodes != 1 and (nodes < 1 or ranks % nodes or options.host != "127.0.0.1"):
+        raise PlanError(
+            f"prefill_nodes is {nodes}: --tp {ranks} must be a multiple of it, and the host "
+            "127.0.0.1"
+        )
     for flags in (options.engine_flags, options.prefill_flags, options.decode_flags):
         for word in flags:
             flag = word.partition("=")[0]
@@ -235,9 +280,15 @@ def _check(options: ClusterOptions) -> None:
 
 
 def _engine_argv(
-    options: ClusterOptions, role: Role, first_port: int, first_gpu: int, ranks: int, on_cpu: bool
+    options: ClusterOptions,
+    role: Role,
+    first_port: int,
+    first_gpu: int,
+    ranks: int,
+    on_cpu: bool,
+    node: Node,
 ) -> tuple[str, ...]:
-    """`python -m sglang.launch_server …` of one instance."""
+    """`python -m sglang.launch_server …` of one instance on one of its nodes."""
     role_flags = {
         Role.PREFILL: options.prefill_flags,
         Role.DECODE: options.decode_flags,
@@ -245,7 +296,9 @@ def _engine_argv(
     }[role]
     given = [*options.engine_flags, *role_flags]
     planned = ["--model-path", options.model_path]
-    planned += ["--host", options.host, "--port", str(first_port + HTTP_OFFSET)]
+    planned += ["--host", node.host, "--port", str(first_port + HTTP_OFFSET)]
+    if node.nodes > 1:
+        planned += ["--nnodes", str(node.nodes), "--node-rank", str(node.rank)]
     planned += ["--nccl-port", str(first_port + NCCL_OFFSET)]
     planned += ["--dist-init-addr", f"127.0.0.1:{first_port + DIST_INIT_OFFSET}"]
     if role is not Role.UNIFIED:
@@ -281,14 +334,18 @@ def _wants_kv_events(options: ClusterOptions) -> bool:
     )
 
 
-def _kv_events_flags(
-    host: str, first_port: int, ranks: int, port_blocks: Iterator[int]
-) -> list[str]:
+def _kv_events_ports(first_port: int, ranks: int, port_blocks: Iterator[int]) -> tuple[int, int]:
     """Rank d publishes at the first port + d and answers replays at the second + d."""
-    events = first_port + KV_EVENTS_OFFSET
-    replay = events + _KV_EVENTS_RANKS
     if ranks > _KV_EVENTS_RANKS:
-        events, replay = next(port_blocks), next(port_blocks)
+        return next(port_blocks), next(port_blocks)
+    events = first_port + KV_EVENTS_OFFSET
+    return events, events + _KV_EVENTS_RANKS
+
+
+def _kv_events_flags(host: str, ports: tuple[int, int] | None) -> tuple[str, ...]:
+    if ports is None:
+        return ()
+    events, replay = ports
     config = {
         "publisher": "zmq",
         "endpoint": f"tcp://{host}:{events}",
@@ -297,7 +354,12 @@ def _kv_events_flags(
         "replay_endpoint": f"tcp://{host}:{replay}",
         "buffer_steps": _KV_EVENTS_BUFFER_STEPS,
     }
-    return ["--kv-events-config", json.dumps(config)]
+    return ("--kv-events-config", json.dumps(config))
+
+
+def _node_host(host: str, node: int) -> str:
+    """All of 127/8 is this machine: an address of its own for each node."""
+    return host if node == 0 else f"127.0.0.{1 + node}"
 
 
 def _plan_router(

@@ -14,7 +14,13 @@ from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Heard, RankHeard
 from sglang_sbs.doctor.fields import text
 from sglang_sbs.doctor.findings import CLUSTER, Finding, finding
 from sglang_sbs.doctor.hearing import SHOWN_VERSION, key_differs, may_speak_unseen
-from sglang_sbs.router.server_info import PLUGIN_VERSION, SbsBlock, parse_version
+from sglang_sbs.router.server_info import (
+    PLUGIN_VERSION,
+    SbsBlock,
+    WorkerInfo,
+    node_of_rank,
+    parse_version,
+)
 from sglang_sbs.router.urls import alias_key, normalise_worker_url
 from sglang_sbs.wire import EndForward
 
@@ -238,9 +244,37 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
         seen = f"nothing in {heard.listened_s:.0f} s of listening at {where}"
         yield finding("endforward.silent", url, seen)
         return
-    shown = ", ".join(map(str, missing[:_MAX_SHOWN])) + (" …" if len(missing) > _MAX_SHOWN else "")
-    seen = f"nothing of rank {shown} in {heard.listened_s:.0f} s, {len(ranks)} other ranks report"
-    yield finding("endforward.rank-missing", url, seen)
+    seen = (
+        f"nothing of {_ranks_and_nodes(info, missing)} in {heard.listened_s:.0f} s, "
+        f"{len(ranks)} other ranks report"
+    )
+    yield finding("endforward.rank-missing", url, seen, _what_to_open(info, missing))
+
+
+def _ranks_and_nodes(info: WorkerInfo, ranks: list[int]) -> str:
+    shown = [
+        f"{rank} (node {node_of_rank(info, rank)})" if info.nodes > 1 else str(rank)
+        for rank in ranks[:_MAX_SHOWN]
+    ]
+    return "rank " + ", ".join(shown) + (" …" if len(ranks) > _MAX_SHOWN else "")
+
+
+def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:
+    """For ranks on other nodes; ``None``: the catalogue's advice."""
+    nodes = sorted({node_of_rank(info, rank) for rank in missing} - {0})
+    if not nodes or info.sbs is None:
+        return None
+    shown = "node " + ", ".join(map(str, nodes[:_MAX_SHOWN])) + ("" if len(nodes) < 9 else " …")
+    if not info.sbs.routers:
+        return (
+            "set SGLANG_SBS_ROUTERS instead of SGLANG_SBS_BIND on every node: the router connects "
+            f"to the first node's address only, and not to {shown}"
+        )
+    return (
+        f"let {shown} connect to {', '.join(info.sbs.routers)} (open that port on the way there), "
+        "with the plugin and the same SGLANG_SBS_ROUTERS and SGLANG_SBS_KEY_FILE as the first "
+        "node; look for 'sglang_sbs' in its log"
+    )
 
 
 def _listened_to(sbs: SbsBlock, heard: Heard) -> bool:

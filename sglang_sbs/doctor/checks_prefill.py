@@ -12,7 +12,7 @@ from sglang_sbs.cluster.plan import MIN_KV_EVENTS_PAGE_SIZE
 from sglang_sbs.doctor.facts import Bootstrap, ClusterFacts, EngineFacts
 from sglang_sbs.doctor.fields import number
 from sglang_sbs.doctor.findings import CLUSTER, Finding, finding
-from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.server_info import WorkerInfo, node_of_rank
 from sglang_sbs.router.urls import split_worker_url
 
 
@@ -129,8 +129,12 @@ def _cache(engine: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
     if engine.closed_kv_ports:
         closed = engine.closed_kv_ports
         shown = ", ".join(map(str, closed[:8])) + (" …" if len(closed) > 8 else "")
-        yield finding("cache.unreachable", url, f"no connection to port {shown}")
-    elif not unusable:
+        yield finding("cache.unreachable", url, f"no connection to {shown}")
+    hidden = engine.hidden_kv_ranks
+    if hidden:
+        nodes = ", ".join(map(str, sorted({node_of_rank(info, rank) for rank in hidden})))
+        yield finding("cache.other-nodes", url, f"{len(hidden)} ranks, on node {nodes}")
+    if not engine.closed_kv_ports and not hidden and not unusable:
         last = events.port + info.dp_size - 1
         seen = f"KV events at ports {events.port}..{last}, blocks of {events.block_tokens} tokens"
         yield finding("cache.exact", url, seen)

@@ -134,8 +134,15 @@ ENTRIES: dict[str, Entry] = {
     "cache.unreachable": Entry(
         _WARNING,
         "Ports of KV events refuse connections from here.",
-        "open the ports from the endpoint's on, one per DP rank, for the router; let the endpoint "
-        "listen (tcp://*:PORT)",
+        "open them for the router on the node that is named: from the endpoint's port on and from "
+        "the replay endpoint's on, one per DP rank; let the endpoint listen (tcp://*:PORT)",
+    ),
+    "cache.other-nodes": Entry(
+        _WARNING,
+        "DP ranks on other nodes than the engine's first do not say where their KV events are, or "
+        "name an address that is not believed: the router estimates what they have cached.",
+        "the same release of the plugin on every node; SGLANG_SBS_NODE_HOST there if its messages "
+        "come from another address than routers reach it by (then with a key)",
     ),
     "cache.no-replay": Entry(
         _NOTE,

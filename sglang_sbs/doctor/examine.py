@@ -12,12 +12,12 @@ import aiohttp
 
 from sglang_sbs.doctor.catalogue import GROUPS, Severity
 from sglang_sbs.doctor.checks_cluster import check_cluster
-from sglang_sbs.doctor.checks_endforward import check_endforward
+from sglang_sbs.doctor.checks_endforward import Attribution, check_endforward
 from sglang_sbs.doctor.checks_engine import check_engine
 from sglang_sbs.doctor.checks_prefill import check_prefill
 from sglang_sbs.doctor.checks_router import check_router
 from sglang_sbs.doctor.checks_security import check_security
-from sglang_sbs.doctor.facts import ClusterFacts, ProbeResult, Target
+from sglang_sbs.doctor.facts import ClusterFacts, Heard, ProbeResult, Target
 from sglang_sbs.doctor.findings import Finding, finding
 from sglang_sbs.doctor.gather import Asker, examine_all
 from sglang_sbs.doctor.hearing import Ear, endpoints_to_hear
@@ -47,6 +47,8 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
             progress(f"listening for EndForward, {options.wait_s:g} s at most")
             keys = options.router_flags.endforward_keys
             facts.heard = await asyncio.to_thread(Ear(options, facts.engines, keys).listen)
+        whose = Attribution([e for e in facts.engines if e.info], facts.heard or Heard())
+        await asyncio.gather(*(asker.kv_ports(e, whose.of(e)) for e in facts.engines))
         if options.probe:
             facts.probes = await _probe(session, facts, progress)
         return facts

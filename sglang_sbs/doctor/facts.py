@@ -53,6 +53,21 @@ class Bootstrap:
     """``PrefillServerInfo`` of SGLang's ``disaggregation/common/conn.py``."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedKvPort:
+    """One that refuses connections from here."""
+
+    dp_rank: int
+    node: int
+    endpoint: str
+    replay: bool
+
+    def __str__(self) -> str:
+        where = f" on node {self.node}" if self.node else ""
+        kind = ", replays" if self.replay else ""
+        return f"{self.endpoint.removeprefix('tcp://')} (rank {self.dp_rank}{where}{kind})"
+
+
 @dataclass(slots=True)
 class EngineFacts:
     """One engine. Fields that could not be had keep their defaults."""
@@ -75,7 +90,9 @@ class EngineFacts:
     open_without_key: bool | None = None
     """It answers without a key; ``None``: not asked, or it was never asked with one."""
     bootstrap: Bootstrap | None = None
-    closed_kv_ports: list[int] = field(default_factory=list)
+    closed_kv_ports: list[ClosedKvPort] = field(default_factory=list)
+    hidden_kv_ranks: list[int] = field(default_factory=list)
+    """DP ranks on other nodes that report without saying where their KV events are."""
 
     @property
     def url(self) -> str:
@@ -90,6 +107,8 @@ class RankHeard:
     last: EndForward
     heard_s: float
     """Of ``time.monotonic()``."""
+    peer: str = ""
+    """IP address it came from; empty for a Unix socket."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -19,13 +19,32 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, Target
+from sglang_sbs.doctor.facts import (
+    Bootstrap,
+    ClosedKvPort,
+    EngineFacts,
+    Failure,
+    RankHeard,
+    Target,
+)
 from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.kv_addresses import (
+    KvEndpoints,
+    RefusedAddress,
+    default_endpoints,
+    told_endpoints,
+)
 from sglang_sbs.router.monitor import parse_loads
 from sglang_sbs.router.registry import Worker
-from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
+from sglang_sbs.router.server_info import (
+    UnusableWorker,
+    WorkerInfo,
+    node_of_rank,
+    parse_server_info,
+)
 from sglang_sbs.router.urls import split_worker_url
 
 ROUND_TRIPS = 8
@@ -125,7 +144,7 @@ class Asker:
             facts.unusable = str(error)
         questions = [self._round_trips(facts), self._without_key(facts)]
         if facts.info is not None:
-            questions += [self._loads(facts, facts.info), self._kv_ports(facts, facts.info)]
+            questions.append(self._loads(facts, facts.info))
             if target.role == "prefill":
                 questions.append(self._bootstrap(facts, facts.info))
         await asyncio.gather(*questions)
@@ -183,23 +202,35 @@ class Asker:
             return
         facts.clock_offset_s = engine_s - (answer.ended_s - answer.took_s / 2)
 
-    async def _kv_ports(self, facts: EngineFacts, info: WorkerInfo) -> None:
-        if info.kv_events is None:
+    async def kv_ports(self, facts: EngineFacts, heard: Mapping[int, RankHeard]) -> None:
+        """Which ports of its KV events are shut. ``heard``: its EndForward, by DP rank."""
+        info = facts.info
+        if info is None or info.kv_events is None:
             return
-        host = split_worker_url(facts.url)[1]
-        first = info.kv_events.port
-        ports = [first + rank for rank in range(info.dp_size)]
-        if info.kv_events.replay_port is not None:
-            ports += [info.kv_events.replay_port + rank for rank in range(info.dp_size)]
-        open_ports = await asyncio.gather(*(self._connects(host, port) for port in ports))
+        ports = []
+        for rank in range(info.dp_size):
+            node, report = node_of_rank(info, rank), heard.get(rank)
+            endpoints = default_endpoints(facts.url, info.kv_events, rank)
+            if node > 0:
+                if report is None:
+                    continue  # endforward.rank-missing says it, or nobody listened
+                try:
+                    endpoints = _told(report, has_key=self._options.key_file is not None)
+                except RefusedAddress:
+                    facts.hidden_kv_ranks.append(rank)
+                    continue
+            ports.append(ClosedKvPort(rank, node, endpoints.live, replay=False))
+            if endpoints.replay:
+                ports.append(ClosedKvPort(rank, node, endpoints.replay, replay=True))
+        are_open = await asyncio.gather(*(self._connects(port.endpoint) for port in ports))
         facts.closed_kv_ports = [
-            p for p, is_open in zip(ports, open_ports, strict=True) if not is_open
+            port for port, is_open in zip(ports, are_open, strict=True) if not is_open
         ]
 
-    async def _connects(self, host: str, port: int) -> bool:
+    async def _connects(self, endpoint: str) -> bool:
         try:
             async with asyncio.timeout(min(3.0, self._options.timeout_s)):
-                _reader, writer = await asyncio.open_connection(host, port)
+                _reader, writer = await asyncio.open_connection(*split_tcp(endpoint))
         except (OSError, TimeoutError):
             return False
         writer.close()
@@ -220,6 +251,13 @@ class Asker:
         bootstrap.status = answer.status
         bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()
         bootstrap.layout = answer.json_object()
+
+
+def _told(heard: RankHeard, *, has_key: bool) -> KvEndpoints:
+    """Where a rank on another node says that its KV events are. Raises: RefusedAddress."""
+    if heard.last.kv_address is None:
+        raise RefusedAddress("it does not say")
+    return told_endpoints(heard.last.kv_address, heard.peer, has_key=has_key)
 
 
 async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFacts]:

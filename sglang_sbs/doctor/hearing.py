@@ -22,8 +22,8 @@ from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.engine.publish import resolve_endpoints
-from sglang_sbs.router.endforward import implausible, publisher_endpoints
-from sglang_sbs.router.server_info import PLUGIN_VERSION, parse_version
+from sglang_sbs.router.endforward import implausible, peer_of, publisher_endpoints
+from sglang_sbs.router.server_info import PLUGIN_VERSION, node_of_rank, parse_version
 from sglang_sbs.wire import TOPIC, MalformedMessage, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 
@@ -172,13 +172,19 @@ class Ear:
         poller = zmq.Poller()
         for sock in (*self._sockets, *self._monitors):
             poller.register(sock, zmq.POLLIN)
-        expected = {
-            facts.info.sbs.boot_id: facts.info.dp_size
+        speaking = [
+            (facts.info, facts.info.sbs.boot_id)
             for facts in self._engines
             if facts.info is not None
             and facts.info.sbs is not None
             and not key_differs(self._options, facts)
+        ]
+        # Each node has a boot id of its own; that of the first is told.
+        expected = {
+            boot: sum(node_of_rank(info, rank) == 0 for rank in range(info.dp_size))
+            for info, boot in speaking
         }
+        all_ranks = sum(info.dp_size for info, _ in speaking)
         patient = any(map(may_speak_unseen, self._engines))
         while time.monotonic() < until_s:
             for sock, _ in poller.poll(_TURN_MS):
@@ -186,8 +192,11 @@ class Ear:
                     self._handshake_failed(sock)
                 else:
                     self._drain(sock)
-            if not patient and all(
-                len(self._heard.ranks.get(boot, ())) >= ranks for boot, ranks in expected.items()
+            heard = self._heard.ranks
+            if (
+                not patient
+                and all(len(heard.get(boot, ())) >= ranks for boot, ranks in expected.items())
+                and sum(map(len, heard.values())) >= all_ranks
             ):
                 return
 
@@ -201,9 +210,10 @@ class Ear:
     def _drain(self, sock: zmq.Socket[bytes]) -> None:
         with suppress(zmq.Again):
             while True:
-                self._take(sock.recv_multipart(zmq.NOBLOCK))
+                frames = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+                self._take([frame.bytes for frame in frames], peer_of(frames[0]))
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: list[bytes], peer: str) -> None:
         try:
             report = decode_endforward(frames)
         except (MalformedMessage, ValueError, RecursionError) as error:
@@ -216,7 +226,7 @@ class Ear:
         ranks = self._heard.ranks.setdefault(report.boot_id, {})
         before = ranks.get(report.dp_rank)
         messages = before.messages + 1 if before is not None else 1
-        ranks[report.dp_rank] = RankHeard(messages, report, time.monotonic())
+        ranks[report.dp_rank] = RankHeard(messages, report, time.monotonic(), peer)
 
 
 def _addresses(endpoint: str) -> list[str]:

@@ -15,7 +15,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, cast
 
-from sglang_sbs.wire.endforward import Started
+from sglang_sbs.engine.config import split_tcp
+from sglang_sbs.wire.endforward import KvAddress, Started
 
 Role = Literal["prefill", "decode", "null"]
 
@@ -132,6 +133,36 @@ def rank_processes(scheduler: Any) -> Processes:
         number=int(getattr(ranks, "attn_cp_rank", 0)) * attn_tp_size
         + int(getattr(ranks, "attn_tp_rank", 0)),
     )
+
+
+def read_kv_address(scheduler: Any) -> KvAddress | None:
+    """Where this rank publishes its KV events, if that is on another node than the engine's first
+    (the first is where its HTTP server is, so routers know it).
+
+    ``ZmqEventPublisher`` of ``disaggregation/kv_events.py``, which is on the scheduler itself
+    before 0.5.14; its sockets bind the rank's own ports. The host is empty for a wildcard.
+    """
+    ranks = _parallel(scheduler)
+    node_rank = getattr(ranks, "node_rank", None)
+    if node_rank is None:
+        node_rank = getattr(getattr(scheduler, "server_args", None), "node_rank", 0)
+    owner = getattr(scheduler, "kv_events_publisher", scheduler)
+    publisher = getattr(owner, "kv_event_publisher", None)
+    bound = _bound_tcp(publisher, "_local_pub_endpoint", "_endpoint")
+    if not node_rank or bound is None:
+        return None
+    replay = _bound_tcp(publisher, "_local_replay_endpoint", "_replay_endpoint")
+    return KvAddress(*bound, replay[1] if replay is not None else 0)
+
+
+def _bound_tcp(publisher: Any, *names: str) -> tuple[str, int] | None:
+    """Host (empty for a wildcard) and port of the first of the attributes that is there."""
+    name = next((name for name in names if hasattr(publisher, name)), None)
+    try:
+        host, port = split_tcp(getattr(publisher, name) or "" if name is not None else "")
+    except ValueError:
+        return None
+    return "" if host in ("*", "0.0.0.0", "::") else host, port
 
 
 def shares_barrier(scheduler: Any) -> bool:

@@ -19,6 +19,7 @@ BOOT_ID = "SGLANG_SBS_BOOT_ID"
 DECODE_INTERVAL_MS = "SGLANG_SBS_DECODE_INTERVAL_MS"
 HEARTBEAT_S = "SGLANG_SBS_HEARTBEAT_S"
 KEY_FILE = "SGLANG_SBS_KEY_FILE"
+NODE_HOST = "SGLANG_SBS_NODE_HOST"
 GANG_GATE_MS = "SGLANG_SBS_GANG_GATE_MS"
 MOST_GATE_MS = 200.0
 MIN_SECRET_CHARS = 32
@@ -42,6 +43,8 @@ class HookConfig:
     heartbeat_s: float = 1.0
     gang_gate_ms: float | None = None
     """How long a batch waits for its late requests (``gang_gate``); None: what suits the engine."""
+    node_host: str = ""
+    """IP address by which routers reach this node; empty: the one its messages come from."""
     secret: str = field(default="", repr=False)
     """Shared with the router: messages are encrypted and only for who has it. Empty: in the
     clear."""
@@ -80,6 +83,7 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
         routers=routers,
         bind=bind,
         secret=_secret(environ, routers, bind),
+        node_host=_node_host(environ.get(NODE_HOST, "").strip()),
         instance_id=environ.get(INSTANCE_ID, "").strip(),
         boot_id=boot_id,
         decode_interval_s=decode_interval_ms / 1000,
@@ -107,6 +111,22 @@ def _secret(environ: MutableMapping[str, str], routers: tuple[str, ...], bind: s
             "openssl rand -hex 32"
         )
     return secret
+
+
+def _node_host(text: str) -> str:
+    try:
+        address = ipaddress.ip_address(text) if text else None
+    except ValueError:
+        raise ConfigError(
+            f"{NODE_HOST}: {text!r} is no IP address; write the one by which routers reach this "
+            "node, e.g. 10.0.0.2, or unset it"
+        ) from None
+    if address is not None and (address.is_unspecified or address.is_multicast):
+        raise ConfigError(
+            f"{NODE_HOST}: nobody can connect to {text}; write the address by which routers reach "
+            "this node, e.g. 10.0.0.2, or unset it"
+        )
+    return text
 
 
 def split_tcp(endpoint: str) -> tuple[str, int]:

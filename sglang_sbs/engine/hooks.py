@@ -33,12 +33,20 @@ from sglang_sbs.engine.collect import (
     newly_started,
     note_pass,
     noted_pass,
+    read_kv_address,
     read_pass,
     read_role,
     shares_barrier,
 )
 from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
-from sglang_sbs.wire.endforward import MAX_RIDS, EndForward, Kind, Started, encode_endforward
+from sglang_sbs.wire.endforward import (
+    MAX_RIDS,
+    EndForward,
+    Kind,
+    KvAddress,
+    Started,
+    encode_endforward,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +83,7 @@ def open_publisher(config: HookConfig, dp_rank: int) -> FrameSink:
         keys = keys_of(config.secret) if config.secret else None
     except SecretError as error:
         raise BindError(f"{KEY_FILE}: {error}") from error
-    return Publisher(config.routers, bind, keys=keys)
+    return Publisher(config.routers, bind, keys=keys, source=config.node_host)
 
 
 class RankHook:
@@ -98,6 +106,7 @@ class RankHook:
         """A rank alone is its own barrier."""
         self._sink: FrameSink | None = None
         self._sglang_version = ""
+        self._kv_address: KvAddress | None = None
         # What this rank counted since it started.
         self._seq = 0
         self._accepted_requests = 0
@@ -318,6 +327,10 @@ class RankHook:
             self._sink = self._open_sink(self._config, reader.placement.dp_rank)
             self._reader = reader
             self._barrier = reader.placement.dp_size == 1 or shares_barrier(scheduler)
+            kv = read_kv_address(scheduler)
+            if kv is not None:
+                host = self._config.node_host or kv.host
+                self._kv_address = KvAddress(host, kv.port, kv.replay_port)
             logger.info(
                 "EndForward of dp rank %d/%d, boot id %s, %s",
                 reader.placement.dp_rank,
@@ -396,6 +409,7 @@ class RankHook:
             hook_us=self._hook_us,
             started=list(started[:MAX_RIDS]),
             barrier=self._barrier,
+            kv_address=self._kv_address,
         )
         sink.send(encode_endforward(message))
         self._seq += 1

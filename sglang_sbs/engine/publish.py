@@ -20,7 +20,7 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from sglang_sbs.engine.config import is_hostname, join_tcp, split_tcp
+from sglang_sbs.engine.config import NODE_HOST, is_hostname, join_tcp, split_tcp
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,17 @@ def resolve_endpoints(host: str, port: int) -> frozenset[str]:
     return frozenset(join_tcp(address, port) for address in chosen)
 
 
+def is_own_address(host: str) -> bool:
+    """Whether a socket of this machine can have the IP address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
 class Publisher:
     """Sends frames to every router, never blocking; without a listener nothing is queued."""
 
@@ -66,11 +77,13 @@ class Publisher:
         resolve: Resolve = resolve_endpoints,
         resolve_interval_s: float = RESOLVE_INTERVAL_S,
         keys: CurveKeys | None = None,
+        source: str = "",
     ) -> None:
         """Open the socket; connections are made in the background.
 
         Args:
             bind: the endpoint of this rank (not of rank 0), or None.
+            source: the IP address to connect from, if it is this machine's.
             keys: speak only to who has the same secret. Then either ``routers`` or ``bind``.
 
         Raises:
@@ -85,6 +98,11 @@ class Publisher:
         self._gatekeeper: Gatekeeper | None = None
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
         self._revive_s = 0.0
+        self._source = source
+        if source and not is_own_address(source):
+            # Behind address translation it may be right all the same.
+            logger.warning("%s: %s is no address of this machine", NODE_HOST, source)
+            self._source = ""
         if keys is not None and bind is not None:
             self._gatekeeper = Gatekeeper(self._context, keys)
             keys.serve(self._socket)
@@ -104,7 +122,7 @@ class Publisher:
             if bind is not None:
                 self._bind(bind, fatal=not routers)
             for endpoint in self._literal:
-                self._socket.connect(endpoint)
+                self._socket.connect(self._from_source(endpoint))
         except Exception:
             self.close()
             raise
@@ -172,14 +190,21 @@ class Publisher:
                 ports.add(message["endpoint"].decode().rpartition(":")[2])
         for endpoint in self._connected:
             if endpoint.rpartition(":")[2] in ports:
-                self._socket.disconnect(endpoint)
-                self._socket.connect(endpoint)
+                self._socket.disconnect(self._from_source(endpoint))
+                self._socket.connect(self._from_source(endpoint))
+
+    def _from_source(self, endpoint: str) -> str:
+        """The endpoint as libzmq takes it with the address to connect from (``zmq_tcp(7)``)."""
+        scheme, _, address = endpoint.partition("://")
+        if not self._source or scheme != "tcp" or (":" in self._source) != ("[" in address):
+            return endpoint
+        return f"{join_tcp(self._source, 0)};{address}"
 
     def _follow(self, endpoints: frozenset[str]) -> None:
         for gone in self._connected - endpoints:
-            self._socket.disconnect(gone)
+            self._socket.disconnect(self._from_source(gone))
         for new in endpoints - self._connected:
-            self._socket.connect(new)
+            self._socket.connect(self._from_source(new))
         logger.info("EndForward goes to %s", ", ".join(sorted(endpoints)) or "nobody")
         self._connected = endpoints
 

@@ -79,10 +79,10 @@ FindOwner = Callable[[str, str], str | None]
 class _Slot:
     """An unread message; ``key``: the rank whose later one may take its place."""
 
-    __slots__ = ("key", "report")
+    __slots__ = ("key", "peer", "report")
 
-    def __init__(self, report: EndForward, key: tuple[str, int] | None) -> None:
-        self.report, self.key = report, key
+    def __init__(self, report: EndForward, peer: str, key: tuple[str, int] | None) -> None:
+        self.report, self.peer, self.key = report, peer, key
 
 
 class EndForwardListener:
@@ -116,6 +116,8 @@ class EndForwardListener:
         """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
         CURVE's server and its client."""
         self._gatekeeper: Gatekeeper | None = None
+        self._asks_peers = False
+        """Some engine has ranks on several nodes: it matters from where they speak."""
 
     def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
         """Start receiving; returns the endpoint actually bound (a wildcard port resolved).
@@ -193,6 +195,7 @@ class EndForwardListener:
         longer to where it was before."""
         if self._registry.get(worker.url) is not worker:
             return  # removed while it was asked
+        self._asks_peers |= info.nodes > 1 and self._registry.listens_to_events(worker)
         bind = ""
         if info.sbs is not None:
             bind = info.sbs.bind
@@ -245,11 +248,11 @@ class EndForwardListener:
 
     # Messages ---------------------------------------------------------------------------------
 
-    def receive(self, frames: list[bytes]) -> None:
-        """Handle one message."""
+    def receive(self, frames: list[bytes], peer: str = "") -> None:
+        """Handle one message. ``peer``: the IP address it came from, if that is known."""
         report = self._parse(frames)
         if report is not None:
-            self._handle(report)
+            self._handle(report, peer)
 
     def _parse(self, frames: list[bytes]) -> EndForward | None:
         try:
@@ -263,7 +266,7 @@ class EndForwardListener:
             return None
         return report
 
-    def _handle(self, report: EndForward) -> None:
+    def _handle(self, report: EndForward, peer: str) -> None:
         worker = self._bind(report)
         if worker is None:
             self.counts["unbound"] += 1
@@ -272,6 +275,9 @@ class EndForwardListener:
             self.counts["dropped"] += 1
             return
         self.counts["bound"] += 1
+        if report.kv_address is not None:
+            has_key = self._gatekeeper is not None
+            self._registry.kv_address_told(worker, report, peer, has_key=has_key)
         if worker.announced:
             self._submit(ForwardEnded(instance=worker.url, report=report))
         if self._on_report is not None:
@@ -295,7 +301,7 @@ class EndForwardListener:
             slot = self._unread.popleft()
             if slot.key is not None:
                 del self._newest[slot.key]
-            self._handle(slot.report)
+            self._handle(slot.report, slot.peer)
         self.busy_s += time.monotonic() - started_s
         if self._unread or not drained:
             asyncio.get_running_loop().call_soon(self._drain, fd)
@@ -303,15 +309,15 @@ class EndForwardListener:
     def _take_in(self, sock: zmq.Socket[bytes]) -> bool:
         """Receive what is there, up to the limit; whether that was all."""
         for _ in range(_DRAIN_LIMIT):
-            frames = _receive(sock)
+            frames, peer = _receive(sock, asks_peer=self._asks_peers)
             if not frames:
                 return True
             report = self._parse(frames)
             if report is not None:
-                self._queue(report)
+                self._queue(report, peer)
         return False
 
-    def _queue(self, report: EndForward) -> None:
+    def _queue(self, report: EndForward, peer: str) -> None:
         key = (report.boot_id, report.dp_rank)
         earlier = self._newest.get(key)
         if earlier is not None and earlier.report.seq < report.seq:
@@ -319,12 +325,12 @@ class EndForwardListener:
             if rids:
                 report = msgspec.structs.replace(report, rids=[*rids, *report.rids])
             self.counts["superseded"] += 1
-            earlier.report = report
+            earlier.report, earlier.peer = report, peer
             if not _is_state(report) or len(report.rids) > MAX_RIDS // 2:
                 del self._newest[key]
                 earlier.key = None
             return
-        slot = _Slot(report, None)
+        slot = _Slot(report, peer, None)
         if earlier is None and _is_state(report):
             slot.key = key
             self._newest[key] = slot
@@ -372,16 +378,23 @@ class EndForwardListener:
         return None
 
 
-def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
-    """The frames of one message, as many as it should have; empty if there is none.
+def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], str]:
+    """The frames of one message, as many as it should have, and who sent it if that is asked; no
+    frames if there is none.
 
     Asking after each frame whether another follows (``recv_multipart``) costs more than all the
     rest. A message of another length is noticed by what comes where its parts should be, and costs
     the one behind it at most, which the next of that rank makes good.
     """
     frames: list[bytes] = []
+    peer = ""
     try:
-        frames.append(sock.recv(zmq.NOBLOCK))
+        if asks_peer:
+            first = sock.recv(zmq.NOBLOCK, copy=False)
+            frames.append(first.bytes)
+            peer = peer_of(first)
+        else:
+            frames.append(sock.recv(zmq.NOBLOCK))
         if frames[0] == TOPIC:
             while len(frames) < FRAMES:
                 frames.append(sock.recv(zmq.NOBLOCK))
@@ -390,7 +403,15 @@ def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
                 frames.append(sock.recv(zmq.NOBLOCK))
     except zmq.Again:
         pass
-    return frames
+    return frames, peer
+
+
+def peer_of(frame: zmq.Frame) -> str:
+    """The IP address it came from; empty for a Unix socket."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
 
 
 def _is_state(report: EndForward) -> bool:

@@ -3,7 +3,8 @@
 Owns one subscription per DP rank of every instance the scheduler was told of that publishes KV
 events, and says which of them cannot be heard. Must not know what the events are good for, nor
 their order: that is :mod:`.kv_feed`. SGLang publishes without authentication: only the host that
-the worker's own URL names is ever connected to, and whatever arrives is bounded and counted.
+the worker's own URL names is connected to, and for ranks on other nodes what :mod:`.kv_addresses`
+believes. Whatever arrives is bounded and counted.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import zmq
 from prometheus_client.core import Metric
 from zmq.utils.monitor import parse_monitor_message
 
+from sglang_sbs.router.kv_addresses import KvEndpoints, default_endpoints
 from sglang_sbs.router.kv_feed import RankFeed
 from sglang_sbs.router.registry import Registry, Worker
-from sglang_sbs.router.server_info import KvEventsBlock
-from sglang_sbs.router.urls import bracketed, split_worker_url
+from sglang_sbs.router.server_info import KvEventsBlock, node_of_rank
+from sglang_sbs.router.urls import split_worker_url
 from sglang_sbs.router.worker_metrics import gauge, total
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
@@ -224,6 +226,7 @@ class KvEventSubscriber:
             now_s = time.monotonic()
             for instance, subscription in list(self._instances.items()):
                 try:
+                    subscription.follow()
                     for rank in subscription.ranks:
                         rank.tick(now_s)
                     if subscription.down_s is None:
@@ -277,8 +280,27 @@ class _Subscription:
         self._owner = owner
         self._worker = worker
         self._heard_s = time.monotonic()
-        host = bracketed(split_worker_url(worker.url)[1])
-        self.ranks = [_RankSockets(owner, worker.url, host, source, d) for d in range(dp_size)]
+        self.ranks = [self._open(dp_rank) for dp_rank in range(dp_size)]
+
+    def _open(self, dp_rank: int) -> _RankSockets:
+        worker = self._worker
+        endpoints = worker.kv_endpoints.get(dp_rank)
+        if endpoints is None:
+            endpoints = default_endpoints(worker.url, self.source, dp_rank)
+        return _RankSockets(self._owner, worker.url, endpoints, self.source.topic, dp_rank)
+
+    def follow(self) -> None:
+        """Connect to ranks on other nodes where they say they are. A connection that was made so is
+        kept while it stands: nodes do not move, and who speaks in a rank's name may be another."""
+        told = self._worker.kv_endpoints
+        if not told:
+            return
+        for dp_rank, rank in enumerate(self.ranks):
+            endpoints = told.get(dp_rank, rank.endpoints)
+            default = default_endpoints(self._worker.url, self.source, dp_rank)
+            if endpoints != rank.endpoints and (rank.endpoints == default or not rank.connected):
+                rank.close()
+                self.ranks[dp_rank] = self._open(dp_rank)
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -307,13 +329,29 @@ class _Subscription:
                 "publishes KV events: do the ports of two engines overlap?",
             )
         elif now_s - self._heard_s >= PATIENCE_S:
-            endpoints = ", ".join(rank.endpoint for rank in silent[:4])
+            shown = ", ".join(f"rank {r.feed.dp_rank} at {r.endpoint}" for r in silent[:4])
             more = " …" if len(silent) > 4 else ""
             self._owner.missing(
                 self._worker,
-                f"KV events cannot be had from {endpoints}{more}: can those ports be reached from "
-                "here, and does the endpoint in --kv-events-config have a wildcard host?",
+                f"KV events cannot be had from {shown}{more}: {self._why(silent[0].feed.dp_rank)}",
             )
+
+    def _why(self, dp_rank: int) -> str:
+        """What to do about a rank that cannot be heard."""
+        worker = self._worker
+        node = node_of_rank(worker.info, dp_rank) if worker.info is not None else 0
+        refused = worker.kv_refused.get(dp_rank)
+        if refused is not None:
+            return f"of rank {dp_rank} on node {node}, {refused}"
+        if node > 0 and dp_rank not in worker.kv_endpoints:
+            return (
+                f"rank {dp_rank} is on node {node}, and no EndForward says where that is: it needs "
+                "the plugin and SGLANG_SBS_ROUTERS as the first node has them"
+            )
+        return (
+            "can those ports be reached from here, and does the endpoint in --kv-events-config "
+            "have a wildcard host?"
+        )
 
 
 class _RankSockets:
@@ -323,17 +361,14 @@ class _RankSockets:
         self,
         owner: KvEventSubscriber,
         instance: InstanceId,
-        host: str,
-        source: KvEventsBlock,
+        endpoints: KvEndpoints,
+        topic: str,
         dp_rank: int,
     ) -> None:
-        self.endpoint = f"tcp://{host}:{source.port + dp_rank}"
+        self.endpoints = endpoints
         self.connected = False
         self._owner = owner
-        self._topic = source.topic.encode()
-        self._replay_endpoint = ""
-        if source.replay_port is not None:
-            self._replay_endpoint = f"tcp://{host}:{source.replay_port + dp_rank}"
+        self._topic = topic.encode()
         self._loop = asyncio.get_running_loop()
         self._delay: asyncio.TimerHandle | None = None
         self._replay_seq = 0
@@ -342,7 +377,7 @@ class _RankSockets:
             instance,
             dp_rank,
             partial(owner.submit, instance),
-            self._ask if self._replay_endpoint else None,
+            self._ask if endpoints.replay else None,
             owner.counts_of(instance, dp_rank),
         )
         self._foreign_before = self.feed.counts["foreign"]
@@ -353,6 +388,10 @@ class _RankSockets:
         self._watch(self._monitor, self._drain_monitor)
         self._watch(self._live, self._drain_live)
         self._live.connect(self.endpoint)
+
+    @property
+    def endpoint(self) -> str:
+        return self.endpoints.live
 
     @property
     def foreign(self) -> bool:
@@ -458,7 +497,7 @@ class _RankSockets:
         self._close_replay()
         self._replay = sock = self._owner.socket(zmq.DEALER, _REPLAY_HWM)
         self._replay_heard_s = time.monotonic()
-        sock.connect(self._replay_endpoint)
+        sock.connect(self.endpoints.replay)
         sock.send_multipart(replay_request(self._replay_seq))
         self._watch(sock, partial(self._drain_replay, sock))
 

@@ -18,7 +18,8 @@ import msgspec
 
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
+from sglang_sbs.router.kv_addresses import KvEndpoints, RefusedAddress, told_endpoints
+from sglang_sbs.router.server_info import PLUGIN_VERSION, WorkerInfo, node_of_rank, parse_version
 from sglang_sbs.router.urls import (
     alias_key,
     bracketed,
@@ -95,6 +96,10 @@ class Worker:
     """``/server_info`` must be read again before the worker is trusted."""
     kv_events_missing: bool = False
     """It publishes KV events, but not so that they arrive."""
+    kv_endpoints: dict[int, KvEndpoints] = field(default_factory=dict)
+    """Where its present boot publishes those of DP ranks on other nodes than the first."""
+    kv_refused: dict[int, str] = field(default_factory=dict)
+    """Why what such a rank said last about that is not followed."""
     rechecked_s: float = -math.inf
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
     heard_s: float = 0.0
@@ -383,6 +388,23 @@ class Registry:
             return "events"
         return "approximate" if self._prefix_source in ("auto", "approximate") else "off"
 
+    def kv_address_told(
+        self, worker: Worker, report: EndForward, peer: str, *, has_key: bool
+    ) -> None:
+        """A rank's message, which was booked, says where it publishes KV events."""
+        info, told = worker.info, report.kv_address
+        if info is None or told is None or not self.listens_to_events(worker):
+            return
+        rank = report.dp_rank
+        if node_of_rank(info, rank) == 0:
+            worker.kv_refused[rank] = "it is on the first node, which has the worker's own host"
+            return
+        try:
+            worker.kv_endpoints[rank] = told_endpoints(told, peer, has_key=has_key)
+            worker.kv_refused.pop(rank, None)
+        except RefusedAddress as error:
+            worker.kv_refused[rank] = str(error)
+
     def set_kv_events_missing(self, worker: Worker, why: str) -> None:
         """Its KV events do not arrive, or (empty) they do again."""
         if why:
@@ -464,6 +486,8 @@ class Registry:
         self._retire(worker, worker.boots.values())
         worker.boots.clear()
         worker.last_report_s.clear()
+        worker.kv_endpoints.clear()
+        worker.kv_refused.clear()
         worker.restarted_s = self._clock()
         worker.info = None
         worker.breaker.reset()

@@ -64,6 +64,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Limits are per DP rank, 0 where the engine does not say."""
 
     dp_size: int = 1
+    nodes: int = 1
+    """Hosts that its DP ranks are laid over, in order of rank; the first has the HTTP server."""
     chunk_tokens: int = 0
     max_prefill_tokens: int = 0
     kv_capacity_tokens: int = 0
@@ -105,6 +107,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         """The DP ranks in words."""
         count = f"{self.dp_size} rank{'s' if self.dp_size > 1 else ''}"
         return f"{count}, no barrier ({self.no_barrier})" if self.no_barrier else count
+
+
+def node_of_rank(info: WorkerInfo, dp_rank: int) -> int:
+    """``--node-rank`` of the process that speaks for a DP rank (``read_placement``)."""
+    return dp_rank * info.nodes // info.dp_size
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
@@ -158,6 +165,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     return WorkerInfo(
         dp_size=dp_size,
+        nodes=_nodes(data) if attn_dp_size > 1 or data.get("enable_dp_attention") is True else 1,
         # Without chunking a rank takes whole prompts up to --max-prefill-tokens per pass.
         chunk_tokens=chunk if chunk > 0 else max(0, max_prefill),
         max_prefill_tokens=max_prefill,
@@ -196,6 +204,13 @@ def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) ->
     if sbs is not None and sbs.barrier is False:
         return "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
     return NO_DP_ATTENTION if data.get("enable_dp_attention") is False else ""
+
+
+def _nodes(data: dict[str, Any]) -> int:
+    """Of the first pipeline stage, which speaks; stages are laid over nodes first
+    (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``)."""
+    nodes = _int(data.get("nnodes")) // max(1, _int(data.get("pp_size")))
+    return min(max(1, nodes), MAX_DP_SIZE)
 
 
 def _why_engine(version: str, method: str, numbers: tuple[int, ...] | None) -> str:

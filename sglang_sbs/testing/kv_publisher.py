@@ -1,7 +1,7 @@
 """A publisher of KV events like SGLang's (``ZmqEventPublisher``), for tests without an engine.
 
-Owns one DP rank's PUB and replay sockets at 127.0.0.1, driven from the test's event loop. Must not
-know the router.
+Owns one DP rank's PUB and replay sockets on this machine, driven from the test's event loop. Must
+not know the router.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ class KvPublisher:
     """``publish`` events as SGLang's encoder makes them: maps, or arrays of older releases."""
 
     def __init__(
-        self, port: int, replay_port: int | None = None, *, dp_rank: int = 0, topic: str = ""
+        self,
+        port: int,
+        replay_port: int | None = None,
+        *,
+        dp_rank: int = 0,
+        topic: str = "",
+        host: str = "127.0.0.1",
     ) -> None:
+        self.host = host
         self.port = port
         self.replay_port = replay_port
         self.dp_rank = dp_rank
@@ -48,7 +55,7 @@ class KvPublisher:
         for sock, port in ((self._publisher, self.port), (self._replay, self.replay_port)):
             sock.setsockopt(zmq.LINGER, 0)
             if port is not None:
-                sock.bind(f"tcp://127.0.0.1:{port}")
+                sock.bind(f"tcp://{self.host}:{port}")
         self._fd = int(self._replay.getsockopt(zmq.FD))
         asyncio.get_running_loop().add_reader(self._fd, self._answer)
         self._answer()

@@ -37,6 +37,16 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     """A pass could take it from then on; on prefill the handshake was over."""
 
 
+class KvAddress(msgspec.Struct, array_like=True, frozen=True):
+    """Where a rank's KV events can be had (SGLang, ``disaggregation/kv_events.py``)."""
+
+    host: str
+    """An IP address; empty: the one that this message comes from."""
+    port: int
+    replay_port: int = 0
+    """0: lost events cannot be had again."""
+
+
 class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """State of one DP rank at the end of a forward pass (or while idle).
 
@@ -120,6 +130,8 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     barrier: bool = True
     """All DP ranks make each pass together. False: this rank makes passes of its own and counts
     them for itself."""
+    kv_address: KvAddress | None = None
+    """Of a rank on another node than the engine's first: ``/server_info`` names no host for it."""
 
     @property
     def queued_tokens(self) -> int:

@@ -8,117 +8,48 @@ and what prefill found (``PrefillDone.cached_tokens``).
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
+from cluster_hits import (
+    NEW_TOKENS,
+    PAGE_TOKENS,
+    RANKS,
+    SYSTEM_PROMPT_TOKENS,
+    WAIT_S,
+    Conversation,
+    Site,
+    environment,
+    stored_on_all_ranks,
+)
 from cluster_requests import CHUNKED_PREFILL_SIZE, ENGINE_FLAGS, generate, start
 
 from sglang_sbs.bench.runs import RouterPorts, running_router
-from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.scheduling import Scheduler
-from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
+from sglang_sbs.scheduling.eventlog import LogRecord
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Dispatch,
     ForwardEnded,
     InstanceUp,
-    PrefillDone,
 )
 from sglang_sbs.testing.tiny_model import VOCAB_SIZE, cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
-PAGE_TOKENS = 16
 POOL_TOKENS = 8192
 """KV cache of a rank: sixteen of the storm's prompts."""
-RANKS = 2
-NEW_TOKENS = 12
-SYSTEM_PROMPT_TOKENS = 70
-WAIT_S = 30.0
-
-
-@dataclass
-class Outcome:
-    """One request: L_hit as predicted and as reported, and the rank it went to."""
-
-    predicted: int
-    reported: int
-    rank: int
-
-    @property
-    def exact(self) -> bool:
-        return self.predicted == self.reported
-
-
-@dataclass
-class Site:
-    """A cluster, and one router's URL and record."""
-
-    cluster: LocalCluster
-    url: str
-    log: Path
-
-    def records(self, since_s: float = 0.0) -> list[LogRecord]:
-        return [r for r in read_event_log(self.log) if r.now_s >= since_s]
-
-    async def until(self, done: Callable[[list[LogRecord]], bool], since_s: float) -> None:
-        """Until the record since then, which is written with a delay, satisfies ``done``."""
-        async with asyncio.timeout(WAIT_S):
-            while not done(self.records(since_s)):  # noqa: ASYNC110 (another process writes it)
-                await asyncio.sleep(0.2)
-
-    async def outcomes(self, requests: int, since_s: float) -> list[Outcome]:
-        """Of the requests since then, which are so many, in the order of their ends."""
-        found: list[Outcome] = []
-
-        def all_there(records: list[LogRecord]) -> bool:
-            found.clear()
-            placed: dict[str, Dispatch] = {}
-            for record in records:
-                placed |= {c.rid: c for c in record.commands if isinstance(c, Dispatch)}
-                event = record.event
-                if isinstance(event, PrefillDone) and event.cached_tokens is not None:
-                    command = placed[event.rid]
-                    found.append(
-                        Outcome(command.cached_tokens, event.cached_tokens, command.prefill_rank)
-                    )
-            return len(found) >= requests
-
-        await self.until(all_there, since_s)
-        assert len(found) == requests
-        return found
-
-
-class Conversation:
-    """Grows by what the user and the model say."""
-
-    def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
-        self.tokens = list(range(5, 5 + SYSTEM_PROMPT_TOKENS))
-
-    async def turn(self, http: aiohttp.ClientSession, url: str) -> None:
-        new = self._draw.randrange(20, 90)
-        self.tokens += [self._draw.randrange(3, VOCAB_SIZE) for _ in range(new)]
-        reply = await generate(http, url, self.tokens, NEW_TOKENS)
-        self.tokens += reply["output_ids"]
-
-    async def turns(self, http: aiohttp.ClientSession, url: str, count: int) -> None:
-        for _ in range(count):
-            await self.turn(http, url)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -143,14 +74,6 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     async with start(options) as cluster:
         assert cluster.router is not None
         yield Site(cluster, cluster.router.url, log)
-
-
-def environment() -> dict[str, str]:
-    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_SBS")}
-    return own | {
-        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
-        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
-    }
 
 
 async def test_predicted_hits_of_conversations_are_those_the_engine_reports(
@@ -320,11 +243,6 @@ async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> di
     assert response.status == 200, reply
     assert isinstance(reply, dict)
     return reply
-
-
-def stored_on_all_ranks(records: list[LogRecord]) -> bool:
-    stored = {r.event.dp_rank for r in records if isinstance(r.event, BlocksStored)}
-    return stored == set(range(RANKS))
 
 
 async def test_a_restarted_engine_has_nothing(site: Site, http: aiohttp.ClientSession) -> None:

@@ -19,6 +19,7 @@ from sglang_sbs.engine.publish import Publisher
 from sglang_sbs.testing.mock_engine import Behaviour
 from sglang_sbs.wire import encode_endforward
 from sglang_sbs.wire.curve import keys_of
+from sglang_sbs.wire.endforward import KvAddress
 
 Break = Callable[[Rig], Awaitable[None] | None]
 
@@ -78,6 +79,12 @@ def publishes_small_pages(r: Rig) -> None:
 def publishes_at_closed_ports(r: Rig) -> None:
     port = free_port(DP)
     publishes_kv(r, endpoint_port_base=port)
+
+
+def lies_over_two_nodes(r: Rig) -> None:
+    """The second rank of the first prefill engine is on another node."""
+    publishes_kv(r)
+    r.prefill[0].info["nnodes"] = 2
 
 
 def publishes_unusably(r: Rig) -> None:
@@ -291,6 +298,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "cache.off": (P0, says(disable_radix_cache=True)),
     "cache.unusable": (P0, publishes_unusably),
     "cache.unreachable": (P0, publishes_at_closed_ports),
+    "cache.other-nodes": (P0, lies_over_two_nodes),
     "cache.no-replay": (P0, publishes_no_replay),
     "cache.small-pages": (P0, publishes_small_pages),
     "cache.mixed": (CLUSTER, publishes_on_one),
@@ -578,3 +586,29 @@ async def test_a_control_plane_key_opens_the_router() -> None:
         await r.examine()
     assert seen["/workers"] == "Bearer control"
     assert seen["/server_info"] == "Bearer user"
+
+
+async def test_ports_of_other_nodes_are_looked_at_where_their_ranks_speak_from() -> None:
+    async with rig() as r:
+        lies_over_two_nodes(r)
+        port, replay = free_port(DP), free_port(DP)
+        r.prefill[0].says["kv_address"] = KvAddress("", port, replay)
+        url = r.prefill[0].url
+        found = {one.id: one for one in await r.examine() if one.subject == url}
+        assert found["cache.unreachable"].seen == (
+            f"no connection to 127.0.0.1:{port} (rank 1 on node 1), "
+            f"127.0.0.1:{replay} (rank 1 on node 1, replays)"
+        )
+        r.listen_at(port)
+        r.listen_at(replay)
+        assert "cache.exact" in ids(await r.examine(), url)
+
+
+async def test_a_rank_of_another_node_that_does_not_report_is_named_with_what_to_open() -> None:
+    async with rig() as r:
+        lies_over_two_nodes(r)
+        r.prefill[0].speaks.remove(1)
+        found = [one for one in await r.examine() if one.id == "endforward.rank-missing"]
+        assert [one.subject for one in found] == [r.prefill[0].url]
+        assert "rank 1 (node 1)" in found[0].seen
+        assert f"let node 1 connect to {r.endpoint}" in found[0].change

@@ -11,9 +11,11 @@ from engine_fakes import Batch, Clock, Mode, Req, Role, Scheduler
 from sglang_sbs.engine.collect import (
     SchedulerReader,
     rank_processes,
+    read_kv_address,
     read_pass,
     read_placement,
 )
+from sglang_sbs.wire.endforward import KvAddress
 
 RANKS = {"pp_rank": 0, "attn_tp_rank": 0, "attn_cp_rank": 0}
 
@@ -153,3 +155,54 @@ def test_a_batch_without_number_uses_the_counter_of_the_scheduler() -> None:
 def test_a_verify_pass_extends_nothing() -> None:
     batch = Batch(Mode.TARGET_VERIFY, [Req("a", 10)], 2500)
     assert read_pass(Scheduler(Role.PREFILL, Clock()), batch, 0, 2).extend_tokens == 0
+
+
+def publisher(**attributes: str | None) -> SimpleNamespace:
+    """``ZmqEventPublisher`` of ``disaggregation/kv_events.py``."""
+    return SimpleNamespace(kv_event_publisher=SimpleNamespace(**attributes))
+
+
+BOUND = {"_local_pub_endpoint": "tcp://0.0.0.0:5558", "_local_replay_endpoint": "tcp://[::]:5658"}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        pytest.param(BOUND, KvAddress("", 5558, 5658), id="0.5.23"),
+        pytest.param(
+            {"_local_pub_endpoint": "tcp://10.0.0.2:5558", "_local_replay_endpoint": None},
+            KvAddress("10.0.0.2", 5558, 0),
+            id="bound to an address",
+        ),
+        pytest.param(
+            {"_endpoint": "tcp://*:5558", "_replay_endpoint": "tcp://*:5658"},
+            KvAddress("", 5558, 5658),
+            id="0.5.22 and before",
+        ),
+        pytest.param(
+            {"_local_pub_endpoint": None, "_local_replay_endpoint": "tcp://0.0.0.0:5658"},
+            None,
+            id="connects",
+        ),
+        pytest.param({"_local_pub_endpoint": "ipc:///tmp/kv"}, None, id="ipc"),
+        pytest.param({}, None, id="null"),
+    ],
+)
+def test_where_a_rank_on_another_node_publishes_kv_events(
+    attributes: dict[str, str | None], expected: KvAddress | None
+) -> None:
+    ps = SimpleNamespace(**RANKS, node_rank=1)
+    current = SimpleNamespace(ps=ps, kv_events_publisher=publisher(**attributes))
+    assert read_kv_address(current) == expected
+    # Before 0.5.14 it is the scheduler's own, and so are the arguments.
+    args = SimpleNamespace(node_rank=1)
+    older = SimpleNamespace(**RANKS, server_args=args, **vars(publisher(**attributes)))
+    assert read_kv_address(older) == expected
+
+
+def test_ranks_of_the_first_node_say_nothing_of_it() -> None:
+    ps = SimpleNamespace(**RANKS, node_rank=0)
+    assert read_kv_address(SimpleNamespace(ps=ps, kv_events_publisher=publisher(**BOUND))) is None
+    ps.node_rank = 1
+    assert read_kv_address(SimpleNamespace(ps=ps, kv_events_publisher=publisher(**BOUND)))
+    assert read_kv_address(SimpleNamespace(ps=SimpleNamespace(**RANKS))) is None

@@ -28,11 +28,12 @@ def test_everything_can_be_set() -> None:
             "SGLANG_SBS_BOOT_ID": "fixed",
             "SGLANG_SBS_DECODE_INTERVAL_MS": "0",
             "SGLANG_SBS_HEARTBEAT_S": "2.5",
+            "SGLANG_SBS_NODE_HOST": "10.0.0.2",
         }
     )
     assert (config.bind, config.instance_id) == ("tcp://*:7600", "http://p0:30000")
     assert (config.boot_id, config.decode_interval_s) == ("fixed", 0)
-    assert config.heartbeat_s == 2.5
+    assert (config.heartbeat_s, config.node_host) == (2.5, "10.0.0.2")
 
 
 def test_boot_id_is_made_once_and_left_for_child_processes() -> None:
@@ -63,6 +64,8 @@ def test_boot_id_is_made_once_and_left_for_child_processes() -> None:
         ("SGLANG_SBS_HEARTBEAT_S", "nan", "write e.g. 1"),
         ("SGLANG_SBS_GANG_GATE_MS", "-1", "write e.g. 20"),
         ("SGLANG_SBS_GANG_GATE_MS", "500", "more than 200"),
+        ("SGLANG_SBS_NODE_HOST", "p1", "e.g. 10.0.0.2"),
+        ("SGLANG_SBS_NODE_HOST", "0.0.0.0", "nobody can connect"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_what_to_write(

@@ -310,3 +310,24 @@ def test_a_name_for_an_address_that_is_given_too_is_not_sent_to_twice(
         assert routers[0].drain() == [[b"t", b"once"]]
     finally:
         publisher.close()
+
+
+def test_a_node_speaks_from_the_address_it_was_given(routers: list[Router]) -> None:
+    publisher = Publisher([routers[0].endpoint], None, source="127.0.0.2")
+    try:
+        routers[0].receive_through(publisher, b"x")
+        publisher.send([b"t", b"y"])
+        assert routers[0].socket.recv(copy=False).get("Peer-Address") == "127.0.0.2"
+    finally:
+        publisher.close()
+
+
+def test_an_address_of_another_machine_is_told_and_not_spoken_from(
+    routers: list[Router], caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = Publisher([routers[0].endpoint], None, source="192.0.2.1")
+    try:
+        assert routers[0].receive_through(publisher, b"x")
+    finally:
+        publisher.close()
+    assert "SGLANG_SBS_NODE_HOST: 192.0.2.1 is no address of this machine" in caplog.text

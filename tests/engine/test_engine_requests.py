@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from engine_fakes import Batch, Clock, Mode, Rank, Req, Role, Scheduler, Sink, config
 
 from sglang_sbs.engine.hooks import MAX_ERRORS, RankHook
 from sglang_sbs.engine.publish import BindError
-from sglang_sbs.wire.endforward import MAX_RIDS
+from sglang_sbs.wire.endforward import MAX_RIDS, KvAddress
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -219,3 +220,17 @@ def test_a_restart_is_a_new_boot_id_with_a_new_sequence() -> None:
         ("boot-1", 0),
         ("boot-2", 0),
     ]
+
+
+@pytest.mark.parametrize(("node_host", "said"), [("", "10.1.0.2"), ("10.0.0.2", "10.0.0.2")])
+def test_a_rank_on_another_node_says_where_its_kv_events_are(node_host: str, said: str) -> None:
+    rank = Rank()
+    rank.hook = RankHook(config(node_host=node_host), open_sink=lambda _c, _d: rank.sink)
+    rank.scheduler.ps.node_rank = 1
+    rank.scheduler.kv_events_publisher = SimpleNamespace(  # type: ignore[attr-defined]
+        kv_event_publisher=SimpleNamespace(
+            _local_pub_endpoint="tcp://10.1.0.2:5558", _local_replay_endpoint="tcp://10.1.0.2:5658"
+        )
+    )
+    rank.idle()
+    assert [m.kv_address for m in rank.messages] == [KvAddress(said, 5558, 5658)]

@@ -535,6 +535,7 @@ async def test_the_scheduler_is_told_and_the_metrics_show_it() -> None:
         async with here.post("/workers", body) as response:
             assert response.status < 300, await response.text()
         await until(lambda: here.scheduler.of(BlocksStored))
+        await until(lambda: second.replays)  # or the past of the rank is all that is heard
         second.publish(stored(5), removed(5))
         await until(lambda: here.scheduler.of(BlocksRemoved))
         event = here.scheduler.of(BlocksRemoved)[0]

@@ -190,3 +190,19 @@ async def test_an_instance_that_ends_while_it_starts_again_is_an_error(tmp_path:
         await cluster.kill("a")
         with pytest.raises(ClusterStartError, match=r"(?s)a ended by itself.*no such flag"):
             await cluster.start_instance("a", ["--bad"])
+
+
+async def test_an_instance_over_two_nodes_starts_dies_and_starts_again_as_one(
+    tmp_path: Path,
+) -> None:
+    node = instance(tmp_path, "a-node-1", program="import time; time.sleep(1000)")
+    plan = cluster_plan(tmp_path, dataclasses.replace(instance(tmp_path, "a"), followers=(node,)))
+    async with LocalCluster(plan, 60) as cluster:
+        first = cluster.pid("a-node-1")
+        await cluster.kill("a")
+        assert not is_alive(first)
+        await cluster.start_instance("a")
+        second = cluster.pid("a-node-1")
+        assert is_alive(second)
+        assert second != first
+    assert not is_alive(second)

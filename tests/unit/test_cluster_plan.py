@@ -305,3 +305,39 @@ def test_the_handshake_port_is_where_sglang_puts_it() -> None:
     source = (Path(package) / "srt" / "server_args.py").read_text()
     (delta,) = re.findall(r"^DP_ATTENTION_HANDSHAKE_PORT_DELTA = (\d+)$", source, re.MULTILINE)
     assert int(delta) in DERIVED_FROM_DIST_INIT
+
+
+def test_a_prefill_instance_over_two_nodes_is_two_processes_at_two_addresses() -> None:
+    planned = plan(prefill_nodes=2, engine_flags=(*DP_ATTENTION, "--page-size", "16"))
+    prefill, decode = planned.instances
+    (follower,) = prefill.followers
+    assert decode.followers == ()
+    assert "--nnodes" not in decode.argv
+    for argv, rank, host in ((prefill.argv, "0", "127.0.0.1"), (follower.argv, "1", "127.0.0.2")):
+        assert value(argv, "--nnodes") == "2"
+        assert value(argv, "--node-rank") == rank
+        assert value(argv, "--host") == host
+        endpoint = json.loads(value(argv, "--kv-events-config"))["endpoint"]
+        assert endpoint.startswith(f"tcp://{host}:")
+    for flag in ("--port", "--dist-init-addr", "--nccl-port", "--model-path"):
+        assert value(follower.argv, flag) == value(prefill.argv, flag)
+    assert follower.environment["SGLANG_SBS_INSTANCE_ID"] == prefill.url
+    assert follower.environment["SGLANG_SBS_NODE_HOST"] == "127.0.0.2"
+    assert "SGLANG_SBS_NODE_HOST" not in prefill.environment
+    assert follower.log_path != prefill.log_path
+    assert planned.router is not None
+    assert "127.0.0.2" not in " ".join(planned.router.argv)
+
+
+def test_each_node_has_gpus_of_its_own() -> None:
+    flags = ("--tp", "4", "--dp", "4", "--enable-dp-attention")
+    prefill, decode = plan(prefill_nodes=2, engine_flags=flags).instances
+    assert "--base-gpu-id" not in prefill.argv
+    assert value(prefill.followers[0].argv, "--base-gpu-id") == "2"
+    assert value(decode.argv, "--base-gpu-id") == "4"
+
+
+@pytest.mark.parametrize("options", [{"prefill_nodes": 3}, {"prefill_nodes": 0}])
+def test_ranks_that_cannot_be_laid_over_nodes_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(PlanError, match="multiple"):
+        plan(engine_flags=DP_ATTENTION, **options)

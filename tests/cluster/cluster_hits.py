@@ -1,0 +1,112 @@
+"""L_hit as a router predicts it and as engines report it, from the router's event log.
+
+Owns reading that record, and conversations that grow. Must not know which cluster it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from cluster_requests import generate
+
+from sglang_sbs.cluster.local import LocalCluster
+from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
+from sglang_sbs.scheduling.events import BlocksStored, Dispatch, PrefillDone
+from sglang_sbs.testing.tiny_model import VOCAB_SIZE
+
+PAGE_TOKENS = 16
+RANKS = 2
+NEW_TOKENS = 12
+SYSTEM_PROMPT_TOKENS = 70
+WAIT_S = 30.0
+
+
+@dataclass
+class Outcome:
+    """One request: L_hit as predicted and as reported, and the rank it went to."""
+
+    predicted: int
+    reported: int
+    rank: int
+
+    @property
+    def exact(self) -> bool:
+        return self.predicted == self.reported
+
+
+@dataclass
+class Site:
+    """A cluster, and one router's URL and record."""
+
+    cluster: LocalCluster
+    url: str
+    log: Path
+
+    def records(self, since_s: float = 0.0) -> list[LogRecord]:
+        return [r for r in read_event_log(self.log) if r.now_s >= since_s]
+
+    async def until(self, done: Callable[[list[LogRecord]], bool], since_s: float) -> None:
+        """Until the record since then, which is written with a delay, satisfies ``done``."""
+        async with asyncio.timeout(WAIT_S):
+            while not done(self.records(since_s)):  # noqa: ASYNC110 (another process writes it)
+                await asyncio.sleep(0.2)
+
+    async def outcomes(self, requests: int, since_s: float) -> list[Outcome]:
+        """Of the requests since then, which are so many, in the order of their ends."""
+        found: list[Outcome] = []
+
+        def all_there(records: list[LogRecord]) -> bool:
+            found.clear()
+            placed: dict[str, Dispatch] = {}
+            for record in records:
+                placed |= {c.rid: c for c in record.commands if isinstance(c, Dispatch)}
+                event = record.event
+                if isinstance(event, PrefillDone) and event.cached_tokens is not None:
+                    command = placed[event.rid]
+                    found.append(
+                        Outcome(command.cached_tokens, event.cached_tokens, command.prefill_rank)
+                    )
+            return len(found) >= requests
+
+        await self.until(all_there, since_s)
+        assert len(found) == requests
+        return found
+
+
+class Conversation:
+    """Grows by what the user and the model say."""
+
+    def __init__(self, seed: int, *, own_system_prompt: bool = False) -> None:
+        self._draw = random.Random(seed)
+        self.tokens = list(range(5, 5 + SYSTEM_PROMPT_TOKENS))
+        if own_system_prompt:
+            self._draw.shuffle(self.tokens)
+
+    async def turn(self, http: aiohttp.ClientSession, url: str) -> None:
+        new = self._draw.randrange(20, 90)
+        self.tokens += [self._draw.randrange(3, VOCAB_SIZE) for _ in range(new)]
+        reply = await generate(http, url, self.tokens, NEW_TOKENS)
+        self.tokens += reply["output_ids"]
+
+    async def turns(self, http: aiohttp.ClientSession, url: str, count: int) -> None:
+        for _ in range(count):
+            await self.turn(http, url)
+
+
+def stored_on_all_ranks(records: list[LogRecord]) -> bool:
+    stored = {r.event.dp_rank for r in records if isinstance(r.event, BlocksStored)}
+    return stored == set(range(RANKS))
+
+
+def environment() -> dict[str, str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_SBS")}
+    return own | {
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
+    }

@@ -1,0 +1,94 @@
+"""A prefill instance over two nodes: both ranks report, and their caches are known exactly.
+
+Node 1 is this machine at 127.0.0.2, where its rank publishes KV events and nothing of the first
+node listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+import pytest
+from cluster_hits import (
+    PAGE_TOKENS,
+    RANKS,
+    SYSTEM_PROMPT_TOKENS,
+    Conversation,
+    Outcome,
+    Site,
+    environment,
+    stored_on_all_ranks,
+)
+from cluster_requests import ENGINE_FLAGS, start
+
+from sglang_sbs.bench.runs import RouterPorts, running_router
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions
+from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.engine.config import split_tcp
+from sglang_sbs.scheduling.events import ForwardEnded, InstanceUp
+from sglang_sbs.testing.tiny_model import cached_tiny_model
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+
+CONVERSATIONS = 8
+TURNS = 3
+
+
+async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_that_restarts(
+    tmp_path_factory: pytest.TempPathFactory, http: aiohttp.ClientSession
+) -> None:
+    folder = tmp_path_factory.mktemp("several-nodes")
+    first = next(free_port_blocks(PORTS_PER_INSTANCE))
+    flags = ["--policy", "sbs", "--sbs-event-log"]
+    options = ClusterOptions(
+        model_path=str(cached_tiny_model()),
+        prefill_nodes=2,
+        engine_flags=[*ENGINE_FLAGS, "--page-size", str(PAGE_TOKENS)],
+        virtual_gpu=VirtualGpuCost(prefill_base_s=0.03, prefill_per_max_token_s=2e-5),
+        log_dir=folder,
+        environment=environment(),
+        router_flags=[*flags, str(folder / "first"), "--prometheus-port", str(first)],
+    )
+    async with start(options) as cluster:
+        assert cluster.router is not None
+        site = Site(cluster, cluster.router.url, folder / "first")
+        # With nothing in common: what they share would keep them at one rank.
+        seeds = range(CONVERSATIONS)
+        conversations = [Conversation(seed, own_system_prompt=True) for seed in seeds]
+        await asyncio.gather(*(one.turn(http, site.url) for one in conversations))
+        since_s = time.monotonic()
+        await asyncio.gather(*(one.turns(http, site.url, TURNS) for one in conversations))
+        exactly(await site.outcomes(CONVERSATIONS * TURNS, since_s))
+        records = site.records()
+        heard = [r.event.report for r in records if isinstance(r.event, ForwardEnded)]
+        prefill = {(one.dp_rank, one.boot_id): one for one in heard if one.role == "prefill"}
+        assert {rank for rank, _ in prefill} == set(range(RANKS))
+        assert len(prefill) == RANKS  # each node is a boot of its own
+        assert [one.kv_address and one.kv_address.host for one in prefill.values()].count(None) == 1
+        assert stored_on_all_ranks(records)
+        up = [r.event for r in records if isinstance(r.event, InstanceUp)]
+        assert {e.prefix_source for e in up if e.role == "prefill"} == {"events"}
+
+        await cluster.kill("router")
+        _, port = split_tcp(cluster.instances[0].environment["SGLANG_SBS_ROUTERS"])
+        ports = RouterPorts(http=first + 1, endforward=port, prometheus=first + 2)
+        log = folder / "second"
+        flags = [*flags, str(log), "--tokenizer-path", str(cached_tiny_model())]
+        async with running_router(cluster.instances, ports, flags, folder, "again") as url:
+            second = Site(cluster, url, log)
+            await second.until(stored_on_all_ranks, 0.0)
+            since_s = time.monotonic()
+            await asyncio.gather(*(one.turn(http, url) for one in conversations))
+            exactly(await second.outcomes(CONVERSATIONS, since_s))
+
+
+def exactly(outcomes: list[Outcome]) -> None:
+    assert {one.rank for one in outcomes} == set(range(RANKS))
+    assert [one for one in outcomes if not one.exact] == []
+    # Not of nothing.
+    assert all(
+        one.reported >= SYSTEM_PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS for one in outcomes
+    )
