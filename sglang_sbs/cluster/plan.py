@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_sbs.testing.cpu_engine.environment import (
     CPU_DECODE_FLAGS,
@@ -35,6 +36,9 @@ _KV_EVENTS_RANKS = 7
 MIN_KV_EVENTS_PAGE_SIZE = 8
 """Of smaller pages an engine would spend more on naming and publishing them than is saved."""
 _KV_EVENTS_BUFFER_STEPS = 2000
+
+RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
+"""SGLang's switch: each DP rank then serves HTTP itself, at the instance's port + its number."""
 
 CPU_MAX_TOTAL_TOKENS = 131072
 CPU_MAX_RUNNING_REQUESTS_PER_RANK = 128
@@ -112,12 +116,20 @@ class ServerPlan(ProcessPlan):
 
 @dataclass(frozen=True)
 class InstancePlan(ServerPlan):
-    """One SGLang instance. `ranks` is the number of its DP ranks."""
+    """One SGLang instance. `ranks` is the number of its DP ranks; `rank_servers` that of its HTTP
+    servers, at `url` and the ports behind it."""
 
     role: Role
     host: str
     bootstrap_port: int | None
     ranks: int
+    rank_servers: int = 1
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        """The address of every HTTP server of the instance: one, or one of each DP rank."""
+        base, _, port = self.url.rpartition(":")
+        return tuple(f"{base}:{int(port) + rank}" for rank in range(self.rank_servers))
 
 
 @dataclass(frozen=True)
@@ -179,11 +191,21 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
     for index, role in enumerate(roles):
         number = index - roles.index(role)
         first = next(port_blocks)
+        # A unified engine is asked directly, at one address.
+        rust_server = uses_rust_server(environment) and role is not Role.UNIFIED
+        # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
+        ports = (
+            _Ports(first, http := next(port_blocks), bootstrap=http)
+            if rust_server
+            else _Ports(first, first + HTTP_OFFSET, first + BOOTSTRAP_OFFSET)
+        )
         kv_flags: list[str] = []
         if publish_kv and role is Role.PREFILL:
             kv_flags = _kv_events_flags(options.host, first, data_parallel, port_blocks)
-        url = f"http://{options.host}:{first + HTTP_OFFSET}"
+        url = f"http://{options.host}:{ports.http}"
         instance_environment = dict(environment)
+        if role is Role.UNIFIED:
+            instance_environment.pop(RUST_SERVER_ENV, None)
         if endforward_endpoint is not None:
             instance_environment["SGLANG_SBS_ROUTERS"] = endforward_endpoint
             instance_environment["SGLANG_SBS_INSTANCE_ID"] = url
@@ -194,15 +216,16 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
                 name=f"{role}-{number}",
                 role=role,
                 argv=_engine_argv(
-                    options, role, first, index * gpus_per_instance, data_parallel, on_cpu
+                    options, role, ports, index * gpus_per_instance, data_parallel, on_cpu
                 )
                 + tuple(kv_flags),
                 environment=instance_environment,
                 log_path=options.log_dir / f"{role}-{number}.log",
                 url=url,
                 host=options.host,
-                bootstrap_port=first + BOOTSTRAP_OFFSET if role is Role.PREFILL else None,
+                bootstrap_port=ports.bootstrap if role is Role.PREFILL else None,
                 ranks=data_parallel,
+                rank_servers=data_parallel if rust_server else 1,
             )
         )
     router = None
@@ -234,8 +257,21 @@ def _check(options: ClusterOptions) -> None:
                 raise PlanError(f"{flag} cannot differ between prefill and decode")
 
 
+class _Ports(NamedTuple):
+    """Of one instance: its block's first, its HTTP server's (rank 0's), its KV registry's."""
+
+    first: int
+    http: int
+    bootstrap: int
+
+
+def uses_rust_server(environment: Mapping[str, str]) -> bool:
+    """Whether engines started with `environment` serve HTTP from every DP rank."""
+    return environment.get(RUST_SERVER_ENV, "").lower() in ("true", "1", "yes", "y")
+
+
 def _engine_argv(
-    options: ClusterOptions, role: Role, first_port: int, first_gpu: int, ranks: int, on_cpu: bool
+    options: ClusterOptions, role: Role, ports: _Ports, first_gpu: int, ranks: int, on_cpu: bool
 ) -> tuple[str, ...]:
     """`python -m sglang.launch_server …` of one instance."""
     role_flags = {
@@ -245,13 +281,13 @@ def _engine_argv(
     }[role]
     given = [*options.engine_flags, *role_flags]
     planned = ["--model-path", options.model_path]
-    planned += ["--host", options.host, "--port", str(first_port + HTTP_OFFSET)]
-    planned += ["--nccl-port", str(first_port + NCCL_OFFSET)]
-    planned += ["--dist-init-addr", f"127.0.0.1:{first_port + DIST_INIT_OFFSET}"]
+    planned += ["--host", options.host, "--port", str(ports.http)]
+    planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
+    planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
     if role is not Role.UNIFIED:
         planned += ["--disaggregation-mode", str(role)]
     if role is Role.PREFILL:
-        planned += ["--disaggregation-bootstrap-port", str(first_port + BOOTSTRAP_OFFSET)]
+        planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
     if on_cpu:
         defaults = list(CPU_ENGINE_FLAGS)
         defaults += ["--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]
