@@ -168,14 +168,16 @@ class Asker:
         facts.open_without_key = answer.status not in (401, 403)
 
     async def _loads(self, facts: EngineFacts, info: WorkerInfo) -> None:
+        worker = Worker(facts.url, facts.target.role, Breaker(BreakerConfig()), info=info)
+        path = "/v1/loads?include=core"
         try:
-            answer = await self.get(facts.url, "/v1/loads?include=core", self._api_key)
+            answers = [await self.get(url, path, self._api_key) for url in worker.server_urls]
         except NoAnswer:
             return
+        answer = answers[0]
         if answer.status != 200:
             return
-        worker = Worker(facts.url, facts.target.role, Breaker(BreakerConfig()), info=info)
-        facts.loads = parse_loads(worker, answer.body)
+        facts.loads = parse_loads(worker, [one.body for one in answers])
         stamp = (answer.json_object() or {}).get("timestamp")
         try:
             engine_s = datetime.fromisoformat(str(stamp)).timestamp()

@@ -37,6 +37,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "usable": worker.usable,
         "circuit_breaker": worker.breaker.state,
         "dp_size": info.dp_size if info else None,
+        "rust_server": worker.rust_server,
         "chunk_tokens": info.chunk_tokens if info else None,
         "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
         "max_running_requests": info.max_running_requests if info else None,
