@@ -192,6 +192,7 @@ async def cluster(
     scheduler: Any = None,
     real: bool = False,
     tls: ssl.SSLContext | None = None,
+    kind: type[MockEngine] = MockEngine,
 ) -> AsyncIterator[Cluster]:
     """A running router with mock engines; everything is stopped at the end.
 
@@ -199,12 +200,11 @@ async def cluster(
     """
     rooms = Rooms()
     prefills = [
-        MockEngine("prefill", dp_size=prefill_dp, sbs_block=sbs_block, rooms=rooms)
+        kind("prefill", dp_size=prefill_dp, sbs_block=sbs_block, rooms=rooms)
         for _ in range(prefill)
     ]
     decodes = [
-        MockEngine("decode", dp_size=decode_dp, sbs_block=sbs_block, rooms=rooms)
-        for _ in range(decode)
+        kind("decode", dp_size=decode_dp, sbs_block=sbs_block, rooms=rooms) for _ in range(decode)
     ]
     for engine in prefills + decodes:
         await engine.start(tls=tls)
