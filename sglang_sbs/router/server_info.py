@@ -35,6 +35,10 @@ class UnusableWorker(ValueError):
     """The engine answers, but requests must not be routed to it."""
 
 
+class RankOutOfReach(UnusableWorker):
+    """Its DP ranks serve HTTP themselves, and requests for some of them would go astray."""
+
+
 class SbsBlock(msgspec.Struct, frozen=True):
     """What our engine plugin adds to ``/server_info``."""
 
@@ -186,13 +190,13 @@ def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
     """Whether what answered at the address of ``rank`` is that DP rank, of the engine ``boot_id``.
 
     Raises:
-        UnusableWorker: it is not.
+        RankOutOfReach: it is not.
     """
     if not _check_rust_server(data, rank):
-        raise UnusableWorker("what answers is no DP rank of an engine with SGLANG_RUST_SERVER=1")
+        raise RankOutOfReach("what answers is no DP rank of an engine with SGLANG_RUST_SERVER=1")
     sbs = _sbs_block(data.get("sbs"))
     if sbs is not None and boot_id and sbs.boot_id != boot_id:
-        raise UnusableWorker("another engine answers")
+        raise RankOutOfReach("another engine answers")
 
 
 def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
@@ -200,26 +204,26 @@ def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
     answers (``deployment_info``, ``srt/rust_server/config.py``).
 
     Raises:
-        UnusableWorker: it answers for another rank than ``rank``, or other ranks answer elsewhere.
+        RankOutOfReach: it answers for another rank than ``rank``, or other ranks answer elsewhere.
     """
     told = data.get("deployment_info")
     if not isinstance(told, dict) or "dp_rank" not in told:
         states = data.get("internal_states")
         if isinstance(states, list) and any(_RUST_MARK in s for s in states if isinstance(s, dict)):
-            raise UnusableWorker(
+            raise RankOutOfReach(
                 "it serves with SGLANG_RUST_SERVER=1 and does not say how many DP ranks it has. "
                 "Upgrade it to SGLang 0.5.23 or later, or start it without SGLANG_RUST_SERVER"
             )
         return False
     if _int(told["dp_rank"]) != rank:
-        raise UnusableWorker(
+        raise RankOutOfReach(
             f"DP rank {_int(told['dp_rank'])} of an instance serves here (SGLANG_RUST_SERVER=1), "
             f"not rank {rank}. Give the router the address of rank 0, which is the engine's "
             "--port, once: it finds the other ranks at the ports behind it"
         )
     nodes = _int(told.get("nnodes")) // max(1, _int(data.get("pp_size")))
     if _int(told.get("dp_size")) > 1 and nodes > 1:
-        raise UnusableWorker(
+        raise RankOutOfReach(
             f"its DP ranks are on {nodes} nodes and each serves HTTP on its own "
             "(SGLANG_RUST_SERVER=1), but the router knows the address of one node. Start the "
             "engine without SGLANG_RUST_SERVER, or one instance per node"
