@@ -126,7 +126,7 @@ async def by_hand(
         "bootstrap_port": mode.prefill.bootstrap_port,
         "bootstrap_room": pick_bootstrap_room(prefill_rank, DP),
     }
-    answers: list[dict[str, Any]] = await asyncio.gather(
+    answers = await asyncio.gather(
         answer_of(
             session,
             url_of(mode.prefill, prefill_rank),

@@ -161,6 +161,8 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
         PlanError: the message names the flag and what to write instead.
     """
     _check(options)
+    if uses_rust_server(options.environment):
+        _check_rust_server(options)
     on_cpu = options.cpu or options.virtual_gpu is not None
     tensor_parallel = _int_flag(options.engine_flags, "--tp", "--tp-size", "--tensor-parallel-size")
     pipeline_parallel = _int_flag(
@@ -255,6 +257,15 @@ def _check(options: ClusterOptions) -> None:
                 raise PlanError(f"{flag} cannot be passed to the engines: {_PLANNED_FLAGS[flag]}")
             if flag in _MODEL_FLAGS and flags is not options.engine_flags:
                 raise PlanError(f"{flag} cannot differ between prefill and decode")
+
+
+def _check_rust_server(options: ClusterOptions) -> None:
+    data_parallel = _int_flag(options.engine_flags, "--dp", "--dp-size", "--data-parallel-size")
+    if data_parallel > PORTS_PER_INSTANCE:
+        raise PlanError(
+            f"--dp {data_parallel} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
+            f"instance has {PORTS_PER_INSTANCE} here: unset {RUST_SERVER_ENV}"
+        )
 
 
 class _Ports(NamedTuple):
