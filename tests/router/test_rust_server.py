@@ -12,7 +12,7 @@ from router_harness import Cluster, cluster, options_for, until
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.server_info import UnusableWorker, check_rank_server, parse_server_info
 from sglang_sbs.scheduling.events import LoadPolled
-from sglang_sbs.testing.mock_engine import MockEngine
+from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
 from sglang_sbs.testing.rust_mock_engine import RustMockEngine
 
 RUST: dict[str, Any] = {"kind": RustMockEngine}
@@ -58,6 +58,15 @@ async def test_a_client_that_leaves_is_aborted_at_the_rank_that_has_its_request(
                     await engine.requests[-1].aborted.wait()
                 engine.requests.clear()
         await system.settled()
+
+
+async def test_a_request_that_somebody_aborts_on_an_engine_is_tried_again() -> None:
+    """The Rust server answers 499 then; to this router's client that would be his own doing."""
+    async with cluster(**RUST) as system:
+        system.decode[0].behaviours.append(Behaviour(status=499, message="client disconnected"))
+        status, _ = await system.generate(text="x")
+        assert status == 200
+        assert len(system.decode[0].requests) == 2
 
 
 async def test_what_is_asked_of_an_instance_is_asked_of_every_rank() -> None:
