@@ -156,7 +156,10 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         max_running_requests=_max_running_requests(data, dp_size),
         page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
-        cached_details=numbers is not None and numbers >= CACHED_DETAILS_VERSION,
+        # The Rust server passes over the field, and no answer would read as nothing cached.
+        cached_details=(
+            numbers is not None and numbers >= CACHED_DETAILS_VERSION and not rust_server
+        ),
         completion_template=bool(data.get("completion_template")),
         max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
         version=version,

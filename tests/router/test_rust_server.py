@@ -167,6 +167,10 @@ def info_of(rank: int, **fields: Any) -> dict[str, Any]:
     return {"version": "0.5.23", "attn_dp_size": 2, "deployment_info": deployment}
 
 
+def test_it_is_not_asked_for_details_that_it_never_gives() -> None:
+    assert not parse_server_info(info_of(0), "prefill").cached_details
+
+
 def test_the_address_of_another_rank_is_no_worker() -> None:
     with pytest.raises(UnusableWorker, match="DP rank 1 of an instance serves here"):
         parse_server_info(info_of(1), "prefill")
