@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import sys
 import time
@@ -28,6 +29,7 @@ from sglang_sbs.bench.runs import Run
 from sglang_sbs.bench.terminal import result_table
 from sglang_sbs.bench.timeline import draw_timeline
 from sglang_sbs.bench.tokens import match_tokens
+from sglang_sbs.cluster.plan import RUST_SERVER_ENV, uses_rust_server
 from sglang_sbs.extras import without_matplotlib, without_sglang
 from sglang_sbs.scheduling import POLICIES, TRIGGERS
 
@@ -59,6 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--topology", default="3P1D", help="instances, e.g. 2P1D (default 3P1D)")
     parser.add_argument("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
     add_tp_argument(parser)
+    parser.add_argument(
+        "--rust-server",
+        action="store_true",
+        help="engines with SGLang's Rust server: an address per DP rank (SGLANG_RUST_SERVER=1)",
+    )
     parser.add_argument(
         "--requests", type=int, default=240, help="requests per policy (default 240)"
     )
@@ -129,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check_keep(args, parser)
     if (lacking := without_sglang("demo", on_cpu=True)) is not None:
         parser.error(lacking)
+    if args.rust_server:
+        os.environ[RUST_SERVER_ENV] = "1"  # engines start from this process's environment
     console = Console()
     try:
         if args.keep:
@@ -191,6 +200,7 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print(
         f"[bold]1.[/] {args.topology}, dp={args.dp}, attention tp={args.attention_tp}, "
         f"SGLang {version('sglang')}, tiny MoE, virtual GPU"
+        + (", Rust server" if uses_rust_server(os.environ) else "")
     )
     policies: dict[str, Any] = {}
     async with running_rig(

@@ -185,8 +185,10 @@ class LocalCluster:
             )
 
     async def _wait_for_engine(self, session: aiohttp.ClientSession, plan: InstancePlan) -> None:
-        await self._wait_for(session, plan, ENGINE_READINESS_PATHS)
-        if self.plan.fork_engines:
+        for url in plan.server_urls:
+            await self._wait_for(session, plan, ENGINE_READINESS_PATHS, url)
+        # Where ranks serve HTTP themselves there is no Python server, and nothing to freeze.
+        if self.plan.fork_engines and plan.rank_servers == 1:
             await freeze_gc(session, plan.url)
         self._report(plan.name, "ready")
 
@@ -198,11 +200,15 @@ class LocalCluster:
         self._report(plan.name, "ready")
 
     async def _wait_for(
-        self, session: aiohttp.ClientSession, plan: ServerPlan, paths: tuple[str, ...]
+        self,
+        session: aiohttp.ClientSession,
+        plan: ServerPlan,
+        paths: tuple[str, ...],
+        url: str = "",
     ) -> None:
         left_s = self._startup_timeout_s - (time.monotonic() - self._started_s)
         try:
-            await wait_until_ready(session, plan.url, paths, left_s)
+            await wait_until_ready(session, url or plan.url, paths, left_s)
         except NotReadyError as error:
             raise ClusterStartError(
                 f"{plan.name}: {error}. Last lines of {plan.log_path}:\n"

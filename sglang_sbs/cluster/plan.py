@@ -37,6 +37,9 @@ MIN_KV_EVENTS_PAGE_SIZE = 8
 """Of smaller pages an engine would spend more on naming and publishing them than is saved."""
 _KV_EVENTS_BUFFER_STEPS = 2000
 
+RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
+"""SGLang's switch: each DP rank then serves HTTP itself, at the instance's port + its number."""
+
 CPU_MAX_TOTAL_TOKENS = 131072
 CPU_MAX_RUNNING_REQUESTS_PER_RANK = 128
 
@@ -115,14 +118,22 @@ class ServerPlan(ProcessPlan):
 
 @dataclass(frozen=True)
 class InstancePlan(ServerPlan):
-    """One SGLang instance. `ranks` is the number of its DP ranks."""
+    """One SGLang instance. `ranks` is the number of its DP ranks; `rank_servers` that of its HTTP
+    servers, at `url` and the ports behind it."""
 
     role: Role
     host: str
     bootstrap_port: int | None
     ranks: int
+    rank_servers: int = 1
     followers: tuple[ProcessPlan, ...] = ()
     """Its processes on the other nodes, in order; they serve no requests."""
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        """The address of every HTTP server of the instance: one, or one of each DP rank."""
+        base, _, port = self.url.rpartition(":")
+        return tuple(f"{base}:{int(port) + rank}" for rank in range(self.rank_servers))
 
 
 class Node(NamedTuple):
@@ -162,6 +173,8 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
         PlanError: the message names the flag and what to write instead.
     """
     _check(options)
+    if uses_rust_server(options.environment):
+        _check_rust_server(options)
     on_cpu = options.cpu or options.virtual_gpu is not None
     tensor_parallel = _int_flag(options.engine_flags, "--tp", "--tp-size", "--tensor-parallel-size")
     pipeline_parallel = _int_flag(
@@ -192,6 +205,14 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
     for index, role in enumerate(roles):
         number = index - roles.index(role)
         first = next(port_blocks)
+        # A unified engine is asked directly, at one address.
+        rust_server = uses_rust_server(environment) and role is not Role.UNIFIED
+        # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
+        ports = (
+            _Ports(first, http := next(port_blocks), bootstrap=http)
+            if rust_server
+            else _Ports(first, first + HTTP_OFFSET, first + BOOTSTRAP_OFFSET)
+        )
         kv_ports = None
         if publish_kv and role is Role.PREFILL:
             kv_ports = _kv_events_ports(first, data_parallel, port_blocks)
@@ -200,7 +221,7 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
             _engine_argv(
                 options,
                 role,
-                first,
+                ports,
                 index * gpus_per_instance + node * (gpus_per_instance // nodes),
                 data_parallel,
                 on_cpu,
@@ -209,8 +230,10 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
             + _kv_events_flags(_node_host(options.host, node), kv_ports)
             for node in range(nodes)
         ]
-        url = f"http://{options.host}:{first + HTTP_OFFSET}"
+        url = f"http://{options.host}:{ports.http}"
         instance_environment = dict(environment)
+        if role is Role.UNIFIED:
+            instance_environment.pop(RUST_SERVER_ENV, None)
         if endforward_endpoint is not None:
             instance_environment["SGLANG_SBS_ROUTERS"] = endforward_endpoint
             instance_environment["SGLANG_SBS_INSTANCE_ID"] = url
@@ -239,8 +262,9 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
                 ),
                 url=url,
                 host=options.host,
-                bootstrap_port=first + BOOTSTRAP_OFFSET if role is Role.PREFILL else None,
+                bootstrap_port=ports.bootstrap if role is Role.PREFILL else None,
                 ranks=data_parallel,
+                rank_servers=data_parallel if rust_server else 1,
             )
         )
     router = None
@@ -279,10 +303,32 @@ def _check(options: ClusterOptions) -> None:
                 raise PlanError(f"{flag} cannot differ between prefill and decode")
 
 
+def _check_rust_server(options: ClusterOptions) -> None:
+    data_parallel = _int_flag(options.engine_flags, "--dp", "--dp-size", "--data-parallel-size")
+    if data_parallel > PORTS_PER_INSTANCE:
+        raise PlanError(
+            f"--dp {data_parallel} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
+            f"instance has {PORTS_PER_INSTANCE} here: unset {RUST_SERVER_ENV}"
+        )
+
+
+class _Ports(NamedTuple):
+    """Of one instance: its block's first, its HTTP server's (rank 0's), its KV registry's."""
+
+    first: int
+    http: int
+    bootstrap: int
+
+
+def uses_rust_server(environment: Mapping[str, str]) -> bool:
+    """Whether engines started with `environment` serve HTTP from every DP rank."""
+    return environment.get(RUST_SERVER_ENV, "").lower() in ("true", "1", "yes", "y")
+
+
 def _engine_argv(
     options: ClusterOptions,
     role: Role,
-    first_port: int,
+    ports: _Ports,
     first_gpu: int,
     ranks: int,
     on_cpu: bool,
@@ -296,15 +342,15 @@ def _engine_argv(
     }[role]
     given = [*options.engine_flags, *role_flags]
     planned = ["--model-path", options.model_path]
-    planned += ["--host", node.host, "--port", str(first_port + HTTP_OFFSET)]
+    planned += ["--host", node.host, "--port", str(ports.http)]
     if node.nodes > 1:
         planned += ["--nnodes", str(node.nodes), "--node-rank", str(node.rank)]
-    planned += ["--nccl-port", str(first_port + NCCL_OFFSET)]
-    planned += ["--dist-init-addr", f"127.0.0.1:{first_port + DIST_INIT_OFFSET}"]
+    planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
+    planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
     if role is not Role.UNIFIED:
         planned += ["--disaggregation-mode", str(role)]
     if role is Role.PREFILL:
-        planned += ["--disaggregation-bootstrap-port", str(first_port + BOOTSTRAP_OFFSET)]
+        planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
     if on_cpu:
         defaults = list(CPU_ENGINE_FLAGS)
         defaults += ["--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]

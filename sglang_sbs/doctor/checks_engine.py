@@ -18,6 +18,7 @@ from sglang_sbs.router.server_info import (
     WorkerInfo,
     parse_version,
 )
+from sglang_sbs.router.urls import rank_url
 
 MIN_CHUNK_TOKENS = 512
 """Per rank; passes below it are mostly fixed cost (the paper: 3K and 5K)."""
@@ -68,6 +69,8 @@ def _reach(facts: EngineFacts) -> Iterator[Finding]:
                 )
         elif numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
             yield finding("version.too-old", url, facts.unusable)
+        elif facts.rank_out_of_reach:
+            yield finding("reach.rank-server", url, facts.unusable)
         else:
             yield finding("reach.unusable", url, facts.unusable)
         return
@@ -78,7 +81,10 @@ def _reach(facts: EngineFacts) -> Iterator[Finding]:
         )
     else:
         scheme = "HTTPS" if url.startswith("https") else "HTTP"
-        yield finding("reach.ok", url, f"answers over {scheme}, ready for requests")
+        seen = f"answers over {scheme}, ready for requests"
+        if facts.info.rust_server and facts.info.dp_size > 1:
+            seen += f", each DP rank at its own port to {rank_url(url, facts.info.dp_size - 1)}"
+        yield finding("reach.ok", url, seen)
 
 
 def _version(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
@@ -176,6 +182,8 @@ def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
         yield finding("flags.prefill-delayer", url, "--enable-prefill-delayer is set")
     if data.get("sleep_on_idle") is True and info.dp_size > 1:
         yield finding("flags.sleep-on-idle", url, "--sleep-on-idle is set")
+    if info.rust_server and info.dp_size > 1 and info.sbs is None:
+        yield finding("flags.rust-idle", url, "SGLANG_RUST_SERVER=1 without the plugin")
     if prefill and data.get("disable_overlap_schedule") is True:
         yield finding("flags.overlap-disabled", url, "overlap scheduling is off")
     policy = text(data, "schedule_policy")

@@ -59,6 +59,14 @@ ENTRIES: dict[str, Entry] = {
         "What the engine says of itself cannot be.",
         "look at its /server_info; is that an unmodified SGLang?",
     ),
+    "reach.rank-server": Entry(
+        _ERROR,
+        "With SGLang's Rust server (SGLANG_RUST_SERVER=1) each DP rank serves HTTP itself, at "
+        "--port plus its number. Requests for one of the ranks would go astray, so a router sends "
+        "this engine nothing.",
+        "give the address of DP rank 0 and open the ports behind it, or start the engine without "
+        "SGLANG_RUST_SERVER",
+    ),
     "reach.not-ready": Entry(
         _ERROR,
         "The engine runs and refuses requests: still loading, paused, or a weight update.",
@@ -301,6 +309,12 @@ ENTRIES: dict[str, Entry] = {
         "Under DP attention --sleep-on-idle costs one to two seconds of TTFT after idle times: "
         "ranks wake up one by one, and none can begin alone.",
         "start engines without --sleep-on-idle",
+    ),
+    "flags.rust-idle": Entry(
+        _WARNING,
+        "With SGLang's Rust server an idle DP rank sleeps up to a second, and the others wait for "
+        "it before they begin a request. The plugin makes that a millisecond.",
+        "install the plugin next to SGLang and set SGLANG_SBS_ROUTERS",
     ),
     "flags.overlap-disabled": Entry(
         _NOTE,

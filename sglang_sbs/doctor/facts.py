@@ -80,6 +80,8 @@ class EngineFacts:
     """The same, understood; ``None``: the router could not use it."""
     unusable: str = ""
     """Why not."""
+    rank_out_of_reach: bool = False
+    """Because of a DP rank that serves HTTP itself, elsewhere."""
     ready_status: int = 0
     """Of ``GET /ready``; 404 before SGLang 0.5.20."""
     rtts_s: list[float] = field(default_factory=list)

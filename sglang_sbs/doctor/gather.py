@@ -40,12 +40,15 @@ from sglang_sbs.router.kv_addresses import (
 from sglang_sbs.router.monitor import parse_loads
 from sglang_sbs.router.registry import Worker
 from sglang_sbs.router.server_info import (
+    RankOutOfReach,
     UnusableWorker,
     WorkerInfo,
+    check_rank_server,
     node_of_rank,
+    not_a_rank,
     parse_server_info,
 )
-from sglang_sbs.router.urls import split_worker_url
+from sglang_sbs.router.urls import rank_url, split_worker_url
 
 ROUND_TRIPS = 8
 _AT_ONCE = 64
@@ -140,8 +143,10 @@ class Asker:
         facts.data = data
         try:
             facts.info = parse_server_info(data, target.role)
+            await self._rank_servers(facts.info, target.url)
         except UnusableWorker as error:
-            facts.unusable = str(error)
+            facts.info, facts.unusable = None, str(error)
+            facts.rank_out_of_reach = isinstance(error, RankOutOfReach)
         questions = [self._round_trips(facts), self._without_key(facts)]
         if facts.info is not None:
             questions.append(self._loads(facts, facts.info))
@@ -149,6 +154,16 @@ class Asker:
                 questions.append(self._bootstrap(facts, facts.info))
         await asyncio.gather(*questions)
         return facts
+
+    async def _rank_servers(self, info: WorkerInfo, url: str) -> None:
+        """Raises: RankOutOfReach, a DP rank does not serve where requests for it would go."""
+        boot_id = info.sbs.boot_id if info.sbs is not None else ""
+        for rank in range(1, info.dp_size if info.rust_server else 1):
+            place = rank_url(url, rank)
+            try:
+                check_rank_server(await self._server_info(place), rank, boot_id)
+            except (NoAnswer, UnusableWorker) as error:
+                raise RankOutOfReach(not_a_rank(place, rank, str(error))) from error
 
     async def _server_info(self, url: str) -> dict[str, Any]:
         answer = await self.get(url, "/server_info", self._api_key)
@@ -187,14 +202,16 @@ class Asker:
         facts.open_without_key = answer.status not in (401, 403)
 
     async def _loads(self, facts: EngineFacts, info: WorkerInfo) -> None:
+        worker = Worker(facts.url, facts.target.role, Breaker(BreakerConfig()), info=info)
+        path = "/v1/loads?include=core"
         try:
-            answer = await self.get(facts.url, "/v1/loads?include=core", self._api_key)
+            answers = [await self.get(url, path, self._api_key) for url in worker.server_urls]
         except NoAnswer:
             return
+        answer = answers[0]
         if answer.status != 200:
             return
-        worker = Worker(facts.url, facts.target.role, Breaker(BreakerConfig()), info=info)
-        facts.loads = parse_loads(worker, answer.body)
+        facts.loads = parse_loads(worker, [one.body for one in answers])
         stamp = (answer.json_object() or {}).get("timestamp")
         try:
             engine_s = datetime.fromisoformat(str(stamp)).timestamp()

@@ -20,6 +20,7 @@ from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.rank_contract import decode_members, pick_bootstrap_room, prefill_members
 from sglang_sbs.router.registry import Worker
+from sglang_sbs.scheduling.events import InstanceRole
 
 PROBE_TIMEOUT_S = 30.0
 """The first request between two engines sets up their connection."""
@@ -75,9 +76,17 @@ async def _probe(
     started_s = time.monotonic()
     prefill_ranks = prefill_members(prefill_rank, coupled=prefill.info.coupled)
     decode_ranks = decode_members(prefill_rank, decode_rank, coupled=decode.info.coupled)
+    urls = (
+        worker.url_of(prefill_rank),
+        Worker(decode.url, "decode", Breaker(BreakerConfig()), info=decode.info).url_of(
+            decode_rank
+        ),
+    )
     legs = [
-        asyncio.create_task(_leg(session, headers, facts, body | ranks))
-        for facts, ranks in ((prefill, prefill_ranks), (decode, decode_ranks))
+        asyncio.create_task(_leg(session, headers, url, facts.target.role, body | ranks))
+        for url, facts, ranks in zip(
+            urls, (prefill, decode), (prefill_ranks, decode_ranks), strict=True
+        )
     ]
     # The first failure is the cause; the other leg would wait for its partner in vain.
     await asyncio.wait(legs, return_when=asyncio.FIRST_EXCEPTION, timeout=PROBE_TIMEOUT_S)
@@ -95,7 +104,7 @@ async def _probe(
     await asyncio.gather(*legs, return_exceptions=True)
     if failure:
         key = _bearer(options.router_flags.worker_key)
-        await asyncio.gather(*(_abort(session, key, f.url, rid) for f in (prefill, decode)))
+        await asyncio.gather(*(_abort(session, key, url, rid) for url in urls))
     return ProbeResult(
         *(prefill.url, decode.url, prefill_rank, decode_rank), failure=failure, took_s=took_s
     )
@@ -108,14 +117,14 @@ class _LegFailed(Exception):
 async def _leg(
     session: aiohttp.ClientSession,
     headers: dict[str, str],
-    facts: EngineFacts,
+    url: str,
+    side: InstanceRole,
     body: dict[str, object],
 ) -> None:
     """Raises: _LegFailed, naming the side."""
-    side = facts.target.role
     try:
         async with session.post(
-            f"{facts.url}/generate",
+            f"{url}/generate",
             json=body,
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sglang_sbs import __version__
 from sglang_sbs.engine import direct
-from sglang_sbs.engine.collect import skips_gather
+from sglang_sbs.engine.collect import shares_barrier, skips_gather
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gate import GangGate
 from sglang_sbs.engine.gang_hold import GangHold
@@ -25,6 +25,7 @@ from sglang_sbs.engine.hooks import RankHook
 logger = logging.getLogger(__name__)
 
 WIRE_VERSION = 1
+NAP_MS = 1
 REGISTRY = "sglang.srt.plugins.hook_registry"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
@@ -115,8 +116,17 @@ def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
         *_rank_hooks(hook),
         Hook((NEXT_PREFILL_BATCH,), hold.before_next_batch, "BEFORE", optional=True),
         Hook((POP_BOOTSTRAPPED,), hold.around_pop_bootstrapped, "AROUND", optional=True),
+        Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
         Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
     ]
+
+
+def nap_briefly(_result: None, scheduler: Any) -> None:
+    """An idle rank of SGLang's Rust server sleeps a second at most, on requests of its own alone
+    (``scheduler_components/idle_sleeper.py``). With DP attention its peers wait for it before every
+    pass: their requests would too."""
+    if getattr(scheduler, "rust_server", None) is not None and shares_barrier(scheduler):
+        scheduler.idle_sleeper.timeout_ms = NAP_MS
 
 
 def _direct_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:

@@ -107,7 +107,7 @@ class Control:
     async def _generate(self) -> str:
         """What is wrong with a pair, empty if nothing. Raises: RouterError, there is none."""
         pair = [self._first("prefill"), self._first("decode")]
-        answers = await self._ask_all(pair, "GET", "/health_generate")
+        answers = await self._ask_ranks(pair, "GET", "/health_generate")
         return "; ".join(
             f"{worker.url}: {status}" for worker, status, _ in answers if status != 200
         )
@@ -282,11 +282,12 @@ class Control:
 
     async def flush_cache(self, _request: web.Request) -> web.StreamResponse:
         workers = list(self._registry)
-        answers = await self._ask_all(workers, "POST", "/flush_cache")
-        for worker, status, _ in answers:
-            if status == 200:
+        answers = await self._ask_ranks(workers, "POST", "/flush_cache")
+        failing = {worker.url for worker, status, _ in answers if status != 200}
+        flushed = [worker.url for worker in workers if worker.url not in failing]
+        for worker in workers:
+            if worker.url not in failing:
                 self._server.dispatcher.cache_flushed(worker.url, worker.dp_size)
-        flushed = [worker.url for worker, status, _ in answers if status == 200]
         failed = [
             {"url": worker.url, "error": body[:200].decode("utf-8", "replace") or str(status)}
             for worker, status, body in answers
@@ -309,15 +310,21 @@ class Control:
 
     async def loads(self, _request: web.Request) -> web.StreamResponse:
         workers = [worker for worker in self._registry if worker.info is not None]
-        answers = await self._ask_all(workers, "GET", "/v1/loads?include=core,disagg,queues")
+        answers = await self._ask_ranks(workers, "GET", "/v1/loads?include=core,disagg,queues")
+        details: dict[str, Any] = {}
+        for worker, status, body in answers:
+            told = _engine_object(body).get("loads") if status == 200 else None
+            if isinstance(told, list) and isinstance(before := details.get(worker.url), list):
+                told = before + told
+            details[worker.url] = told
         loads = [
             {
                 "worker": worker.url,
                 "worker_type": worker.role,
                 "load": worker.load,
-                "details": _engine_object(body).get("loads") if status == 200 else None,
+                "details": details[worker.url],
             }
-            for worker, status, body in answers
+            for worker in workers
         ]
         # sglang_router 0.3.2 calls the list "workers", later releases "loads".
         short = [{"worker": load["worker"], "load": load["load"]} for load in loads]
@@ -374,23 +381,34 @@ class Control:
                 return worker
         raise RouterError(503, f"no_{role}_servers", f"no usable {role} worker", retry_after_s=1.0)
 
-    async def _ask_all(
+    async def _ask_ranks(
         self, workers: Iterable[Worker], method: str, path: str
+    ) -> list[tuple[Worker, int, bytes]]:
+        """The same, with an answer of every DP rank where each serves HTTP itself."""
+        return await self._ask_all(workers, method, path, every_rank=True)
+
+    async def _ask_all(
+        self, workers: Iterable[Worker], method: str, path: str, *, every_rank: bool = False
     ) -> list[tuple[Worker, int, bytes]]:
         """Ask several workers at once; 0 and the reason for those that cannot be reached."""
         key = self._server.options.worker_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-        async def of(worker: Worker) -> tuple[Worker, int, bytes]:
-            url, session = worker.url + path, self._server.session
+        async def of(worker: Worker, url: str) -> tuple[Worker, int, bytes]:
+            session = self._server.session
             try:
                 return worker, *await ask(
-                    session, method, url, headers=headers, timeout_s=_ASK_TIMEOUT_S
+                    session, method, url + path, headers=headers, timeout_s=_ASK_TIMEOUT_S
                 )
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 return worker, 0, plain_error(error).encode()
 
-        return list(await asyncio.gather(*map(of, workers)))
+        asked = (
+            of(worker, url)
+            for worker in workers
+            for url in (worker.server_urls if every_rank else [worker.url])
+        )
+        return list(await asyncio.gather(*asked))
 
 
 def _accepted(worker: Worker, message: str) -> web.StreamResponse:

@@ -26,6 +26,8 @@ MAX_MESSAGE_CHARS = 2048
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 _MOST_MESSAGE_CHARS = 4096
+_CLIENT_LEFT = 499
+"""What SGLang's Rust server says of an aborted request, whoever aborted it."""
 
 Leg = Literal["prefill", "decode"]
 
@@ -180,6 +182,8 @@ def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFa
     if status < 400:
         detail = f"it answers {status}, which is no answer to a request ({worker})"
         return LegFailure(leg, worker, 502, f"{leg}_bad_gateway", detail)
+    if status == _CLIENT_LEFT:  # a request aborted on an engine; the old mode answers 500
+        status = 500
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
     return LegFailure(leg, worker, status, code, engine_message(body) or reason_phrase(status))
 

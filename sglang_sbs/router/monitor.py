@@ -12,7 +12,7 @@ import logging
 import ssl
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,15 @@ import orjson
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.engine_answers import ask
 from sglang_sbs.router.registry import Registry, Worker
-from sglang_sbs.router.server_info import UnusableWorker, WorkerInfo, parse_server_info
+from sglang_sbs.router.server_info import (
+    UnusableWorker,
+    WorkerInfo,
+    check_rank_server,
+    not_a_rank,
+    parse_server_info,
+)
 from sglang_sbs.router.upstream import Pool, UpstreamError, fetch, is_our_own
+from sglang_sbs.router.urls import rank_url
 from sglang_sbs.scheduling.events import Event, LoadPolled
 from sglang_sbs.wire.front_end import clamped_count
 
@@ -31,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _PROBE_PATHS = ("/ready", "/ping")
 """Flag checks that run no forward pass. SGLang's /health runs one, on DP rank 0."""
+_RANK_PROBE_PATHS = ("/model_info",)
+"""Of a DP rank that serves HTTP itself: it has neither of those, and answers this without its
+scheduler."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
 _DOUBT_TIMEOUT_S = 2.0
 """For a probe of a worker in doubt, whose answer takes it milliseconds."""
@@ -216,9 +226,17 @@ class Monitor:
         return True
 
     async def _probe(self, worker: Worker) -> _Problem | None:
-        """What is wrong with the worker, if anything."""
+        """What is wrong with the worker, if anything: one dead HTTP server is enough."""
+        problems = await asyncio.gather(
+            *(self._probe_server(worker, url) for url in worker.server_urls)
+        )
+        return next(filter(None, problems), None)
+
+    async def _probe_server(self, worker: Worker, url: str) -> _Problem | None:
         configured = self._config.health_endpoint
-        paths = (configured,) if configured else _PROBE_PATHS
+        paths = _RANK_PROBE_PATHS if worker.rust_server else _PROBE_PATHS
+        if configured:
+            paths = (configured,)
         # Patience for a check that may cost the engine a forward pass, and for an engine whose
         # ranks speak: its HTTP server may be busy with a large prompt.
         limit_s = self._config.health_timeout_s
@@ -226,14 +244,15 @@ class Monitor:
         patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
         timeout_s = limit_s if patient else min(limit_s, _DOUBT_TIMEOUT_S)
         known = self._probe_path.get(worker.url)
-        for path in (known,) if known else paths:
+        place = url.removeprefix(worker.url) and f" at {url}"
+        for path in (known,) if known is not None and known in paths else paths:
             try:
-                status, _ = await self._get(worker, path, timeout_s=timeout_s)
+                status, _ = await self._get(url, path, timeout_s=timeout_s)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 if is_our_own(error):
-                    logger.error("cannot check %s: %s", worker.url, error)
+                    logger.error("cannot check %s: %s", url, error)
                     return None
-                return _Problem(f"GET {path}: {plain_error(error)}", silent=True)
+                return _Problem(f"GET {path}{place}: {plain_error(error)}", silent=True)
             if status == 404 and not configured and path != paths[-1]:
                 continue
             self._probe_path[worker.url] = path
@@ -241,22 +260,14 @@ class Monitor:
             # An engine without any of the cheap checks has at least answered.
             if status == 200 or (status == 404 and not configured):
                 return None
-            return _Problem(f"GET {path}: {status}", silent=False)
+            return _Problem(f"GET {path}{place}: {status}", silent=False)
         return None
 
     async def _describe(self, worker: Worker) -> bool:
         """Read ``/server_info``; False (with a reported problem) while it cannot be used."""
         try:
-            # Answered by the schedulers between two passes: give them time for a long one.
-            status, data = await self._get(worker, "/server_info", timeout_s=30.0)
-            if status == 404:
-                status, data = await self._get(worker, "/get_server_info", timeout_s=30.0)
-            if status != 200:
-                raise UnusableWorker(f"/server_info answers {status}: {data[:200]!r}")
-            value: Any = orjson.loads(data)
-            if not isinstance(value, dict):
-                raise UnusableWorker("/server_info is not a JSON object")
-            info = parse_server_info(value, worker.role)
+            info = parse_server_info(await self._server_info(worker.url), worker.role)
+            await self._check_rank_servers(worker, info)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             text = f"waiting for it: /server_info: {plain_error(error)}"
             self._registry.report_problem(worker, "unreachable", text)
@@ -280,15 +291,45 @@ class Monitor:
             self._described(worker, info)
         return True
 
-    async def _get(
-        self, worker: Worker, path: str, timeout_s: float | None = None
-    ) -> tuple[int, bytes]:
+    async def _server_info(self, url: str) -> dict[str, Any]:
+        """Raises: UnusableWorker, orjson.JSONDecodeError, or what :func:`ask` raises."""
+        # Answered by the schedulers between two passes: give them time for a long one.
+        status, data = await self._get(url, "/server_info", timeout_s=30.0)
+        if status == 404:
+            status, data = await self._get(url, "/get_server_info", timeout_s=30.0)
+        if status != 200:
+            raise UnusableWorker(f"/server_info answers {status}: {data[:200]!r}")
+        value: Any = orjson.loads(data)
+        if not isinstance(value, dict):
+            raise UnusableWorker("/server_info is not a JSON object")
+        return value
+
+    async def _check_rank_servers(self, worker: Worker, info: WorkerInfo) -> None:
+        """Each DP rank that serves HTTP itself must be where requests for it will be sent.
+
+        Raises:
+            UnusableWorker: a rank is not.
+        """
+        boot_id = info.sbs.boot_id if info.sbs is not None else ""
+
+        async def check(rank: int) -> None:
+            url = rank_url(worker.url, rank)
+            try:
+                check_rank_server(await self._server_info(url), rank, boot_id)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise UnusableWorker(not_a_rank(url, rank, plain_error(error))) from error
+            except (UnusableWorker, orjson.JSONDecodeError) as error:
+                raise UnusableWorker(not_a_rank(url, rank, str(error))) from error
+
+        if info.rust_server:
+            await asyncio.gather(*map(check, range(1, info.dp_size)))
+
+    async def _get(self, url: str, path: str, timeout_s: float | None = None) -> tuple[int, bytes]:
         headers = (
             {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else None
         )
         limit_s = timeout_s or self._config.health_timeout_s
-        url = worker.url + path
-        return await ask(self._session, "GET", url, headers=headers, timeout_s=limit_s)
+        return await ask(self._session, "GET", url + path, headers=headers, timeout_s=limit_s)
 
     # Fallback signal --------------------------------------------------------------------------
 
@@ -301,14 +342,21 @@ class Monitor:
                 backoff_s = interval_s
                 continue
             try:
-                status, data = await fetch(
-                    *(self._pool, worker.url, _LOADS, self._poll_headers),
-                    self._config.health_timeout_s,
+                answers = await asyncio.gather(
+                    *(
+                        fetch(
+                            *(self._pool, url, _LOADS, self._poll_headers),
+                            self._config.health_timeout_s,
+                        )
+                        for url in worker.server_urls
+                    )
                 )
             except (UpstreamError, TimeoutError):
                 backoff_s = min(2 * backoff_s, 5.0)
                 continue
-            event = parse_loads(worker, data) if status == 200 else None
+            status = max(status for status, _ in answers)
+            pages = [data for _, data in answers]
+            event = parse_loads(worker, pages) if status == 200 else None
             if event is None:
                 backoff_s = min(2 * backoff_s, 5.0)
                 self._registry.report_problem(
@@ -326,12 +374,21 @@ def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return asyncio.create_task(work, context=contextvars.Context())
 
 
-def parse_loads(worker: Worker, data: bytes) -> LoadPolled | None:
-    """``/v1/loads`` (SGLang >= 0.5.14) as an event; ``None`` if it does not cover every rank."""
+def _rows_of_ranks(worker: Worker, pages: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Raises: KeyError, TypeError or ValueError for a rank of which no page says anything."""
+    lists = [orjson.loads(page)["loads"] for page in pages]
+    if worker.rust_server:
+        # Each rank's server speaks of itself alone, and may call itself 0.
+        return [loads[0] for _, loads in zip(range(worker.dp_size), lists, strict=True)]
+    ranks = {int(load["dp_rank"]): load for loads in lists for load in loads}
+    return [ranks[rank] for rank in range(worker.dp_size)]
+
+
+def parse_loads(worker: Worker, pages: Sequence[bytes]) -> LoadPolled | None:
+    """``/v1/loads`` (SGLang >= 0.5.14) of its HTTP servers as an event; ``None`` if they do not
+    cover every rank."""
     try:
-        loads = orjson.loads(data)["loads"]
-        ranks = {int(load["dp_rank"]): load for load in loads}
-        rows = [ranks[rank] for rank in range(worker.dp_size)]
+        rows = _rows_of_ranks(worker, pages)
         return LoadPolled(
             instance=worker.url,
             # total - used are the tokens that wait or bootstrap; older engines: waiting only.
@@ -347,5 +404,5 @@ def parse_loads(worker: Worker, data: bytes) -> LoadPolled | None:
             running_requests=[clamped_count(int(row.get("num_running_reqs", 0))) for row in rows],
             kv_tokens=[clamped_count(int(row.get("num_used_tokens", 0))) for row in rows],
         )
-    except (KeyError, TypeError, ValueError, ArithmeticError):
+    except (LookupError, TypeError, ValueError, ArithmeticError):
         return None

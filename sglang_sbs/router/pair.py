@@ -93,6 +93,9 @@ class PairRequest:
     rid: str
     prefill: str
     decode: str
+    prefill_origin: str
+    """Where the leg goes: the worker's URL, or that of its DP rank."""
+    decode_origin: str
     path: str
     headers: bytes
     prefill_body: Sequence[bytes]
@@ -144,8 +147,10 @@ class Pair:
         self._closed = False
         self._started_s = time.monotonic()
         # Prefill first: it is the one that queues. Both writes leave in this very callback.
-        self.prefill_call = self._send(request.prefill, request.prefill_body, _PrefillLeg(self))
-        self.decode_call = self._send(request.decode, request.decode_body, _DecodeLeg(self))
+        self.prefill_call = self._send(
+            request.prefill_origin, request.prefill_body, _PrefillLeg(self)
+        )
+        self.decode_call = self._send(request.decode_origin, request.decode_body, _DecodeLeg(self))
 
     def _send(self, origin: str, body: Sequence[bytes], leg: _Leg) -> Call:
         size = sum(map(len, body))

@@ -24,6 +24,7 @@ from sglang_sbs.router.urls import (
     alias_key,
     bracketed,
     normalise_worker_url,
+    rank_url,
     respelled,
     split_worker_url,
 )
@@ -118,7 +119,12 @@ class Worker:
 
     @property
     def bootstrap_port(self) -> int | None:
-        """As configured, else as the engine says; ``None`` lets SGLang use its default."""
+        """As configured, else as the engine says; ``None`` lets SGLang use its default.
+
+        With SGLang's Rust server the engine knows better: its registry is on its HTTP port.
+        """
+        if self.rust_server and self.info is not None and self.info.bootstrap_port is not None:
+            return self.info.bootstrap_port
         if self.configured_bootstrap_port is not None:
             return self.configured_bootstrap_port
         return self.info.bootstrap_port if self.info is not None else None
@@ -127,6 +133,20 @@ class Worker:
     def coupled(self) -> bool:
         """Its release couples prefill and decode ranks (``rank_contract``)."""
         return self.info is not None and self.info.coupled
+
+    @property
+    def rust_server(self) -> bool:
+        """Each of its DP ranks is to be spoken to at its own address."""
+        return self.info is not None and self.info.rust_server
+
+    def url_of(self, rank: int) -> str:
+        """Where requests for that DP rank go."""
+        return rank_url(self.url, rank) if self.rust_server else self.url
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Its HTTP servers, that of DP rank 0 first."""
+        return [self.url_of(rank) for rank in range(self.dp_size if self.rust_server else 1)]
 
     @property
     def rank_choice(self) -> RankChoice:
@@ -266,6 +286,16 @@ class Registry:
         worker.problems.pop("unusable", None)
         worker.problems.pop("unreachable", None)
         self._check_prefix_source(worker)
+        given = worker.configured_bootstrap_port
+        worker.problems.pop("bootstrap", None)
+        if info.rust_server and given is not None and given != worker.bootstrap_port:
+            self.report_problem(
+                worker,
+                "bootstrap",
+                f"its KV registry is at port {worker.bootstrap_port}, where it serves HTTP "
+                f"(SGLANG_RUST_SERVER=1), and not at {given}: that port is used. Write it behind "
+                "--prefill URL, or none",
+            )
         for number, text in enumerate(info.warnings):
             self.report_problem(worker, f"launch{number}", text)
         if worker.announced and changed:

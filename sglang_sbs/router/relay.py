@@ -603,6 +603,8 @@ class Relay:
                 rid=assignment.rid,
                 prefill=prefill.url,
                 decode=decode.url,
+                prefill_origin=prefill.url_of(assignment.prefill_rank),
+                decode_origin=decode.url_of(assignment.decode_rank),
                 path=exchange.path,
                 headers=exchange.headers,
                 prefill_body=prefill_body,

@@ -23,6 +23,8 @@ CACHED_DETAILS_VERSION = (0, 5, 23)
 """First SGLang release known to take ``return_cached_tokens_details``."""
 MAX_DP_SIZE = 4096
 """More ranks than any engine has: a number above it is garbage, not a cluster."""
+_RUST_MARK = "rust_mm_transport"
+"""In an internal state: SGLang's Rust server, also where it does not name the DP rank (0.5.22)."""
 _MAX_TEXT = 256
 _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
@@ -34,6 +36,10 @@ NO_DP_ATTENTION = "no --enable-dp-attention"
 
 class UnusableWorker(ValueError):
     """The engine answers, but requests must not be routed to it."""
+
+
+class RankOutOfReach(UnusableWorker):
+    """Its DP ranks serve HTTP themselves, and requests for some of them would go astray."""
 
 
 class SbsBlock(msgspec.Struct, frozen=True):
@@ -101,6 +107,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Overlap scheduling, SGLang's default."""
     no_barrier: str = ""
     """Why its DP ranks make passes each for itself; empty: they make them together."""
+    rust_server: bool = False
+    """Every DP rank serves HTTP itself, and only for itself (``SGLANG_RUST_SERVER=1``)."""
 
     @property
     def ranks(self) -> str:
@@ -142,6 +150,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
             f"runs with --disaggregation-mode {mode} but is given to the router as --{role}. "
             f"Relaunch it with --disaggregation-mode {role} or list it under the other flag"
         )
+    rust_server = _check_rust_server(data, rank=0)
     # From SGLang 0.5.22 on, dp_size is 1 under DP attention and attn_dp_size has the number.
     attn_dp_size = _int(data.get("attn_dp_size"))
     dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
@@ -173,7 +182,10 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         max_running_requests=_max_running_requests(data, dp_size),
         page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
-        cached_details=numbers is not None and numbers >= CACHED_DETAILS_VERSION,
+        # The Rust server passes over the field, and no answer would read as nothing cached.
+        cached_details=(
+            numbers is not None and numbers >= CACHED_DETAILS_VERSION and not rust_server
+        ),
         completion_template=bool(data.get("completion_template")),
         max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
         cuts_prompts=data.get("allow_auto_truncate") is True,
@@ -184,6 +196,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         coupled=is_coupled(numbers),
         rank_choice=choice,
         overlap=data.get("disable_overlap_schedule") is not True,
+        rust_server=rust_server,
         sbs=sbs,
         no_barrier=no_barrier,
         radix_cache=(
@@ -211,6 +224,60 @@ def _nodes(data: dict[str, Any]) -> int:
     (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``)."""
     nodes = _int(data.get("nnodes")) // max(1, _int(data.get("pp_size")))
     return min(max(1, nodes), MAX_DP_SIZE)
+
+
+def not_a_rank(url: str, rank: int, why: str) -> str:
+    """What to tell of a DP rank that is not where requests for it would be sent."""
+    return (
+        f"DP rank {rank} does not serve at {url}: {why}. With SGLANG_RUST_SERVER=1 every rank "
+        "serves HTTP at the engine's --port plus its number: open those ports to the router, or "
+        "start the engine without SGLANG_RUST_SERVER"
+    )
+
+
+def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
+    """Whether what answered at the address of ``rank`` is that DP rank, of the engine ``boot_id``.
+
+    Raises:
+        RankOutOfReach: it is not.
+    """
+    if not _check_rust_server(data, rank):
+        raise RankOutOfReach("what answers is no DP rank of an engine with SGLANG_RUST_SERVER=1")
+    sbs = _sbs_block(data.get("sbs"))
+    if sbs is not None and boot_id and sbs.boot_id != boot_id:
+        raise RankOutOfReach("another engine answers")
+
+
+def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
+    """Whether SGLang's Rust server wrote this ``/server_info``: it alone names the DP rank that
+    answers (``deployment_info``, ``srt/rust_server/config.py``).
+
+    Raises:
+        RankOutOfReach: it answers for another rank than ``rank``, or other ranks answer elsewhere.
+    """
+    told = data.get("deployment_info")
+    if not isinstance(told, dict) or "dp_rank" not in told:
+        states = data.get("internal_states")
+        if isinstance(states, list) and any(_RUST_MARK in s for s in states if isinstance(s, dict)):
+            raise RankOutOfReach(
+                "it serves with SGLANG_RUST_SERVER=1 and does not say how many DP ranks it has. "
+                "Upgrade it to SGLang 0.5.23 or later, or start it without SGLANG_RUST_SERVER"
+            )
+        return False
+    if _int(told["dp_rank"]) != rank:
+        raise RankOutOfReach(
+            f"DP rank {_int(told['dp_rank'])} of an instance serves here (SGLANG_RUST_SERVER=1), "
+            f"not rank {rank}. Give the router the address of rank 0, which is the engine's "
+            "--port, once: it finds the other ranks at the ports behind it"
+        )
+    nodes = _int(told.get("nnodes")) // max(1, _int(data.get("pp_size")))
+    if _int(told.get("dp_size")) > 1 and nodes > 1:
+        raise RankOutOfReach(
+            f"its DP ranks are on {nodes} nodes and each serves HTTP on its own "
+            "(SGLANG_RUST_SERVER=1), but the router knows the address of one node. Start the "
+            "engine without SGLANG_RUST_SERVER, or one instance per node"
+        )
+    return True
 
 
 def _why_engine(version: str, method: str, numbers: tuple[int, ...] | None) -> str:

@@ -44,6 +44,16 @@ def split_worker_url(url: str) -> tuple[str, str, int]:
     return parts.scheme, parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
 
 
+def rank_url(url: str, rank: int) -> str:
+    """Where DP rank ``rank`` serves HTTP if every rank does, and rank 0 at ``url``.
+
+    SGLang's Rust server (``srt/rust_server/server.py``): ``--port`` plus the rank's number on its
+    node.
+    """
+    scheme, host, port = split_worker_url(url)
+    return f"{scheme}://{bracketed(host)}:{port + rank}"
+
+
 def bracketed(host: str) -> str:
     """IPv6 literals in brackets, as URLs and SGLang's ``bootstrap_host`` want them."""
     return f"[{host}]" if ":" in host else host

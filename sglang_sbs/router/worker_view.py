@@ -39,6 +39,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "dp_size": info.dp_size if info else None,
         "ranks": info.ranks if info else None,
         "barrier": not info.no_barrier if info else None,
+        "rust_server": worker.rust_server,
         "chunk_tokens": info.chunk_tokens if info else None,
         "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
         "max_running_requests": info.max_running_requests if info else None,

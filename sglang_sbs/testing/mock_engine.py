@@ -227,7 +227,8 @@ class MockEngine:
             await asyncio.Event().wait()
         raw = await request.read()
         headers = {name.lower(): value for name, value in request.headers.items()}
-        record = RecordedRequest(request.path_qs, headers, orjson.loads(raw), raw, time.monotonic())
+        body, now_s, port = orjson.loads(raw), time.monotonic(), port_of(request)
+        record = RecordedRequest(request.path_qs, headers, body, raw, now_s, port)
         self.requests.append(record)
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
         try:
@@ -387,7 +388,7 @@ class MockEngine:
         self.aborts.append(rid)
         self.abort_headers.append({k.lower(): v for k, v in request.headers.items()})
         for record in self.requests:
-            if record.rid.startswith(rid):
+            if record.rid.startswith(rid) and record.port == port_of(request):
                 record.aborted.set()
         await self._note()
         return web.Response()
@@ -423,7 +424,11 @@ class MockEngine:
         }
         if self._sbs_block:
             info["sbs"] = {"boot_id": self.boot_id, "routers": [], "bind": None}
-        return _json(info | self._server_info)
+        return _json(info | self.server_info_of(port_of(request)) | self._server_info)
+
+    def server_info_of(self, _port: int) -> dict[str, Any]:
+        """What only the server at that port says."""
+        return {}
 
     async def _get_models(self, request: web.Request) -> web.StreamResponse:
         if self.max_model_len is None:
@@ -451,7 +456,12 @@ class MockEngine:
 
     async def _get_loads(self, request: web.Request) -> web.StreamResponse:
         self.hits[request.path] = self.hits.get(request.path, 0) + 1
-        loads = [
+        loads = self.loads_of(port_of(request))
+        return _json({"loads": loads, "version": "0.5.23"})
+
+    def loads_of(self, _port: int) -> list[dict[str, Any]]:
+        """What the server at that port says of its DP ranks."""
+        return [
             {
                 "dp_rank": rank,
                 "num_running_reqs": rank,
@@ -462,7 +472,12 @@ class MockEngine:
             }
             for rank in range(self.dp_size)
         ]
-        return _json({"loads": loads, "version": "0.5.23"})
+
+
+def port_of(request: web.Request) -> int:
+    """Of the socket that a request came in by; 0 if it is closed already."""
+    name = request.get_extra_info("sockname")
+    return int(name[1]) if name else 0
 
 
 def _usage(behaviour: Behaviour, completion_tokens: int) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class RecordedRequest:
     raw: bytes
     """The body's very bytes."""
     arrived_s: float
+    port: int = 0
+    """Where it came in."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     rid: str = ""

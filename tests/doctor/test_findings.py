@@ -12,11 +12,13 @@ import pytest
 from doctor_rig import DP, Engine, Rig, free_port, rig
 
 from sglang_sbs.doctor.catalogue import CATALOGUE, Severity
-from sglang_sbs.doctor.examine import judge
+from sglang_sbs.doctor.examine import gather, judge
 from sglang_sbs.doctor.facts import ClusterFacts, Target
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding
+from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.engine.publish import Publisher
-from sglang_sbs.testing.mock_engine import Behaviour
+from sglang_sbs.testing.mock_engine import Behaviour, Rooms
+from sglang_sbs.testing.rust_mock_engine import RustMockEngine
 from sglang_sbs.wire import encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from sglang_sbs.wire.endforward import KvAddress
@@ -205,6 +207,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "reach.silent": (D0, freeze),
     "reach.wrong-role": (D0, decode_says(disaggregation_mode="prefill")),
     "reach.unusable": (D0, decode_says(attn_dp_size=100_000)),
+    "reach.rank-server": (P0, says(deployment_info={"dp_rank": 1, "dp_size": DP})),
     "reach.not-ready": (D0, lambda r: setattr(r.decode, "ready_status", 503)),
     "reach.is-a-router": (D0, decode_says(router_manager=True)),
     "reach.same-engine": (
@@ -327,7 +330,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
 ALSO_TESTED = {
     *("reach.wrong-scheme", "reach.certificate", "reach.not-sglang"),
     *("bootstrap.loopback", "security.plain-key", "security.key-file-mode", "security.no-key"),
-    *("cache.approximate",),
+    *("cache.approximate", "flags.rust-idle"),
 }
 """By tests of their own below."""
 
@@ -393,6 +396,27 @@ async def test_the_admin_key_that_fits_is_no_finding_and_no_key_is_ever_told() -
         findings = await r.examine()
     assert "security.admin-key" in ids(findings, r.prefill[0].url)
     assert "admin-secret" not in str(findings)
+
+
+async def test_ranks_that_serve_by_themselves_are_all_asked() -> None:
+    rooms = Rooms()
+    prefill, decode = (RustMockEngine(role, rooms=rooms) for role in ("prefill", "decode"))
+    await prefill.start()
+    await decode.start()
+    words = ["--prefill", prefill.url, "--decode", decode.url, "--wait", "0.1", "--timeout", "5"]
+    try:
+        findings = judge(await gather(parse_options([*words, "--probe"])))
+        assert {"reach.ok", "room.ok", "flags.rust-idle"} <= ids(findings, decode.url)
+        assert "probe.ok" in ids(findings)
+        prefill.lost_ranks.add(1)
+        (named,) = (
+            one for one in judge(await gather(parse_options(words))) if one.subject == prefill.url
+        )
+        assert named.id == "reach.rank-server"
+        assert f"http://127.0.0.1:{prefill.port + 1}" in named.seen
+    finally:
+        await prefill.stop()
+        await decode.stop()
 
 
 async def test_something_else_that_speaks_http_is_no_engine() -> None:

@@ -51,7 +51,8 @@ def hooked() -> dict[str, object]:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.entrypoints import http_server
         for name in ("run_batch", "process_batch_result", "on_idle", "_add_request_to_queue",
-                     "abort_request", "get_next_disagg_prefill_batch_to_run"):
+                     "abort_request", "get_next_disagg_prefill_batch_to_run",
+                     "maybe_init_rust_server"):
             method = getattr(Scheduler, name)
             original = method.__wrapped__
             answer[name] = list(inspect.signature(original).parameters)
@@ -75,12 +76,13 @@ def test_hook_targets_have_the_expected_parameters(hooked: dict[str, object]) ->
     assert hooked["on_idle"] == ["self"]
     assert hooked["_add_request_to_queue"] == ["self", "req", "is_retracted"]
     assert hooked["abort_request"] == ["self", "recv_req"]
+    assert hooked["maybe_init_rust_server"] == ["self"]
     assert hooked["get_next_disagg_prefill_batch_to_run"][0] == "self"  # type: ignore[index]
 
 
 def test_every_hook_is_applied_without_complaint(hooked: dict[str, object]) -> None:
     log = str(hooked["log"])
-    assert log.count("Applied 1 hook(s) to") == 7
+    assert log.count("Applied 1 hook(s) to") == 8
     assert "EndForward goes without" not in log
     assert "Failed to apply" not in log
 

@@ -193,6 +193,7 @@ async def cluster(
     real: bool = False,
     tls: ssl.SSLContext | None = None,
     prefill_says: dict[str, Any] | None = None,
+    kind: type[MockEngine] = MockEngine,
 ) -> AsyncIterator[Cluster]:
     """A running router with mock engines; everything is stopped at the end.
 
@@ -201,7 +202,7 @@ async def cluster(
     """
     rooms = Rooms()
     prefills = [
-        MockEngine(
+        kind(
             "prefill",
             dp_size=prefill_dp,
             sbs_block=sbs_block,
@@ -211,8 +212,7 @@ async def cluster(
         for _ in range(prefill)
     ]
     decodes = [
-        MockEngine("decode", dp_size=decode_dp, sbs_block=sbs_block, rooms=rooms)
-        for _ in range(decode)
+        kind("decode", dp_size=decode_dp, sbs_block=sbs_block, rooms=rooms) for _ in range(decode)
     ]
     for engine in prefills + decodes:
         await engine.start(tls=tls)

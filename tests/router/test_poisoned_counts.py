@@ -66,7 +66,7 @@ def test_absurd_loads_are_counts() -> None:
         "num_total_tokens": 1e300,
         "num_waiting_uncached_tokens": 5,
     }
-    polled = parse_loads(worker, orjson.dumps({"loads": [load]}))
+    polled = parse_loads(worker, [orjson.dumps({"loads": [load]})])
     assert polled is not None
     assert polled.queued_tokens == polled.running_requests == [MAX_COUNT]
     assert polled.kv_tokens == [0]

@@ -21,6 +21,7 @@ from sglang_sbs.cluster.plan import (
     HTTP_OFFSET,
     NCCL_OFFSET,
     PORTS_PER_INSTANCE,
+    RUST_SERVER_ENV,
     ClusterOptions,
     ClusterPlan,
     InstancePlan,
@@ -132,6 +133,33 @@ def test_a_users_own_kv_events_are_left_alone() -> None:
     given = '{"publisher": "zmq"}'
     planned = plan(engine_flags=("--page-size", "64"), prefill_flags=("--kv-events-config", given))
     assert value(planned.instances[0].argv, "--kv-events-config") == given
+
+
+def test_with_the_rust_server_every_dp_rank_has_a_port_that_nobody_else_has() -> None:
+    environment = {RUST_SERVER_ENV: "1"}
+    made = plan(engine_flags=DP_ATTENTION, unified_instances=1, environment=environment)
+    prefill, decode, unified = made.instances
+    taken = [
+        ports(one) | {int(url.rpartition(":")[2]) for url in one.server_urls}
+        for one in made.instances
+    ]
+    assert not taken[0] & taken[1]
+    first = int(value(prefill.argv, "--port"))
+    assert prefill.server_urls == (f"http://127.0.0.1:{first}", f"http://127.0.0.1:{first + 1}")
+    assert first + 1 not in ports(prefill), "its other sockets are elsewhere"
+    # SGLang's own rule: another port is a launch error.
+    assert prefill.bootstrap_port == first
+    assert value(prefill.argv, "--disaggregation-bootstrap-port") == str(first)
+    assert decode.environment[RUST_SERVER_ENV] == "1"
+    assert RUST_SERVER_ENV not in unified.environment, "it is asked at one address"
+    assert unified.server_urls == (unified.url,)
+
+
+def test_the_old_mode_has_one_server_per_instance() -> None:
+    for variable in ({}, {RUST_SERVER_ENV: "0"}):
+        prefill, _ = plan(engine_flags=DP_ATTENTION, environment=variable).instances
+        assert prefill.server_urls == (prefill.url,)
+        assert prefill.bootstrap_port != int(value(prefill.argv, "--port"))
 
 
 def test_each_instance_has_gpus_of_its_own() -> None:

@@ -7,8 +7,10 @@ attention: ranks sleep on their own sockets while a peer waits for them in a col
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ HOUSEKEEPING_INTERVAL_S = 1.0
 # Pause between polls while a bootstrap or KV transfer is pending (SGLang polls without one).
 BUSY_POLL_S = 0.001
 CONTROLLER_POLL_MS = 200
+RING_WAIT_MS = 1000
 
 
 def install() -> None:
@@ -64,6 +67,40 @@ def wait_on_idle(on_idle: Callable[..., None], scheduler: Any, *args: Any, **kwa
     waiter.wait(busy)
 
 
+class RingBell:
+    """Makes the request ring of SGLang's Rust server (`RustServer.wait_request`) pollable.
+
+    The ring can only be waited for by blocking on it; a thread does that and writes to a pipe.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._wanted = threading.Event()
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        threading.Thread(target=self._watch, name="sbs-ring-bell", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Readable once requests are in the ring (or the thread has looked for a while)."""
+        return self._read_end
+
+    def listen(self) -> None:
+        """Ring for the next request."""
+        self._wanted.set()
+
+    def silence(self) -> None:
+        """Take back what was rung."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read_end, 64)
+
+    def _watch(self) -> None:
+        while True:
+            self._wanted.wait()
+            self._wanted.clear()
+            self._server.wait_request(RING_WAIT_MS)
+            os.write(self._write_end, b"!")
+
+
 class IdleWaiter:
     """The wait of one scheduler process between passes of an idle loop.
 
@@ -89,10 +126,17 @@ class IdleWaiter:
         self._poller = zmq.Poller()
         self._poller.register(self._wake_socket.fileno(), zmq.POLLIN)
         # Ranks that do not receive requests have None, or a stub without poll, here.
-        request_socket = getattr(scheduler, "recv_from_tokenizer", None)
-        self._request_socket = request_socket if hasattr(request_socket, "poll") else None
-        if self._request_socket is not None:
-            self._poller.register(self._request_socket, zmq.POLLIN)
+        source = getattr(scheduler, "recv_from_tokenizer", None)
+        self._bell = RingBell(source) if hasattr(source, "wait_request") else None
+        if self._bell is not None:
+            # It sleeps on its own ring alone, while its peers wait for it in the collective.
+            scheduler.idle_sleeper = None
+        # What the poller knows requests by: a ZeroMQ socket, a file descriptor, or nothing.
+        self._requests = source if hasattr(source, "poll") else None
+        if self._bell is not None:
+            self._requests = self._bell.fileno()
+        if self._requests is not None:
+            self._poller.register(self._requests, zmq.POLLIN)
         self._idle_pass = 0
         self._was_busy = True
         self._last_housekeeping_s = 0.0
@@ -111,11 +155,15 @@ class IdleWaiter:
         self._idle_pass += 1
         if busy:
             self._wake_peers()
+        if self._bell is not None:
+            self._bell.listen()
         deadline_s = time.monotonic() + (BUSY_POLL_S if busy else IDLE_WAIT_S)
         while (left_s := deadline_s - time.monotonic()) > 0:
             ready = dict(self._poller.poll(max(1, int(left_s * 1000))))
             woken = self._drain_wake_ups()
-            if self._request_socket is not None and self._request_socket in ready:
+            if self._requests is not None and self._requests in ready:
+                if self._bell is not None:
+                    self._bell.silence()
                 self._wake_peers()
                 return
             if woken:

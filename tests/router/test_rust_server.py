@@ -1,0 +1,195 @@
+"""Engines with SGLang's Rust server: an address per DP rank, or a clear word where that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+from router_harness import Cluster, cluster, options_for, until
+
+from sglang_sbs.router.server import RouterServer
+from sglang_sbs.router.server_info import UnusableWorker, check_rank_server, parse_server_info
+from sglang_sbs.scheduling.events import LoadPolled
+from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from sglang_sbs.testing.rust_mock_engine import RustMockEngine
+
+RUST: dict[str, Any] = {"kind": RustMockEngine}
+
+
+def ranks_of(system: Cluster) -> set[tuple[int, int]]:
+    """The pairs of DP ranks that answered requests, by the addresses these came to."""
+    (prefill,), (decode,) = system.prefill, system.decode
+    assert isinstance(prefill, RustMockEngine)
+    assert isinstance(decode, RustMockEngine)
+    at_decode = {record.rid: decode.rank_of(record) for record in decode.requests}
+    return {(prefill.rank_of(record), at_decode[record.rid]) for record in prefill.requests}
+
+
+async def test_each_leg_goes_to_the_address_of_its_rank() -> None:
+    async with cluster(**RUST, decode_dp=3) as system:
+        async with asyncio.timeout(10):
+            answers = await asyncio.gather(*(system.generate(text="x") for _ in range(6)))
+        assert [status for status, _ in answers] == [200] * 6
+        # The scheduler of this harness takes ranks in turn: all pairs of 2 x 3.
+        assert ranks_of(system) == {(p, d) for p in range(2) for d in range(3)}
+        system.check_books()
+
+
+async def test_decode_is_told_the_port_that_the_registry_is_on() -> None:
+    """The command line of this harness says 9000; an engine with the Rust server has none there."""
+    async with cluster(**RUST) as system:
+        await system.generate(text="x")
+        assert system.decode[0].requests[0].body["bootstrap_port"] == system.prefill[0].port
+        (worker,) = system.server.registry.of_role("prefill")
+        assert "not at 9000" in worker.problems["bootstrap"]
+
+
+async def test_a_client_that_leaves_is_aborted_at_the_rank_that_has_its_request() -> None:
+    async with cluster(**RUST) as system:
+        system.prefill[0].gate.close()
+        for _ in range(2):  # one of them at a rank other than 0, on each side
+            task = asyncio.create_task(system.generate(text="x"))
+            await asyncio.gather(*(e.received(1) for e in (system.prefill[0], system.decode[0])))
+            task.cancel()
+            for engine in (system.prefill[0], system.decode[0]):
+                async with asyncio.timeout(10):
+                    await engine.requests[-1].aborted.wait()
+                engine.requests.clear()
+        await system.settled()
+
+
+async def test_a_request_that_somebody_aborts_on_an_engine_is_tried_again() -> None:
+    """The Rust server answers 499 then; to this router's client that would be his own doing."""
+    async with cluster(**RUST) as system:
+        system.decode[0].behaviours.append(Behaviour(status=499, message="client disconnected"))
+        status, _ = await system.generate(text="x")
+        assert status == 200
+        assert len(system.decode[0].requests) == 2
+
+
+async def test_what_is_asked_of_an_instance_is_asked_of_every_rank() -> None:
+    async with cluster(**RUST) as system:
+        async with system.post("/flush_cache", {}) as response:
+            answer = await response.json()
+        assert answer["workers_flushed"] == 2
+        assert [e.hits["/flush_cache"] for e in system.prefill + system.decode] == [2, 4]
+        async with system.get("/v1/loads") as response:
+            prefill, decode = (await response.json())["loads"]
+        assert [row["num_running_reqs"] for row in prefill["details"]] == [0, 1]
+        assert [row["num_running_reqs"] for row in decode["details"]] == [0, 1, 2, 3]
+        async with system.get("/workers") as response:
+            assert [w["rust_server"] for w in (await response.json())["workers"]] == [True, True]
+
+
+async def test_loads_are_polled_of_every_rank() -> None:
+    async with cluster(**RUST, real=False) as system:
+        system.prefill[0].gate.close()
+        task = asyncio.create_task(system.generate(text="x"))
+        await until(lambda: len(system.scheduler.of(LoadPolled)) > 1)
+        polled = {event.instance: event for event in system.scheduler.of(LoadPolled)}
+        assert polled[system.decode[0].url].running_requests == [0, 1, 2, 3]
+        system.prefill[0].gate.open()
+        assert (await task)[0] == 200
+
+
+async def test_a_rank_that_dies_alone_takes_its_instance_out() -> None:
+    flags = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
+    async with cluster(*flags, **RUST) as system:
+        engine, (worker,) = system.prefill[0], system.server.registry.of_role("prefill")
+        assert isinstance(engine, RustMockEngine)
+        engine.lost_ranks.add(1)
+        await until(lambda: not worker.usable)
+        assert f"http://127.0.0.1:{engine.port + 1}" in worker.problems["unhealthy"]
+
+
+async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> None:
+    async with cluster(kind=RustMockEngine, decode=0, wait=False) as system:
+        old = MockEngine("decode", rooms=system.prefill[0]._rooms)
+        await old.start()
+        try:
+            await system.server.add_worker(old.url, "decode", None)
+            await until(lambda: sum(w.usable for w in system.server.registry) == 2)
+            answers = await asyncio.gather(*(system.generate(text="x") for _ in range(4)))
+            assert [status for status, _ in answers] == [200] * 4
+            assert {r.body["routed_dp_rank"] for r in old.requests} == {0, 1}
+        finally:
+            await old.stop()
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        (lambda: RustMockEngine("prefill", lost_ranks=[1]), "DP rank 1 does not serve at"),
+        (
+            lambda: RustMockEngine(
+                "prefill",
+                server_info={"deployment_info": {"dp_rank": 0, "dp_size": 2, "nnodes": 2}},
+            ),
+            "its DP ranks are on 2 nodes",
+        ),
+        (
+            lambda: RustMockEngine("prefill", server_info={"deployment_info": {}}),
+            "does not say how many DP ranks it has",
+        ),
+    ],
+)
+async def test_a_form_that_cannot_work_is_named_and_gets_nothing(engine: Any, told: str) -> None:
+    prefill, decode = engine(), RustMockEngine("decode")
+    await prefill.start()
+    await decode.start()
+    server = RouterServer(options_for([prefill], [decode]), None)
+    await server.start()
+    try:
+        registry = server.registry
+        (worker,) = registry.of_role("prefill")
+        await until(lambda: registry.usable("decode") and worker.problems.get("unusable"))
+        assert told in worker.problems["unusable"]
+        assert "SGLANG_RUST_SERVER" in worker.problems["unusable"]
+        assert not worker.usable
+        url = f"http://127.0.0.1:{server.port}/generate"
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(url, json={"text": "x"}) as answer,
+        ):
+            assert answer.status == 503
+            assert answer.headers["X-SMG-Error-Code"] == "no_prefill_servers"
+    finally:
+        await server.stop(grace_s=0.0)
+        await prefill.stop()
+        await decode.stop()
+    assert prefill.requests == []
+
+
+def info_of(rank: int, **fields: Any) -> dict[str, Any]:
+    deployment = {"dp_rank": rank, "dp_size": 2, "nnodes": 1, **fields}
+    return {"version": "0.5.23", "attn_dp_size": 2, "deployment_info": deployment}
+
+
+def test_it_is_not_asked_for_details_that_it_never_gives() -> None:
+    assert not parse_server_info(info_of(0), "prefill").cached_details
+
+
+def test_the_address_of_another_rank_is_no_worker() -> None:
+    with pytest.raises(UnusableWorker, match="DP rank 1 of an instance serves here"):
+        parse_server_info(info_of(1), "prefill")
+
+
+def test_a_rank_over_several_nodes_has_one_address() -> None:
+    assert parse_server_info(info_of(0, dp_size=1, nnodes=2), "prefill").rust_server
+
+
+@pytest.mark.parametrize("data", [{"attn_dp_size": 2}, info_of(0), info_of(1) | {"sbs": {}}])
+def test_what_is_not_the_rank_asked_for_is_told_apart(data: dict[str, Any]) -> None:
+    with pytest.raises(UnusableWorker):
+        check_rank_server(data, 1, "boot")
+
+
+def test_the_rank_asked_for_is_recognised() -> None:
+    check_rank_server(info_of(1) | {"sbs": {"boot_id": "boot"}}, 1, "boot")
+    check_rank_server(info_of(1), 1, "")
+
+
+def test_the_old_mode_is_told_apart_without_the_plugin() -> None:
+    assert not parse_server_info({"version": "0.5.23", "attn_dp_size": 2}, "prefill").rust_server
