@@ -63,6 +63,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_prefill_tokens: int = 0
     kv_capacity_tokens: int = 0
     max_running_requests: int = 0
+    prefill_max_requests: int = 0
+    """In one pass; 0: no limit."""
     page_size: int = 1
     """Tokens per KV block; under decode context parallelism several pages make one."""
     bigram: bool = False
@@ -145,6 +147,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         max_prefill_tokens=max_prefill,
         kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
         max_running_requests=_max_running_requests(data, dp_size),
+        prefill_max_requests=max(0, _int(data.get("prefill_max_requests"))),
         page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
         cached_details=numbers is not None and numbers >= CACHED_DETAILS_VERSION,

@@ -130,6 +130,8 @@ class InstanceUp(_Message, frozen=True):
     the next one in the moment it starts, without what arrives while it runs."""
     charged_page: int = 0
     """Each request is charged whole pages of so many tokens of the chunk; 0: ``page_size``."""
+    prefill_max_requests: int = 0
+    """Most requests of a rank in one pass (SGLang's flag of that name); 0: no limit."""
 
 
 class InstanceDown(_Message, frozen=True):

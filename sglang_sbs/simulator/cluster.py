@@ -173,6 +173,7 @@ class _Simulation:
                 prefix_source=spec.prefix_source if spec.block_tokens else "off",
                 overlap=spec.overlap,
                 charged_page=spec.page_size,
+                prefill_max_requests=spec.prefill_max_requests,
             )
         )
 
@@ -192,6 +193,7 @@ class _Simulation:
             jitter=spec.pass_jitter,
             rng=random.Random(spec.seed * 1000 + index + 1_000_000_007 * boot),
             page_size=spec.page_size,
+            prefill_max_requests=spec.prefill_max_requests,
             overlap=spec.overlap,
             boot_id=f"{name}-{boot}",
             caches=[

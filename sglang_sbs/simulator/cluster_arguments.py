@@ -39,6 +39,14 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             "(1)",
         ),
         add(
+            "--prefill-max-requests",
+            type=_tokens,
+            default=0,
+            metavar="REQUESTS",
+            help="most requests of a rank in one pass, as the engines' flag of that name (0: "
+            "unbounded)",
+        ),
+        add(
             "--serial-ms",
             type=not_negative,
             default=1e3 * NETWORK["dispatch_serial_s"],
@@ -219,6 +227,7 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "dp_size": args.dp,
         "page_size": args.page_size,
+        "prefill_max_requests": args.prefill_max_requests,
         "dispatch_latency_s": args.latency_ms / 1e3,
         "dispatch_serial_s": args.serial_ms / 1e3,
         "dispatch_jitter": args.dispatch_jitter,

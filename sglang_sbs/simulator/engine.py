@@ -10,7 +10,8 @@ What it reproduces of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_p
   request it sees. A request is schedulable once its handshake with decode is done.
 - Each rank fills its chunk first come first served, each request charged in whole pages, and cuts
   the last one that does not fit; the rest of it goes first in the next pass (one chunked request
-  per rank). All ranks pass the barrier together.
+  per rank). All ranks pass the barrier together. With ``--prefill-max-requests`` a rank takes no
+  more requests than that into a pass, the rest of a cut one counted.
 - Overlap (``event_loop_overlap_disagg_prefill``): an iteration forms a batch, hands it to the
   device, and then waits for the pass *before* it. So with something left over at the launch of a
   pass, the next one is queued behind it at once, whatever little that is, and runs without a gap;
@@ -115,18 +116,21 @@ class SimulatedPrefill:
         jitter: float,
         rng: random.Random,
         page_size: int = 1,
+        prefill_max_requests: int = 0,
         overlap: bool = False,
         boot_id: str = "",
         caches: Sequence[BlockCache] = (),
         first_pass_s: float = 0.0,
     ) -> None:
-        """``caches``: one per rank; empty for an engine without a radix cache. ``first_pass_s``:
-        what its first pass takes on top (kernels are compiled, graphs captured)."""
+        """``prefill_max_requests``: 0 for no limit. ``caches``: one per rank; empty for an engine
+        without a radix cache. ``first_pass_s``: what its first pass takes on top (kernels are
+        compiled, graphs captured)."""
         self.name = name
         self.boot_id = boot_id or name
         self.dp_size = dp_size
         self.chunk_tokens = chunk_tokens
         self.page_size = page_size
+        self._most_requests = prefill_max_requests or chunk_tokens
         self.overlap = overlap
         self.ranks = [Rank(cache=caches[d] if caches else None) for d in range(dp_size)]
         self.device: deque[DevicePass] = deque()
@@ -272,7 +276,7 @@ class SimulatedPrefill:
         """Tokens, requests, attention pairs and cached tokens of the rank's batch."""
         page, cache = self.page_size, rank.cache
         room, tokens, count, pairs, cached = self.chunk_tokens, 0, 0, 0.0, 0
-        while rank.waiting and room > 0:
+        while rank.waiting and room > 0 and count < self._most_requests:
             request = rank.waiting[0]
             hit = 0 if cache is None else _look_up(cache, request)
             part = request.remaining - hit

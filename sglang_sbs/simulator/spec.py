@@ -103,6 +103,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     the one before it ends."""
     page_size: int = 1
     """Tokens per KV page; a request is charged whole pages of the chunk. The scheduler is told."""
+    prefill_max_requests: int = 0
+    """Most requests of a rank in one pass; 0: no limit. The scheduler is told."""
     block_tokens: int = 0
     """Tokens per block of the radix caches, which the scheduler is told as the page size of KV
     events; whatever it is, the chunk is charged in pages of ``page_size``. 0:
