@@ -229,7 +229,11 @@ class AdaptiveTrigger(PrefillPolicy):
         few = len(queue) <= MOST_JOINING
         for start_s, _, index in starts:
             instance = instances[index]
-            ahead_tokens += instance.capacity_of(self._mean_tokens)
+            ahead_tokens += (
+                instance.capacity_of(self._mean_tokens)
+                if self._is_limited
+                else instance.capacity_tokens
+            )
             long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
             if not _may_take(instance, long_queue):
                 if few and self._may_join(instance, now_s):
@@ -266,6 +270,8 @@ class AdaptiveTrigger(PrefillPolicy):
             in_order = [instances[index] for _, _, index in starts]
             home_of = self._homes(candidates, instances, in_order, queue, overdue, now_s)
         tried = 0
+        arrives_s = now_s + self._interval.latency_s
+        start_of = {instances[index].id: max(arrives_s, free_s) for _, free_s, index in starts}
         for instance in candidates:
             every = self._uneven_chunks or chunked
             if not (tried < MAX_TRIED or every or decision.is_wanted(instance)):
@@ -279,6 +285,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 overdue,
                 all_idle,
                 home_of,
+                start_of,
                 now_s,
                 passes=2 if instance in ahead and len(instance.passes) == 1 else 1,
             )
@@ -352,11 +359,13 @@ class AdaptiveTrigger(PrefillPolicy):
         overdue: bool,
         all_idle: bool,
         home_of: Mapping[str, str] | None,
+        start_of: Mapping[str, float],
         now_s: float,
         passes: int = 1,
     ) -> Plan | None:
         """``home_of``: the instance each request should go to; None: any, for a fair share of the
-        queue. ``passes``: for so many together. None if nothing that waits may go there."""
+        queue. ``start_of``: when what is sent to an instance now would start. ``passes``: for so
+        many together. None if nothing that waits may go there."""
         c_avail = instance.c_avail(passes)
         room = sum(c for c in c_avail if c > 0)
         places = instance.places(passes)
@@ -402,12 +411,11 @@ class AdaptiveTrigger(PrefillPolicy):
             return None
         if home_of is None and len(instances) > 1 and not overdue and passes == 1:
             others = [i for i in instances if i is not instance]
-            arrives_s = now_s + self._interval.latency_s
             share = fair_share(
                 instance,
                 others,
                 queue.tokens,
-                lambda one: max(arrives_s, self._free_at_s(one, now_s)),
+                start_of,
                 now_s,
                 self._token_rate,
             )

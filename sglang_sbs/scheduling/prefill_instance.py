@@ -77,9 +77,11 @@ class PrefillInstance:
         """What that costs of the chunks to come."""
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
-        self._least_ahead_tokens = 0
+        self._least_ahead_tokens: int | None = None
+        """Remembered until the ledgers change, as are the next."""
+        self.marginal: tuple[float, float, float] | None = None
+        """For who divides what waits (``water_level``)."""
         self._next_pass_s: float | None = None
-        """Remembered until the ledgers change, as is the next."""
         self._longest_prompt_tokens: int | None = None
         self._presumed_id = -1
         """Newest pass that some rank has told of for all."""
@@ -129,6 +131,8 @@ class PrefillInstance:
     @property
     def has_room(self) -> bool:
         """Whether C_avail is positive on some rank."""
+        if self._least_ahead_tokens is None:
+            self._least_ahead_tokens = min([rank.ahead_tokens for rank in self.ranks])
         return self._least_ahead_tokens < self.chunk_tokens
 
     @property
@@ -216,11 +220,7 @@ class PrefillInstance:
         """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
         is_first = not self.has_outstanding
         target = self.ranks[rank]
-        before, ahead, requests = (
-            target.charged_tokens,
-            target.ahead_tokens,
-            len(target.outstanding),
-        )
+        before, requests = target.charged_tokens, len(target.outstanding)
         self.backlog_tokens -= target.backlog_tokens
         tokens = max(1, prompt_tokens - cached_tokens)
         target.flight.add(rid, tokens)
@@ -229,10 +229,9 @@ class PrefillInstance:
         target.has_cached = target.has_cached or cached_tokens > 0
         target.received_tokens += tokens
         self._next_pass_s = self._longest_prompt_tokens = None
+        self._least_ahead_tokens = self.marginal = None
         self.backlog_tokens += target.backlog_tokens
         self.charged_tokens += target.charged_tokens - before
-        if ahead == self._least_ahead_tokens:
-            self._least_ahead_tokens = min([one.ahead_tokens for one in self.ranks])
         self._outstanding += len(target.outstanding) - requests
         if is_first:
             self._watch(now_s)
@@ -357,14 +356,10 @@ class PrefillInstance:
 
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""
-        self._next_pass_s = None
-        self._longest_prompt_tokens = None
+        self._next_pass_s = self._longest_prompt_tokens = None
+        self._least_ahead_tokens = self.marginal = None
         self.backlog_tokens = sum([rank.backlog_tokens for rank in self.ranks])
-        charged = [rank.charged_tokens for rank in self.ranks]
-        self.charged_tokens = sum(charged)
-        if self.prefill_max_requests:
-            charged = [rank.ahead_tokens for rank in self.ranks]
-        self._least_ahead_tokens = min(charged)
+        self.charged_tokens = sum([rank.charged_tokens for rank in self.ranks])
         self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
         self.has_flight = any(rank.sent for rank in self.ranks)
 
