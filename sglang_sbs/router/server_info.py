@@ -82,6 +82,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Its release couples prefill and decode ranks (``rank_contract``)."""
     rank_choice: RankChoice = "free"
     """What can be chosen of its ranks as a decode instance."""
+    allocates_late: bool = False
+    """A decode instance that reserves KV when prefill is done with it, not before."""
     sbs: SbsBlock | None = None
     """``None``: the plugin is not installed or not configured there."""
     radix_cache: bool = True
@@ -159,6 +161,10 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         load_balance_method=method,
         coupled=is_coupled(numbers),
         rank_choice=choice,
+        allocates_late=(
+            role == "decode"
+            and data.get("disaggregation_decode_allocation_policy") == "prefill_complete"
+        ),
         overlap=data.get("disable_overlap_schedule") is not True,
         sbs=_sbs_block(data.get("sbs")),
         radix_cache=(

@@ -362,6 +362,9 @@ class Scheduler:
         self._up_prefill = [i for i in self.prefill.values() if i.id not in self._down]
         self._up_decode = [d for d in self.decode.values() if d.id not in self._down]
         self._decode_targets = [(d, rank) for d in self._up_decode for rank in range(d.dp_size)]
+        pass_tokens = sum(instance.capacity_tokens for instance in self._up_prefill)
+        for decode in self._up_decode:
+            decode.may_park(pass_tokens // len(self._decode_targets))
         self.interval.on_topology_change(len(self._up_prefill))
         self.policy.on_topology_change(self._up_prefill)
 

@@ -84,6 +84,20 @@ def test_only_a_prefill_worker_is_announced_with_its_most_requests() -> None:
     assert told == {"http://p:1": 4, "http://d:1": 0}
 
 
+def test_only_a_decode_worker_allocates_late() -> None:
+    data = INFO | {"disaggregation_decode_allocation_policy": "prefill_complete"}
+    assert not parse_server_info(data, "prefill").allocates_late
+    data["disaggregation_mode"] = "decode"
+    assert parse_server_info(data, "decode").allocates_late
+    data["disaggregation_decode_allocation_policy"] = "early"
+    assert not parse_server_info(data, "decode").allocates_late
+    setup = Setup()
+    worker = setup.registry.add("http://d:1", "decode")
+    setup.registry.described(worker, WorkerInfo(dp_size=2, allocates_late=True))
+    setup.registry.set_healthy(worker, True)
+    assert [e.allocates_late for e in setup.events if isinstance(e, InstanceUp)] == [True]
+
+
 def test_without_chunking_a_pass_is_limited_by_max_prefill_tokens() -> None:
     data = INFO | {"chunked_prefill_size": -1, "max_prefill_tokens": 16384}
     assert parse_server_info(data, "prefill").chunk_tokens == 16384
