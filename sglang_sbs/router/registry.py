@@ -501,6 +501,7 @@ class Registry:
             prefix_source=self.prefix_source_of(worker),
             rank_choice=info.rank_choice if worker.role == "decode" else "free",
             overlap=info.overlap and worker.role == "prefill",
+            captured_tokens=info.captured_tokens if worker.role == "prefill" else (),
             allocates_late=info.allocates_late,
         )
 

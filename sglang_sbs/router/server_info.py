@@ -26,6 +26,7 @@ MAX_DP_SIZE = 4096
 _MAX_TEXT = 256
 _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
+_MAX_GRAPHS = 256
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 
 
@@ -65,6 +66,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int = 0
     prefill_max_requests: int = 0
     """In one pass; 0: no limit."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of its prefill CUDA graphs, ascending; empty without graphs."""
     page_size: int = 1
     """Tokens per KV block; under decode context parallelism several pages make one."""
     bigram: bool = False
@@ -150,6 +153,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
         max_running_requests=_max_running_requests(data, dp_size),
         prefill_max_requests=max(0, _int(data.get("prefill_max_requests"))),
+        captured_tokens=_captured_tokens(data.get("cuda_graph_config")),
         page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
         cached_details=numbers is not None and numbers >= CACHED_DETAILS_VERSION,
@@ -193,6 +197,18 @@ def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
             if _int(states[0].get(name)) > 0:
                 return _int(states[0].get(name))
     return max(0, _int(data.get("max_running_requests"))) // dp_size
+
+
+def _captured_tokens(config: object) -> tuple[int, ...]:
+    """``cuda_graph_config`` (SGLang's ``model_executor/cuda_graph_config.py``) of the prefill
+    phase, whose ``bs`` are token counts."""
+    prefill = config.get("prefill") if isinstance(config, dict) else None
+    if not isinstance(prefill, dict) or prefill.get("backend") in (None, "disabled"):
+        return ()
+    sizes = prefill.get("bs")
+    if not isinstance(sizes, list):
+        return ()
+    return tuple(sorted({_int(size) for size in sizes[:_MAX_GRAPHS] if _int(size) > 0}))
 
 
 def _sbs_block(value: object) -> SbsBlock | None:

@@ -130,6 +130,9 @@ class InstanceUp(_Message, frozen=True):
     the next one in the moment it starts, without what arrives while it runs."""
     charged_page: int = 0
     """Each request is charged whole pages of so many tokens of the chunk; 0: ``page_size``."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts that prefill CUDA graphs are captured for, ascending: smaller passes are padded
+    to one of them. Empty: passes run as they are."""
     allocates_late: bool = False
     """Of a decode instance: prefill does not wait for room there (SGLang's
     ``--disaggregation-decode-allocation-policy prefill_complete``)."""

@@ -55,8 +55,9 @@ class PrefillInstance:
         """Of a rank in one pass; 0: no limit."""
         self.overlap = up.overlap
         self.ranks = [PrefillRank() for _ in range(up.dp_size)]
-        self.set_limits(up)
+        self._set_room(up)
         self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
+        self.model.captured_tokens = up.captured_tokens
         self.passes: list[Pass] = []
         self.tier: Tier = "none"
         self.ready = True
@@ -87,7 +88,11 @@ class PrefillInstance:
         """Newest pass that some rank has told of for all."""
 
     def set_limits(self, up: InstanceUp) -> None:
-        """Chunk, page and overlap scheduling as the engine has them."""
+        """Chunk, page, overlap scheduling and graphs as the engine has them."""
+        self._set_room(up)
+        self.model.captured_tokens = up.captured_tokens
+
+    def _set_room(self, up: InstanceUp) -> None:
         self.page = max(1, up.charged_page or up.page_size)
         self.chunk_tokens = whole_pages(up.chunk_tokens or self.chunk_tokens, self.page)
         self.capacity_tokens = self.chunk_tokens * self.dp_size

@@ -174,6 +174,7 @@ class _Simulation:
                 overlap=spec.overlap,
                 charged_page=spec.page_size,
                 prefill_max_requests=spec.prefill_max_requests,
+                captured_tokens=spec.captured_tokens,
             )
         )
 
@@ -194,6 +195,7 @@ class _Simulation:
             rng=random.Random(spec.seed * 1000 + index + 1_000_000_007 * boot),
             page_size=spec.page_size,
             prefill_max_requests=spec.prefill_max_requests,
+            captured_tokens=spec.captured_tokens,
             overlap=spec.overlap,
             boot_id=f"{name}-{boot}",
             caches=[

@@ -103,6 +103,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     the one before it ends."""
     page_size: int = 1
     """Tokens per KV page; a request is charged whole pages of the chunk. The scheduler is told."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of the engines' prefill CUDA graphs, ascending. The scheduler is told."""
     prefill_max_requests: int = 0
     """Most requests of a rank in one pass; 0: no limit. The scheduler is told."""
     block_tokens: int = 0

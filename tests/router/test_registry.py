@@ -98,6 +98,25 @@ def test_only_a_decode_worker_allocates_late() -> None:
     assert [e.allocates_late for e in setup.events if isinstance(e, InstanceUp)] == [True]
 
 
+@pytest.mark.parametrize(
+    ("config", "captured"),
+    [
+        ({"prefill": {"backend": "breakable", "bs": [512, 256]}}, (256, 512)),
+        ({"prefill": {"backend": "disabled", "bs": [256]}}, ()),
+        ({"prefill": {"bs": [256]}}, ()),
+        ({"prefill": {"backend": "full", "bs": [-4, "8", True, 16, 1 << 50]}}, (16, 1 << 40)),
+        ({"prefill": {"backend": "full", "bs": None}}, ()),
+        ({"prefill": {"backend": "full", "bs": list(range(1, 9999))}}, tuple(range(1, 257))),
+        ({"prefill": []}, ()),
+        ("full", ()),
+        (None, ()),
+    ],
+)
+def test_prefill_graphs_are_read_where_they_are_in_use(config: object, captured: tuple) -> None:
+    info = parse_server_info(INFO | {"cuda_graph_config": config}, "prefill")
+    assert info.captured_tokens == captured
+
+
 def test_without_chunking_a_pass_is_limited_by_max_prefill_tokens() -> None:
     data = INFO | {"chunked_prefill_size": -1, "max_prefill_tokens": 16384}
     assert parse_server_info(data, "prefill").chunk_tokens == 16384

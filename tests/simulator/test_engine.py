@@ -107,6 +107,18 @@ def test_a_pass_takes_so_many_requests_the_rest_of_a_cut_one_counted():
     assert rids(third) == ["d"]
 
 
+def test_a_pass_takes_the_time_of_the_graph_that_it_is_padded_to():
+    def forward_s(tokens: int, captured: tuple[int, ...]) -> float:
+        prefill = engine(dp_size=1, captured_tokens=captured)
+        prefill.deliver("a", 0, tokens)
+        launched = iterate(prefill, 0.0)[0]
+        assert launched.tokens == [tokens], "of which it tells"
+        return launched.end_s - launched.start_s
+
+    assert forward_s(50, (64, 90)) == forward_s(64, ()) > forward_s(50, ())
+    assert forward_s(95, (64, 90)) == forward_s(95, ())
+
+
 def test_nothing_is_added_to_less_than_a_page():
     prefill = engine(dp_size=1, chunk_tokens=40, page_size=16)
     prefill.deliver("a", 0, 30)  # charged 32: 8 tokens of the chunk are left
