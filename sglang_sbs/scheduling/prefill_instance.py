@@ -126,6 +126,11 @@ class PrefillInstance:
             return self.capacity_tokens
         return min(self.capacity_tokens, self.dp_size * self.prefill_max_requests * mean_tokens)
 
+    def full_pass(self, mean_tokens: float) -> tuple[float, float]:
+        """The same, and the predicted forward time of such a pass."""
+        tokens = self.capacity_of(mean_tokens)
+        return tokens, self.model.predict_s([round(tokens / self.dp_size)] * self.dp_size)
+
     @property
     def longest_prompt_tokens(self) -> int:
         """Of the prompts that are not computed yet; cached or not."""

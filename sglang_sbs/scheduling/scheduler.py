@@ -599,5 +599,5 @@ class Scheduler:
         return request.prompt_tokens + expected
 
     def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
-        after_s = retry_after_s(self.queue.tokens, self._up_prefill)
+        after_s = retry_after_s(self.queue, self._up_prefill)
         return ev.Refuse(rid=rid, cause=cause, retry_after_s=after_s, message=message)

@@ -11,9 +11,12 @@ from model_engine import PrefillEngine
 from test_algorithms import request
 
 from sglang_sbs.scheduling import InstanceUp
+from sglang_sbs.scheduling.flow_control import retry_after_s
 from sglang_sbs.scheduling.pass_forecast import PassForecast, Terms
 from sglang_sbs.scheduling.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.request import RequestQueue
+from sglang_sbs.scheduling.slo_forecast import first_token_in_s
 from sglang_sbs.simulator.sweep import Job, run_job
 
 CHUNK, DP, MOST = 1024, 2, 4
@@ -189,3 +192,27 @@ def test_short_prompts_wait_less_than_with_the_best_policy_that_holds_none():
     )
     assert sbs["unfinished"] == 0
     assert sbs["ttft_mean_s"] < eta["ttft_mean_s"]
+
+
+def test_full_passes_are_as_full_as_the_limit_lets_them_be():
+    books = instance()
+    tokens, pass_s = books.full_pass(100.0)
+    assert tokens == DP * MOST * 100
+    assert pass_s == books.model.predict_s([MOST * 100] * DP)
+    assert books.full_pass(1000.0) == (DP * CHUNK, books.model.predict_s([CHUNK] * DP))
+
+
+@pytest.mark.parametrize("most", [0, MOST])
+def test_refusals_count_the_passes_that_short_requests_need(most: int):
+    """Eighty requests of ten tokens fit into one pass, or take ten of eight requests each."""
+    waiting = RequestQueue()
+    for index in range(80):
+        waiting.add(request(f"r{index}", 10, order=index))
+    books = instance(most)
+    for _ in range(50):
+        books.model.observe([100, 100], 0.5)
+    pass_s = books.full_pass(10.0)[1]
+    seconds = retry_after_s(waiting, [books])
+    assert seconds == pytest.approx(10 * pass_s if most else 1.0)
+    first_s = first_token_in_s(10, 800, 800, 10.0, [books], 0.0, LATENCY_S)
+    assert (first_s > 5 * pass_s) == bool(most)
