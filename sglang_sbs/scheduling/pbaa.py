@@ -302,13 +302,15 @@ def top_up(
     Only while more than ``keep_tokens`` uncached tokens are left over, and only holes of at least
     ``hole_share`` of a chunk: splitting costs the next pass, so it pays only under backlog.
     """
+    remaining = uncached_tokens_of(allocation.left)
+    if remaining <= keep_tokens:
+        return allocation
     room = Room(c_avail, places)
     for request, rank in allocation.placed:
         hits = hits_of(request)
         room.take(rank, paged(request.prompt_tokens - (0 if hits is None else hits[rank]), page))
     placed = list(allocation.placed)
     left: list[Request] = []
-    remaining = uncached_tokens_of(allocation.left)
     for request in sorted(allocation.left, key=lambda r: (r.priority, r.order)):
         if remaining <= keep_tokens:
             left.append(request)

@@ -230,18 +230,19 @@ class PrefillInstance:
         """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
         is_first = not self.has_outstanding
         target = self.ranks[rank]
-        before, requests = target.charged_tokens, len(target.outstanding)
-        self.backlog_tokens -= target.backlog_tokens
+        flight, requests = target.flight, len(target.outstanding)
+        self.backlog_tokens -= flight.total
+        self.charged_tokens -= flight.charged
         tokens = max(1, prompt_tokens - cached_tokens)
-        target.flight.add(rid, tokens)
+        flight.add(rid, tokens)
         target.outstanding.add(rid, tokens)
         target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
         target.has_cached = target.has_cached or cached_tokens > 0
         target.received_tokens += tokens
         self._next_pass_s = self._longest_prompt_tokens = None
         self._least_ahead_tokens = self.marginal = None
-        self.backlog_tokens += target.backlog_tokens
-        self.charged_tokens += target.charged_tokens - before
+        self.backlog_tokens += flight.total
+        self.charged_tokens += flight.charged
         self._outstanding += len(target.outstanding) - requests
         if is_first:
             self._watch(now_s)
