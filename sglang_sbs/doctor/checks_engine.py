@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 from sglang_sbs.doctor.facts import EngineFacts
 from sglang_sbs.doctor.fields import number, text
@@ -27,6 +28,14 @@ HIGH_RTT_S = 0.05
 """Of the fastest round trip: a quarter of a short forward pass."""
 JITTER_S = 0.1
 CLOCK_S = 1.0
+_REORDERING = {
+    "lpm": "the longest cached prefix first",
+    "hrrn": "by waiting time over uncached tokens",
+    "shortest-prefill-first": "the shortest first, and a cut prompt gets what they leave of the "
+    "chunk",
+}
+"""What SGLang's ``schedule_policy.py`` does under the policies that people set for speed. All of
+them take one of several new prompts that begin alike, and leave the others for the next pass."""
 FULL = 0.9
 """Share of KV tokens or slots in use from which a rank counts as full."""
 
@@ -125,6 +134,8 @@ def describe_limits(info: WorkerInfo, *, prefill: bool) -> str:
     parts = [f"{info.dp_size} DP rank{'s' if info.dp_size > 1 else ''}"]
     if prefill:
         parts.append(f"{info.chunk_tokens} tokens per rank and pass")
+        if info.prefill_max_requests:
+            parts.append(f"{info.prefill_max_requests} requests per rank and pass")
     else:
         parts.append(f"{info.kv_capacity_tokens} KV tokens per rank")
     parts.append(f"{info.max_running_requests} requests per rank")
@@ -178,8 +189,8 @@ def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
         yield finding(
             "flags.decode-ranks", url, f"--load-balance-method {info.load_balance_method}"
         )
-    if data.get("enable_prefill_delayer") is True:
-        yield finding("flags.prefill-delayer", url, "--enable-prefill-delayer is set")
+    if prefill:
+        yield from _delayers(url, data)
     if data.get("sleep_on_idle") is True and info.dp_size > 1:
         yield finding("flags.sleep-on-idle", url, "--sleep-on-idle is set")
     if info.rust_server and info.dp_size > 1 and info.sbs is None:
@@ -187,12 +198,35 @@ def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
     if prefill and data.get("disable_overlap_schedule") is True:
         yield finding("flags.overlap-disabled", url, "overlap scheduling is off")
     policy = text(data, "schedule_policy")
+    does = _REORDERING.get(policy)
     if prefill and policy not in ("", "fcfs"):
-        yield finding("flags.schedule-policy", url, f"--schedule-policy {policy}")
+        yield finding(
+            "flags.schedule-policy",
+            url,
+            f"--schedule-policy {policy}" + (f": {does}" if does else ""),
+            f"start prefill engines with --schedule-policy fcfs instead of {policy}",
+        )
     if prefill and number(data, "pp_size") > 1:
         yield finding("flags.pipeline", url, f"--pp-size {number(data, 'pp_size')}")
     if data.get("enable_pd_role_switch") is True:
         yield finding("flags.role-switch", url, "--enable-pd-role-switch is set")
+
+
+def _delayers(url: str, data: dict[str, Any]) -> Iterator[Finding]:
+    """What holds prefill back in the engine. The second and the third count running requests, of
+    which a prefill engine has none (``prefill_delayer.py``, ``min_free_slots_delayer.py``)."""
+    if data.get("enable_prefill_delayer") is True:
+        yield finding("flags.prefill-delayer", url, "--enable-prefill-delayer is set")
+    queue = [
+        f"--{name.replace('_', '-')} {data[name]:g}"
+        for name in ("prefill_delayer_queue_min_ratio", "prefill_delayer_max_delay_ms")
+        if isinstance(data.get(name), int | float)
+    ]
+    if queue:
+        yield finding("flags.prefill-delayer-queue", url, ", ".join(queue))
+    if number(data, "min_free_slots_delay") > 1:
+        slots = number(data, "min_free_slots_delay")
+        yield finding("flags.min-free-slots-delay", url, f"--min-free-slots-delay {slots}")
 
 
 def _latency(facts: EngineFacts) -> Iterator[Finding]:

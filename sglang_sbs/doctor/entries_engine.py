@@ -304,6 +304,19 @@ ENTRIES: dict[str, Entry] = {
         "them: two hands on one wheel.",
         "start prefill engines without --enable-prefill-delayer",
     ),
+    "flags.prefill-delayer-queue": Entry(
+        _NOTE,
+        "The queue trigger of the prefill delayer compares what waits with what runs, and nothing "
+        "runs on a prefill engine of a PD cluster: it delays nothing there.",
+        "start prefill engines without --prefill-delayer-queue-min-ratio and "
+        "--prefill-delayer-max-delay-ms",
+    ),
+    "flags.min-free-slots-delay": Entry(
+        _NOTE,
+        "--min-free-slots-delay waits for running requests to end, and nothing runs on a prefill "
+        "engine of a PD cluster: it delays nothing there.",
+        "start prefill engines without --min-free-slots-delay",
+    ),
     "flags.sleep-on-idle": Entry(
         _WARNING,
         "Under DP attention --sleep-on-idle costs one to two seconds of TTFT after idle times: "
@@ -323,7 +336,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "flags.schedule-policy": Entry(
         _NOTE,
-        "The engine reorders its queue. SBS sends batches that fit a pass in the order of arrival.",
+        "The engine reorders its queue. SBS sends batches that fit a pass and foretells passes as "
+        "first come first served: what a pass leaves over runs at other times than foretold.",
         "leave --schedule-policy at fcfs on prefill engines",
     ),
     "flags.pipeline": Entry(

@@ -559,11 +559,14 @@ class Registry:
             chunk_tokens=info.chunk_tokens,
             kv_capacity_tokens=info.kv_capacity_tokens,
             max_running_requests=info.max_running_requests,
+            prefill_max_requests=info.prefill_max_requests if worker.role == "prefill" else 0,
             page_size=info.page_size,
             prefix_source=self.prefix_source_of(worker),
             rank_choice=info.rank_choice if worker.role == "decode" else "free",
             overlap=info.overlap and worker.role == "prefill",
             barrier=not info.no_barrier or worker.role != "prefill",
+            captured_tokens=info.captured_tokens if worker.role == "prefill" else (),
+            allocates_late=info.allocates_late,
         )
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:

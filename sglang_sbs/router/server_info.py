@@ -28,6 +28,7 @@ _RUST_MARK = "rust_mm_transport"
 _MAX_TEXT = 256
 _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
+_MAX_GRAPHS = 256
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 
 
@@ -76,6 +77,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_prefill_tokens: int = 0
     kv_capacity_tokens: int = 0
     max_running_requests: int = 0
+    prefill_max_requests: int = 0
+    """In one pass; 0: no limit."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of its prefill CUDA graphs, ascending; empty without graphs."""
     page_size: int = 1
     """Tokens per KV block; under decode context parallelism several pages make one."""
     bigram: bool = False
@@ -96,6 +101,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Its release couples prefill and decode ranks (``rank_contract``)."""
     rank_choice: RankChoice = "free"
     """What can be chosen of its ranks as a decode instance."""
+    allocates_late: bool = False
+    """A decode instance that reserves KV when prefill is done with it, not before."""
     sbs: SbsBlock | None = None
     """``None``: the plugin is not installed or not configured there."""
     radix_cache: bool = True
@@ -180,6 +187,8 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         max_prefill_tokens=max_prefill,
         kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
         max_running_requests=_max_running_requests(data, dp_size),
+        prefill_max_requests=max(0, _int(data.get("prefill_max_requests"))),
+        captured_tokens=_captured_tokens(data.get("cuda_graph_config")),
         page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
         # The Rust server passes over the field, and no answer would read as nothing cached.
@@ -195,6 +204,10 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         load_balance_method=method,
         coupled=is_coupled(numbers),
         rank_choice=choice,
+        allocates_late=(
+            role == "decode"
+            and data.get("disaggregation_decode_allocation_policy") == "prefill_complete"
+        ),
         overlap=data.get("disable_overlap_schedule") is not True,
         rust_server=rust_server,
         sbs=sbs,
@@ -297,6 +310,18 @@ def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
             if _int(states[0].get(name)) > 0:
                 return _int(states[0].get(name))
     return max(0, _int(data.get("max_running_requests"))) // dp_size
+
+
+def _captured_tokens(config: object) -> tuple[int, ...]:
+    """``cuda_graph_config`` (SGLang's ``model_executor/cuda_graph_config.py``) of the prefill
+    phase, whose ``bs`` are token counts."""
+    prefill = config.get("prefill") if isinstance(config, dict) else None
+    if not isinstance(prefill, dict) or prefill.get("backend") in (None, "disabled"):
+        return ()
+    sizes = prefill.get("bs")
+    if not isinstance(sizes, list):
+        return ()
+    return tuple(sorted({_int(size) for size in sizes[:_MAX_GRAPHS] if _int(size) > 0}))
 
 
 def _sbs_block(value: object) -> SbsBlock | None:

@@ -43,6 +43,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "chunk_tokens": info.chunk_tokens if info else None,
         "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
         "max_running_requests": info.max_running_requests if info else None,
+        "prefill_max_requests": info.prefill_max_requests if info else None,
         "page_size": info.page_size if info else None,
         "kv_events": info is not None
         and info.kv_events is not None

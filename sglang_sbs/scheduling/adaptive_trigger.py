@@ -127,9 +127,13 @@ class AdaptiveTrigger(PrefillPolicy):
         self._request_rate = 0.0
         self._rate_s: float | None = None
         self._chunk_tokens = 1.0
-        self._capacity_tokens = 0
+        self._capacity_tokens = 0.0
+        self._mean_tokens = 1.0
+        """Of a request."""
         self._largest_chunk_tokens = 0
         self._uneven_chunks = False
+        self._is_limited = False
+        """Passes of some instance have a limit of requests."""
         self._lead = DispatchLead()
         self._load = 0.0
         """Share of the time that goes into tokens."""
@@ -186,6 +190,7 @@ class AdaptiveTrigger(PrefillPolicy):
         if instances:
             self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
         self._capacity_tokens = sum(i.capacity_tokens for i in instances)
+        self._is_limited = any(i.prefill_max_requests for i in instances)
         chunks = {i.chunk_tokens for i in instances}
         self._largest_chunk_tokens = max(chunks, default=0)
         self._uneven_chunks = len(chunks) > 1
@@ -202,6 +207,9 @@ class AdaptiveTrigger(PrefillPolicy):
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._decay(now_s)
+        if self._is_limited:
+            self._mean_tokens = self._token_rate / max(1e-9, self._request_rate)
+            self._capacity_tokens = sum(i.capacity_of(self._mean_tokens) for i in instances)
         if not self._tokens_per_s:
             self._measure(instances)
         self._load = min(MOST_LOAD, self._token_rate / self._tokens_per_s)
@@ -215,14 +223,18 @@ class AdaptiveTrigger(PrefillPolicy):
         starts = self._starts(instances, now_s)
         lead_s = self.lead_s
         candidates: list[PrefillInstance] = []
-        ahead_tokens = 0
+        ahead_tokens = 0.0
         # What is committed early takes the next pass from an urgent request that comes meanwhile.
         late = self._urgency.matters(now_s) and not self._chunked(queue, instances)
         few = len(queue) <= MOST_JOINING
         join_s = self._lead.join_s(self._interval.latency_s)
         for start_s, _, index in starts:
             instance = instances[index]
-            ahead_tokens += instance.capacity_tokens
+            ahead_tokens += (
+                instance.capacity_of(self._mean_tokens)
+                if self._is_limited
+                else instance.capacity_tokens
+            )
             long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
             if not _may_take(instance, long_queue):
                 if few and instance.has_flight and instance.has_room and instance.passes:
@@ -244,7 +256,10 @@ class AdaptiveTrigger(PrefillPolicy):
             else:
                 wakes.append(open_s)
         all_idle = all(instance.idle for instance in instances)
-        ahead, due_s = ([], None) if late else lookahead(instances, queue.tokens, lead_s, now_s)
+        ahead: list[PrefillInstance] = []
+        due_s = None
+        if not late:
+            ahead, due_s = lookahead(instances, queue.tokens, self._mean_tokens, lead_s, now_s)
         if due_s is not None:
             wakes.append(due_s)
         chunked = bool(candidates or ahead) and self._chunked(queue, instances)
@@ -261,6 +276,8 @@ class AdaptiveTrigger(PrefillPolicy):
             in_order = [instances[index] for _, _, index in starts]
             home_of = self._homes(candidates, instances, in_order, queue, overdue, now_s)
         tried = 0
+        arrives_s = now_s + self._interval.latency_s
+        start_of = {instances[index].id: max(arrives_s, free_s) for _, free_s, index in starts}
         for instance in candidates:
             every = self._uneven_chunks or chunked
             if not (tried < MAX_TRIED or every or decision.is_wanted(instance)):
@@ -274,6 +291,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 overdue,
                 all_idle,
                 home_of,
+                start_of,
                 now_s,
                 passes=2 if instance in ahead and len(instance.passes) == 1 else 1,
             )
@@ -347,16 +365,20 @@ class AdaptiveTrigger(PrefillPolicy):
         overdue: bool,
         all_idle: bool,
         home_of: Mapping[str, str] | None,
+        start_of: Mapping[str, float],
         now_s: float,
         passes: int = 1,
     ) -> Plan | None:
         """``home_of``: the instance each request should go to; None: any, for a fair share of the
-        queue. ``passes``: for so many together. None if nothing that waits may go there."""
+        queue. ``start_of``: when what is sent to an instance now would start. ``passes``: for so
+        many together. None if nothing that waits may go there."""
         c_avail = instance.c_avail(passes)
         room = sum(c for c in c_avail if c > 0)
+        places = instance.places(passes)
+        most = math.inf if places is None else sum(places)
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take;
         # under overlap only when the rest, which runs at once and all but alone, does not matter.
-        keep_tokens: float = self._capacity_tokens - instance.capacity_tokens
+        keep_tokens = self._capacity_tokens - instance.capacity_of(self._mean_tokens)
         if instance.overlap:
             keep_tokens += OVERLAP_KEEP_PASSES * self._capacity_tokens
         if home_of is None and self._urgency.matters(now_s):
@@ -371,6 +393,7 @@ class AdaptiveTrigger(PrefillPolicy):
         for request in queue.in_order():
             if (
                 taken >= room + spare
+                or len(head) + len(rest) >= (2 * most if spare else most)
                 or affinity.deferred >= MAX_DEFERRED
                 or refused >= MOST_REFUSED
             ):
@@ -388,18 +411,17 @@ class AdaptiveTrigger(PrefillPolicy):
                 )
                 and (request.arrived_s <= patient_s or affinity.belongs_here(request))
             ):
-                (head if taken < room else rest).append(request)
+                (head if taken < room and len(head) < most else rest).append(request)
                 taken += paged(request.uncached_tokens_on(instance.id), instance.page)
         if forbidden == len(queue):
             return None
         if home_of is None and len(instances) > 1 and not overdue and passes == 1:
             others = [i for i in instances if i is not instance]
-            arrives_s = now_s + self._interval.latency_s
             share = fair_share(
                 instance,
                 others,
                 queue.tokens,
-                lambda one: max(arrives_s, self._free_at_s(one, now_s)),
+                start_of,
                 now_s,
                 self._token_rate,
             )
@@ -416,6 +438,7 @@ class AdaptiveTrigger(PrefillPolicy):
             affinity.rank_of,
             [rank.received_tokens for rank in instance.ranks],
             instance.page,
+            places,
         )
         beyond = queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
         allocation = top_up(
@@ -425,6 +448,7 @@ class AdaptiveTrigger(PrefillPolicy):
             keep_tokens=keep_tokens - beyond,
             hits_of=affinity.hits_of,
             page=instance.page,
+            places=places,
         )
         ahead_ms = 1e3 * (self._free_at_s(instance, now_s) - now_s)
         return Plan(
@@ -553,7 +577,7 @@ class AdaptiveTrigger(PrefillPolicy):
         rates = [tokens_per_s(instance) for instance in instances]
         self._tokens_per_s = sum(rates)
         self._pass_times_s = [
-            (i.model.fixed_s, i.model.fixed_s + i.capacity_tokens / rate)
+            (i.model.fixed_s, i.model.fixed_s + i.capacity_of(self._mean_tokens) / rate)
             for i, rate in zip(instances, rates, strict=True)
         ]
 

@@ -101,7 +101,7 @@ class CacheAffinity:
         """What is known of the instance in this decision."""
         view = self._views.get(instance.id)
         if view is None:
-            backlog = [rank.charged_tokens for rank in instance.ranks]
+            backlog = [rank.ahead_tokens for rank in instance.ranks]
             view = self._views[instance.id] = _View(
                 instance,
                 self._start_of(instance),

@@ -111,6 +111,7 @@ class DecodeInstance:
         self._room_tokens: int | None = None
         self._heard_s: dict[int, float] = {}
         """Ranks that reported or were polled, and when; the longest ago first."""
+        self._parked_tokens = 0
         self.set_limits(up)
 
     def set_limits(self, up: InstanceUp) -> None:
@@ -119,7 +120,24 @@ class DecodeInstance:
         self._limits = (up.kv_capacity_tokens, up.max_running_requests)
         self._take_limits(0, 0)
         self.rank_choice = up.rank_choice
+        self._allocates_late = up.allocates_late
         self._all_changed()
+
+    def may_park(self, tokens: int) -> None:
+        """Each rank may be sent so many KV tokens more than it has room for, if it allocates late.
+
+        With ``--disaggregation-decode-allocation-policy prefill_complete`` prefill computes without
+        room in decode, and keeps the KV until there is some (``disaggregation/prefill.py`` of
+        SGLang, ``can_prefill_before_bootstrap``). So the room of a request is needed at the end of
+        its prefill, and what one pass of all prefill instances computes may leave before it is
+        there: ``tokens`` is a rank's share of that. What leaves earlier still would wait in
+        prefill's KV cache, bound to one decode rank, instead of in the router. How many requests a
+        rank may run does not change, nor which prompt is too long for any.
+        """
+        tokens = tokens if self._allocates_late else 0
+        if tokens != self._parked_tokens:
+            self._parked_tokens = tokens
+            self._all_changed()
 
     def goes_with(self, rank: int, prefill_rank: int, prefill_dp_size: int) -> bool:
         """Whether a request of that prefill rank can be had on this rank (``rank_choice``)."""
@@ -303,6 +321,6 @@ class DecodeInstance:
             running=requests,
             kv_tokens=kv_tokens,
             committed_tokens=max(kv_tokens + rank.growth.total, committed),
-            kv_capacity_tokens=self.kv_capacity_tokens,
+            kv_capacity_tokens=self.kv_capacity_tokens + self._parked_tokens,
             max_running=self.max_running,
         )

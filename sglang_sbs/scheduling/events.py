@@ -133,6 +133,14 @@ class InstanceUp(_Message, frozen=True):
     barrier: bool = True
     """All DP ranks of a prefill instance make each pass together. False: each rank makes passes of
     its own (:mod:`.lone_ranks`)."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts that prefill CUDA graphs are captured for, ascending: smaller passes are padded
+    to one of them. Empty: passes run as they are."""
+    allocates_late: bool = False
+    """Of a decode instance: prefill does not wait for room there (SGLang's
+    ``--disaggregation-decode-allocation-policy prefill_complete``)."""
+    prefill_max_requests: int = 0
+    """Most requests of a rank in one pass (SGLang's flag of that name); 0: no limit."""
 
 
 class InstanceDown(_Message, frozen=True):

@@ -6,6 +6,7 @@ waits in it, or the policy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from sglang_sbs.scheduling.config import SchedulerConfig
@@ -63,7 +64,14 @@ def slo_refusal_of(
         return None
     ahead_tokens = queue.ahead_tokens(request)
     forecast_s = first_token_in_s(
-        request.uncached_tokens, ahead_tokens, queue.tokens, prefill, now_s, latency_s, slo_s
+        request.uncached_tokens,
+        ahead_tokens,
+        queue.tokens,
+        (queue.tokens + request.uncached_tokens) / (len(queue) + 1),
+        prefill,
+        now_s,
+        latency_s,
+        slo_s,
     )
     if forecast_s <= slo_s:
         return None
@@ -84,10 +92,8 @@ def missing_role(
     return None
 
 
-def retry_after_s(queue_tokens: int, prefill: Sequence[PrefillInstance]) -> float:
+def retry_after_s(queue: RequestQueue, prefill: Sequence[PrefillInstance]) -> float:
     """Time until the prompt tokens that wait now are computed, at full passes; at least 1 s."""
-    rate = sum(
-        one.capacity_tokens / one.model.predict_s([one.chunk_tokens] * one.dp_size)
-        for one in prefill
-    )
-    return max(1.0, queue_tokens / rate) if rate else 5.0
+    mean_tokens = queue.tokens / max(1, len(queue)) or math.inf
+    rate = sum(tokens / pass_s for tokens, pass_s in (i.full_pass(mean_tokens) for i in prefill))
+    return max(1.0, queue.tokens / rate) if rate else 5.0

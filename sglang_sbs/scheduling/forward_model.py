@@ -18,6 +18,7 @@ these.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,7 +50,32 @@ _ERROR_STEP = 0.1
 _USUAL_IMBALANCE = 1.1
 """The heaviest rank of a batch, as a multiple of the mean."""
 
+_MOST_PADDING = 2
+"""Times as many tokens; a rank that would be padded to more makes the pass run without a graph."""
+
 _Features = tuple[float, float, float, float]
+
+
+def padded(tokens_per_rank: Sequence[int], captured: Sequence[int]) -> Sequence[int]:
+    """What the ranks compute in a pass, where CUDA graphs are captured for these token counts.
+
+    A graph is replayed if every rank has tokens and the fullest fits the largest graph. All ranks
+    then compute as many tokens as the smallest graph that holds the fullest, so the cost of a pass
+    has steps. Source: ``forward_batch_info.py`` (``prepare_mlp_sync_batch``) and
+    ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of SGLang.
+
+    Args:
+        tokens_per_rank: extend tokens.
+        captured: ascending; empty for an engine without prefill graphs.
+    """
+    if not captured or not min(tokens_per_rank) or max(tokens_per_rank) > captured[-1]:
+        return tokens_per_rank
+    sizes = [captured[bisect_left(captured, tokens)] for tokens in tokens_per_rank]
+    if any(
+        size > _MOST_PADDING * tokens for size, tokens in zip(sizes, tokens_per_rank, strict=True)
+    ):
+        return tokens_per_rank
+    return [max(sizes)] * len(sizes)
 
 
 class _Observed(NamedTuple):
@@ -78,6 +104,9 @@ class ForwardModel:
         """Of these, by position."""
         self._last: deque[tuple[int, _Observed]] = deque(maxlen=_LAST)
         """After the first ones; 1 if it took far longer than predicted, -1 if far less."""
+        self.captured_tokens: Sequence[int] = ()
+        """Of the engine's prefill graphs, see :func:`padded`. What :meth:`rank_s` and
+        :meth:`pass_s` add up is not padded: it is about chunks, which graphs rarely hold."""
         self.passes = 0
         self._begin()
 
@@ -206,6 +235,8 @@ class ForwardModel:
         self._sift()
 
     def _features(self, tokens_per_rank: Sequence[int], pairs: Sequence[float]) -> _Features:
+        if self.captured_tokens:
+            tokens_per_rank = padded(tokens_per_rank, self.captured_tokens)
         heaviest, most = max(tokens_per_rank), 0.0
         if pairs:
             _, most, heaviest = max(

@@ -185,7 +185,7 @@ class Eta(ImmediatePolicy):
             start_s = free_s + pass_s if instance.passes and free_s < latency_s else free_s
             charged = paged(request.prompt_tokens, instance.page)
             for index, rank in enumerate(instance.ranks):
-                ahead = rank.charged_tokens
+                ahead = rank.ahead_tokens
                 passes = (ahead + charged - 1) // instance.chunk_tokens + 1
                 key = (start_s + passes * pass_s, ahead)
                 if best is None or key < best:

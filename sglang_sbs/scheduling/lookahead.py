@@ -23,26 +23,35 @@ _EPSILON_S = 1e-9
 
 
 def lookahead(
-    instances: Sequence[PrefillInstance], queue_tokens: int, lead_s: float, now_s: float
+    instances: Sequence[PrefillInstance],
+    queue_tokens: int,
+    mean_tokens: float,
+    lead_s: float,
+    now_s: float,
 ) -> tuple[list[PrefillInstance], float | None]:
     """The instances that should get a batch now, for the pass after their next.
 
     Args:
         queue_tokens: uncached tokens that wait in the router.
+        mean_tokens: of a request.
         lead_s: how long a batch takes to be there, with its margin.
 
     Returns:
         Them, and when the next one is due.
     """
-    if queue_tokens < min([one.capacity_tokens for one in instances]):
+    capacities = [one.capacity_of(mean_tokens) for one in instances]
+    if queue_tokens < min(capacities):
         return [], None
-    rooms = [max(0, one.capacity_tokens - one.charged_tokens) for one in instances]
+    rooms = [
+        max(0, tokens - one.charged_tokens)
+        for one, tokens in zip(instances, capacities, strict=True)
+    ]
     room_tokens = sum(rooms)
     found: list[PrefillInstance] = []
     due_s: float | None = None
-    for one, its_room_tokens in zip(instances, rooms, strict=True):
-        needed_tokens = one.capacity_tokens + room_tokens - its_room_tokens
-        if queue_tokens < needed_tokens or not _wants_one(one):
+    for one, tokens, its_room_tokens in zip(instances, capacities, rooms, strict=True):
+        needed_tokens = tokens + room_tokens - its_room_tokens
+        if queue_tokens < needed_tokens or not _wants_one(one, tokens):
             continue
         open_s = one.passes[0].end_s - lead_s
         if open_s <= now_s + _EPSILON_S:
@@ -52,11 +61,11 @@ def lookahead(
     return found, due_s
 
 
-def _wants_one(instance: PrefillInstance) -> bool:
+def _wants_one(instance: PrefillInstance, capacity_tokens: float) -> bool:
     """Whether the batch that is formed at the end of its running pass lacks something: the one
     after the next if the next waits already, else the one after the pass that is queued."""
     if not instance.overlap:
         return False
     if len(instance.passes) == 1:
-        return 0 < instance.charged_tokens < MOST_FILLED * instance.capacity_tokens
+        return 0 < instance.charged_tokens < MOST_FILLED * capacity_tokens
     return len(instance.passes) == 2 and not (instance.charged_tokens or instance.has_flight)

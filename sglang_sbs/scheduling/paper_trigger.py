@@ -54,6 +54,7 @@ class PaperTrigger(PrefillPolicy):
             target.c_avail(),
             lambda request, rank: request.hit_tokens(target.id, rank),
             target.page,
+            target.places(),
         )
         self._last_s = now_s
         self._target = self._after(target, instances)

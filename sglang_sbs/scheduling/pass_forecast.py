@@ -76,7 +76,10 @@ class PassForecast:
         self._start_s = start_s
         self._passes: list[_Pass] = []
         self._ahead: list[int] = []
-        """Per rank: what is charged for those before the next request."""
+        """Per rank: what is charged for those before the next request, and what a pass leaves
+        empty that holds as many requests as it may."""
+        self._requests = [0] * instance.dp_size
+        """Per rank: in the pass that the next one would begin in."""
         for index, rank in enumerate(instance.ranks):
             left = rank.backlog_tokens
             self._ahead.append(0)
@@ -157,7 +160,15 @@ class PassForecast:
         instance, passes = self.instance, self._passes
         model, chunk = instance.model, instance.chunk_tokens
         at = self._ahead[rank]
-        self._ahead[rank] += paged(tokens, instance.page)
+        ahead = at + paged(tokens, instance.page)
+        if instance.prefill_max_requests:
+            # Cut, it is the first one of the pass that it ends in.
+            own = self._requests[rank] if ahead // chunk == at // chunk else 0
+            own += ahead % chunk > 0
+            if own >= instance.prefill_max_requests:
+                ahead, own = (ahead // chunk + 1) * chunk, 0
+            self._requests[rank] = own
+        self._ahead[rank] = ahead
         while tokens > 0:
             index = at // chunk
             while len(passes) <= index:

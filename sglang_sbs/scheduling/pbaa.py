@@ -53,12 +53,53 @@ def no_hit(_request: Request, _rank: int) -> int:
     return 0
 
 
+class Room:
+    """What the next pass still takes on each rank of an instance: tokens, and requests where the
+    engine has a limit of them."""
+
+    __slots__ = ("_places", "_tokens", "free")
+
+    def __init__(self, c_avail: Sequence[int], places: Sequence[int] | None) -> None:
+        self._tokens = list(c_avail)
+        self._places = None if places is None else list(places)
+        self.free = self._tokens
+        """Tokens for one more request."""
+        if self._places is not None:
+            self.free = [
+                tokens if left > 0 else min(0, tokens)
+                for tokens, left in zip(self._tokens, self._places, strict=True)
+            ]
+
+    def take(self, rank: int, tokens: int) -> None:
+        """A request goes there."""
+        self._tokens[rank] -= tokens
+        if self._places is not None:
+            self._places[rank] -= 1
+            self._limit(rank)
+
+    def holds_instead(self, rank: int, tokens: int, instead_of: int) -> bool:
+        """Whether a request fits there if one of so many tokens goes."""
+        return self._tokens[rank] + instead_of >= tokens
+
+    def swap(self, rank: int, tokens: int, instead_of: int) -> None:
+        """It takes the place of that one."""
+        self._tokens[rank] += instead_of - tokens
+        if self._places is not None:
+            self._limit(rank)
+
+    def _limit(self, rank: int) -> None:
+        assert self._places is not None
+        tokens = self._tokens[rank]
+        self.free[rank] = tokens if self._places[rank] > 0 else min(0, tokens)
+
+
 def pbaa(
     pending: Iterable[Request],
     new: Iterable[Request],
     c_avail: Sequence[int],
     prefix_hit_tokens: PrefixHit = no_hit,
     page: int = 1,
+    places: Sequence[int] | None = None,
 ) -> Allocation:
     """Phases 1 and 2 of Algorithm 2: pending before new, each longest first.
 
@@ -72,25 +113,26 @@ def pbaa(
         c_avail: C_avail per DP rank, uncached tokens; not modified.
         prefix_hit_tokens: L_hit; the default is the basic mode.
         page: a request costs whole pages of so many tokens.
+        places: how many requests each rank still takes; None: any number.
     """
-    capacity = list(c_avail)
-    ranks = range(len(capacity))
+    room = Room(c_avail, places)
+    ranks = range(len(c_avail))
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
     for queue in (pending, new):
         longest_first = sorted(queue, key=attrgetter("prompt_tokens"), reverse=True)
         for position, request in enumerate(longest_first):
-            if max(capacity) <= 0:
+            if max(room.free) <= 0:
                 left += longest_first[position:]
                 break
             after = [
-                capacity[d] - paged(request.prompt_tokens - prefix_hit_tokens(request, d), page)
+                room.free[d] - paged(request.prompt_tokens - prefix_hit_tokens(request, d), page)
                 for d in ranks
             ]
             best = max(ranks, key=after.__getitem__)
-            if capacity[best] > 0:
+            if room.free[best] > 0:
                 placed.append((request, best))
-                capacity[best] = after[best]
+                room.take(best, room.free[best] - after[best])
             else:
                 left.append(request)
     return Allocation(placed, left)
@@ -104,6 +146,7 @@ def place_fitting(
     rank_of: RankOf | None = None,
     received_tokens: Sequence[int] | None = None,
     page: int = 1,
+    places: Sequence[int] | None = None,
 ) -> Allocation:
     """Longest first into the emptiest rank, but only where the whole request fits in the pass.
 
@@ -123,31 +166,34 @@ def place_fitting(
         received_tokens: what each rank was ever sent: of equally empty ranks the one that got least
             is taken, so that all caches fill alike.
         page: a request costs whole pages of so many tokens; C_avail and C_chunk are whole pages.
+        places: how many requests each rank still takes; None: any number.
     """
     longest_first = sorted(requests, key=lambda r: -r.uncached_tokens)
     more = chunk_tokens, hits_of, rank_of, received_tokens, page
-    placed, left, capacity = _place(longest_first, c_avail, *more)
+    room = Room(c_avail, places)
+    placed, left = _place(longest_first, room, *more)
     if left and placed:
         highest = max(request.priority for request in left)
         if highest > min(request.priority for request, _ in placed):
             longest_first.sort(key=lambda r: -r.priority)
-            placed, left, capacity = _place(longest_first, c_avail, *more)
+            room = Room(c_avail, places)
+            placed, left = _place(longest_first, room, *more)
     if any(request.waited_batches >= LEFT_OUT for request in left):
-        left = _take_turns(placed, left, capacity, chunk_tokens, hits_of, page)
+        left = _take_turns(placed, left, room, chunk_tokens, hits_of, page)
     return Allocation(placed, left)
 
 
 def _place(
     requests: Iterable[Request],
-    c_avail: Sequence[int],
+    room: Room,
     chunk_tokens: int,
     hits_of: PrefixHits,
     rank_of: RankOf | None,
     received_tokens: Sequence[int] | None,
     page: int,
-) -> tuple[list[tuple[Request, int]], list[Request], list[int]]:
-    """In this order: who is placed, who is left, and the capacity left on each rank."""
-    capacity = list(c_avail)
+) -> tuple[list[tuple[Request, int]], list[Request]]:
+    """In this order: who is placed, and who is left. Changes ``room``."""
+    capacity = room.free
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
     rank: int | None
@@ -165,14 +211,14 @@ def _place(
             left.append(request)
         else:
             placed.append((request, rank))
-            capacity[rank] -= need
-    return placed, left, capacity
+            room.take(rank, need)
+    return placed, left
 
 
 def _take_turns(
     placed: list[tuple[Request, int]],
     left: list[Request],
-    capacity: list[int],
+    room: Room,
     chunk_tokens: int,
     hits_of: PrefixHits,
     page: int,
@@ -181,7 +227,7 @@ def _take_turns(
     room.
 
     Short requests are placed last, and with full passes it would be luck that lets them in. Of
-    requests of up to a chunk that have next to nothing cached. Changes ``placed`` and ``capacity``;
+    requests of up to a chunk that have next to nothing cached. Changes ``placed`` and ``room``;
     returns who is left out now.
     """
     least_hit = LEAST_HIT_SHARE * chunk_tokens
@@ -203,7 +249,7 @@ def _take_turns(
                 if (
                     one.order > old.order
                     and one.waited_batches == 0
-                    and capacity[rank] + need_of(one, rank) >= need_of(old, rank)
+                    and room.holds_instead(rank, need_of(old, rank), need_of(one, rank))
                     and may_move(one)
                     and (at is None or one.prompt_tokens < placed[at][0].prompt_tokens)
                 ):
@@ -213,14 +259,14 @@ def _take_turns(
         else:
             one, rank = placed[at]
             placed[at] = (old, rank)
-            capacity[rank] += need_of(one, rank) - need_of(old, rank)
+            room.swap(rank, need_of(old, rank), need_of(one, rank))
             still.append(one)
     left = []
     for request in sorted(still, key=lambda r: -r.uncached_tokens):
-        rank = _emptiest(capacity, None)
-        if may_move(request) and need_of(request, rank) <= capacity[rank]:
+        rank = _emptiest(room.free, None)
+        if may_move(request) and need_of(request, rank) <= room.free[rank]:
             placed.append((request, rank))
-            capacity[rank] -= need_of(request, rank)
+            room.take(rank, need_of(request, rank))
         else:
             left.append(request)
     return left
@@ -248,6 +294,7 @@ def top_up(
     hits_of: PrefixHits = no_hits,
     hole_share: float = 0.02,
     page: int = 1,
+    places: Sequence[int] | None = None,
 ) -> Allocation:
     """Fill what :func:`place_fitting` left free by splitting the oldest leftovers over two passes,
     those of low priority first.
@@ -255,23 +302,25 @@ def top_up(
     Only while more than ``keep_tokens`` uncached tokens are left over, and only holes of at least
     ``hole_share`` of a chunk: splitting costs the next pass, so it pays only under backlog.
     """
-    capacity = list(c_avail)
+    remaining = uncached_tokens_of(allocation.left)
+    if remaining <= keep_tokens:
+        return allocation
+    room = Room(c_avail, places)
     for request, rank in allocation.placed:
         hits = hits_of(request)
-        capacity[rank] -= paged(request.prompt_tokens - (0 if hits is None else hits[rank]), page)
+        room.take(rank, paged(request.prompt_tokens - (0 if hits is None else hits[rank]), page))
     placed = list(allocation.placed)
     left: list[Request] = []
-    remaining = uncached_tokens_of(allocation.left)
     for request in sorted(allocation.left, key=lambda r: (r.priority, r.order)):
         if remaining <= keep_tokens:
             left.append(request)
             continue
-        hits = hits_of(request) or [0] * len(capacity)
-        after = [free + hit for free, hit in zip(capacity, hits, strict=True)]
+        hits = hits_of(request) or [0] * len(c_avail)
+        after = [free + hit for free, hit in zip(room.free, hits, strict=True)]
         best = after.index(max(after))
-        if capacity[best] > hole_share * chunk_tokens:
+        if room.free[best] > hole_share * chunk_tokens:
             placed.append((request, best))
-            capacity[best] -= paged(request.prompt_tokens - hits[best], page)
+            room.take(best, paged(request.prompt_tokens - hits[best], page))
             remaining -= request.uncached_tokens
         else:
             left.append(request)

@@ -60,10 +60,13 @@ class PrefillInstance:
         self.chunk_tokens = default_chunk_tokens
         self.page = 1
         """Tokens per page that a request is charged of the chunk."""
+        self.prefill_max_requests = 0
+        """Of a rank in one pass; 0: no limit."""
         self.overlap = up.overlap
         self.ranks = [PrefillRank() for _ in range(up.dp_size)]
-        self.set_limits(up)
+        self._set_room(up)
         self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
+        self.model.captured_tokens = up.captured_tokens
         self.passes: list[Pass] = []
         self.tier: Tier = "none"
         self.ready = True
@@ -84,31 +87,58 @@ class PrefillInstance:
         """What that costs of the chunks to come."""
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
-        self._least_charged_tokens = 0
+        self._least_ahead_tokens: int | None = None
+        """Remembered until the ledgers change, as are the next."""
+        self.marginal: tuple[float, float, float] | None = None
+        """For who divides what waits (``water_level``)."""
         self._next_pass_s: float | None = None
-        """Remembered until the ledgers change, as is the next."""
         self._longest_prompt_tokens: int | None = None
         self._presumed_id = -1
         """Newest pass that some rank has told of for all."""
 
     def set_limits(self, up: InstanceUp) -> None:
-        """Chunk, page and overlap scheduling as the engine has them."""
+        """Chunk, page, overlap scheduling and graphs as the engine has them."""
+        self._set_room(up)
+        self.model.captured_tokens = up.captured_tokens
+
+    def _set_room(self, up: InstanceUp) -> None:
         self.page = max(1, up.charged_page or up.page_size)
         self.chunk_tokens = whole_pages(up.chunk_tokens or self.chunk_tokens, self.page)
         self.capacity_tokens = self.chunk_tokens * self.dp_size
         """Of a pass with a full chunk on every rank."""
         self.overlap = up.overlap
+        # A limit that no chunk can hold is none.
+        most = up.prefill_max_requests
+        self.prefill_max_requests = most if 0 < most * self.page < self.chunk_tokens else 0
         for rank in self.ranks:
-            rank.set_page(self.page)
+            rank.set_limits(self.page, self.chunk_tokens, self.prefill_max_requests)
 
     # Questions ----------------------------------------------------------------------------
 
     def c_avail(self, passes: int = 1) -> list[int]:
         """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens; for
         several, what fits into them together and no more than a chunk. Charged, as all that is
-        weighed against it must be."""
-        room = [passes * self.chunk_tokens - rank.charged_tokens for rank in self.ranks]
+        weighed against it must be. Nothing where a pass holds as many requests as it may."""
+        room = [passes * self.chunk_tokens - rank.ahead_tokens for rank in self.ranks]
         return room if passes == 1 else [min(self.chunk_tokens, tokens) for tokens in room]
+
+    def places(self, passes: int = 1) -> list[int] | None:
+        """Requests per rank that the same pass still takes; None: any number."""
+        most = self.prefill_max_requests
+        if not most:
+            return None
+        return [max(0, min(most, passes * most - rank.backlog_requests)) for rank in self.ranks]
+
+    def capacity_of(self, mean_tokens: float) -> float:
+        """Tokens of a pass that takes as many requests of this mean length as it may."""
+        if not self.prefill_max_requests:
+            return self.capacity_tokens
+        return min(self.capacity_tokens, self.dp_size * self.prefill_max_requests * mean_tokens)
+
+    def full_pass(self, mean_tokens: float) -> tuple[float, float]:
+        """The same, and the predicted forward time of such a pass."""
+        tokens = self.capacity_of(mean_tokens)
+        return tokens, self.model.predict_s([round(tokens / self.dp_size)] * self.dp_size)
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -120,7 +150,9 @@ class PrefillInstance:
     @property
     def has_room(self) -> bool:
         """Whether C_avail is positive on some rank."""
-        return self._least_charged_tokens < self.chunk_tokens
+        if self._least_ahead_tokens is None:
+            self._least_ahead_tokens = min([rank.ahead_tokens for rank in self.ranks])
+        return self._least_ahead_tokens < self.chunk_tokens
 
     @property
     def idle(self) -> bool:
@@ -212,19 +244,19 @@ class PrefillInstance:
         """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
         is_first = not self.has_outstanding
         target = self.ranks[rank]
-        before, requests = target.charged_tokens, len(target.outstanding)
-        self.backlog_tokens -= target.backlog_tokens
+        flight, requests = target.flight, len(target.outstanding)
+        self.backlog_tokens -= flight.total
+        self.charged_tokens -= flight.charged
         tokens = max(1, prompt_tokens - cached_tokens)
-        target.flight.add(rid, tokens)
+        flight.add(rid, tokens)
         target.outstanding.add(rid, tokens)
         target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
         target.has_cached = target.has_cached or cached_tokens > 0
         target.received_tokens += tokens
         self._next_pass_s = self._longest_prompt_tokens = None
-        self.backlog_tokens += target.backlog_tokens
-        self.charged_tokens += target.charged_tokens - before
-        if before == self._least_charged_tokens:
-            self._least_charged_tokens = min([one.charged_tokens for one in self.ranks])
+        self._least_ahead_tokens = self.marginal = None
+        self.backlog_tokens += flight.total
+        self.charged_tokens += flight.charged
         self._outstanding += len(target.outstanding) - requests
         if is_first:
             self._watch(now_s)
@@ -349,12 +381,10 @@ class PrefillInstance:
 
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""
-        self._next_pass_s = None
-        self._longest_prompt_tokens = None
+        self._next_pass_s = self._longest_prompt_tokens = None
+        self._least_ahead_tokens = self.marginal = None
         self.backlog_tokens = sum([rank.backlog_tokens for rank in self.ranks])
-        charged = [rank.charged_tokens for rank in self.ranks]
-        self.charged_tokens = sum(charged)
-        self._least_charged_tokens = min(charged)
+        self.charged_tokens = sum([rank.charged_tokens for rank in self.ranks])
         self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
         self.has_flight = any(rank.sent for rank in self.ranks)
 
@@ -477,6 +507,8 @@ class PrefillInstance:
 
     def _has_room_beside(self, report: EndForward) -> bool:
         """Whether a page would have fitted into the reported pass, whatever its requests were."""
+        if 0 < self.prefill_max_requests <= report.batch_size:
+            return False
         charged = report.extend_tokens + report.batch_size * (self.page - 1)
         return charged + self.page <= self.chunk_tokens
 

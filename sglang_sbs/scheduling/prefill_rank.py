@@ -71,8 +71,14 @@ class PrefillRank:
     """R_queued as last reported, less what passes since then are presumed to have taken."""
     queue_charge: float = 1.0
     """What a token of the queue costs of the chunk, by the pages of the requests in it."""
+    queue_density: float = 0.0
+    """Requests per token of the queue; only kept where passes have a limit of requests."""
     page: int = 1
     """Tokens per page that a request is charged."""
+    chunk_tokens: int = 0
+    most_requests: int = 0
+    """Of a pass (``PrefillAdder.add_one_req`` in SGLang's ``schedule_policy.py``: per rank, what is
+    left of a cut request counted); 0: no limit."""
     outstanding: TokenLedger = field(default_factory=TokenLedger)
     """Everything dispatched here and not yet prefilled, whatever its state."""
     prompts: PromptProgress = field(default_factory=PromptProgress)
@@ -95,9 +101,11 @@ class PrefillRank:
     presumed_passes: dict[int, int] = field(default_factory=dict)
     """Tokens of this rank in passes after ``launched_id``, by forward id, ascending."""
 
-    def set_page(self, page: int) -> None:
-        """Requests are charged pages of so many tokens from now on."""
+    def set_limits(self, page: int, chunk_tokens: int, most_requests: int) -> None:
+        """Requests are charged pages of so many tokens from now on, and passes end at these."""
         self.page = page
+        self.chunk_tokens = chunk_tokens
+        self.most_requests = most_requests
         self.flight.set_page(page)
 
     def forget(self) -> None:
@@ -111,6 +119,7 @@ class PrefillRank:
         self.presumed_passes.clear()
         self.queued_tokens = 0
         self.queue_charge = 1.0
+        self.queue_density = 0.0
         self.idle = True
 
     def new_boot(self) -> None:
@@ -163,9 +172,12 @@ class PrefillRank:
         most = self.outstanding.total + MOST_CHUNKS * chunk_tokens
         self.queued_tokens = min(self._uncached_queue(report), most)
         self.queue_charge = 1.0
+        cut = report.chunk_remainder_tokens > 0
+        requests = report.waiting_requests + report.bootstrapping_requests + cut
+        if self.most_requests and self.queued_tokens:
+            most = len(self.outstanding) + MOST_CHUNKS * self.most_requests
+            self.queue_density = max(1, min(requests, most)) / self.queued_tokens
         if self.page > 1 and self.queued_tokens:
-            cut = report.chunk_remainder_tokens > 0
-            requests = report.waiting_requests + report.bootstrapping_requests + cut
             here = self._youngest(requests)
             unknown = (requests - len(here)) * (self.page // 2)
             more = unknown + sum([-self.outstanding[rid] % self.page for rid in here])
@@ -210,11 +222,15 @@ class PrefillRank:
             completes, with how they were sent.
         """
         queued = min(self.queued_tokens, int(room / self.queue_charge))
+        places = self.most_requests or room
+        if self._requests_of(queued) > places:
+            queued = round(places / self.queue_density)
         self.queued_tokens -= queued
         room -= round(queued * self.queue_charge)
+        places -= self._requests_of(queued)
         tokens = 0
         landed: dict[str, Sent | None] = {}
-        for rid in self.flight.oldest():
+        for rid in self.flight.oldest(max(0, places)):
             if room <= 0:
                 break
             part = min(room, self.flight[rid])
@@ -269,8 +285,12 @@ class PrefillRank:
         new = left = tokens - queued
         full = self._charge_of(queued, new) >= full_tokens
         taken = 0
+        places = self.most_requests - self._requests_of(queued)
         sent_s: float | None = None
         for rid in self.flight.oldest():
+            if self.most_requests and places <= 0:
+                full, left = True, 0
+            places -= 1
             size = self.flight[rid]
             sent = self.sent.get(rid)
             with_last = sent is not None and sent.at_s == sent_s
@@ -283,8 +303,8 @@ class PrefillRank:
                 break
             self.land(rid)
             self.presumed[rid] = Presumed(size, sent, forward_id)
-            if full:
-                self.queued_tokens += max(0, size - left)
+            if full and size > left:
+                self._wait(size - left)
             left = max(0, left - size)
             taken += size
             sent_s = None if sent is None else sent.at_s
@@ -302,10 +322,26 @@ class PrefillRank:
                 break
         return charge + new
 
+    def _wait(self, tokens: int) -> None:
+        """A request, or what is left of one, waits at the rank for a pass to come."""
+        requests = self._requests_of(self.queued_tokens) + 1
+        self.queued_tokens += tokens
+        if self.most_requests:
+            self.queue_density = requests / self.queued_tokens
+
+    def _requests_of(self, queued_tokens: int) -> int:
+        """In so many tokens of the queue; 0 where nobody counts them."""
+        if not self.most_requests or not queued_tokens:
+            return 0
+        return max(1, round(queued_tokens * self.queue_density))
+
     def next_tokens(self, chunk_tokens: int) -> int:
         """What of the backlog fits into a pass."""
         tokens, charged = self.backlog_tokens, self.charged_tokens
-        return tokens if charged <= chunk_tokens else chunk_tokens * tokens // charged
+        most = tokens if charged <= chunk_tokens else chunk_tokens * tokens // charged
+        if self.most_requests and self.backlog_requests > self.most_requests:
+            return min(most, self.most_requests * tokens // self.backlog_requests)
+        return most
 
     def _settle(self, forward_id: int) -> None:
         """Nothing was heard of the rank for long: what is presumed of this pass stays so."""
@@ -318,6 +354,20 @@ class PrefillRank:
     def backlog_tokens(self) -> int:
         """U_flight + R_queued: ahead of a new request in the passes to come."""
         return self.flight.total + self.queued_tokens
+
+    @property
+    def backlog_requests(self) -> int:
+        """The same, where passes have a limit of requests."""
+        return len(self.flight) + self._requests_of(self.queued_tokens)
+
+    @property
+    def ahead_tokens(self) -> int:
+        """What a new request finds taken of the chunks to come: what is charged, and whole passes
+        that hold as many requests as they may."""
+        if not self.most_requests:
+            return self.charged_tokens
+        full = self.backlog_requests // self.most_requests
+        return max(self.charged_tokens, full * self.chunk_tokens)
 
     @property
     def charged_tokens(self) -> int:

@@ -378,6 +378,9 @@ class Scheduler:
         self._up_prefill = [i for i in self.prefill.values() if i.id not in self._down]
         self._up_decode = [d for d in self.decode.values() if d.id not in self._down]
         self._decode_targets = [(d, rank) for d in self._up_decode for rank in range(d.dp_size)]
+        pass_tokens = sum(instance.capacity_tokens for instance in self._up_prefill)
+        for decode in self._up_decode:
+            decode.may_park(pass_tokens // len(self._decode_targets))
         self.interval.on_topology_change(len(self._up_prefill))
         self.policy.on_topology_change(self._up_prefill)
 
@@ -619,5 +622,5 @@ class Scheduler:
         return request.prompt_tokens + expected
 
     def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
-        after_s = retry_after_s(self.queue.tokens, self._up_prefill)
+        after_s = retry_after_s(self.queue, self._up_prefill)
         return ev.Refuse(rid=rid, cause=cause, retry_after_s=after_s, message=message)

@@ -19,6 +19,7 @@ def first_token_in_s(
     tokens: int,
     ahead_tokens: float,
     waiting_tokens: int,
+    mean_tokens: float,
     instances: Sequence[PrefillInstance],
     now_s: float,
     latency_s: float,
@@ -30,6 +31,7 @@ def first_token_in_s(
         tokens: uncached tokens of the prompt.
         ahead_tokens: of those that wait, what is served before it.
         waiting_tokens: all that wait: they fill the pass that it is in.
+        mean_tokens: of one of them.
         instances: that are up; at least one.
         now_s: the time.
         latency_s: L_net.
@@ -41,12 +43,12 @@ def first_token_in_s(
         for index, one in enumerate(instances)
     ]
     heapq.heapify(free)
-    while ahead >= instances[free[0][1]].capacity_tokens and free[0][0] <= give_up_s:
+    full = [one.full_pass(mean_tokens) for one in instances]
+    while ahead >= full[free[0][1]][0] and free[0][0] <= give_up_s:
         start_s, index = free[0]
-        one = instances[index]
-        full_s = one.model.predict_s([one.chunk_tokens] * one.dp_size)
-        heapq.heapreplace(free, (start_s + full_s, index))
-        ahead -= one.capacity_tokens
+        tokens_of_pass, pass_s = full[index]
+        heapq.heapreplace(free, (start_s + pass_s, index))
+        ahead -= tokens_of_pass
     ranks = sum(one.dp_size for one in instances)
     others_tokens = waiting_tokens / ranks
     return min(

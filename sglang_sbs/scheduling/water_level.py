@@ -6,8 +6,9 @@ a batch leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
+from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefill_instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
@@ -19,7 +20,7 @@ def fair_share(
     instance: PrefillInstance,
     others: Sequence[PrefillInstance],
     waiting_tokens: int,
-    start_of: Callable[[PrefillInstance], float],
+    start_of: Mapping[InstanceId, float],
     now_s: float,
     token_rate: float,
 ) -> float:
@@ -46,9 +47,9 @@ def fair_share(
         now_s: the time.
         token_rate: tokens that arrive per second.
     """
-    start_s = start_of(instance)
+    start_s = start_of[instance.id]
     delays = sorted(
-        (max(0.0, start_of(other) - start_s), index) for index, other in enumerate(others)
+        [(max(0.0, start_of[other.id] - start_s), index) for index, other in enumerate(others)]
     )
     per_s, base_s = _marginal(instance, 0.0)
     sum_per_s = per_s
@@ -82,8 +83,10 @@ def tokens_per_s(instance: PrefillInstance) -> float:
 
 def _marginal(instance: PrefillInstance, delay_s: float) -> tuple[float, float]:
     """Tokens per second of water level, and the level of an instance that takes nothing."""
-    slope = 1 / tokens_per_s(instance)
-    held = instance.backlog_tokens
-    pass_s = instance.next_pass_s() if held else instance.model.fixed_s
-    base_s = delay_s + pass_s + slope * held
-    return 1 / (2 * slope), base_s
+    if instance.marginal is None:
+        slope = 1 / tokens_per_s(instance)
+        held = instance.backlog_tokens
+        pass_s = instance.next_pass_s() if held else instance.model.fixed_s
+        instance.marginal = 1 / (2 * slope), pass_s, slope * held
+    per_s, pass_s, held_s = instance.marginal
+    return per_s, delay_s + pass_s + held_s

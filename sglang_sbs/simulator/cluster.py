@@ -174,6 +174,8 @@ class _Simulation:
                 overlap=spec.overlap,
                 charged_page=spec.page_size,
                 barrier=spec.barrier,
+                prefill_max_requests=spec.prefill_max_requests,
+                captured_tokens=spec.captured_tokens,
             )
         )
 
@@ -197,6 +199,8 @@ class _Simulation:
                     spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)
                 ),
                 page_size=spec.page_size,
+                prefill_max_requests=spec.prefill_max_requests,
+                captured_tokens=spec.captured_tokens,
                 overlap=spec.overlap,
                 boot_id=f"{name}-{boot}",
                 caches=[

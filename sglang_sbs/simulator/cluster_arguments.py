@@ -39,6 +39,22 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             "(1)",
         ),
         add(
+            "--prefill-max-requests",
+            type=_tokens,
+            default=0,
+            metavar="REQUESTS",
+            help="most requests of a rank in one pass, as the engines' flag of that name (0: "
+            "unbounded)",
+        ),
+        add(
+            "--captured-tokens",
+            type=_graphs,
+            default=(),
+            metavar="TOKENS,...",
+            help="token counts of the engines' prefill CUDA graphs: smaller passes take as long as "
+            "the next larger one (none)",
+        ),
+        add(
             "--serial-ms",
             type=not_negative,
             default=1e3 * NETWORK["dispatch_serial_s"],
@@ -224,6 +240,8 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "dp_size": args.dp,
         "page_size": args.page_size,
+        "prefill_max_requests": args.prefill_max_requests,
+        "captured_tokens": args.captured_tokens,
         "dispatch_latency_s": args.latency_ms / 1e3,
         "dispatch_serial_s": args.serial_ms / 1e3,
         "dispatch_jitter": args.dispatch_jitter,
@@ -306,6 +324,13 @@ def _share_or_all(text: str) -> float:
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r}: write a share between 0 and 1, as in 0.1")
     return value
+
+
+def _graphs(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}: write token counts, as in 512,1024,2048")
+    return tuple(sorted(set(map(int, words))))
 
 
 def _tokens(text: str) -> int:

@@ -10,7 +10,9 @@ What it reproduces of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_p
   request it sees. A request is schedulable once its handshake with decode is done.
 - Each rank fills its chunk first come first served, each request charged in whole pages, and cuts
   the last one that does not fit; the rest of it goes first in the next pass (one chunked request
-  per rank). All ranks pass the barrier together.
+  per rank). All ranks pass the barrier together. With ``--prefill-max-requests`` a rank takes no
+  more requests than that into a pass, the rest of a cut one counted.
+- With prefill CUDA graphs a pass takes the time of the padded one (``padded``).
 - Overlap (``event_loop_overlap_disagg_prefill``): an iteration forms a batch, hands it to the
   device, and then waits for the pass *before* it. So with something left over at the launch of a
   pass, the next one is queued behind it at once, whatever little that is, and runs without a gap;
@@ -35,6 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_sbs.scheduling.forward_model import padded
 from sglang_sbs.simulator.cost import PassCost
 from sglang_sbs.simulator.kv_cache import BlockCache, BlockEvents, Blocks, Hold
 from sglang_sbs.wire import EndForward
@@ -115,20 +118,26 @@ class SimulatedPrefill:
         jitter: float,
         rng: random.Random,
         page_size: int = 1,
+        prefill_max_requests: int = 0,
+        captured_tokens: Sequence[int] = (),
         overlap: bool = False,
         boot_id: str = "",
         caches: Sequence[BlockCache] = (),
         first_pass_s: float = 0.0,
         lone_rank: tuple[int, int] | None = None,
     ) -> None:
-        """``caches``: one per rank; empty for an engine without a radix cache. ``first_pass_s``:
-        what its first pass takes on top (kernels are compiled, graphs captured). ``lone_rank``:
-        rank and DP size in its messages, if it is one rank of an instance without a barrier."""
+        """``prefill_max_requests``: 0 for no limit. ``captured_tokens``: token counts of its
+        prefill CUDA graphs, ascending. ``caches``: one per rank; empty for an engine without a
+        radix cache. ``first_pass_s``: what its first pass takes on top (kernels are compiled,
+        graphs captured). ``lone_rank``: rank and DP size in its messages, if it is one rank of an
+        instance without a barrier."""
         self.name = name
         self.boot_id = boot_id or name
         self.dp_size = dp_size
         self.chunk_tokens = chunk_tokens
         self.page_size = page_size
+        self._captured_tokens = captured_tokens
+        self._most_requests = prefill_max_requests or chunk_tokens
         self.overlap = overlap
         self.ranks = [Rank(cache=caches[d] if caches else None) for d in range(dp_size)]
         self.device: deque[DevicePass] = deque()
@@ -257,7 +266,8 @@ class SimulatedPrefill:
             cached.append(hit)
         if not any(requests):
             return None
-        forward_s = self._cost.pass_s(tokens, pairs, requests)
+        computed = padded(tokens, self._captured_tokens)
+        forward_s = self._cost.pass_s(computed, pairs, requests)
         if self._jitter:
             forward_s *= math.exp(self._rng.gauss(0.0, self._jitter))
         if self._forward_id == 0:
@@ -275,7 +285,7 @@ class SimulatedPrefill:
         """Tokens, requests, attention pairs and cached tokens of the rank's batch."""
         page, cache = self.page_size, rank.cache
         room, tokens, count, pairs, cached = self.chunk_tokens, 0, 0, 0.0, 0
-        while rank.waiting and room > 0:
+        while rank.waiting and room > 0 and count < self._most_requests:
             request = rank.waiting[0]
             hit = 0 if cache is None else _look_up(cache, request)
             part = request.remaining - hit

@@ -38,6 +38,7 @@ PREFILL_SCENARIOS = (
     "paper-5k",
     "paper-long",
     "fixed:TOKENS",
+    "uniform:LEAST-MOST",
     "one-long",
     "onoff",
     "sessions",
@@ -49,7 +50,7 @@ LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
 _SHORT_MEAN_TOKENS = 1000.5
-_OWN_LENGTHS = ("paper-", "fixed:", "one-long", "onoff")
+_OWN_LENGTHS = ("paper-", "fixed:", "uniform:", "one-long", "onoff")
 """Scenarios whose prompts share nothing."""
 _LONG = truncated_pareto(3072, 65536, 6700.0)
 _LONG_TOKENS = 65536
@@ -117,10 +118,11 @@ def make_scenario(
     Load 1.0 is 57 QPS per prefill instance in ``paper-3k``, 70 in ``paper-5k`` (the baseline
     peaks of the paper, which are only physical as figures per instance), as many tokens per second
     as in ``paper-3k`` where all prompts have one length (``fixed:TOKENS``), the rate of full chunks
-    in ``paper-long``, ``sessions`` and in traces. ``one-long`` and ``onoff`` have the cluster,
-    lengths and loads of ``paper-3k``; in the first a prompt of 64K comes on top now and then, in
-    the second all come in every other half second. Where instances differ, one counts as what its
-    full chunks are worth.
+    in ``paper-long``, ``sessions`` and in traces, and that of passes full of tokens or of requests
+    (``prefill_max_requests``) where lengths lie evenly between two (``uniform:LEAST-MOST``).
+    ``one-long`` and ``onoff`` have the cluster, lengths and loads of ``paper-3k``; in the first a
+    prompt of 64K comes on top now and then, in the second all come in every other half second.
+    Where instances differ, one counts as what its full chunks are worth.
 
     Raises:
         ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
@@ -217,6 +219,13 @@ def make_scenario(
             return Scenario(
                 name, shape, rate * worth(shape), some_length, 0.8, rate * _PAPER_INSTANCES
             )
+        case ("uniform", ":", text):
+            least, most = _lengths(text)
+            shape = cluster(3072)
+            check_room(shape, most)
+            rate = full_passes_per_s(shape, (least + most) / 2)
+            between = bursty(lambda rng: rng.randint(least, most))
+            return Scenario(name, shape, rate, between, 0.8, rate * _PAPER_INSTANCES / worth(shape))
         case ("sessions", "", ""):
             if burstiness != 1.0:
                 raise ScenarioError("sessions have their own bursts; leave the burstiness out")
@@ -255,6 +264,31 @@ def _length(text: str) -> int:
             "as in fixed:1600"
         )
     return int(text)
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    """``LEAST-MOST`` of ``uniform:``."""
+    try:
+        least, most = map(_length, text.split("-"))
+    except ValueError:
+        least, most = 1, 0
+    if least > most:
+        raise ScenarioError(
+            f"uniform:{text}: write the shortest and the longest prompt in tokens, 1 to "
+            f"{MOST_PROMPT_TOKENS}, as in uniform:100-300"
+        )
+    return least, most
+
+
+def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
+    """Requests of this mean length per second when every pass is as full as the engine lets it."""
+    rate = 0.0
+    for _, one in spec.prefill:
+        most = one.chunk_tokens / mean_tokens
+        requests = min(most, spec.prefill_max_requests or most)
+        pass_s = spec.cost.pass_s([round(requests * mean_tokens)], [0.0], [round(requests)])
+        rate += one.dp_size * one.speed * requests / pass_s
+    return rate
 
 
 def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:

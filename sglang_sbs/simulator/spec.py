@@ -106,6 +106,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     under DWDP), which take as long as one in which all ranks have as much."""
     page_size: int = 1
     """Tokens per KV page; a request is charged whole pages of the chunk. The scheduler is told."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of the engines' prefill CUDA graphs, ascending. The scheduler is told."""
+    prefill_max_requests: int = 0
+    """Most requests of a rank in one pass; 0: no limit. The scheduler is told."""
     block_tokens: int = 0
     """Tokens per block of the radix caches, which the scheduler is told as the page size of KV
     events; whatever it is, the chunk is charged in pages of ``page_size``. 0:

@@ -87,10 +87,13 @@ def spec_of(recording: Recording, calibration: Calibration, seed: int = 0) -> Cl
     Raises:
         ValueError: its prefill instances differ, or it has none.
     """
-    shapes = {(up.dp_size, up.chunk_tokens, up.page_size) for up in recording.prefill}
+    shapes = {
+        (up.dp_size, up.chunk_tokens, up.page_size, up.prefill_max_requests)
+        for up in recording.prefill
+    }
     if len(shapes) != 1 or not recording.decode:
         raise ValueError("the log must have decode instances and prefill instances of one shape")
-    ((dp_size, chunk_tokens, page_size),) = shapes
+    ((dp_size, chunk_tokens, page_size, prefill_max_requests),) = shapes
     asked = {r.max_new_tokens for r in recording.requests.values()}
     return ClusterSpec(
         cost=calibration.cost,
@@ -98,6 +101,7 @@ def spec_of(recording: Recording, calibration: Calibration, seed: int = 0) -> Cl
         dp_size=dp_size,
         chunk_tokens=chunk_tokens,
         page_size=page_size,
+        prefill_max_requests=prefill_max_requests,
         overlap=True,
         decode_dp_size=sum(up.dp_size for up in recording.decode),
         decode_kv_capacity_tokens=min(up.kv_capacity_tokens for up in recording.decode),

@@ -413,6 +413,7 @@ class MockEngine:
             "enable_dp_attention": True,
             "chunked_prefill_size": 1024,
             "max_prefill_tokens": 16384,
+            "prefill_max_requests": None,
             "max_running_requests": 64 * self.dp_size,
             "max_total_num_tokens": 100_000,
             "max_req_input_len": 32_768,

@@ -84,6 +84,8 @@ class SyntheticCluster:
     """Prefill passes of ``fixed_s`` plus ``per_token_s`` of the fullest rank; decode by time."""
 
     chunk_tokens = 4096
+    prefill_max_requests = 0
+    """As the engines' flag: of a rank in one pass; 0: no limit."""
     fixed_s = 0.2
     per_token_s = 1e-4
     decode_s = 4.0
@@ -143,6 +145,9 @@ class SyntheticCluster:
                     dp_size=engine.dp_size,
                     chunk_tokens=self.chunk_tokens if engine.role == "prefill" else 0,
                     kv_capacity_tokens=self.kv_capacity_tokens,
+                    prefill_max_requests=(
+                        self.prefill_max_requests if engine.role == "prefill" else 0
+                    ),
                 )
             )
         self._task = asyncio.create_task(self._run())
@@ -217,8 +222,10 @@ class SyntheticCluster:
 
     def _take(self, engine: _Engine, rank: int, now_s: float) -> int:
         taken = 0
+        places = self.prefill_max_requests or -1
         queue = engine.queues[rank]
-        while queue and taken < self.chunk_tokens and queue[0].ready_s <= now_s:
+        while queue and taken < self.chunk_tokens and places and queue[0].ready_s <= now_s:
+            places -= 1
             job = queue[0]
             part = min(job.left_tokens, self.chunk_tokens - taken)
             taken += part
@@ -270,6 +277,9 @@ class SyntheticCluster:
                         age_s=now_s - at_s,
                         extend_tokens=engine.pass_tokens[rank] if busy else 0,
                         tokens_per_rank=engine.pass_tokens if busy else None,
+                        waiting_requests=(
+                            len(engine.queues[rank]) if engine.role == "prefill" else 0
+                        ),
                         waiting_tokens=sum(job.left_tokens for job in engine.queues[rank])
                         if engine.role == "prefill"
                         else 0,

@@ -7,6 +7,7 @@ import ssl
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doctor_rig import DP, Engine, Rig, free_port, rig
@@ -263,6 +264,8 @@ BROKEN: dict[str, tuple[str, Break]] = {
         decode_says(version="0.5.8", load_balance_method="total_tokens"),
     ),
     "flags.prefill-delayer": (P0, says(enable_prefill_delayer=True)),
+    "flags.prefill-delayer-queue": (P0, says(prefill_delayer_queue_min_ratio=0.3)),
+    "flags.min-free-slots-delay": (P0, says(min_free_slots_delay=4)),
     "flags.sleep-on-idle": (P0, says(sleep_on_idle=True)),
     "flags.overlap-disabled": (P0, says(disable_overlap_schedule=True)),
     "flags.schedule-policy": (P0, says(schedule_policy="lpm")),
@@ -371,6 +374,51 @@ async def test_a_defect_is_found(finding_id: str) -> None:
     assert found[0].seen
     assert found[0].change, "what to do about it"
     assert finding_id not in HEALTHY
+
+
+async def test_what_delays_and_reorders_is_named_with_what_to_change() -> None:
+    async with rig() as r:
+        facts = await r.facts()
+
+    def told(index: int, **fields: Any) -> dict[str, tuple[str, str]]:
+        was = dict(facts.engines[index].data)
+        facts.engines[index].data.update(fields)
+        url = facts.engines[index].url
+        findings = [one for one in judge(facts) if one.subject == url]
+        facts.engines[index].data = was
+        return {one.id: (one.seen, one.change) for one in findings if one.id.startswith("flags.")}
+
+    held = {
+        "enable_prefill_delayer": True,
+        "prefill_delayer_queue_min_ratio": 0.25,
+        "prefill_delayer_max_delay_ms": 2000.0,
+        "min_free_slots_delay": 4,
+    }
+    found = told(0, **held)
+    assert set(found) == {
+        "flags.prefill-delayer",
+        "flags.prefill-delayer-queue",
+        "flags.min-free-slots-delay",
+    }
+    seen, change = found["flags.prefill-delayer-queue"]
+    assert seen == "--prefill-delayer-queue-min-ratio 0.25, --prefill-delayer-max-delay-ms 2000"
+    assert "--prefill-delayer-max-delay-ms" in change
+    assert found["flags.min-free-slots-delay"][0] == "--min-free-slots-delay 4"
+    assert set(told(2, **held)) == {"flags.ok"}, "a decode engine has no use for them"
+    assert set(told(0, min_free_slots_delay=1)) == {"flags.ok"}, "which is none"
+    for policy in ("lpm", "hrrn", "shortest-prefill-first", "lof"):
+        seen, change = told(0, schedule_policy=policy)["flags.schedule-policy"]
+        assert seen.startswith(f"--schedule-policy {policy}")
+        assert (": " in seen) == (policy != "lof")
+        assert change == f"start prefill engines with --schedule-policy fcfs instead of {policy}"
+
+
+async def test_the_most_requests_of_a_pass_are_among_the_limits() -> None:
+    async with rig() as r:
+        r.prefill[0].info["prefill_max_requests"] = 6
+        findings = await r.examine()
+    uneven = next(one for one in findings if one.id == "limits.uneven")
+    assert "6 requests per rank and pass" in uneven.seen
 
 
 async def test_an_exact_cache_and_keys_that_fit() -> None:

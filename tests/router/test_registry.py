@@ -68,6 +68,56 @@ def test_limits_are_per_rank() -> None:
     assert (info.kv_capacity_tokens, info.page_size, info.bootstrap_port) == (50_000, 64, 8998)
 
 
+@pytest.mark.parametrize(
+    ("said", "most"), [(4, 4), (None, 0), (0, 0), (-3, 0), ("8", 0), (True, 0), (1 << 50, 1 << 40)]
+)
+def test_the_most_requests_of_a_pass_are_per_rank_as_they_stand(said: object, most: int) -> None:
+    info = parse_server_info(INFO | {"prefill_max_requests": said}, "prefill")
+    assert info.prefill_max_requests == most, "eight ranks, and nothing is divided"
+
+
+def test_only_a_prefill_worker_is_announced_with_its_most_requests() -> None:
+    setup = Setup()
+    for url, role in (("http://p:1", "prefill"), ("http://d:1", "decode")):
+        worker = setup.up(url, role)
+        setup.registry.described(worker, WorkerInfo(dp_size=2, prefill_max_requests=4))
+    told = {e.instance: e.prefill_max_requests for e in setup.events if isinstance(e, InstanceUp)}
+    assert told == {"http://p:1": 4, "http://d:1": 0}
+
+
+def test_only_a_decode_worker_allocates_late() -> None:
+    data = INFO | {"disaggregation_decode_allocation_policy": "prefill_complete"}
+    assert not parse_server_info(data, "prefill").allocates_late
+    data["disaggregation_mode"] = "decode"
+    assert parse_server_info(data, "decode").allocates_late
+    data["disaggregation_decode_allocation_policy"] = "early"
+    assert not parse_server_info(data, "decode").allocates_late
+    setup = Setup()
+    worker = setup.registry.add("http://d:1", "decode")
+    setup.registry.described(worker, WorkerInfo(dp_size=2, allocates_late=True))
+    setup.registry.set_healthy(worker, True)
+    assert [e.allocates_late for e in setup.events if isinstance(e, InstanceUp)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("config", "captured"),
+    [
+        ({"prefill": {"backend": "breakable", "bs": [512, 256]}}, (256, 512)),
+        ({"prefill": {"backend": "disabled", "bs": [256]}}, ()),
+        ({"prefill": {"bs": [256]}}, ()),
+        ({"prefill": {"backend": "full", "bs": [-4, "8", True, 16, 1 << 50]}}, (16, 1 << 40)),
+        ({"prefill": {"backend": "full", "bs": None}}, ()),
+        ({"prefill": {"backend": "full", "bs": list(range(1, 9999))}}, tuple(range(1, 257))),
+        ({"prefill": []}, ()),
+        ("full", ()),
+        (None, ()),
+    ],
+)
+def test_prefill_graphs_are_read_where_they_are_in_use(config: object, captured: tuple) -> None:
+    info = parse_server_info(INFO | {"cuda_graph_config": config}, "prefill")
+    assert info.captured_tokens == captured
+
+
 def test_without_chunking_a_pass_is_limited_by_max_prefill_tokens() -> None:
     data = INFO | {"chunked_prefill_size": -1, "max_prefill_tokens": 16384}
     assert parse_server_info(data, "prefill").chunk_tokens == 16384

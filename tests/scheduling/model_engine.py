@@ -35,12 +35,21 @@ class PrefillRank:
 class PrefillEngine:
     """A prefill instance; :meth:`accept`, then :meth:`launch` and :meth:`finish` in turn."""
 
-    def __init__(self, name: str, dp_size: int, chunk_tokens: int, page: int = 1) -> None:
-        """``page``: tokens per page, of which each request is charged whole ones."""
+    def __init__(
+        self,
+        name: str,
+        dp_size: int,
+        chunk_tokens: int,
+        page: int = 1,
+        most_requests: int = 0,
+    ) -> None:
+        """``page``: tokens per page, of which each request is charged whole ones.
+        ``most_requests``: of a rank in one pass; 0: no limit."""
         self.name = name
         self.dp_size = dp_size
         self.chunk_tokens = chunk_tokens
         self.page = page
+        self.most_requests = most_requests
         self.boots = 0
         self.start()
 
@@ -79,8 +88,9 @@ class PrefillEngine:
         self.running = []
         self.forward_id += 1
         for rank in self.ranks:
-            room, taken = self.chunk_tokens, 0
-            while rank.waiting and room >= self.page:
+            room, taken, places = self.chunk_tokens, 0, self.most_requests or -1
+            while rank.waiting and room >= self.page and places:
+                places -= 1
                 rid, tokens = rank.waiting[0]
                 part = tokens if tokens <= room else room // self.page * self.page
                 room -= -(-part // self.page) * self.page

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from test_scheduler import Driver
 
-from sglang_sbs.scheduling import InstanceUp, PrefillDone, RequestEnded
+from sglang_sbs.scheduling import InstanceDown, InstanceUp, PrefillDone, RequestEnded
 from sglang_sbs.scheduling.adaptive_trigger import MOST_REFUSED, AdaptiveTrigger
 from sglang_sbs.scheduling.prefill_instance import LOST_S
 
@@ -176,3 +177,32 @@ class TestLostOnItsWay:
         assert "stuck" not in [rid for rank in instance.ranks for rid in rank.sent]
         assert "stuck" not in [rid for rank in instance.ranks for rid in rank.flight.oldest()]
         assert it.scheduler.in_flight_requests > 0
+
+
+class TestLateAllocation:
+    """``--disaggregation-decode-allocation-policy prefill_complete``."""
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_share_of_one_pass_leaves_before_decode_has_room(self, late: bool):
+        """Two prefill instances compute 12,000 tokens per pass, for two decode ranks."""
+        it = driver()
+        prefill(it, 2)
+        decode(it, "d0", [100, 100], allocates_late=late)
+        assert it.arrive("more than the share", 6500) == []
+        assert [one.rid for one in it.arrive("r", 2500)] == ["r"] * late
+
+    def test_the_share_follows_the_prefill_instances_that_are_up(self):
+        it = driver()
+        prefill(it, 2)
+        decode(it, "d0", [100], allocates_late=True)
+        (instance,) = it.scheduler.decode.values()
+        assert instance.room_tokens == 12_100
+        it.tell(InstanceDown(instance="p1"))
+        assert instance.room_tokens == 6_100
+
+    def test_no_rank_runs_more_requests_for_it(self):
+        it = driver()
+        prefill(it)
+        decode(it, "d0", [100], allocates_late=True, max_running_requests=3)
+        (instance,) = it.scheduler.decode.values()
+        assert instance.room_tokens == 0

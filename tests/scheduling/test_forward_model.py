@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.scheduling.forward_model import ForwardModel
+from sglang_sbs.scheduling.forward_model import ForwardModel, padded
 
 
 def passes(rng: random.Random, n: int) -> list[list[int]]:
@@ -142,3 +142,37 @@ def test_it_learns_what_the_context_of_long_prompts_costs():
         assert model.pass_s(sum(tokens) / 8, slowest_s) == pytest.approx(
             model.predict_s(tokens, pairs)
         )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed"),
+    [
+        ([100, 300], [512, 512]),  # the smallest graph that holds the fullest, on every rank
+        ([256, 255], [256, 256]),
+        ([0, 300], [0, 300]),  # a rank without tokens
+        ([300, 1025], [300, 1025]),  # more than any graph
+        ([50, 300], [50, 300]),  # of its own, a rank would be padded to more than twice as much
+        ([300], [512]),
+        ([100], [100]),
+    ],
+)
+def test_a_pass_is_padded_to_a_captured_graph(tokens: list[int], computed: list[int]):
+    captured = (128, 256, 512, 1024) if len(tokens) > 1 else (512, 1024)
+    assert padded(tokens, captured) == computed
+    assert padded(tokens, ()) == tokens
+
+
+def test_steps_of_captured_graphs_are_foretold():
+    """T = 0.1 s + 0.1 ms per token that the ranks compute, padding included."""
+    captured = (512, 1024)
+    told, untold = (ForwardModel(t_default_s=0.2, chunk_tokens=1024) for _ in range(2))
+    told.captured_tokens = captured
+    rng = random.Random(3)
+    for _ in range(200):
+        tokens = [rng.randrange(300, 1024) for _ in range(2)]
+        forward_s = 0.1 + 1e-4 * padded(tokens, captured)[0]
+        told.observe(tokens, forward_s)
+        untold.observe(tokens, forward_s)
+    assert told.predict_s([400, 500]) == pytest.approx(0.1 + 1e-4 * 512, rel=0.01)
+    assert told.predict_s([400, 520]) == pytest.approx(0.1 + 1e-4 * 1024, rel=0.01)
+    assert told.error_s < 0.2 * untold.error_s

@@ -94,13 +94,17 @@ class Instance:
     def charged_tokens(self) -> int:
         return self.backlog_tokens
 
+    def capacity_of(self, _mean_tokens: float) -> float:
+        return self.capacity_tokens
+
     @property
     def passes(self) -> list[Pass]:
         return [Pass(end_s - 0.3, end_s, [900], None) for end_s in self.ends_s]
 
 
 def asked(*instances: Instance, queue_tokens: int, now_s: float = 0.98):
-    found, due_s = lookahead(cast(list[PrefillInstance], instances), queue_tokens, 0.03, now_s)
+    engines = cast(list[PrefillInstance], instances)
+    found, due_s = lookahead(engines, queue_tokens, 100.0, 0.03, now_s)
     return [instances.index(cast(Instance, one)) for one in found], due_s
 
 

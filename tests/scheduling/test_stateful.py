@@ -41,6 +41,8 @@ from sglang_sbs.scheduling import (
 )
 from sglang_sbs.wire import EndForward
 
+MOST_REQUESTS = {"p1": 3}
+"""Of a rank in one pass."""
 PREFILLS = {"p0": (1, 1000), "p1": (2, 500), "p2": (3, 800)}
 """dp_size and chunk_tokens; all different on purpose."""
 DECODES = {"d0": (2, 6000), "d1": (3, 4000)}
@@ -94,7 +96,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Known] = {}
         self.up: set[str] = set()
         self.prefills = {
-            n: PrefillEngine(n, dp, chunk, PAGE) for n, (dp, chunk) in PREFILLS.items()
+            n: PrefillEngine(n, dp, chunk, PAGE, MOST_REQUESTS.get(n, 0))
+            for n, (dp, chunk) in PREFILLS.items()
         }
         self.decodes = {n: DecodeEngine(n, dp, kv) for n, (dp, kv) in DECODES.items()}
         self.ends_s: dict[str, float] = {}
@@ -182,6 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 page_size=PAGE,
                 prefix_source=self.prefix_source,
                 overlap=name != "p2",
+                prefill_max_requests=MOST_REQUESTS.get(name, 0),
             )
         else:
             up = InstanceUp(instance=name, role="decode", dp_size=dp_size, kv_capacity_tokens=limit)

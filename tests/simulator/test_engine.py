@@ -116,6 +116,28 @@ def test_a_request_that_does_not_fit_is_cut_at_a_page_and_its_rest_goes_first():
     assert second.tokens == [28] and rids(second) == ["b", "c"]
 
 
+def test_a_pass_takes_so_many_requests_the_rest_of_a_cut_one_counted():
+    prefill = engine(dp_size=1, chunk_tokens=64, prefill_max_requests=2)
+    for rid, tokens in (("a", 10), ("b", 60), ("c", 5), ("d", 5)):
+        prefill.deliver(rid, 0, tokens)
+    first, second, third = (iterate(prefill, 0.0)[0] for _ in range(3))
+    assert (first.tokens, first.requests, rids(first)) == ([64], [2], ["a"])
+    assert (second.tokens, rids(second)) == ([11], ["b", "c"]), "b is cut, and one of the two"
+    assert rids(third) == ["d"]
+
+
+def test_a_pass_takes_the_time_of_the_graph_that_it_is_padded_to():
+    def forward_s(tokens: int, captured: tuple[int, ...]) -> float:
+        prefill = engine(dp_size=1, captured_tokens=captured)
+        prefill.deliver("a", 0, tokens)
+        launched = iterate(prefill, 0.0)[0]
+        assert launched.tokens == [tokens], "of which it tells"
+        return launched.end_s - launched.start_s
+
+    assert forward_s(50, (64, 90)) == forward_s(64, ()) > forward_s(50, ())
+    assert forward_s(95, (64, 90)) == forward_s(95, ())
+
+
 def test_nothing_is_added_to_less_than_a_page():
     prefill = engine(dp_size=1, chunk_tokens=40, page_size=16)
     prefill.deliver("a", 0, 30)  # charged 32: 8 tokens of the chunk are left
