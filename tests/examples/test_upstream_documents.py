@@ -35,7 +35,7 @@ UPSTREAM_FLAGS = {
         --cuda-graph-max-bs
     """,
     "rbg_pd": "--eplb-rebalance-layers-per-chunk prefill-round-robin-balance",
-    "#6017": "--watchdog-timeout --decode-log-interval --attention-backend --cuda-graph-bs",
+    "EP at scale": "--watchdog-timeout --decode-log-interval --attention-backend --cuda-graph-bs",
 }
 UPSTREAM_VARIABLES = """
     NVSHMEM_HCA_PE_MAPPING NVSHMEM_HCA_LIST NVSHMEM_ENABLE_NIC_PE_MAPPING NVSHMEM_IB_GID_INDEX
