@@ -49,6 +49,7 @@ examples:
   scripts/measure-gangs                                         about 8 minutes on two cores
   scripts/measure-gangs --busy 2 --json out/gangs-busy.json     a host that has other things to do
   scripts/measure-gangs --router-flags "--sbs-gang-gate off"    without the gang gate
+  scripts/measure-gangs --tp 4 --dp 2                           DP ranks of two processes each
   scripts/measure-gangs out/gangs/*.events --skip 40            logs of an earlier run
   scripts/measure-gangs /var/log/sbs.events                     of a cluster: --sbs-event-log
 

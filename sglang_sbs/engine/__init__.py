@@ -12,7 +12,7 @@ the engine.
 | ``publish`` | the PUB socket, addresses of routers |
 | ``hooks`` | when to send what; the hooks themselves |
 | ``gang_hold`` | a batch starts as a whole: its requests are held until all can start |
-| ``gang_board`` | what DP ranks of one host tell each other for that |
+| ``gang_board`` | what the processes of an engine on one host tell each other for that |
 | ``gang_gate`` | the wait for the rest of a batch where ``gang_hold`` does not work |
 | ``install`` | the registration with SGLang, the block in ``/server_info`` |
 """

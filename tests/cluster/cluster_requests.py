@@ -44,9 +44,13 @@ def cluster_options(
         pytest.fail("SGLang is not installed: run scripts/install without --router-only")
     return ClusterOptions(
         model_path=str(cached_tiny_model()),
-        engine_flags=ENGINE_FLAGS,
         log_dir=tmp_path_factory.mktemp(f"{name}-cluster"),
-        **{"with_router": False, "environment": dict(os.environ), **options},
+        **{
+            "engine_flags": ENGINE_FLAGS,
+            "with_router": False,
+            "environment": dict(os.environ),
+            **options,
+        },
     )
 
 
