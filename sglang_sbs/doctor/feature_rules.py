@@ -181,7 +181,8 @@ def gang_gate(view: FeatureView) -> Seen:
 
 
 def _gate_fault(engine: EngineFacts) -> str:
-    """Why this engine's gate is shut off; as ``engine/gang_gate.py`` decides it."""
+    """Why this engine's gate is shut off; as ``engine/gang_hold.py`` decides it for one node, and
+    ``engine/gang_gate.py`` for several."""
     block = plugin_block(engine)
     if not block:
         return "no plugin"
@@ -189,8 +190,11 @@ def _gate_fault(engine: EngineFacts) -> str:
     if isinstance(wait_ms, int | float):
         return "" if wait_ms > 0 else "SGLANG_SBS_GANG_GATE_MS=0"
     processes = attention_tp(engine)
-    if processes > 1:
-        return f"a DP rank is {processes} processes, and SGLANG_SBS_GANG_GATE_MS is not set"
+    if processes > 1 and number(engine.data, "nnodes") > 1:
+        return (
+            f"a DP rank is {processes} processes of an engine on several nodes, and "
+            "SGLANG_SBS_GANG_GATE_MS is not set"
+        )
     return ""
 
 
@@ -306,31 +310,21 @@ def nodes(view: FeatureView) -> Seen:
 
 
 def rust_server(view: FeatureView) -> Seen:
-    told = [
-        value
-        for engine in view.engines
-        for source in (engine.data, plugin_block(engine), view.entry(engine))
-        if isinstance(value := source.get("rust_server"), bool)
-    ]
+    told = [engine.info.rust_server for engine in view.engines if engine.info is not None]
     if not told:
-        return Seen(State.UNKNOWN, "engines do not say", "")
+        return _over((), lambda _: "", "")
     if not any(told):
         return Seen(State.OFF, "engines serve HTTP from Python", "")
     if all(told):
         return Seen(State.ON, "engines serve HTTP from Rust, one address per DP rank")
-    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "the same mode everywhere")
+    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "")
 
 
 def barrier(view: FeatureView) -> Seen:
     def fault(engine: EngineFacts) -> str:
         assert engine.info is not None, "engines of a view are usable ones"
-        data = engine.data
-        if number(data, "dwdp_size") > 1:
-            return f"--dwdp-size {number(data, 'dwdp_size')}"
-        if True in (plugin_block(engine).get("no_barrier"), view.entry(engine).get("no_barrier")):
-            return "it says that its ranks do not wait for each other"
-        if engine.info.dp_size > 1 and data.get("enable_dp_attention") is False:
-            return "no --enable-dp-attention: its ranks are replicas"
+        if engine.info.no_barrier:
+            return engine.info.no_barrier
         return "" if engine.info.dp_size > 1 else "it has one DP rank"
 
     return _over(view.prefill, fault, "all ranks of a prefill engine run a pass together")

@@ -164,8 +164,8 @@ FEATURES: tuple[Feature, ...] = (
         "Barrier between ranks",
         "DP ranks of a prefill engine start each pass together, which is what batches are for. "
         "Where they do not, SBS still places by predicted finish.",
-        "several DP ranks with --enable-dp-attention, and no --dwdp-size (prefill engines). "
-        "SGLANG_SCHEDULER_SKIP_ALL_GATHER is not told by engines",
+        "several DP ranks with --enable-dp-attention, no --dwdp-size and no "
+        "SGLANG_SCHEDULER_SKIP_ALL_GATHER (prefill engines)",
         rules.barrier,
     ),
     Feature(

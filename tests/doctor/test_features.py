@@ -36,6 +36,9 @@ KV_EVENTS = {
     **{"endpoint_port_base": 5557, "replay_endpoint_port_base": 5657},
 }
 
+RUST = {"dp_rank": 0, "dp_size": DP, "nnodes": 1}
+"""What only SGLang's Rust server says of itself."""
+
 Change = Callable[["Cluster"], object]
 
 
@@ -54,7 +57,7 @@ class Cluster:
                 **{"version": "0.5.23", "disaggregation_mode": role, "attn_dp_size": DP},
                 **{"tp_size": DP, "nnodes": 2, "enable_dp_attention": True, "page_size": 64},
                 **{"chunked_prefill_size": 3072, "max_total_num_tokens": 100_000},
-                **{"max_running_requests": 128, "dwdp_size": 1, "rust_server": True},
+                **{"max_running_requests": 128, "dwdp_size": 1, "deployment_info": RUST},
                 "prefill_max_requests": 8 if role == "prefill" else None,
                 "sbs": {
                     **{"boot_id": url, "routers": ["tcp://a:7600", "tcp://b:7600"]},
@@ -224,12 +227,11 @@ EVERY_RANK = [
         ("nodes", lambda c: c.every(nnodes=1), "off", "on one node"),
         ("nodes", lambda c: c.every(nnodes=None), "unknown", "how many nodes"),
         ("nodes", silence(("decode", 0, 1)), "partly", "http://d0:1: 1 ranks do not report"),
-        ("rust-server", lambda c: c.every(rust_server=None), "unknown", "do not say"),
-        ("rust-server", lambda c: c.every(rust_server=False), "off", "Python"),
-        ("rust-server", lambda c: c.first(rust_server=False), "partly", "some engines"),
+        ("rust-server", lambda c: c.every(deployment_info=None), "off", "Python"),
+        ("rust-server", lambda c: c.first(deployment_info=None), "partly", "some engines"),
         ("barrier", lambda c: c.first(dwdp_size=4), "partly", "--dwdp-size 4"),
-        ("barrier", lambda c: c.plugins(no_barrier=True), "off", "do not wait"),
-        ("barrier", lambda c: c.every(enable_dp_attention=False), "off", "replicas"),
+        ("barrier", lambda c: c.plugins(barrier=False), "off", "SKIP_ALL_GATHER"),
+        ("barrier", lambda c: c.every(enable_dp_attention=False), "off", "no --enable-dp"),
         ("barrier", lambda c: c.every(attn_dp_size=1), "off", "one DP rank"),
         ("front-ends", options(front_ends=1), "off", "one process"),
         ("standby", lambda c: c.plugins(routers=["tcp://a:7600"]), "off", "reports to one router"),
@@ -256,10 +258,11 @@ def test_a_front_end_of_several_is_one_of_several() -> None:
     assert cluster.rows()["front-ends"].state == "on"
 
 
-def test_a_set_gate_works_where_a_rank_is_several_processes() -> None:
+@pytest.mark.parametrize(("nodes", "gate_ms"), [(2, 20.0), (1, None)])
+def test_the_gate_where_a_rank_is_several_processes(nodes: int, gate_ms: float | None) -> None:
     cluster = Cluster()
-    cluster.every(tp_size=4 * DP)
-    cluster.plugins(gang_gate_ms=20.0)
+    cluster.every(tp_size=4 * DP, nnodes=nodes)
+    cluster.plugins(gang_gate_ms=gate_ms)
     assert cluster.rows()["gang-gate"].state == "on"
 
 
