@@ -123,6 +123,10 @@ async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> No
     [
         (lambda: RustMockEngine("prefill", lost_ranks=[1]), "DP rank 1 does not serve at"),
         (
+            lambda: RustMockEngine("prefill", server_info={"attn_dp_size": 4096}),
+            "DP rank 2 does not serve at",
+        ),
+        (
             lambda: RustMockEngine(
                 "prefill",
                 server_info={"deployment_info": {"dp_rank": 0, "dp_size": 2, "nnodes": 2}},
