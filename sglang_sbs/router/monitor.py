@@ -247,7 +247,7 @@ class Monitor:
         patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
         timeout_s = limit_s if patient else min(limit_s, _DOUBT_TIMEOUT_S)
         known = self._probe_path.get(worker.url)
-        place = url.removeprefix(worker.url) and f" at {url}"
+        place = "" if url == worker.url else f" at {url}"
         for path in (known,) if known is not None and known in paths else paths:
             try:
                 status, _ = await self._get(url, path, timeout_s=timeout_s)
