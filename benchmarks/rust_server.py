@@ -1,6 +1,4 @@
-"""SGLang's Rust server against its Python server: every rank pair, in turns, on one machine.
-
-    PYTHONPATH=. .venv/bin/python -m benchmarks.rust_server [--rounds N] [--json FILE]
+"""``scripts/bench-rust-server``: SGLang's Rust server beside its Python server, on one machine.
 
 Two 1P1D clusters of CPU engines stand side by side, one of each mode. Part 1 computes the model:
 legs sent by hand to each pair of DP ranks must give the tokens of one engine asked directly. Part 2
@@ -230,7 +228,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: nothing failed and all tokens are equal."""
-    parser = argparse.ArgumentParser(prog="benchmarks.rust_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/bench-rust-server", description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="of part 2, per mode (40)")
     parser.add_argument("--prompts", type=int, default=6, help="of part 1, per rank pair (6)")
     parser.add_argument("--json", type=Path, metavar="FILE")

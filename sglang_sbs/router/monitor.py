@@ -23,6 +23,7 @@ from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.engine_answers import ask
 from sglang_sbs.router.registry import Registry, Worker
 from sglang_sbs.router.server_info import (
+    RankOutOfReach,
     UnusableWorker,
     WorkerInfo,
     check_rank_server,
@@ -44,6 +45,8 @@ scheduler."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
 _DOUBT_TIMEOUT_S = 2.0
 """For a probe of a worker in doubt, whose answer takes it milliseconds."""
+_ASKED_AT_ONCE = 32
+"""DP ranks of one engine: one that claims to have thousands does no harm."""
 _FAST_S = 1.0
 """Between probes of a worker that is down or in doubt."""
 
@@ -244,7 +247,7 @@ class Monitor:
         patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
         timeout_s = limit_s if patient else min(limit_s, _DOUBT_TIMEOUT_S)
         known = self._probe_path.get(worker.url)
-        place = url.removeprefix(worker.url) and f" at {url}"
+        place = "" if url == worker.url else f" at {url}"
         for path in (known,) if known is not None and known in paths else paths:
             try:
                 status, _ = await self._get(url, path, timeout_s=timeout_s)
@@ -308,7 +311,7 @@ class Monitor:
         """Each DP rank that serves HTTP itself must be where requests for it will be sent.
 
         Raises:
-            UnusableWorker: a rank is not.
+            RankOutOfReach: a rank is not.
         """
         boot_id = info.sbs.boot_id if info.sbs is not None else ""
 
@@ -317,12 +320,13 @@ class Monitor:
             try:
                 check_rank_server(await self._server_info(url), rank, boot_id)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise UnusableWorker(not_a_rank(url, rank, plain_error(error))) from error
-            except (UnusableWorker, orjson.JSONDecodeError) as error:
-                raise UnusableWorker(not_a_rank(url, rank, str(error))) from error
+                raise RankOutOfReach(not_a_rank(url, rank, plain_error(error))) from error
+            except (UnusableWorker, ValueError) as error:  # no JSON, or no port that could be
+                raise RankOutOfReach(not_a_rank(url, rank, str(error))) from error
 
-        if info.rust_server:
-            await asyncio.gather(*map(check, range(1, info.dp_size)))
+        ranks = range(1, info.dp_size if info.rust_server else 1)
+        for first in ranks[::_ASKED_AT_ONCE]:
+            await asyncio.gather(*map(check, ranks[first - 1 : first - 1 + _ASKED_AT_ONCE]))
 
     async def _get(self, url: str, path: str, timeout_s: float | None = None) -> tuple[int, bytes]:
         headers = (

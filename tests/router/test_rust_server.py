@@ -9,6 +9,9 @@ import aiohttp
 import pytest
 from router_harness import Cluster, cluster, options_for, until
 
+from sglang_sbs.router.breaker import BreakerConfig
+from sglang_sbs.router.mirror import MirroredRegistry, state_of
+from sglang_sbs.router.registry import Registry
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.server_info import UnusableWorker, check_rank_server, parse_server_info
 from sglang_sbs.scheduling.events import LoadPolled
@@ -123,6 +126,10 @@ async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> No
     [
         (lambda: RustMockEngine("prefill", lost_ranks=[1]), "DP rank 1 does not serve at"),
         (
+            lambda: RustMockEngine("prefill", server_info={"attn_dp_size": 4096}),
+            "DP rank 2 does not serve at",
+        ),
+        (
             lambda: RustMockEngine(
                 "prefill",
                 server_info={"deployment_info": {"dp_rank": 0, "dp_size": 2, "nnodes": 2}},
@@ -193,3 +200,13 @@ def test_the_rank_asked_for_is_recognised() -> None:
 
 def test_the_old_mode_is_told_apart_without_the_plugin() -> None:
     assert not parse_server_info({"version": "0.5.23", "attn_dp_size": 2}, "prefill").rust_server
+
+
+def test_a_front_end_knows_the_addresses_too() -> None:
+    own = Registry(lambda event: None)
+    worker = own.add("http://p:30000", "prefill", 30000)
+    own.described(worker, parse_server_info(info_of(0), "prefill"))
+    mirror = MirroredRegistry(lambda event: None, BreakerConfig())
+    mirror.follow([state_of(worker, 0.0)])
+    (copy,) = mirror
+    assert copy.server_urls == ["http://p:30000", "http://p:30001"]
