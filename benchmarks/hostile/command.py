@@ -30,6 +30,8 @@ the attack (baseline), and during it (worst delay). Memory is the peak of what i
 what was before, over the size of what the case sent (or over 1 MiB, if that is less).
 
 The machine must be quiet: a delay is the router's only where the baseline is a few milliseconds.
+Where it is shared, take the best of three runs. What a policy holds a request for counts, too: a
+prompt that engines take occupies them.
 
 examples:
   scripts/bench-hostile --json hostile.json           # every case, a few minutes

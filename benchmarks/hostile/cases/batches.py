@@ -1,4 +1,4 @@
-"""Requests that become many."""
+"""Requests that become many. What engines answer to each of them counts as sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import asyncio
 import orjson
 
 from benchmarks.hostile.case import Target, case
+from sglang_sbs.bench.raw_engine import COMPLETE
 
+_BOTH = 2 * len(COMPLETE)
+"""Bytes that prefill and decode answer to one request."""
 _WIDE = {f"key{number}": number for number in range(5000)}
 
 
@@ -24,18 +27,21 @@ async def wide(target: Target) -> None:
 @case("batch-full", "1,000 texts and 100 KB of other fields, which is allowed")
 async def full(target: Target) -> None:
     await target.post(orjson.dumps({"text": ["x"] * 1000, "extra": "x" * 100_000}))
+    target.sent_bytes += 1000 * _BOTH
 
 
 @case("batch-full-immediate", "the same ten times, with an immediate policy", policy="round_robin")
 async def full_immediate(target: Target) -> None:
     body = orjson.dumps({"text": ["x"] * 1000, "extra": "x" * 100_000})
     await asyncio.gather(*(target.post(body) for _ in range(10)))
+    target.sent_bytes += target.statuses["200"] * 1000 * _BOTH
 
 
 @case("batch-left", "1,000 texts, ten times, left after half a second")
 async def left(target: Target) -> None:
     body = orjson.dumps({"text": ["x"] * 1000, "sampling_params": {"max_new_tokens": 512}})
     await asyncio.gather(*(target.post(body, leave_after_s=0.5) for _ in range(10)))
+    target.sent_bytes += target.statuses["200"] * 1000 * _BOTH
 
 
 @case("n-16384", '{"n": 16384}', policy="round_robin")
