@@ -1,7 +1,8 @@
 """``scripts/ablate``: what each constant of the default trigger is worth, in the simulator.
 
 Owns the constants, the cells they are judged in and the table. A constant whose removal costs
-nothing in any cell has no place in the code. Runs are :mod:`sglang_sbs.simulator.sweep`'s.
+nothing in any cell has no place in the code. Runs are
+:mod:`sglang_sbs.simulator.experiments.sweep`'s.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sglang_sbs.scheduling
-from sglang_sbs.simulator.arguments import (
+from sglang_sbs.simulator.experiments.sweep import WARM_UP_S, Job, Row, Task, run_job
+from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
+from sglang_sbs.simulator.options.common import (
     check_outputs,
     open_console,
     positive,
     run_with_progress,
     write_json,
 )
-from sglang_sbs.simulator.arguments import seeds as seeds_of
-from sglang_sbs.simulator.sweep import WARM_UP_S, Job, Row, Task, run_job
-from sglang_sbs.simulator.tables import ResultTable, mean_of
+from sglang_sbs.simulator.options.common import seeds as seeds_of
 
 NEVER = 1e9
 _LONG = "3-64K,64K,chunk 1024,sessions"
@@ -240,8 +241,8 @@ def changed(values: Mapping[str, float]) -> Iterator[None]:
 def _having(name: str) -> list[Any]:
     package = sglang_sbs.scheduling
     every = [
-        importlib.import_module(f"{package.__name__}.{info.name}")
-        for info in pkgutil.iter_modules(package.__path__)
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
     found = [module for module in every if hasattr(module, name)]
     if not found:

@@ -24,9 +24,6 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_sbs.bench.load import Arrival, send_one
-from sglang_sbs.bench.rig import parallel_flags
-from sglang_sbs.bench.runs import RouterPorts, running_router
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
@@ -37,8 +34,15 @@ from sglang_sbs.cluster.plan import (
     plan_cluster,
 )
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.router.rank_contract import decode_members, pick_bootstrap_room, prefill_members
-from sglang_sbs.router.urls import rank_url
+from sglang_sbs.demo.load import Arrival, send_one
+from sglang_sbs.demo.runs import RouterPorts, running_router
+from sglang_sbs.demo.virtual_cluster import parallel_flags
+from sglang_sbs.router.engines.urls import rank_url
+from sglang_sbs.router.workers.rank_contract import (
+    decode_members,
+    pick_bootstrap_room,
+    prefill_members,
+)
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 

@@ -19,16 +19,16 @@ import uvloop
 
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
-from sglang_sbs.router.arguments import FlagError
-from sglang_sbs.router.flags import RouterOptions, parse_flags
-from sglang_sbs.router.logs import set_up_logging
-from sglang_sbs.router.parent import Parent
-from sglang_sbs.router.router_args import RouterArgs
-from sglang_sbs.router.scheduler_process import SchedulerProcess
+from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.router_args import RouterArgs
+from sglang_sbs.router.processes.parent_line import Parent
+from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
+from sglang_sbs.router.processes.stop_signals import end_on_signals
+from sglang_sbs.router.processes.supervisor import supervise
+from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.signals import end_on_signals
-from sglang_sbs.router.supervisor import supervise
-from sglang_sbs.router.tokenizer_files import tokenizer_folder
+from sglang_sbs.router.telemetry.logs import set_up_logging
 
 __all__ = ["Router", "RouterArgs", "launch_router", "main", "parse_router_args"]
 

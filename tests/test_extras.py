@@ -30,7 +30,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("cli", "plan", "paper"):
+    for name in ("cli", "experiments.plan", "experiments.paper"):
         module = import_module(f"sglang_sbs.simulator.{name}")
         monkeypatch.setattr(module, "run_with_progress", simulated)
     with pytest.raises(SystemExit) as ended:

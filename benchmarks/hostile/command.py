@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.hostile.case import Case, all_cases
 from benchmarks.hostile.measure import Row, measure, write_tokenizer
-from sglang_sbs.bench.contenders import raw_engines
+from benchmarks.router_processes import raw_engines
 
 MOST_DELAY_MS = 50.0
 MOST_RATIO = 4.0

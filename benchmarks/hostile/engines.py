@@ -1,6 +1,6 @@
 """Engines that answer as a request says: ``python -m benchmarks.hostile.engines``.
 
-They are those of :mod:`sglang_sbs.bench.raw_engine`. A request whose body has a member ``hostile``
+They are those of :mod:`benchmarks.raw_engine`. A request whose body has a member ``hostile``
 gets the answer of that name from decode; ``GET /metrics`` is a page of 10 MB.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import orjson
 import uvloop
 
-from sglang_sbs.bench.raw_engine import STREAM_HEAD, Connection, reply, serve
+from benchmarks.raw_engine import STREAM_HEAD, Connection, reply, serve
 
 _MB = 1_000_000
 _AT_ONCE = 8

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.hostile.case import Case, Target
-from sglang_sbs.bench.contenders import Contender, Processes, free_ports, running
+from benchmarks.router_processes import Contender, Processes, free_ports, running
 
 QUIET_S = 2.0
 """Before the attack, for the baseline."""

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from sglang_sbs.plain_words import counted
-from sglang_sbs.router.flags import FEEDBACK_POLICIES
+from sglang_sbs.router.options.options import FEEDBACK_POLICIES
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import orjson
 
 from sglang_sbs.dashboard.recorder import Problems, Recorder
-from sglang_sbs.router.pump import SchedulerPump
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event
 

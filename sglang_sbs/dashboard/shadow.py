@@ -21,7 +21,7 @@ MAX_REQUESTS = 20_000
 
 
 class Model(Protocol):
-    """Of :class:`sglang_sbs.scheduling.forward_model.ForwardModel`."""
+    """Of :class:`sglang_sbs.scheduling.prefill.forward_model.ForwardModel`."""
 
     def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
         """Forward time of a pass."""

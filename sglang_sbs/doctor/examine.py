@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterator
 
 import aiohttp
 
-from sglang_sbs.doctor.catalogue import GROUPS, Severity
-from sglang_sbs.doctor.checks_cluster import check_cluster
-from sglang_sbs.doctor.checks_endforward import Attribution, check_endforward
-from sglang_sbs.doctor.checks_engine import check_engine
-from sglang_sbs.doctor.checks_prefill import check_prefill
-from sglang_sbs.doctor.checks_router import check_router
-from sglang_sbs.doctor.checks_security import check_security
+from sglang_sbs.doctor.catalogue.table import GROUPS, Severity
+from sglang_sbs.doctor.checks.cluster import check_cluster
+from sglang_sbs.doctor.checks.endforward import Attribution, check_endforward
+from sglang_sbs.doctor.checks.engine import check_engine
+from sglang_sbs.doctor.checks.prefill import check_prefill
+from sglang_sbs.doctor.checks.router import check_router
+from sglang_sbs.doctor.checks.security import check_security
 from sglang_sbs.doctor.facts import ClusterFacts, Heard, ProbeResult, Target
 from sglang_sbs.doctor.findings import Finding, finding
-from sglang_sbs.doctor.gather import Asker, examine_all
-from sglang_sbs.doctor.hearing import Ear, endpoints_to_hear
+from sglang_sbs.doctor.gathering.endforward import Ear, endpoints_to_hear
+from sglang_sbs.doctor.gathering.engines import Asker, examine_all
+from sglang_sbs.doctor.gathering.pairs import probe_pairs
+from sglang_sbs.doctor.gathering.router import ask_router, targets_of
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.doctor.pairs import probe_pairs
-from sglang_sbs.doctor.router_view import ask_router, targets_of
-from sglang_sbs.router.watch import worker_session
+from sglang_sbs.router.signals.engine_signals import worker_session
 
 Progress = Callable[[str], None]
 """Told what is being done, in a few words."""

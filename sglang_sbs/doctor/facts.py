@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling.events import InstanceRole, LoadPolled
 from sglang_sbs.wire import EndForward
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_sbs.doctor.catalogue import CATALOGUE, Severity
+from sglang_sbs.doctor.catalogue.table import CATALOGUE, Severity
 
 __all__ = ["CLUSTER", "ROUTER", "Finding", "Severity", "Verdict", "count", "finding", "verdict"]
 

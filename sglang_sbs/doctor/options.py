@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from sglang_sbs.router.arguments import FlagError
-from sglang_sbs.router.flags import RouterOptions, parse_flags
-from sglang_sbs.router.urls import normalise_worker_url
+from sglang_sbs.router.engines.urls import normalise_worker_url
+from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.options import RouterOptions, parse_flags
 
 _EXAMPLES = """\
 flags of the router (all are accepted, these are looked at):

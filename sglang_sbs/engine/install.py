@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from sglang_sbs import __version__
-from sglang_sbs.engine import direct
+from sglang_sbs.engine import hooks_without_plugins
 from sglang_sbs.engine.collect import shares_barrier, skips_gather
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gate import GangGate
@@ -85,7 +85,9 @@ def install(config: HookConfig) -> None:
     except ImportError:
         if not (SCHEDULER_MODULE in sys.modules or SERVER_MODULE in sys.modules):
             raise  # called by something else than a patched SGLang
-        _register(direct, _direct_hooks(hook, config), direct.is_loaded)
+        _register(
+            hooks_without_plugins, _direct_hooks(hook, config), hooks_without_plugins.is_loaded
+        )
         return
     _register(registry, _plugin_hooks(hook, config), _resolves)
 
@@ -149,7 +151,8 @@ def _direct_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
 
 
 def _register(registry: Any, hooks: list[Hook], exists: Callable[[str], bool]) -> None:
-    """``registry``: SGLang's module of that name, or :mod:`sglang_sbs.engine.direct`."""
+    """``registry``: SGLang's module of that name, or
+    :mod:`sglang_sbs.engine.hooks_without_plugins`."""
     missing = []
     for hook in hooks:
         target = next(filter(exists, hook.targets), None)
@@ -158,7 +161,7 @@ def _register(registry: Any, hooks: list[Hook], exists: Callable[[str], bool]) -
             registry.HookRegistry.register(target, hook.function, kind)
         elif hook.optional:
             continue
-        elif registry is not direct or _module_is_loaded(hook.targets[0]):
+        elif registry is not hooks_without_plugins or _module_is_loaded(hook.targets[0]):
             missing.append(hook.targets[0])
     if missing:
         logger.warning(

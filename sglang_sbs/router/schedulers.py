@@ -17,25 +17,25 @@ import msgspec
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import Feed, LocalFeed
-from sglang_sbs.dashboard.remote_feed import RemoteFeed
-from sglang_sbs.router.dispatcher import Assigner, Dispatcher
-from sglang_sbs.router.endforward import FindOwner
+from sglang_sbs.router.assignment.dispatcher import Assigner, Dispatcher
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.flags import FEEDBACK_POLICIES, RouterOptions
-from sglang_sbs.router.link import Line, SchedulerLink
-from sglang_sbs.router.metrics import RouterMetrics, snapshot_families
-from sglang_sbs.router.mirror import MirroredRegistry
-from sglang_sbs.router.monitor import Monitor
-from sglang_sbs.router.pump import SchedulerLike
-from sglang_sbs.router.registry import Registry, Worker
-from sglang_sbs.router.scheduler_sockets import FrontEndSocket
-from sglang_sbs.router.watch import Watch
-from sglang_sbs.router.worker_metrics import gauge, model_name, total
-from sglang_sbs.router.worker_view import problems_of
+from sglang_sbs.router.options.options import FEEDBACK_POLICIES, RouterOptions
+from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
+from sglang_sbs.router.processes.messages import FromScheduler
+from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
+from sglang_sbs.router.processes.scheduler_link import Line, SchedulerLink
+from sglang_sbs.router.processes.sockets import FrontEndSocket
+from sglang_sbs.router.signals.endforward_listener import FindOwner
+from sglang_sbs.router.signals.engine_signals import Watch
+from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
+from sglang_sbs.router.telemetry.worker_metrics import gauge, model_name, total
+from sglang_sbs.router.workers.health import Monitor
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Event, InstanceRole
-from sglang_sbs.wire.front_end import FromScheduler
 
 logger = logging.getLogger(__name__)
 

@@ -21,30 +21,30 @@ from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.plain_words import counted, naming_port
-from sglang_sbs.router.admission import Admission
-from sglang_sbs.router.app import KINDS, Surface
-from sglang_sbs.router.block_names import BlockNamer
-from sglang_sbs.router.chat_tokenizer import ChatTokenizer
-from sglang_sbs.router.direct import DirectPort
-from sglang_sbs.router.dispatcher import Assigner
-from sglang_sbs.router.engine_tokenizers import EngineTokenizers
-from sglang_sbs.router.flags import RouterOptions
-from sglang_sbs.router.inflight import InFlight
-from sglang_sbs.router.intake import KEEP_ALIVE_S, MAX_HEAD_LINE_BYTES, Doorman, ParserLog
+from sglang_sbs.router.api.surface import KINDS, Surface
+from sglang_sbs.router.assignment.dispatcher import Assigner
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
+from sglang_sbs.router.client.intake import KEEP_ALIVE_S, MAX_HEAD_LINE_BYTES, Doorman, ParserLog
+from sglang_sbs.router.client.serving_port import DirectPort
+from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
-from sglang_sbs.router.lengths import PromptLengths
-from sglang_sbs.router.metrics import RouterMetrics
-from sglang_sbs.router.metrics_port import MetricsPort
-from sglang_sbs.router.prompts import PromptReader
-from sglang_sbs.router.pump import SchedulerLike
-from sglang_sbs.router.registry import Registry, Worker
-from sglang_sbs.router.relay import Relay
+from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.tls import server_ssl, worker_ssl
+from sglang_sbs.router.prompts.block_names import BlockNamer
+from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.prompts.length_estimate import PromptLengths
+from sglang_sbs.router.prompts.reader import PromptReader
+from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
+from sglang_sbs.router.relay.admission import Admission
+from sglang_sbs.router.relay.in_flight import InFlight
+from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
-from sglang_sbs.router.tls import server_ssl, worker_ssl
-from sglang_sbs.router.tracing import open_traces
-from sglang_sbs.router.upstream import Pool
-from sglang_sbs.router.watch import worker_session
-from sglang_sbs.router.worker_metrics import gauge, total
+from sglang_sbs.router.signals.engine_signals import worker_session
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
+from sglang_sbs.router.telemetry.metrics_port import MetricsPort
+from sglang_sbs.router.telemetry.tracing import open_traces
+from sglang_sbs.router.telemetry.worker_metrics import gauge, total
+from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from sglang_sbs.scheduling.fairness import LEAST_WEIGHT, MOST_WEIGHT
+from sglang_sbs.scheduling.queue.fairness import LEAST_WEIGHT, MOST_WEIGHT
 
 Policy = Literal[
     "sbs",

@@ -29,7 +29,7 @@ PrefixSource = Literal["events", "approximate", "off"]
 RankChoice = Literal["free", "by_room", "engine"]
 """Which DP ranks of a decode instance go with a prefill rank: ``free`` all; ``by_room`` those with
 the same remainder by the greatest common divisor of both DP sizes; ``engine`` it takes none from
-outside, and only its reports tell (SGLang before 0.5.10, ``router/rank_contract.py``)."""
+outside, and only its reports tell (SGLang before 0.5.10, ``router/workers/rank_contract.py``)."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -233,7 +233,7 @@ class Dispatch(_Message, frozen=True):
     """It follows a batch that is on its way to the same instance, to be in the same pass."""
     gang: GangPart | None = None
     """The part of its gang that goes to the same rank; whoever carries the decision out fills it
-    in (:mod:`sglang_sbs.router.pump`)."""
+    in (:mod:`sglang_sbs.router.assignment.scheduler_driver`)."""
 
 
 RefuseCause = Literal[

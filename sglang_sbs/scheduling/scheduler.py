@@ -9,7 +9,7 @@ Theory of operation
 A request is *queued* from :class:`RequestArrived` until it is dispatched or refused, *dispatched*
 until :class:`PrefillDone`, *decoding* until :class:`RequestEnded`. RequestEnded may come in any
 state and is the only way out after a dispatch; a refusal is the only way out of the queue besides
-it. Everything else is belief about instances (``prefill_instance``, ``decode_instance``), which the
+it. Everything else is belief about instances (``prefill.instance``, ``decode.instance``), which the
 reports of the engines replace, never add to.
 
 After every event the same loop runs: time-outs, then the policy is asked for one batch at a time
@@ -17,7 +17,7 @@ until it has none, each batch gets its decode ranks (Algorithm 3 or the potentia
 time at which anything could change by itself becomes :class:`WakeAt`. A batch's request that no
 decode rank can admit is not dispatched: a prefill whose decode has no room would hold a bootstrap
 slot and compute nothing. It waits for room, and the oldest such request gets a rank kept for it
-before smaller ones starve it (``decode_admission``).
+before smaller ones starve it (``decode.admission``).
 
 Not in the table: a request may also enter as *dispatched* (:class:`RequestAdopted`): somebody else
 placed it. Until the next report of its ranks it counts as in flight; that report includes it, so it
@@ -35,27 +35,27 @@ import msgspec
 
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.scheduling.decode import UNLIMITED, schedule_decode
-from sglang_sbs.scheduling.decode_admission import RESERVE_AFTER_PASSES, DecodeAdmission
-from sglang_sbs.scheduling.decode_instance import DecodeInstance
-from sglang_sbs.scheduling.fairness import TenantTurns
-from sglang_sbs.scheduling.flow_control import (
+from sglang_sbs.scheduling.decode.admission import RESERVE_AFTER_PASSES, DecodeAdmission
+from sglang_sbs.scheduling.decode.instance import DecodeInstance
+from sglang_sbs.scheduling.decode.rules import UNLIMITED, schedule_decode
+from sglang_sbs.scheduling.lone_ranks import LoneRanks
+from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.pbaa import first_part
+from sglang_sbs.scheduling.policies.policy import Placement, Plan
+from sglang_sbs.scheduling.policies.selection import make_decode_rule, make_policy
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.interval import IntervalController
+from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
+from sglang_sbs.scheduling.prefill.observation import Observation
+from sglang_sbs.scheduling.prefix_caches import PrefixCaches
+from sglang_sbs.scheduling.queue.fairness import TenantTurns
+from sglang_sbs.scheduling.queue.flow_control import (
     missing_role,
     refusal_of,
     retry_after_s,
     slo_refusal_of,
 )
-from sglang_sbs.scheduling.interval import IntervalController
-from sglang_sbs.scheduling.lone_ranks import LoneRanks
-from sglang_sbs.scheduling.network_latency import NetworkLatency
-from sglang_sbs.scheduling.observation import Observation
-from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.pbaa import first_part
-from sglang_sbs.scheduling.policy import Placement, Plan
-from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.prefix_caches import PrefixCaches
-from sglang_sbs.scheduling.request import Request, RequestQueue
-from sglang_sbs.scheduling.selection import make_decode_rule, make_policy
+from sglang_sbs.scheduling.queue.request import Request, RequestQueue
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 from sglang_sbs.wire import EndForward
 

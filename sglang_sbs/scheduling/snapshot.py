@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_sbs.scheduling.decode import UNLIMITED
+from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.prefill_instance import PrefillInstance, Tier
-from sglang_sbs.scheduling.priority import CLASSES, class_of
-from sglang_sbs.scheduling.request import RequestQueue
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance, Tier
+from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
+from sglang_sbs.scheduling.queue.request import RequestQueue
 
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.scheduler import Scheduler

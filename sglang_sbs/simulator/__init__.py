@@ -1,9 +1,9 @@
 """A discrete-event cluster that drives the router's own scheduler object."""
 
-from sglang_sbs.simulator.cluster import simulate
-from sglang_sbs.simulator.cost import COSTS, PassCost
-from sglang_sbs.simulator.outcome import RequestRecord
-from sglang_sbs.simulator.spec import ClusterSpec, InstanceSpec, TopologyChange
+from sglang_sbs.simulator.cluster.cost import COSTS, PassCost
+from sglang_sbs.simulator.cluster.outcome import RequestRecord
+from sglang_sbs.simulator.cluster.simulation import simulate
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TopologyChange
 
 __all__ = [
     "COSTS",

@@ -1,8 +1,8 @@
 """``sglang-sbs simulate``: policies against each other in simulated time.
 
-Owns the command line of a scenario's run and what is written of it. Runs are :mod:`.sweep`'s,
-tables :mod:`.tables`'s, pictures :mod:`.plots`'s; ``simulate paper`` and ``simulate plan`` have
-modules of their own.
+Owns the command line of a scenario's run and what is written of it. Runs are
+:mod:`.experiments.sweep`'s, tables :mod:`.experiments.tables`'s, pictures
+:mod:`.experiments.plots`'s; ``simulate paper`` and ``simulate plan`` have modules of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,38 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_sbs.simulator.arguments import (
+from sglang_sbs.simulator.cluster.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
+from sglang_sbs.simulator.cluster.spec import TopologyError
+from sglang_sbs.simulator.experiments.bound import main as bound_main
+from sglang_sbs.simulator.experiments.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
+from sglang_sbs.simulator.experiments.matrix import main as matrix_main
+from sglang_sbs.simulator.experiments.paper import main as paper_main
+from sglang_sbs.simulator.experiments.plan import main as plan_main
+from sglang_sbs.simulator.experiments.sweep import (
+    POLICY_CONFIGS,
+    EmptyWindowError,
+    Job,
+    Row,
+    Task,
+    max_load,
+    run_job,
+)
+from sglang_sbs.simulator.experiments.tables import (
+    ResultTable,
+    cache_tables,
+    capacity_tables,
+    class_tables,
+    decode_table,
+    load_tables,
+)
+from sglang_sbs.simulator.options.classes import add_classes, classes_of, slo_fields
+from sglang_sbs.simulator.options.cluster import (
+    add_cluster,
+    add_topology,
+    cluster_fields,
+    topology_fields,
+)
+from sglang_sbs.simulator.options.common import (
     add_common,
     add_prefill_runs,
     check_outputs,
@@ -28,41 +59,10 @@ from sglang_sbs.simulator.arguments import (
     seeds,
     write_json,
 )
-from sglang_sbs.simulator.bound import main as bound_main
-from sglang_sbs.simulator.class_arguments import add_classes, classes_of, slo_fields
-from sglang_sbs.simulator.cluster_arguments import (
-    add_cluster,
-    add_topology,
-    cluster_fields,
-    topology_fields,
-)
-from sglang_sbs.simulator.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
-from sglang_sbs.simulator.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
-from sglang_sbs.simulator.matrix import main as matrix_main
-from sglang_sbs.simulator.paper import main as paper_main
-from sglang_sbs.simulator.plan import main as plan_main
+from sglang_sbs.simulator.options.scheduler import add_scheduler, scheduler_fields
 from sglang_sbs.simulator.replay import replay
-from sglang_sbs.simulator.scenario import DECODE, SCENARIOS, ScenarioError, make_scenario
-from sglang_sbs.simulator.scheduler_arguments import add_scheduler, scheduler_fields
-from sglang_sbs.simulator.spec import TopologyError
-from sglang_sbs.simulator.sweep import (
-    POLICY_CONFIGS,
-    EmptyWindowError,
-    Job,
-    Row,
-    Task,
-    max_load,
-    run_job,
-)
-from sglang_sbs.simulator.tables import (
-    ResultTable,
-    cache_tables,
-    capacity_tables,
-    class_tables,
-    decode_table,
-    load_tables,
-)
-from sglang_sbs.simulator.workload import TraceError
+from sglang_sbs.simulator.workloads.arrivals import TraceError
+from sglang_sbs.simulator.workloads.scenario import DECODE, SCENARIOS, ScenarioError, make_scenario
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
@@ -274,8 +274,8 @@ def _plot(
     decode: bool,
     capacity: bool,
 ) -> None:
-    from sglang_sbs.simulator import plots
-    from sglang_sbs.simulator.page import Part, Picture, write_page
+    from sglang_sbs.simulator.experiments import plots
+    from sglang_sbs.simulator.experiments.page import Part, Picture, write_page
 
     if decode:
         figure = plots.decode_summary(rows)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from sglang_sbs.bench.load import Latency
-from sglang_sbs.bench.passes import ForwardPass, PassStatistics
-from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
-from sglang_sbs.bench.versus.rows import Header, Key, Row
+from benchmarks.compare_routers.measure import Answers, Engines, KvBand, Trace
+from benchmarks.compare_routers.rows import Header, Key, Row
+from sglang_sbs.demo.load import Latency
+from sglang_sbs.demo.passes import ForwardPass, PassStatistics
 
 NAN = math.nan
 HEADER = Header(

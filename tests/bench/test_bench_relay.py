@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.bench.relay import Samples, main, parse_arguments, ratios_of
+from benchmarks.relay_cost import Samples, main, parse_arguments, ratios_of
 
 RATIOS = {
     f"{name}_vs_rust"

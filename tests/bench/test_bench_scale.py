@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglang_sbs.bench import scale
-from sglang_sbs.bench.scale import (
+from benchmarks.scale import command
+from benchmarks.scale.command import (
     Case,
     Result,
     Spread,
@@ -18,7 +18,7 @@ from sglang_sbs.bench.scale import (
     markdown,
     parse_arguments,
 )
-from sglang_sbs.bench.scale_router import Reading, shape_of
+from benchmarks.scale.router import Reading, shape_of
 
 
 def test_a_small_run_loses_nothing_and_weighs_every_part(tmp_path: Path, capsys):
@@ -168,7 +168,7 @@ def test_a_case_that_fails_leaves_the_earlier_ones(
             fail(log)
         return result(case)
 
-    monkeypatch.setattr(scale, "measure", measure)
+    monkeypatch.setattr(command, "measure", measure)
     path = tmp_path / "new" / "scale.json"
     assert main(["--ranks", "16,32,64", "--json", str(path)]) == status
     told = capsys.readouterr().out
@@ -182,7 +182,7 @@ def test_a_case_that_fails_leaves_the_earlier_ones(
 def test_a_file_that_cannot_be_written_is_said_before_anything_starts(
     tmp_path: Path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(scale, "measure", None)
+    monkeypatch.setattr(command, "measure", None)
     (tmp_path / "file").write_text("kept")
     for path in (tmp_path / "file" / "scale.json", tmp_path):
         assert main(["--quick", "--json", str(path)]) == 2

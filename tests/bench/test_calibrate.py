@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from sglang_sbs.bench.calibrate import main, parse_arguments
-from sglang_sbs.bench.contenders import free_ports
-from sglang_sbs.bench.endforward_capture import capture
+from benchmarks.calibrate.command import main, parse_arguments
+from benchmarks.calibrate.endforward_capture import capture
+from benchmarks.fitting.calibration import fit_cost
+from benchmarks.fitting.captured import Captured, read_capture
+from benchmarks.fitting.recording import RecordedPass
+from benchmarks.fitting.validation import virtual_gpu_cost
+from benchmarks.router_processes import free_ports
 from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.simulator.calibration import fit_cost
-from sglang_sbs.simulator.captured import Captured, read_capture
-from sglang_sbs.simulator.cost import PassCost, load_cost, save_cost
-from sglang_sbs.simulator.recording import RecordedPass
-from sglang_sbs.simulator.validation import virtual_gpu_cost
+from sglang_sbs.simulator.cluster.cost import PassCost, load_cost, save_cost
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 from sglang_sbs.wire import EndForward, encode_endforward
 
@@ -310,7 +310,7 @@ def test_layers_are_timed_on_a_cpu_too(tmp_path: Path):
 
 def test_a_chunk_behind_a_context_attends_to_all_of_it():
     torch = pytest.importorskip("torch")
-    from sglang_sbs.bench.gpu_layers import TINY, Layers, LayerShape
+    from benchmarks.calibrate.gpu_layers import TINY, Layers, LayerShape
 
     layers = Layers(TINY, "cpu", torch.float32)
     layers.attention([(0, 7), (40, 3)])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sglang_sbs.bench import chaos
-from sglang_sbs.bench.chaos_faults import ALL, BY_NAME
-from sglang_sbs.bench.chaos_run import books
+from benchmarks.chaos import command
+from benchmarks.chaos.faults import ALL, BY_NAME
+from benchmarks.chaos.run import books
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_says_what_is_wrong_before_anything_starts(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        chaos.main(words)
+        command.main(words)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -36,7 +36,7 @@ def test_faults_have_names_of_their_own_and_the_help_lists_them(
 ) -> None:
     assert len(BY_NAME) == len(ALL)
     with pytest.raises(SystemExit):
-        chaos.main(["--help"])
+        command.main(["--help"])
     text = capsys.readouterr().out
     assert all(name in text for name in BY_NAME)
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.bench.versus import command
-from sglang_sbs.bench.versus.engines import (
+from benchmarks.compare_routers import command
+from benchmarks.compare_routers.engines import (
     H800_CHUNK_TOKENS,
     PASS_S,
     gate_environment,
     scaled_cost,
 )
-from sglang_sbs.bench.versus.workloads import WORKLOADS
+from benchmarks.compare_routers.workloads import WORKLOADS
 from sglang_sbs.engine.config import GANG_GATE_MS
-from sglang_sbs.simulator.cost import COSTS, CostError, PassCost, save_cost
+from sglang_sbs.simulator.cluster.cost import COSTS, CostError, PassCost, save_cost
 
 CHUNK = H800_CHUNK_TOKENS
 

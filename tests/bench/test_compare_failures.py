@@ -14,13 +14,13 @@ import pytest
 from compare_rows import HEADER, row
 from msgspec.structs import replace
 
-from sglang_sbs.bench.load import Arrival, Sample
-from sglang_sbs.bench.runs import RouterPorts
-from sglang_sbs.bench.versus import cell, clients, command, ratios, report, tables
-from sglang_sbs.bench.versus.engines import Engines
-from sglang_sbs.bench.versus.field import BY_NAME, Contender
-from sglang_sbs.bench.versus.prompts import id_prompts
-from sglang_sbs.bench.versus.rows import NOT_RUN, Key, Row, RowFile
+from benchmarks.compare_routers import cell, clients, command, ratios, report, tables
+from benchmarks.compare_routers.contenders import BY_NAME, Contender
+from benchmarks.compare_routers.engines import Engines
+from benchmarks.compare_routers.prompts import id_prompts
+from benchmarks.compare_routers.rows import NOT_RUN, Key, Row, RowFile
+from sglang_sbs.demo.load import Arrival, Sample
+from sglang_sbs.demo.runs import RouterPorts
 
 
 def broken(policy: str, *, load: float = 0.8, seed: int = 1, warm_up_failed: int = 0) -> Row:

@@ -14,16 +14,16 @@ from aiohttp import web
 from compare_rows import HEADER, row
 from msgspec.structs import replace
 
-from sglang_sbs.bench.runs import RouterPorts
-from sglang_sbs.bench.versus import cell, hearing, report
-from sglang_sbs.bench.versus.command import build_parser
-from sglang_sbs.bench.versus.engines import Engines
-from sglang_sbs.bench.versus.field import BY_NAME
-from sglang_sbs.bench.versus.listener import Heard, ReportListener
-from sglang_sbs.bench.versus.plan import Plan
-from sglang_sbs.bench.versus.prompts import id_prompts
-from sglang_sbs.bench.versus.rows import Key, RowFile
+from benchmarks.compare_routers import cell, endforward_check, report
+from benchmarks.compare_routers.command import build_parser
+from benchmarks.compare_routers.contenders import BY_NAME
+from benchmarks.compare_routers.engines import Engines
+from benchmarks.compare_routers.listener import Heard, ReportListener
+from benchmarks.compare_routers.plan import Plan
+from benchmarks.compare_routers.prompts import id_prompts
+from benchmarks.compare_routers.rows import Key, RowFile
 from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.demo.runs import RouterPorts
 from sglang_sbs.wire import EndForward, encode_endforward
 from sglang_sbs.wire.curve import keys_in
 
@@ -50,9 +50,9 @@ def heard(boot_id: str, rank: int) -> Heard:
 
 def test_silent_are_instances_and_ranks_without_a_message() -> None:
     messages = [heard("one", 0), heard("one", 1), heard("three", 1)]
-    assert hearing.silent(messages, NAMES) == ["d0/0", "p1"]
-    assert hearing.silent_prefill(messages, NAMES) == ["p1"]
-    assert hearing.silent([], NAMES) == ["d0", "p0", "p1"]
+    assert endforward_check.silent(messages, NAMES) == ["d0/0", "p1"]
+    assert endforward_check.silent_prefill(messages, NAMES) == ["p1"]
+    assert endforward_check.silent([], NAMES) == ["d0", "p0", "p1"]
 
 
 def test_other_nodes_of_an_engine_are_known_by_its_url() -> None:
@@ -67,9 +67,9 @@ def test_other_nodes_of_an_engine_are_known_by_its_url() -> None:
             ("nothing", ""),
         )
     ]
-    names = hearing.names_of(messages, {"one": "p0"}, urls)
+    names = endforward_check.names_of(messages, {"one": "p0"}, urls)
     assert names == {"one": "p0", "node 2": "p0", "local": "p1"}
-    assert hearing.silent([heard("one", 0), *messages], names) == ["p1/0"]
+    assert endforward_check.silent([heard("one", 0), *messages], names) == ["p1/0"]
 
 
 def engines_with(messages: list[Heard], ports: RouterPorts) -> Engines:
@@ -95,13 +95,13 @@ async def test_a_run_is_not_measured_while_a_prefill_rank_is_not_heard(
         measured.append(words)
         return []
 
-    monkeypatch.setattr(hearing, "WAIT_S", 0.0)
+    monkeypatch.setattr(endforward_check, "WAIT_S", 0.0)
     monkeypatch.setattr(cell, "_running", running)
     monkeypatch.setattr(cell, "run_load", load)
     monkeypatch.setattr(cell, "send_load", send)
     setting = cell.Setting("open-loop", id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
     messages = [heard("one", 0), heard("one", 1), heard("two", 0)]
-    with pytest.raises(hearing.UnheardError, match="no EndForward of p1/1 comes to tcp:"):
+    with pytest.raises(endforward_check.UnheardError, match="no EndForward of p1/1 comes to tcp:"):
         await cell.run_cell(
             BY_NAME["mini_lb"], KEY, 5, engines_with(messages, RouterPorts(1, 2, 3)), setting
         )
@@ -125,11 +125,12 @@ async def test_a_router_that_does_not_hear_what_we_hear_is_named(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = int(runner.addresses[0][1])
-    monkeypatch.setattr(hearing, "WAIT_S", 0.0)
+    monkeypatch.setattr(endforward_check, "WAIT_S", 0.0)
     messages = [heard(boot, rank) for boot in ("one", "two") for rank in (0, 1)]
     try:
         with pytest.raises(
-            hearing.UnheardError, match=r"router sbs hears nothing of p0/1, p1/0: .* port 7600"
+            endforward_check.UnheardError,
+            match=r"router sbs hears nothing of p0/1, p1/0: .* port 7600",
         ):
             await cell._check_hearing(
                 BY_NAME["sbs"], engines_with(messages, RouterPorts(1, 7600, port))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from sglang_sbs.bench.load import Sample
-from sglang_sbs.bench.versus import clients, measure
-from sglang_sbs.bench.versus.listener import Heard
-from sglang_sbs.bench.versus.measure import KvBand
-from sglang_sbs.bench.versus.prompts import id_prompts
-from sglang_sbs.bench.versus.workloads import arrivals
+from benchmarks.compare_routers import clients, measure
+from benchmarks.compare_routers.listener import Heard
+from benchmarks.compare_routers.measure import KvBand
+from benchmarks.compare_routers.prompts import id_prompts
+from benchmarks.compare_routers.workloads import arrivals
+from sglang_sbs.demo.load import Sample
 from sglang_sbs.wire import EndForward
 
 

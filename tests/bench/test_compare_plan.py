@@ -9,10 +9,10 @@ from compare_rows import HEADER, row
 from msgspec.structs import replace
 from rich.console import Console
 
-from sglang_sbs.bench.versus import command, ratios, report
-from sglang_sbs.bench.versus.plan import Plan
-from sglang_sbs.bench.versus.prompts import id_prompts
-from sglang_sbs.bench.versus.rows import RowFile
+from benchmarks.compare_routers import command, ratios, report
+from benchmarks.compare_routers.plan import Plan
+from benchmarks.compare_routers.prompts import id_prompts
+from benchmarks.compare_routers.rows import RowFile
 
 REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
 REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
@@ -87,7 +87,7 @@ def test_a_report_on_given_engines_says_nothing_of_a_cost(tmp_path: Path) -> Non
 def test_the_example_with_given_engines_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_sbs.bench.versus import plan
+    from benchmarks.compare_routers import plan
 
     monkeypatch.setattr(plan, "text_prompts", lambda _model: id_prompts())
     text = command.build_parser().format_help().replace("\\\n", " ")
@@ -161,7 +161,7 @@ def test_resume_refuses_what_changes_a_figure(words: list[str], name: str, tmp_p
 def test_resume_refuses_other_engines_and_other_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_sbs.bench.versus import plan
+    from benchmarks.compare_routers import plan
 
     words = [*REAL, "--capacity", "150000", "--report", str(tmp_path)]
     file = RowFile(tmp_path / "rows.jsonl")

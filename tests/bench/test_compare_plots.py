@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from sglang_sbs.bench.load import Latency
-from sglang_sbs.bench.passes import ForwardPass, PassStatistics
-from sglang_sbs.bench.versus import plots
-from sglang_sbs.bench.versus.field import FIELD
-from sglang_sbs.bench.versus.measure import Answers, Engines, KvBand, Trace
-from sglang_sbs.bench.versus.ratios import in_order
-from sglang_sbs.bench.versus.rows import Key, Row
+from benchmarks.compare_routers import plots
+from benchmarks.compare_routers.contenders import FIELD
+from benchmarks.compare_routers.measure import Answers, Engines, KvBand, Trace
+from benchmarks.compare_routers.ratios import in_order
+from benchmarks.compare_routers.rows import Key, Row
+from sglang_sbs.demo.load import Latency
+from sglang_sbs.demo.passes import ForwardPass, PassStatistics
 
 NAMES = [one.name for one in FIELD]
 

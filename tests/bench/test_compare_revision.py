@@ -8,8 +8,8 @@ from pathlib import Path
 from compare_rows import HEADER, row
 from msgspec.structs import replace
 
-from sglang_sbs.bench.versus import report
-from sglang_sbs.bench.versus.revision import revision
+from benchmarks.compare_routers import report
+from benchmarks.compare_routers.revision import revision
 
 
 def git(folder: Path, *words: str) -> None:

@@ -16,12 +16,12 @@ from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
 from rich.console import Console
 
-from sglang_sbs.bench.versus import campaign, ratios, report
-from sglang_sbs.bench.versus.cell import Setting
-from sglang_sbs.bench.versus.field import BY_NAME, FIELD, Contender, chosen
-from sglang_sbs.bench.versus.prompts import id_prompts
-from sglang_sbs.bench.versus.rows import Key, Row, RowFile
-from sglang_sbs.bench.versus.tables import ratio_table
+from benchmarks.compare_routers import campaign, ratios, report
+from benchmarks.compare_routers.cell import Setting
+from benchmarks.compare_routers.contenders import BY_NAME, FIELD, Contender, chosen
+from benchmarks.compare_routers.prompts import id_prompts
+from benchmarks.compare_routers.rows import Key, Row, RowFile
+from benchmarks.compare_routers.tables import ratio_table
 
 # ---- contenders
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from sglang_sbs.bench.rig import CHUNK_TOKENS, parallel_flags
-from sglang_sbs.bench.versus import command
-from sglang_sbs.bench.versus.clients import CLIENTS
-from sglang_sbs.bench.versus.rows import RowFile
+from benchmarks.compare_routers import command
+from benchmarks.compare_routers.clients import CLIENTS
+from benchmarks.compare_routers.rows import RowFile
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 

@@ -8,8 +8,8 @@ import pytest
 from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
 
-from sglang_sbs.bench.versus import report, search, tables
-from sglang_sbs.bench.versus.rows import Row
+from benchmarks.compare_routers import report, search, tables
+from benchmarks.compare_routers.rows import Row
 
 BOTH = (1, 2)
 

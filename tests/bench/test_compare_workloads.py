@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.bench.versus.prompts import id_prompts, text_prompts
-from sglang_sbs.bench.versus.workloads import WORKLOADS, arrivals, mooncake_slice
+from benchmarks.compare_routers.prompts import id_prompts, text_prompts
+from benchmarks.compare_routers.workloads import WORKLOADS, arrivals, mooncake_slice
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 

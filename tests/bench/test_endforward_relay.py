@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from sglang_sbs.bench.endforward_relay import Disturbance, EndForwardRelay
+from benchmarks.chaos.endforward_relay import Disturbance, EndForwardRelay
 from sglang_sbs.wire import TOPIC
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.bench.gangs import figures, gangs_of
-from sglang_sbs.bench.gangs_command import main
+from benchmarks.gangs.command import main
+from benchmarks.gangs.gangs import figures, gangs_of
 from sglang_sbs.scheduling import Dispatch, ForwardEnded, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter, LogRecord
 from sglang_sbs.wire import EndForward

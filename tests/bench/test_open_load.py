@@ -9,8 +9,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from sglang_sbs.bench.load import Arrival, Sample
-from sglang_sbs.bench.open_load import (
+from benchmarks.chaos.open_load import (
     LEAST_SETTLED,
     Fate,
     OpenLoad,
@@ -19,6 +18,7 @@ from sglang_sbs.bench.open_load import (
     first_token_worst_s,
     recovery_s,
 )
+from sglang_sbs.demo.load import Arrival, Sample
 
 LIMIT_S = 1.0
 

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from sglang_sbs.bench.chaos_faults import (
+from benchmarks.chaos.endforward_relay import Disturbance, EndForwardRelay
+from benchmarks.chaos.faults import (
     FULL_POOL_REQUESTS,
     FULL_POOL_TOKENS,
     STORM_CLIENTS,
@@ -20,13 +21,12 @@ from sglang_sbs.bench.chaos_faults import (
     paused,
     storm,
 )
-from sglang_sbs.bench.chaos_run import Fault, FaultResult, Site, run_fault
-from sglang_sbs.bench.endforward_relay import Disturbance, EndForwardRelay
-from sglang_sbs.bench.load import Workload
-from sglang_sbs.bench.runs import RouterPorts
+from benchmarks.chaos.run import Fault, FaultResult, Site, run_fault
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE
 from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.demo.load import Workload
+from sglang_sbs.demo.runs import RouterPorts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 

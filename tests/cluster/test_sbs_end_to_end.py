@@ -14,14 +14,14 @@ import aiohttp
 import orjson
 import pytest
 
-from sglang_sbs.bench import demo
-from sglang_sbs.bench.load import Workload, run_load
-from sglang_sbs.bench.passes import read_engines
-from sglang_sbs.bench.rig import parallel_flags
-from sglang_sbs.bench.runs import RouterPorts, instance_names, running_router
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.demo import cli
+from sglang_sbs.demo.load import Workload, run_load
+from sglang_sbs.demo.passes import read_engines
+from sglang_sbs.demo.runs import RouterPorts, instance_names, running_router
+from sglang_sbs.demo.virtual_cluster import parallel_flags
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cluster
 def test_the_demo_serves_everything_on_every_rank_and_changes_no_token(tmp_path: Path) -> None:
     """3P1D on the virtual GPU, then 1P1D with real compute against one engine asked directly."""
     result_file = tmp_path / "out.json"
-    code = demo.main(
+    code = cli.main(
         ["--requests", "90", "--json", str(result_file), "--out", str(tmp_path / "demo")]
     )
     result = orjson.loads(result_file.read_bytes())

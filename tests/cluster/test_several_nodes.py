@@ -23,9 +23,9 @@ from cluster_hits import (
 )
 from cluster_requests import ENGINE_FLAGS, start
 
-from sglang_sbs.bench.runs import RouterPorts, running_router
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions
 from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.demo.runs import RouterPorts, running_router
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.scheduling.events import ForwardEnded, InstanceUp
 from sglang_sbs.testing.tiny_model import cached_tiny_model

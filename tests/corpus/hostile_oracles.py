@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import h11
 from aiohttp import web
 
-from sglang_sbs.router.clients import Answer, Client
-from sglang_sbs.router.direct import DirectPort, RequestHead
-from sglang_sbs.router.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
+from sglang_sbs.router.client.client import Answer, Client
+from sglang_sbs.router.client.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
+from sglang_sbs.router.client.serving_port import DirectPort, RequestHead
 
 PATIENCE_S = 20.0
 _MAX_BODY_BYTES = 8 << 20

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sglang_sbs.bench.dashboard import Cost, cpu_s, summarize
+from benchmarks.dashboard_cost import Cost, cpu_s, summarize
 
 ROOT = Path(__file__).parents[2]
 

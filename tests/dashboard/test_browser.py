@@ -12,7 +12,7 @@ from playwright.async_api import Browser, Page, expect
 from router_harness import cluster, until
 from test_pages import ScriptedFeed, served
 
-from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.testing.synthetic_cluster import SyntheticCluster, WatchedScheduler
 

@@ -15,8 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from router_harness import cluster, until
 
-from sglang_sbs.dashboard.metrics_reference import collect_facts, main, page
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from tools.metrics_reference import collect_facts, main, page
 
 ROOT = Path(__file__).parents[2]
 GRAFANA = json.loads((ROOT / "examples/grafana/sglang-sbs.json").read_text())

@@ -20,8 +20,8 @@ from sglang_sbs.dashboard import pages
 from sglang_sbs.dashboard.client import DashboardError, frames
 from sglang_sbs.dashboard.feed import LocalFeed, Stop, Take
 from sglang_sbs.dashboard.pages import PENDING_FRAMES, Dashboard
-from sglang_sbs.router.access import CONTROL_PLANE, OPEN_PATHS
-from sglang_sbs.router.scheduler_process import SchedulerProcess
+from sglang_sbs.router.api.access import CONTROL_PLANE, OPEN_PATHS
+from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.testing.mock_engine import MockEngine, Rooms
@@ -356,12 +356,12 @@ async def take_from(server: RouterServer, count: int) -> list[dict[str, Any]]:
 async def test_a_front_end_that_no_longer_asks_gets_no_frames(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang_sbs.dashboard import leases
-    from sglang_sbs.dashboard.leases import Leases
-    from sglang_sbs.router.pump import SchedulerPump
-    from sglang_sbs.wire.front_end import DashboardFrame, WatchDashboard
+    from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+    from sglang_sbs.router.processes import dashboard_leases
+    from sglang_sbs.router.processes.dashboard_leases import Leases
+    from sglang_sbs.router.processes.messages import DashboardFrame, WatchDashboard
 
-    monkeypatch.setattr(leases, "LEASE_S", 0.05)
+    monkeypatch.setattr(dashboard_leases, "LEASE_S", 0.05)
     monkeypatch.setattr(feed_module, "FRAME_S", 0.01)
     pump = SchedulerPump(FakeScheduler(), decided=lambda c: None, failed=lambda rid: None)
     feed = LocalFeed(pump, SchedulerConfig())

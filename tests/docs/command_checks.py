@@ -31,9 +31,9 @@ from doc_commands import ROOT, Command
 
 from sglang_sbs.cli import VERBS
 from sglang_sbs.launch_server import plan_from_command_line
-from sglang_sbs.router.arguments import FlagError
-from sglang_sbs.router.flags import parse_flags
-from sglang_sbs.router.stock_flags import IGNORED_FLAGS
+from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.stock import IGNORED_FLAGS
 
 NOT_OURS = {
     "git": "only clone, whose address is the reader's",
@@ -125,7 +125,7 @@ def _check_module(module: str, words: Sequence[str], command: Command) -> None:
         special[module](words, command)
     elif module == "pytest":
         _check_pytest(words)
-    elif module.startswith("sglang_sbs."):
+    elif module.startswith(("sglang_sbs.", "benchmarks.", "tools.")):
         main = import_module(module).main
         _parses(lambda: main(list(words)), command)
     else:
@@ -165,7 +165,7 @@ def _check_simulate(words: Sequence[str], command: Command) -> None:
     """With all that is checked before the first simulation begins."""
     modules = [
         import_module(f"sglang_sbs.simulator.{name}")
-        for name in ("bound", "cli", "matrix", "paper", "plan")
+        for name in ("cli", *(f"experiments.{x}" for x in ("bound", "matrix", "paper", "plan")))
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglang_sbs.simulator.cost import PassCost, save_cost
+from sglang_sbs.simulator.cluster.cost import PassCost, save_cost
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from command_checks import Wrong, check, curl_requests
 from doc_commands import ROOT, Command, commands_of, pages
 
-from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.simulator.cli import main as simulate
 

@@ -15,10 +15,10 @@ import sglang_parser
 from command_checks import our_variables
 from doc_commands import ROOT, pages
 
-from sglang_sbs.bench.versus.field import BY_NAME
+from benchmarks.compare_routers.contenders import BY_NAME
 from sglang_sbs.engine import config as hook
-from sglang_sbs.router.arguments import build_parser
-from sglang_sbs.router.stock_flags import REFUSED_FLAGS
+from sglang_sbs.router.options.arguments import build_parser
+from sglang_sbs.router.options.stock import REFUSED_FLAGS
 from sglang_sbs.simulator.cli import build_parser as build_simulate_parser
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])")
@@ -62,7 +62,8 @@ def router_flags(*, hidden: bool = True) -> set[str]:
 @cache
 def flags_in_source() -> set[str]:
     """Of every parser of this project: read in the source, since some are in scripts."""
-    code = [*(ROOT / "sglang_sbs").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    folders = ("sglang_sbs", "benchmarks", "tools")
+    code = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     sources = [*code, *(ROOT / "scripts").iterdir()]
     sources += [path for path in (ROOT / "examples").rglob("*") if path.is_file()]
     return {
@@ -205,6 +206,6 @@ def test_the_tuning_guide_gives_the_router_s_defaults() -> None:
 
 def test_the_router_s_module_map_is_complete() -> None:
     _, _, module_map = (ROOT / "docs" / "router.md").read_text().partition("## Module map")
-    modules = {path.stem for path in (ROOT / "sglang_sbs" / "router").glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in (ROOT / "sglang_sbs" / "router").rglob("*.py")} - {"__init__"}
     mapped = set(re.findall(r"`(\w+)`", module_map))
     assert (modules - mapped, mapped - modules) == (set(), set())

@@ -15,16 +15,16 @@ import pytest
 from doctor_rig import Rig, rig
 from rich.console import Console
 
-from sglang_sbs.doctor.catalogue import CATALOGUE, GROUPS, Severity, markdown
+from sglang_sbs.doctor.catalogue.table import CATALOGUE, GROUPS, Severity, markdown
 from sglang_sbs.doctor.cli import main
 from sglang_sbs.doctor.examine import gather, judge
 from sglang_sbs.doctor.findings import Finding, Verdict, finding, verdict
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.doctor.report import as_json, exit_code, print_report
-from sglang_sbs.router.arguments import FlagError
-from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.server_info import UnusableWorker, parse_server_info
+from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 
@@ -260,7 +260,7 @@ def test_the_docs_have_the_catalogue() -> None:
     start, end = "<!-- catalogue -->\n", "<!-- end of catalogue -->"
     section = text[text.index(start) + len(start) : text.index(end)]
     assert section.strip() == markdown().strip(), (
-        "docs/doctor.md is behind the catalogue: python -m sglang_sbs.doctor.catalogue prints it"
+        "docs/doctor.md is behind: python -m sglang_sbs.doctor.catalogue.table prints it"
     )
 
 

@@ -18,13 +18,13 @@ from rich.console import Console
 from sglang_sbs.doctor.cli import main
 from sglang_sbs.doctor.examine import gather
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Failure, RouterFacts, Target
-from sglang_sbs.doctor.feature_report import features_exit_code, features_json, print_features
-from sglang_sbs.doctor.features import FEATURES, FeatureRow, feature_rows, markdown
+from sglang_sbs.doctor.features.report import features_exit_code, features_json, print_features
+from sglang_sbs.doctor.features.table import FEATURES, FeatureRow, feature_rows, markdown
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
-from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.server_info import UnusableWorker, parse_server_info
-from sglang_sbs.router.shown_options import shown_options
+from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--prefill", "http://p0:1", "--prefill", "http://p1:1", "--decode", "http://d0:1"]
@@ -419,7 +419,7 @@ def test_the_docs_have_every_row() -> None:
     start, end = "<!-- features -->\n", "<!-- end of features -->"
     section = text[text.index(start) + len(start) : text.index(end)]
     assert section.strip() == markdown().strip(), (
-        "docs/features.md is behind the table: python -m sglang_sbs.doctor.features prints it"
+        "docs/features.md is behind the table: python -m sglang_sbs.doctor.features.table prints it"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from doctor_rig import DP, Engine, Rig, free_port, rig
 
-from sglang_sbs.doctor.catalogue import CATALOGUE, Severity
+from sglang_sbs.doctor.catalogue.table import CATALOGUE, Severity
 from sglang_sbs.doctor.examine import gather, judge
 from sglang_sbs.doctor.facts import ClusterFacts, Target
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding

@@ -13,7 +13,7 @@ from engine_fakes import Batch, Mode, Rank, Req, Role
 
 from sglang_sbs.engine import register
 from sglang_sbs.engine.collect import SchedulerReader, read_placement
-from sglang_sbs.engine.direct import HookRegistry, HookType, is_loaded
+from sglang_sbs.engine.hooks_without_plugins import HookRegistry, HookType, is_loaded
 
 SCHEDULER, SERVER = "sglang.srt.managers.scheduler", "sglang.srt.entrypoints.http_server"
 

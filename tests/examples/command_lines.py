@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_sbs.router.flags import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import RouterOptions, parse_flags
 from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
 
 ROOT = Path(__file__).resolve().parents[2]

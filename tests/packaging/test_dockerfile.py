@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging_sources import FOLDERS, ROOT, SOURCES
 
-from sglang_sbs.router.flags import parse_flags
+from sglang_sbs.router.options.options import parse_flags
 
 TEXT = (ROOT / "Dockerfile").read_text()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.patching import check
 from sglang_sbs.patching.patch_file import load_patches
+from tools.check_patches import command
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "releases"
 """As the script's own, so that releases are downloaded once."""
@@ -17,7 +17,7 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "releases"
 
 @pytest.mark.registry
 def test_every_patch_on_its_release(capsys: pytest.CaptureFixture[str]) -> None:
-    code = check.main(["--cache", str(CACHE), "--json"])
+    code = command.main(["--cache", str(CACHE), "--json"])
     answer = json.loads(capsys.readouterr().out)
     failed = [row for row in answer["matrix"] if not row["ok"]]
     assert failed == []
@@ -31,15 +31,15 @@ def test_a_patch_for_another_release_fails_and_says_where(
 ) -> None:
     patch = next(p for p in load_patches() if "0.5.9" in p.versions)
     wrong = [dataclasses.replace(patch, versions=("0.5.8",))]
-    monkeypatch.setattr(check, "load_patches", lambda: wrong)
-    monkeypatch.setattr(check.cli, "load_patches", lambda: wrong)
-    assert check.main(["--cache", str(CACHE)]) == 1
+    monkeypatch.setattr(command, "load_patches", lambda: wrong)
+    monkeypatch.setattr(command.cli, "load_patches", lambda: wrong)
+    assert command.main(["--cache", str(CACHE)]) == 1
     said = capsys.readouterr().out
     assert "sglang 0.5.8, apply: unknown: not the files of this release" in said
 
 
 def test_a_name_that_is_no_patch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["--only", "sglang-1.0"]) == 2
+    assert command.main(["--only", "sglang-1.0"]) == 2
     assert "sglang-0.5.9" in capsys.readouterr().err
 
 
@@ -49,6 +49,6 @@ def test_an_unreachable_registry_is_a_failed_step(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    assert check.main(["--cache", str(tmp_path), "--only", "sglang-0.5.9"]) == 1
+    assert command.main(["--cache", str(tmp_path), "--only", "sglang-0.5.9"]) == 1
     assert "download: pip download failed" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

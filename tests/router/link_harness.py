@@ -7,26 +7,26 @@ import errno
 import itertools
 from collections.abc import Callable
 
-from sglang_sbs.router.breaker import BreakerConfig
-from sglang_sbs.router.hub import Hub
-from sglang_sbs.router.link import SchedulerLink
-from sglang_sbs.router.mirror import MirroredRegistry
-from sglang_sbs.router.pump import SchedulerPump
-from sglang_sbs.router.registry import Registry, Worker
-from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+from sglang_sbs.router.processes.front_end_sessions import Hub
+from sglang_sbs.router.processes.messages import (
+    FromScheduler,
+    ToScheduler,
+    decode_from_scheduler,
+    decode_to_scheduler,
+    encode,
+)
+from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
+from sglang_sbs.router.processes.scheduler_link import SchedulerLink
+from sglang_sbs.router.workers.breaker import BreakerConfig
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling import Command, Dispatch, Refuse, Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import (
     Event,
     InstanceRole,
     RequestArrived,
     RequestEnded,
-)
-from sglang_sbs.wire.front_end import (
-    FromScheduler,
-    ToScheduler,
-    decode_from_scheduler,
-    decode_to_scheduler,
-    encode,
 )
 
 IMMEDIATE = SchedulerConfig(policy="round_robin")

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_sbs.router.flags import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import RouterOptions, parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling.events import (
     Command,

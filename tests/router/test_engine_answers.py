@@ -12,20 +12,21 @@ import orjson
 import pytest
 from router_harness import cluster, until
 
-from sglang_sbs.router import engine_answers, pair, upstream
-from sglang_sbs.router.breaker import BreakerConfig
-from sglang_sbs.router.logs import set_up_logging
-from sglang_sbs.router.merge import NoAnswer, merge_answers
-from sglang_sbs.router.mirror import MirroredRegistry, state_of
-from sglang_sbs.router.registry import Registry
-from sglang_sbs.router.requests import plan_request
-from sglang_sbs.router.server_info import parse_server_info
-from sglang_sbs.wire.front_end import (
+from sglang_sbs.router.engines import connection_pool, control_requests
+from sglang_sbs.router.processes.messages import (
     MAX_MESSAGE_BYTES,
     Cluster,
     decode_from_scheduler,
     encode,
 )
+from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
+from sglang_sbs.router.relay import pair
+from sglang_sbs.router.relay.merged_answers import NoAnswer, merge_answers
+from sglang_sbs.router.requests.plan import plan_request
+from sglang_sbs.router.telemetry.logs import set_up_logging
+from sglang_sbs.router.workers.breaker import BreakerConfig
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.server_info import parse_server_info
 
 HEAD = b"HTTP/1.1 %d Odd\r\nContent-Type: application/json\r\n%b\r\n"
 
@@ -201,7 +202,7 @@ async def test_health_checks_follow_no_redirect_either() -> None:
 
 
 async def test_control_answers_have_an_end(monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine_answers, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(control_requests, "MAX_ANSWER_BYTES", 1 << 20)
     async with cluster() as c:
         endless = HEAD % (200, b"") + b'{"a": "' + b"x" * (3 << 20)  # no length: until it ends
         c.prefill[0].raw_answers["/model_info"] = endless
@@ -222,13 +223,13 @@ async def test_compressed_control_answers_are_not_inflated() -> None:
 
 
 async def test_polls_have_an_end(monkeypatch: Any) -> None:
-    monkeypatch.setattr(upstream, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(connection_pool, "MAX_ANSWER_BYTES", 1 << 20)
     async with cluster(wait=False) as c:
         engine = c.prefill[0]
         engine.raw_answers["/v1/loads"] = HEAD % (200, b"") + b" " * (3 << 20)
-        pool = upstream.Pool(asyncio.get_running_loop())
-        with pytest.raises(upstream.UpstreamError, match="over 1 MiB"):
-            await upstream.fetch(pool, engine.url, "/v1/loads", b"", 20.0)
+        pool = connection_pool.Pool(asyncio.get_running_loop())
+        with pytest.raises(connection_pool.UpstreamError, match="over 1 MiB"):
+            await connection_pool.fetch(pool, engine.url, "/v1/loads", b"", 20.0)
         assert pool.open_connections == 0
 
 

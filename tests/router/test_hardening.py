@@ -19,20 +19,21 @@ from hypothesis import strategies as st
 from router_harness import cluster, options_for, sse_events, until
 from test_upstream import raw_server, read_request
 
-from sglang_sbs.router import aborts, downstream, intake
-from sglang_sbs.router.block_names import BlockNamer
-from sglang_sbs.router.downstream import Downstream
+from sglang_sbs.router.client import answer_stream, intake
+from sglang_sbs.router.client.answer_stream import Downstream
+from sglang_sbs.router.client.intake import Doorman
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.headers import forwarded_headers
-from sglang_sbs.router.intake import Doorman
-from sglang_sbs.router.legs import LegFields, leg_bodies
-from sglang_sbs.router.lengths import PromptLengths
-from sglang_sbs.router.prompts import PromptReader
-from sglang_sbs.router.requests import _INTERNAL_FIELDS, plan_request
+from sglang_sbs.router.processes.messages import decode_to_scheduler, encode
+from sglang_sbs.router.prompts.block_names import BlockNamer
+from sglang_sbs.router.prompts.length_estimate import PromptLengths
+from sglang_sbs.router.prompts.reader import PromptReader
+from sglang_sbs.router.relay import aborts
+from sglang_sbs.router.requests.headers import forwarded_headers
+from sglang_sbs.router.requests.legs import LegFields, leg_bodies
+from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, plan_request
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling.events import RequestArrived
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
-from sglang_sbs.wire.front_end import decode_to_scheduler, encode
 
 GARBAGE = [b"data: {not json\n\n", b"data: [1]\n\n", b"\x00\xff", b'{"text": 5', b"[]"]
 
@@ -135,7 +136,7 @@ async def test_a_defect_while_watching_a_worker_is_not_the_end_of_watching_it(
 async def test_a_client_that_stops_reading_is_let_go_after_the_request_timeout(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(downstream, "FINISH_S", 0.05)
+    monkeypatch.setattr(answer_stream, "FINISH_S", 0.05)
     async with cluster("--request-timeout-secs", "1", "--max-concurrent-requests", "1") as c:
         c.decode[0].behaviour = Behaviour(tokens=6000)
         reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port, limit=1024)
@@ -185,7 +186,7 @@ async def test_every_source_of_a_slow_client_is_paused_also_late_ones() -> None:
     client, sources = FakeClient(), {0: FakeSource()}
     stream = Downstream(client, sources)  # type: ignore[arg-type]
     stream._transport = client  # type: ignore[assignment]
-    stream.push(bytes(downstream.HIGH_WATER_BYTES + 1))
+    stream.push(bytes(answer_stream.HIGH_WATER_BYTES + 1))
     assert sources[0].paused
     sources[1] = FakeSource()
     stream.push(b"x")
@@ -197,7 +198,7 @@ async def test_every_source_of_a_slow_client_is_paused_also_late_ones() -> None:
 async def test_sources_are_paused_also_while_the_head_is_on_its_way() -> None:
     client, sources = FakeClient(), {0: FakeSource()}
     stream = Downstream(client, sources)  # type: ignore[arg-type]
-    stream.push(bytes(downstream.HIGH_WATER_BYTES + 1))
+    stream.push(bytes(answer_stream.HIGH_WATER_BYTES + 1))
     assert sources[0].paused
     stream._transport = client  # type: ignore[assignment]
     await until(lambda: not sources[0].paused)

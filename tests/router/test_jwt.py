@@ -15,11 +15,9 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from router_harness import cluster
 
-from sglang_sbs.router import identity
-from sglang_sbs.router.access import Principal
-from sglang_sbs.router.arguments import FlagError
-from sglang_sbs.router.flags import parse_flags
-from sglang_sbs.router.identity import (
+from sglang_sbs.router.api import identity
+from sglang_sbs.router.api.access import Principal
+from sglang_sbs.router.api.identity import (
     ASK_AGAIN_S,
     KEYS_KEPT_S,
     KEYS_LIVE_S,
@@ -29,6 +27,8 @@ from sglang_sbs.router.identity import (
     TokenCheck,
     TokenError,
 )
+from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.options import parse_flags
 
 AUDIENCE = "api://router"
 

@@ -11,17 +11,17 @@ import pytest
 import zmq
 from router_harness import until
 
-from sglang_sbs.router import kv_events
-from sglang_sbs.router.endforward import EndForwardListener
-from sglang_sbs.router.kv_addresses import (
+from sglang_sbs.router.signals import kv_subscriber
+from sglang_sbs.router.signals.endforward_listener import EndForwardListener
+from sglang_sbs.router.signals.kv_addresses import (
     KvEndpoints,
     RefusedAddress,
     default_endpoints,
     told_endpoints,
 )
-from sglang_sbs.router.kv_events import KvEventSubscriber
-from sglang_sbs.router.registry import Registry
-from sglang_sbs.router.server_info import (
+from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,
     SbsBlock,
     WorkerInfo,
@@ -200,7 +200,7 @@ class System:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "_TICK_S", 0.02)
+    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.02)
 
 
 async def test_each_rank_is_heard_and_replayed_at_its_own_node() -> None:
@@ -294,7 +294,7 @@ async def test_a_message_that_is_not_believed_tells_nothing() -> None:
 async def test_what_cannot_be_had_is_named_with_its_rank_and_node(
     monkeypatch: pytest.MonkeyPatch, host: str | None, hint: str
 ) -> None:
-    monkeypatch.setattr(kv_events, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(kv_subscriber, "PATIENCE_S", 0.2)
     system = System()
     here = system.publisher(0, "127.0.0.1")
     await here.start()

@@ -13,11 +13,17 @@ import pytest
 from router_harness import cluster, until
 from router_processes import site, start_group
 
-from sglang_sbs.router import kv_events, kv_feed
-from sglang_sbs.router.kv_events import KvEventSubscriber
-from sglang_sbs.router.metric_pages import add_pages
-from sglang_sbs.router.registry import PrefixWish, Registry
-from sglang_sbs.router.server_info import KvEventsBlock, SbsBlock, WorkerInfo, parse_server_info
+from sglang_sbs.router.processes.summed_metrics import add_pages
+from sglang_sbs.router.signals import kv_rank_feed, kv_subscriber
+from sglang_sbs.router.signals.kv_messages import MAX_EVENT_BLOCKS
+from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+from sglang_sbs.router.workers.registry import PrefixWish, Registry
+from sglang_sbs.router.workers.server_info import (
+    KvEventsBlock,
+    SbsBlock,
+    WorkerInfo,
+    parse_server_info,
+)
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import (
@@ -30,7 +36,6 @@ from sglang_sbs.scheduling.events import (
 )
 from sglang_sbs.testing.kv_publisher import KvPublisher, cleared, free_ports, removed, stored
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
-from sglang_sbs.wire.kv_events import MAX_EVENT_BLOCKS
 
 URL = "http://127.0.0.1:30000"
 RANKS = 2
@@ -142,14 +147,14 @@ async def test_the_past_and_then_what_happens_of_every_rank() -> None:
 
 async def test_very_many_blocks_are_told_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop has other things to do between any two of them."""
-    monkeypatch.setattr(kv_events, "_TURN_S", 0.0)
+    monkeypatch.setattr(kv_subscriber, "_TURN_S", 0.0)
     async with system() as here:
         here.up()
         await until(lambda: here.subscriber.counts_of(URL, 0)["replays"] > 0)
         told: list[int] = []
         turns = 0
         monkeypatch.setattr(here.subscriber, "_submit", lambda event: told.append(turns))
-        here.publishers[0].publish(stored(*range(10 * kv_feed.MAX_BLOCKS_PER_EVENT)))
+        here.publishers[0].publish(stored(*range(10 * kv_rank_feed.MAX_BLOCKS_PER_EVENT)))
         while len(told) < 10:
             turns += 1
             await asyncio.sleep(0)
@@ -191,7 +196,7 @@ async def test_without_a_replay_endpoint_too() -> None:
         here.up()
         await first.subscribed()
         await until(lambda: all(rank.connected for rank in here.subscriber._instances[URL].ranks))
-        await asyncio.sleep(2 * kv_events._SUBSCRIBED_S)
+        await asyncio.sleep(2 * kv_subscriber._SUBSCRIBED_S)
         first.publish(stored(1, 2))
         await here.believes({1, 2})
         first.publish(removed(1), lose=True)
@@ -253,8 +258,8 @@ async def test_an_instance_that_is_down_for_a_moment_is_listened_to_meanwhile() 
 async def test_one_that_stays_down_is_forgotten_and_learned_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_events, "KEEP_S", 0.0)
-    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    monkeypatch.setattr(kv_subscriber, "KEEP_S", 0.0)
+    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system() as here:
         here.up()
         await here.publishers[0].subscribed()
@@ -309,7 +314,7 @@ async def test_the_flag_has_the_last_word(wish: PrefixWish, expected: str) -> No
         if expected == "events":
             await here.believes({1})
         else:
-            await asyncio.sleep(2 * kv_events._SUBSCRIBED_S)
+            await asyncio.sleep(2 * kv_subscriber._SUBSCRIBED_S)
             assert here.held(0) == set()
 
 
@@ -334,8 +339,8 @@ async def test_engines_that_publish_nothing(
 async def test_ranks_that_cannot_be_reached_fall_back_until_they_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_events, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    monkeypatch.setattr(kv_subscriber, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system(start=False) as here:
         first, second = here.publishers
         await first.start()
@@ -357,7 +362,7 @@ async def test_ranks_that_cannot_be_reached_fall_back_until_they_can(
 
 
 async def test_the_port_of_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system(start=False) as here:
         here.publishers = [here.publisher(0), here.publisher(1, dp_rank=0)]
         for publisher in here.publishers:
@@ -386,7 +391,7 @@ async def test_only_the_workers_own_host_is_connected_to(caplog: Any) -> None:
 
 
 async def test_many_ranks_take_turns_with_their_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "_MAX_REPLAYS", 1)
+    monkeypatch.setattr(kv_subscriber, "_MAX_REPLAYS", 1)
     async with system() as here:
         here.publishers[0].publish(stored(1))
         here.publishers[1].publish(stored(2))
@@ -396,8 +401,8 @@ async def test_many_ranks_take_turns_with_their_replays(monkeypatch: pytest.Monk
 
 async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the engine's socket holds: what that drops is asked for again."""
-    monkeypatch.setattr(kv_events, "_REPLAY_SILENCE_S", 0.3)
-    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    monkeypatch.setattr(kv_subscriber, "_REPLAY_SILENCE_S", 0.3)
+    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system() as here:
         first = here.publishers[0]
         filler = stored(*range(1_000_000, 1_000_500))
@@ -414,8 +419,8 @@ async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch
 async def test_an_engine_that_answers_no_replay_is_followed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_events, "_REPLAY_SILENCE_S", 0.1)
-    monkeypatch.setattr(kv_events, "_TICK_S", 0.05)
+    monkeypatch.setattr(kv_subscriber, "_REPLAY_SILENCE_S", 0.1)
+    monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system(replay=False) as here:
         port = free_ports(RANKS)
         here.source = KvEventsBlock(port=here.source.port, replay_port=port, host="*")

@@ -6,12 +6,12 @@ import orjson
 import pytest
 from router_harness import cluster
 
-from sglang_sbs.router.monitor import parse_loads
-from sglang_sbs.router.registry import Registry
-from sglang_sbs.router.server_info import WorkerInfo
+from sglang_sbs.router.processes.messages import MAX_COUNT, decode_to_scheduler, encode
+from sglang_sbs.router.workers.health import parse_loads
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour
-from sglang_sbs.wire.front_end import MAX_COUNT, decode_to_scheduler, encode
 
 ABSURD = [b"9" * 5000, b"%d" % 2**41, b"%d" % 2**63]
 

@@ -9,11 +9,15 @@ import aiohttp
 import pytest
 from router_harness import Cluster, cluster, options_for, until
 
-from sglang_sbs.router.breaker import BreakerConfig
-from sglang_sbs.router.mirror import MirroredRegistry, state_of
-from sglang_sbs.router.registry import Registry
+from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.server_info import UnusableWorker, check_rank_server, parse_server_info
+from sglang_sbs.router.workers.breaker import BreakerConfig
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.server_info import (
+    UnusableWorker,
+    check_rank_server,
+    parse_server_info,
+)
 from sglang_sbs.scheduling.events import LoadPolled
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
 from sglang_sbs.testing.rust_mock_engine import RustMockEngine

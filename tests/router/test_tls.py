@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 from router_harness import TIMEOUT_S, cluster, sse_events, until
 
-from sglang_sbs.router.arguments import FlagError
-from sglang_sbs.router.flags import RouterOptions, parse_flags
+from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.tls import server_ssl, worker_ssl
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.tls import server_ssl, worker_ssl
 from sglang_sbs.testing.mock_engine import MockEngine, Rooms
 
 

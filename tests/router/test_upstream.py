@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.router import upstream
-from sglang_sbs.router.framing import ChunkedDecoder
-from sglang_sbs.router.upstream import Pool, UpstreamError, fetch, request_head
+from sglang_sbs.router.engines import connection_pool
+from sglang_sbs.router.engines.connection_pool import Pool, UpstreamError, fetch, request_head
+from sglang_sbs.router.engines.response_framing import ChunkedDecoder
 
 
 class Collector:
@@ -238,7 +238,7 @@ async def test_connections_idle_for_too_long_are_not_reused(monkeypatch: Any) ->
 
     async with raw_server(serve) as (origin, pool):
         await ask(pool, origin)
-        monkeypatch.setattr(upstream, "IDLE_LIMIT_S", -1.0)
+        monkeypatch.setattr(connection_pool, "IDLE_LIMIT_S", -1.0)
         await ask(pool, origin)
         assert accepted == 2
 
@@ -325,4 +325,4 @@ async def test_what_comes_at_once_is_taken_in_parts_between_which_others_get_tur
                 await receiver.over.wait()
             assert receiver.error is None
             assert receiver.body == body
-            assert max(receiver.sizes) <= upstream._TAKEN_BYTES
+            assert max(receiver.sizes) <= connection_pool._TAKEN_BYTES

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.scheduling.decode import (
+from sglang_sbs.scheduling.decode.rules import (
     DecodeLoad,
     iqr_lexicographic,
     outlier_threshold,
@@ -14,9 +14,9 @@ from sglang_sbs.scheduling.decode import (
     potential,
     schedule_decode,
 )
-from sglang_sbs.scheduling.interval import IntervalController
-from sglang_sbs.scheduling.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
-from sglang_sbs.scheduling.request import Request
+from sglang_sbs.scheduling.policies.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
+from sglang_sbs.scheduling.prefill.interval import IntervalController
+from sglang_sbs.scheduling.queue.request import Request
 
 
 def request(rid: str, tokens: int, *, order: int = 0, output: int = 0) -> Request:

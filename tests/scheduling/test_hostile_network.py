@@ -15,14 +15,14 @@ from sglang_sbs.scheduling import (
     Scheduler,
     SchedulerConfig,
 )
-from sglang_sbs.scheduling.forward_model import ForwardModel
-from sglang_sbs.scheduling.network_latency import NetworkLatency
-from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.simulator.cluster import simulate
-from sglang_sbs.simulator.cost import COSTS
-from sglang_sbs.simulator.spec import ClusterSpec
-from sglang_sbs.simulator.sweep import scheduler_config
-from sglang_sbs.simulator.workload import synthetic, uniform_like
+from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
+from sglang_sbs.simulator.cluster.cost import COSTS
+from sglang_sbs.simulator.cluster.simulation import simulate
+from sglang_sbs.simulator.cluster.spec import ClusterSpec
+from sglang_sbs.simulator.experiments.sweep import scheduler_config
+from sglang_sbs.simulator.workloads.arrivals import synthetic, uniform_like
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Started
 

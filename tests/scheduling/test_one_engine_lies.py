@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_engine import DecodeEngine, PrefillEngine
 
-from sglang_sbs.router.endforward import EndForwardListener
-from sglang_sbs.router.registry import Registry, Worker
-from sglang_sbs.router.server_info import SbsBlock, WorkerInfo
+from sglang_sbs.router.signals.endforward_listener import EndForwardListener
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
 from sglang_sbs.scheduling import (
     Dispatch,
     Event,
@@ -34,7 +34,7 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.prefill_instance import LOST_S
+from sglang_sbs.scheduling.prefill.instance import LOST_S
 from sglang_sbs.scheduling.report_cursor import RESUME_S, SILENT_S
 from sglang_sbs.wire import EndForward, encode_endforward
 

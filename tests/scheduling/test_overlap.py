@@ -10,9 +10,9 @@ import pytest
 from test_scheduler import Driver
 
 from sglang_sbs.scheduling import InstanceUp
-from sglang_sbs.scheduling.lookahead import lookahead
-from sglang_sbs.scheduling.prefill_instance import PrefillInstance
-from sglang_sbs.scheduling.prefill_pass import Pass
+from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.passes import Pass
 
 
 def second_batch(overlap: bool, waiting: list[int]) -> set[str]:

@@ -12,11 +12,11 @@ from test_algorithms import request
 
 from sglang_sbs.scheduling import InstanceUp
 from sglang_sbs.scheduling.paging import paged, whole_pages
-from sglang_sbs.scheduling.pass_forecast import PassForecast
-from sglang_sbs.scheduling.pbaa import place_fitting, top_up
-from sglang_sbs.scheduling.prefill_instance import PrefillInstance
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast
+from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.token_ledger import TokenLedger
-from sglang_sbs.simulator.sweep import Job, run_job
+from sglang_sbs.simulator.experiments.sweep import Job, run_job
 
 PAGE, CHUNK, DP = 64, 1024, 2
 LATENCY_S = 0.005

@@ -15,9 +15,9 @@ from sglang_sbs.scheduling import (
     RequestEnded,
     TimerFired,
 )
-from sglang_sbs.scheduling.pass_forecast import PassForecast
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast
+from sglang_sbs.scheduling.queue.request import Request, RequestQueue
 from sglang_sbs.scheduling.report_cursor import ReportCursor
-from sglang_sbs.scheduling.request import Request, RequestQueue
 
 
 def prefill_up(dp: int = 2) -> InstanceUp:

@@ -18,13 +18,13 @@ from simulator_fixtures import (
     write_turns,
 )
 
-from sglang_sbs.router.arguments import build_parser as router_parser
+from sglang_sbs.router.options.arguments import build_parser as router_parser
 from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
-from sglang_sbs.scheduling.adaptive_trigger import HOLD_PASSES, PATIENCE_HOLDS
 from sglang_sbs.scheduling.eventlog import MAGIC, EventLogWriter
+from sglang_sbs.scheduling.policies.adaptive.trigger import HOLD_PASSES, PATIENCE_HOLDS
 from sglang_sbs.simulator.cli import build_parser, main
-from sglang_sbs.simulator.cost import PassCost, save_cost
-from sglang_sbs.simulator.tables import load_tables
+from sglang_sbs.simulator.cluster.cost import PassCost, save_cost
+from sglang_sbs.simulator.experiments.tables import load_tables
 
 SMALL = ["--prefill", "1", "--dp", "2", "--duration", "24", "--workers", "1"]
 
@@ -339,7 +339,7 @@ def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for module in ("cli", "matrix", "paper"):
+    for module in ("cli", "experiments.matrix", "experiments.paper"):
         monkeypatch.setattr(f"sglang_sbs.simulator.{module}.run_with_progress", interrupt)
     assert main([command]) == 130
     assert capsys.readouterr() == ("", "sglang-sbs simulate: interrupted\n")

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.simulator import COSTS, ClusterSpec, simulate
-from sglang_sbs.simulator.outcome import Outcome
+from sglang_sbs.simulator.cluster.outcome import Outcome
 
 QUIET_S, BURST_S = 0.5, 0.05
 

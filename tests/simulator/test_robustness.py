@@ -10,10 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulator_fixtures import poisson
 
-from sglang_sbs.scheduling import POLICIES, SchedulerConfig, adaptive_trigger
-from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange, cluster, simulate
-from sglang_sbs.simulator.feedback import FeedbackChannel
-from sglang_sbs.simulator.sweep import POLICY_CONFIGS, Job, run_job, scheduler_config
+from sglang_sbs.scheduling import POLICIES, SchedulerConfig
+from sglang_sbs.scheduling.policies.adaptive import trigger as adaptive_trigger
+from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange, simulate
+from sglang_sbs.simulator.cluster import simulation
+from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
+from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job, scheduler_config
 
 MIXED = COSTS["mixed"]
 KNOBS = {
@@ -264,13 +266,13 @@ def test_decode_room_is_waited_for_in_the_router_by_policies_that_hold(policy, m
     """32 ranks x 4000 tokens are less than the requests of a second want."""
     waiting = []
 
-    class Watched(cluster.Scheduler):
+    class Watched(simulation.Scheduler):
         def handle(self, event, now_s):
             commands = super().handle(event, now_s)
             waiting.append(len(self.queue))
             return commands
 
-    monkeypatch.setattr(cluster, "Scheduler", Watched)
+    monkeypatch.setattr(simulation, "Scheduler", Watched)
     spec = spec_with(decode_kv_capacity_tokens=4000)
     outcome = simulate(poisson(110, 8.0, 7), scheduler_config(policy), spec)
     assert all(record.ends == 1 and record.ttft_s > 0 for record in outcome.requests)

@@ -6,10 +6,10 @@ import pytest
 from simulator_fixtures import poisson
 
 from sglang_sbs.scheduling import ForwardEnded, Scheduler
-from sglang_sbs.scheduling.watchdog import Watchdog
+from sglang_sbs.scheduling.prefill.watchdog import Watchdog
 from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, simulate
-from sglang_sbs.simulator.scenario import make_scenario
-from sglang_sbs.simulator.sweep import scheduler_config
+from sglang_sbs.simulator.experiments.sweep import scheduler_config
+from sglang_sbs.simulator.workloads.scenario import make_scenario
 
 MINUTES_S = 90.0
 

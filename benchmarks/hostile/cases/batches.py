@@ -7,7 +7,7 @@ import asyncio
 import orjson
 
 from benchmarks.hostile.case import Target, case
-from sglang_sbs.bench.raw_engine import COMPLETE
+from benchmarks.raw_engine import COMPLETE
 
 _BOTH = 2 * len(COMPLETE)
 """Bytes that prefill and decode answer to one request."""

@@ -9,7 +9,7 @@ import orjson
 import zmq
 
 from benchmarks.hostile.case import Target, case
-from sglang_sbs.bench.raw_engine import reply
+from benchmarks.raw_engine import reply
 from sglang_sbs.wire import EndForward, encode_endforward
 
 _CHAT = "/v1/chat/completions"

@@ -1,0 +1,1 @@
+"""``scripts/calibrate``: a pass-cost model from what engines reported."""

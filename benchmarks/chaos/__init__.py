@@ -1,0 +1,1 @@
+"""``scripts/chaos``: faults on a real cluster under load."""

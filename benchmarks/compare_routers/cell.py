@@ -1,0 +1,318 @@
+"""One run: a contender's router in front of the engines, a load, its row.
+
+Owns the router process and the order warm-up, load, measuring. Must not know which runs there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from msgspec.structs import replace
+
+from benchmarks.compare_routers import endforward_check, measure
+from benchmarks.compare_routers.clients import NotFinishedError, send_load
+from benchmarks.compare_routers.contenders import OPTIONAL_PACKAGE_HINT, Contender
+from benchmarks.compare_routers.endforward_check import (
+    UnheardError,
+    router_misses,
+    silent,
+    silent_prefill,
+)
+from benchmarks.compare_routers.engines import Engines
+from benchmarks.compare_routers.listener import Heard
+from benchmarks.compare_routers.prompts import Prompts
+from benchmarks.compare_routers.rows import Key, Row
+from benchmarks.compare_routers.workloads import arrivals
+from benchmarks.router_processes import Processes
+from sglang_sbs.cluster.logs import last_log_lines
+from sglang_sbs.cluster.plan import ProcessPlan
+from sglang_sbs.cluster.readiness import NotReadyError, wait_until_ready
+from sglang_sbs.cluster.spawn import ChildSpawner
+from sglang_sbs.cluster.supervise import Supervisor
+from sglang_sbs.demo.load import Arrival, Sample, run_load
+from sglang_sbs.demo.runs import ROUTER_TIMEOUT_S
+
+WARM_UP_REQUESTS = 24
+_WARM_UP_LOAD = 0.5
+_WARM_UP_SEED = 10_000
+_STOP_GRACE_S = 1.5
+"""Nothing is in flight when a router is stopped; some wait for longer all the same."""
+_LAG_STEP_S = 0.02
+_RECONNECT_S = 2.5
+"""Engines look every 2 s at most for a router that was away, as ours is between two of its runs."""
+_LISTEN_STEP_S = 0.25
+_WARM_UP_TIMEOUT_S, _WARM_UP_SHARE = 20.0, 1 / 3
+"""Of a request of the warm-up, at least, and of the time a request has otherwise."""
+_MOST_FAILED_SHARE = 0.25
+"""Of the warm-up; a contender that fails more is not measured."""
+_SETTLE_S = 0.3
+"""After the last answer, for the last messages of the engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all runs of a comparison have in common."""
+
+    client: str
+    prompts: Prompts
+    model: Path | None
+    """Folder with the tokenizer; ``None``: requests carry token ids and routers get none."""
+    slo_ttft_s: float
+    slo_tpot_s: float
+    timeout_s: float
+    log_dir: Path
+    salt: str
+    """Of the prompts' words: engines that ran a comparison before must not have them cached."""
+    endforward_host: str = "127.0.0.1"
+    """Where a router of ours listens to the engines: all addresses if they may be elsewhere."""
+    key_file: Path | None = None
+    """Of the engines' EndForward messages."""
+    event_logs: bool = False
+    """Whether ours write one per run, for ``sglang-sbs simulate --replay`` and the like."""
+
+
+class DoesNotWorkError(RuntimeError):
+    """The contender serves nothing on these engines; the message says what it said."""
+
+    def __init__(self, message: str, failed: int = 0) -> None:
+        super().__init__(message)
+        self.failed = failed
+        """Requests that were not answered: of the warm-up, and the one that a client hung on."""
+
+
+async def run_cell(
+    contender: Contender,
+    key: Key,
+    requests: int,
+    engines: Engines,
+    setting: Setting,
+) -> Row:
+    """Run it, with a warm-up that is in no figure.
+
+    A contender that does not start, fails much of the warm-up or does not finish is tried once
+    more, and then gives a row with ``error``.
+
+    Raises:
+        UnheardError: EndForward of a prefill rank does not arrive here or at a router of ours.
+    """
+    failed = 0
+    try:
+        try:
+            return await _measured(contender, key, requests, engines, setting)
+        except DoesNotWorkError as error:
+            if not contender.installed:
+                raise
+            failed = error.failed
+        # What it answered of the first attempt is in prefix caches.
+        again = dataclasses.replace(setting, salt=f"{setting.salt}/again")
+        row = await _measured(contender, key, requests, engines, again)
+        return replace(row, warm_up_failed=failed + row.warm_up_failed)
+    except DoesNotWorkError as error:
+        return Row(
+            key=key,
+            client=setting.client,
+            requests=requests,
+            warm_up_failed=failed + error.failed,
+            error=str(error),
+        )
+
+
+async def _measured(
+    contender: Contender, key: Key, requests: int, engines: Engines, setting: Setting
+) -> Row:
+    """Raises: DoesNotWorkError; UnheardError."""
+    begun_s = time.monotonic()
+    load = _load(key, requests, engines, setting, f"{key}")
+    warm_key = Key(key.kind, "paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
+    # Of the run's key too: the same words before another run would be in the prefix caches.
+    warm_up = _load(warm_key, WARM_UP_REQUESTS, engines, setting, f"{warm_key} of {key}")
+    async with _running(contender, key, engines, setting) as (url, processes):
+        if contender.ours:
+            await asyncio.sleep(_RECONNECT_S)
+        warm_up_timeout_s = max(_WARM_UP_TIMEOUT_S, _WARM_UP_SHARE * setting.timeout_s)
+        warmed = await run_load(url, warm_up, timeout_s=warm_up_timeout_s)
+        warm_up_failed = _check(warmed)
+        await _check_hearing(contender, engines)
+        engines.listener.take()
+        cpu_s = processes.cpu_s()
+        load_begun_s = time.monotonic()
+        lag = asyncio.create_task(_watch_lag(), name="host lag")
+        try:
+            samples = await send_load(
+                setting.client,
+                url,
+                load,
+                timeout_s=setting.timeout_s,
+                model=setting.model or Path(),
+                log=setting.log_dir / f"bench_serving-{_file_name(contender.name)}.log",
+            )
+        except NotFinishedError as error:
+            # At least one; which, and how many, it does not say.
+            raise DoesNotWorkError(str(error), warm_up_failed + 1) from error
+        finally:
+            lag.cancel()
+        await asyncio.sleep(_SETTLE_S)
+        heard = engines.listener.take()
+        cpu_s = processes.cpu_s() - cpu_s
+    if setting.client != "open-loop":
+        # The other process says nothing of when it began; its first request is launched at once.
+        first = (one.at_s for one in heard if one.report.kind == "launch")
+        load_begun_s = next(first, load_begun_s)
+    load_s = load[-1].at_s
+    names = _names(engines, heard)
+    figures, trace = measure.engines(heard, names, load_begun_s, load_s)
+    return Row(
+        key=key,
+        client=setting.client,
+        requests=requests,
+        qps=requests / load_s,
+        wall_s=time.monotonic() - begun_s,
+        host_lag_ms=1e3 * await lag,
+        cpu_ms_per_request=1e3 * cpu_s / requests,
+        warm_up_failed=warm_up_failed,
+        answers=measure.answers(samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
+        engines=figures,
+        trace=trace,
+        silent=silent(heard, names),
+    )
+
+
+def _load(
+    key: Key, requests: int, engines: Engines, setting: Setting, content: str
+) -> list[Arrival]:
+    return arrivals(
+        key.workload,
+        seed=key.seed,
+        requests=requests,
+        tokens_per_s=key.load * engines.capacity_tokens_per_s,
+        chunk_tokens=engines.chunk_tokens,
+        prompts=setting.prompts,
+        content=f"{setting.salt}/{content}",
+    )
+
+
+async def _watch_lag() -> float:
+    """How late a short sleep ends, seconds, 99th percentile; until it is cancelled."""
+    late_s = [0.0]
+    with suppress(asyncio.CancelledError):
+        while True:
+            begun_s = time.monotonic()
+            await asyncio.sleep(_LAG_STEP_S)
+            late_s.append(time.monotonic() - begun_s - _LAG_STEP_S)
+    return sorted(late_s)[int(0.99 * (len(late_s) - 1))]
+
+
+def _check(warmed: list[Sample]) -> int:
+    """How many failed, if few. Raises: DoesNotWorkError."""
+    errors = [one.error for one in warmed if one.error]
+    if len(errors) > _MOST_FAILED_SHARE * len(warmed):
+        raise DoesNotWorkError(
+            f"{len(errors)} of {len(warmed)} requests failed at half load: {errors[0][:500]}",
+            len(errors),
+        )
+    return len(errors)
+
+
+async def _check_hearing(contender: Contender, engines: Engines) -> None:
+    """Raises: UnheardError."""
+    ports = engines.ports
+    heard = engines.listener.take()
+    until_s = time.monotonic() + endforward_check.WAIT_S
+    while missing := silent_prefill(heard, _names(engines, heard)):
+        if time.monotonic() > until_s:
+            break
+        await asyncio.sleep(_LISTEN_STEP_S)
+        heard += engines.listener.take()
+    if missing:
+        raise UnheardError(
+            f"no EndForward of {', '.join(missing)} comes to {engines.listener.bind}: "
+            "SGLANG_SBS_ROUTERS of every engine must name the router's port "
+            f"{ports.endforward} and this one, both must be reachable from there, and "
+            "SGLANG_SBS_KEY_FILE there and --key-file here be the same secret, or both unset"
+        )
+    if not contender.ours:
+        return
+    missing = await router_misses(
+        f"http://127.0.0.1:{ports.prometheus}/metrics",
+        {name: url for name, url in _urls(engines).items() if name.startswith("p")},
+        heard,
+        _names(engines, heard),
+    )
+    if missing:
+        raise UnheardError(
+            f"the router {contender.name} hears nothing of {', '.join(missing)}: "
+            "SGLANG_SBS_ROUTERS of every engine must name this machine's port "
+            f"{ports.endforward}, and that must be reachable from there"
+        )
+
+
+def _urls(engines: Engines) -> dict[str, str]:
+    """By short name."""
+    prefill = {f"p{number}": url for number, (url, _port) in enumerate(engines.prefill)}
+    return prefill | {f"d{number}": url for number, url in enumerate(engines.decode)}
+
+
+def _names(engines: Engines, heard: Sequence[Heard]) -> dict[str, str]:
+    return endforward_check.names_of(heard, engines.names, _urls(engines))
+
+
+@asynccontextmanager
+async def _running(
+    contender: Contender, key: Key, engines: Engines, setting: Setting
+) -> AsyncIterator[tuple[str, Processes]]:
+    """Its URL once it is ready, and its processes. Raises: DoesNotWorkError."""
+    if not contender.installed:
+        raise DoesNotWorkError(f"{contender.package} is not installed; {OPTIONAL_PACKAGE_HINT}")
+    ports = engines.ports
+    argv = contender.command(engines.prefill, engines.decode, ports.http, ports.prometheus)
+    if contender.ours:
+        argv += _own_flags(key, ports.endforward, setting)
+    log = setting.log_dir / f"router-{_file_name(contender.name)}.log"
+    plan = ProcessPlan(contender.name, tuple(argv), dict(os.environ), log)
+    url = f"http://127.0.0.1:{ports.http}"
+    supervisor = Supervisor()
+    try:
+        process = await supervisor.start(plan, ChildSpawner())
+        async with aiohttp.ClientSession() as session:
+            waiting = asyncio.create_task(
+                wait_until_ready(session, url, (contender.ready_path,), ROUTER_TIMEOUT_S)
+            )
+            either: list[asyncio.Future[Any]] = [waiting, process.exited]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                waiting.cancel()
+                raise DoesNotWorkError(f"it ended at its start: {last_log_lines(log)}")
+            try:
+                waiting.result()
+            except NotReadyError as error:
+                raise DoesNotWorkError(f"{error}: {last_log_lines(log)}") from error
+        yield url, Processes(process.pid)
+    finally:
+        await supervisor.stop(_STOP_GRACE_S)
+
+
+def _own_flags(key: Key, endforward_port: int, setting: Setting) -> list[str]:
+    """What a router of ours gets beside the flags of its contender."""
+    argv = ["--sbs-endforward-bind", f"tcp://{setting.endforward_host}:{endforward_port}"]
+    if setting.key_file is not None:
+        argv += ["--sbs-endforward-key-file", str(setting.key_file)]
+    if setting.model is not None:
+        argv += ["--tokenizer-path", str(setting.model)]
+    if setting.event_logs:
+        name = f"{key.kind}-{key.workload}-{key.load:g}-{key.seed}-{key.policy}.events"
+        argv += ["--sbs-event-log", str(setting.log_dir / name)]
+    return argv
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"\W+", "-", name)

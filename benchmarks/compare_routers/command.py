@@ -1,0 +1,286 @@
+"""``scripts/compare-routers``: its command line, and what is done with the answer.
+
+Owns flags and defaults. Must not know how runs, figures or reports are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.compare_routers.campaign import Campaign
+from benchmarks.compare_routers.clients import CLIENTS
+from benchmarks.compare_routers.contenders import BY_NAME, ENGINE_VARIANTS, STOCK
+from benchmarks.compare_routers.engines import H800_CHUNK_TOKENS, PASS_S
+from benchmarks.compare_routers.plan import SLO_PASSES, SLO_TPOT_S, TIMEOUT_S, Plan, check_outputs
+from benchmarks.compare_routers.ratios import errors, is_sbs, ratio_cells
+from benchmarks.compare_routers.report import summary, write_into_docs, write_json, write_report
+from benchmarks.compare_routers.rows import Header, Row, RowFile, figures
+from benchmarks.compare_routers.workloads import WORKLOADS
+from sglang_sbs.cluster.local import ClusterStartError
+from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
+from sglang_sbs.simulator.cluster.cost import COSTS, CostError
+
+_EXAMPLE = f"""\
+examples:
+  scripts/compare-routers --quick                                    about 7 minutes on two cores
+  scripts/compare-routers --loads 0.4,0.8,1 --seeds 3 --report out/compare
+  scripts/compare-routers --resume --loads 0.4,0.8,1 --seeds 3 --report out/compare
+  scripts/compare-routers --workload long-tail,bursty,mooncake --contenders sbs,smg,least_tokens
+  scripts/compare-routers --pass-s 1.5 --loads 0.6,0.8          the host a smaller part of a pass
+  scripts/compare-routers --report-only --report out/compare --docs docs/results.md
+  scripts/compare-routers --real --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
+      --decode http://d0:30000 --capacity 180000 --slo-ttft 0.8 \\
+      --tokenizer-path /models/DeepSeek-V3
+
+contenders: {", ".join(BY_NAME)}
+Peers are the routers of other projects; ours that are not called sbs* are its immediate policies,
+and SBS is measured against the best of them too. A name with @ needs engines with other flags:
+@total_tokens --load-balance-method total_tokens, @delayer --enable-prefill-delayer.
+
+The engines are SGLang with a tiny MoE on CPU, DP attention and real KV transfer; a pass takes the
+time a GPU would need (virtual GPU). So ratios can be read, milliseconds cannot. Every contender
+runs once at --field-loads; SBS, the --best-peers and our best immediate policy
+then run at all loads and seeds. Every run is
+written to DIR/rows.jsonl at once.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="compare-routers",
+        description="Compare routers on one real SGLang PD cluster: same engines, same arrivals.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is compared")
+    what.add_argument("--contenders", metavar="NAMES", help="see below (all)")
+    what.add_argument(
+        "--workload",
+        metavar="NAMES",
+        help=f"comma-separated, of {', '.join(WORKLOADS)} (paper)",
+    )
+    what.add_argument(
+        "--loads",
+        help="shares of what full chunks on every rank compute (0.4,0.8,1.0)",
+    )
+    what.add_argument("--seeds", type=int, help="of arrivals and lengths (3)")
+    what.add_argument(
+        "--first-seed", type=int, default=1, metavar="N", help="they are N, N+1, ... (1)"
+    )
+    what.add_argument(
+        "--field-loads",
+        metavar="LOADS",
+        help="loads at which every contender runs, one seed (all of --loads)",
+    )
+    what.add_argument(
+        "--best-peers",
+        type=int,
+        default=2,
+        help="of those, by mean TTFT, that go on to all loads and seeds (2)",
+    )
+    what.add_argument("--requests", type=int, default=200, help="per run (200)")
+    what.add_argument(
+        "--search-steps",
+        type=int,
+        help="loads per contender to find the one at the SLO; 0: no search (4)",
+    )
+    what.add_argument("--search-requests", type=int, default=300, help="per such run (300)")
+    what.add_argument(
+        "--search-seeds", type=int, help="each load of the search is run with so many (2)"
+    )
+    what.add_argument(
+        "--share-of-capacity",
+        type=float,
+        help="one more cell at this share of the best peer's load at the SLO; 0: none (0.8)",
+    )
+    what.add_argument(
+        "--slo-ttft",
+        type=float,
+        metavar="S",
+        help=f"mean TTFT of the search, TTFT of goodput ({SLO_PASSES} full passes)",
+    )
+    what.add_argument(
+        "--slo-tpot",
+        type=float,
+        metavar="S",
+        help=f"of goodput ({SLO_TPOT_S}, longer as --pass-s is)",
+    )
+    what.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed of paper at two loads, sbs against the two best peers",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--topology", default="3P1D", help="instances (3P1D)")
+    how.add_argument("--dp", type=int, default=2, help="DP ranks per instance (2)")
+    add_tp_argument(how)
+    how.add_argument(
+        "--cost",
+        default="h800",
+        metavar="h800|NAME|FILE",
+        help="how long a pass takes: h800 (DeepSeek-V3 on H800 after the paper), "
+        f"{', '.join(COSTS)}, or a JSON file of scripts/calibrate (h800)",
+    )
+    how.add_argument(
+        "--cost-chunk",
+        type=int,
+        default=H800_CHUNK_TOKENS,
+        metavar="TOKENS",
+        help="chunk per DP rank of the deployment the cost is of; one of the cluster's "
+        f"{CHUNK_TOKENS} stands for the whole ({H800_CHUNK_TOKENS})",
+    )
+    how.add_argument(
+        "--pass-s",
+        type=float,
+        metavar="S",
+        help=f"how long a full chunk takes on the virtual GPU ({PASS_S}); everything else of the "
+        "cost is stretched with it, so that a slow host (engines, clients and router share these "
+        "cores) is a smaller part of a pass, and runs take longer",
+    )
+    how.add_argument("--client", choices=CLIENTS, default=CLIENTS[0], help=f"({CLIENTS[0]})")
+    how.add_argument(
+        "--prompts", choices=("text", "ids"), default="text", help="what requests carry (text)"
+    )
+    how.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help=f"per request ({TIMEOUT_S:g}, longer as --pass-s is)",
+    )
+    out = parser.add_argument_group("results")
+    out.add_argument("--json", type=Path, metavar="FILE", help="ratios and figures")
+    out.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        default=Path("out/compare-routers"),
+        help="rows.jsonl, logs, report.html, report.md (out/compare-routers)",
+    )
+    out.add_argument("--resume", action="store_true", help="go on with DIR/rows.jsonl")
+    out.add_argument(
+        "--report-only", action="store_true", help="run nothing; report from DIR/rows.jsonl"
+    )
+    out.add_argument(
+        "--docs", type=Path, metavar="FILE", help="put the tables between FILE's marks too"
+    )
+    out.add_argument(
+        "--event-logs",
+        action="store_true",
+        help="one of the scheduler per run of ours, in DIR (sglang-sbs simulate --replay reads it)",
+    )
+    real = parser.add_argument_group("engines that run already")
+    real.add_argument("--real", action="store_true", help="start routers only, no engines")
+    real.add_argument(
+        "--prefill", nargs="+", action="append", metavar="URL [PORT]", help="with bootstrap port"
+    )
+    real.add_argument("--decode", action="append", metavar="URL")
+    real.add_argument(
+        "--capacity",
+        type=float,
+        metavar="TOKENS_PER_S",
+        help="prompt tokens per second of all prefill instances with full chunks",
+    )
+    real.add_argument("--tokenizer-path", type=Path, metavar="DIR", help="the engines' model")
+    real.add_argument(
+        "--engines",
+        choices=tuple(ENGINE_VARIANTS),
+        default=STOCK,
+        help=f"how they were started; only contenders for such engines are run ({STOCK})",
+    )
+    real.add_argument(
+        "--listen",
+        default="tcp://0.0.0.0:7601",
+        help="where the engines' EndForward comes; name it in their SGLANG_SBS_ROUTERS beside the "
+        "router's address (tcp://0.0.0.0:7601)",
+    )
+    real.add_argument(
+        "--endforward-port",
+        type=int,
+        default=7600,
+        help="of the router under test, on all addresses of this machine (7600)",
+    )
+    real.add_argument(
+        "--key-file", type=Path, metavar="FILE", help="the engines' SGLANG_SBS_KEY_FILE"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare; exit code 1 if a request or run of SBS failed, 130 if interrupted."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    console = Console()
+    file = RowFile(args.report / "rows.jsonl")
+    campaign: Campaign | None = None
+    try:
+        check_outputs(args)
+        if args.report_only:
+            header, rows = file.read()
+        else:
+            plan = Plan(args)
+            header, rows = plan.begin(file, console)
+            campaign = plan.campaign(file, rows, console)
+    except (ValueError, CostError) as error:
+        parser.error(str(error))
+    try:
+        if campaign is not None:
+            asyncio.run(campaign.run())
+        _finish(args, header, rows, console)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; go on with --resume ({file.path})")
+        return 130
+    except (ClusterStartError, RuntimeError, ValueError, OSError) as error:
+        console.print(f"stopped: {error}", highlight=False, markup=False)
+        console.print(f"what was measured is in {file.path}; go on with --resume")
+        return 1
+    asked = [] if campaign is None else [one.name for one in campaign.scope.contenders]
+    unmeasured = _unmeasured(rows, asked)
+    for line in unmeasured:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 1 if unmeasured or summary(header, rows)["failed_requests"] else 0
+
+
+def _unmeasured(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
+    """What is missing of SBS: a line per contender."""
+    why = {name: text for name, text in errors(rows).items() if is_sbs(name)}
+    have = {row.key.policy for row in figures(rows) if row.key.kind == "cell"}
+    why |= {
+        name: "no run has figures" for name in asked if is_sbs(name) and name not in have | {*why}
+    }
+    return [f"{name} was not measured: {' '.join(text.split())}" for name, text in why.items()]
+
+
+def _finish(args: argparse.Namespace, header: Header, rows: list[Row], console: Console) -> None:
+    write_report(header, rows, args.report)
+    if args.json is not None:
+        write_json(header, rows, args.json)
+        console.print(f"written: {args.json}")
+    if args.docs is not None:
+        write_into_docs(header, rows, args.docs)
+        console.print(f"written: {args.docs}")
+    for cell in ratio_cells(rows):
+        if cell["failed"]:
+            console.print(
+                f"{cell['workload']} {cell['load']:g} {cell['policy']}: failed, no ratio",
+                highlight=False,
+            )
+        for kind in ("", "own_"):
+            if cell[f"{kind}p99_ratio"] is not None:
+                console.print(
+                    f"{cell['workload']} {cell['load']:g} {cell['policy']}: "
+                    f"mean {cell[f'{kind}mean_ratio']:.2f} of {cell[f'{kind}mean_peer']}, "
+                    f"p99 {cell[f'{kind}p99_ratio']:.2f} of {cell[f'{kind}p99_peer']}",
+                    highlight=False,
+                )
+    console.print(f"report: {args.report / 'report.html'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

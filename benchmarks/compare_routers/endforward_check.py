@@ -1,0 +1,115 @@
+"""Whether everyone who needs EndForward hears it, before anything is measured.
+
+Owns who is missing and what to do about it. Must not know what the messages are used for. An engine
+that speaks to the listener need not reach the router under test: both are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.compare_routers.listener import Heard
+from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
+
+WAIT_S = 10.0
+"""Idle engines speak once a second, and look every 2 s at most for a router that was away."""
+_STEP_S = 0.25
+_MESSAGES = "sbs_endforward_messages_total"
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+class UnheardError(RuntimeError):
+    """Ranks whose messages do not arrive; the message says where, and what to do."""
+
+
+def names_of(
+    heard: Iterable[Heard], told: Mapping[str, str], urls: Mapping[str, str]
+) -> dict[str, str]:
+    """``boot_id`` -> short name: those that engines told, and of their other nodes, whose messages
+    carry the engine's URL (``SGLANG_SBS_INSTANCE_ID``).
+
+    ``urls``: short name -> URL.
+    """
+    names = dict(told)
+    by_address = {_address(url): name for name, url in urls.items()}
+    for one in heard:
+        name = by_address.get(_address(one.report.instance_id))
+        if name is not None:
+            names.setdefault(one.report.boot_id, name)
+    return names
+
+
+def _address(url: str) -> tuple[str, int] | None:
+    """``None`` for what is no URL."""
+    try:
+        return alias_key(normalise_worker_url(url))
+    except ValueError:
+        return None
+
+
+def silent(heard: Iterable[Heard], names: Mapping[str, str]) -> list[str]:
+    """Who sent nothing: ``p1`` for a whole instance, ``p1/0`` for a rank.
+
+    ``names``: ``boot_id`` -> ``p0``, ``d0``.
+    """
+    ranks: dict[str, set[int]] = {name: set() for name in names.values()}
+    sizes: dict[str, int] = {}
+    for one in heard:
+        name = names.get(one.report.boot_id)
+        if name is not None:
+            ranks[name].add(one.report.dp_rank)
+            sizes[name] = one.report.dp_size
+    out = []
+    for name, said in sorted(ranks.items()):
+        if said:
+            out += [f"{name}/{rank}" for rank in range(sizes[name]) if rank not in said]
+        else:
+            out.append(name)
+    return out
+
+
+def silent_prefill(heard: Iterable[Heard], names: Mapping[str, str]) -> list[str]:
+    """As :func:`silent`, of the instances whose passes are measured and scheduled."""
+    return [name for name in silent(heard, names) if name.startswith("p")]
+
+
+async def router_misses(
+    metrics_url: str, prefill: Mapping[str, str], heard: Iterable[Heard], names: Mapping[str, str]
+) -> list[str]:
+    """Ranks (``p1/0``) that were heard here, and that a router of ours has nothing of, after a
+    wait. ``prefill``: short name -> URL, as the router has it."""
+    wanted = {}
+    for one in heard:
+        name, rank = names.get(one.report.boot_id, ""), one.report.dp_rank
+        if name in prefill:
+            wanted[_address(prefill[name]), str(rank)] = f"{name}/{rank}"
+    until_s = time.monotonic() + WAIT_S
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+        while True:
+            there = await _heard_by(session, metrics_url)
+            missing = sorted(name for key, name in wanted.items() if key not in there)
+            if not missing or time.monotonic() > until_s:
+                return missing
+            await asyncio.sleep(_STEP_S)
+
+
+async def _heard_by(
+    session: aiohttp.ClientSession, url: str
+) -> set[tuple[tuple[str, int] | None, str]]:
+    """Worker and rank of every message a router counts; nothing when it does not answer."""
+    try:
+        async with session.get(url) as response:
+            text = await response.text()
+    except (aiohttp.ClientError, TimeoutError):
+        return set()
+    return {
+        (_address(sample.labels["worker"]), sample.labels["dp_rank"])
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == _MESSAGES and sample.value > 0
+    }

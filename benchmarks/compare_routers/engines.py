@@ -1,0 +1,219 @@
+"""The engines that routers are compared on: ours on CPU with virtual GPU time, or a user's own.
+
+Owns bringing them up with the flags a contender needs, and their shape. Must not know routers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+
+from benchmarks.compare_routers.contenders import EngineVariant
+from benchmarks.compare_routers.listener import ReportListener, boots
+from benchmarks.compare_routers.workloads import WORKLOADS
+from sglang_sbs.cluster.local import LocalCluster
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
+from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.demo.runs import RouterPorts, instance_names
+from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags, progress_printer
+from sglang_sbs.engine.config import GANG_GATE_MS, MOST_GATE_MS
+from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
+from sglang_sbs.simulator.cluster.cost import CostError, PassCost
+from sglang_sbs.testing.tiny_model import cached_tiny_model
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+
+H800_CHUNK_TOKENS = 3072
+"""Per DP rank, of the deployment that the named costs are of (the paper's chunk of 3K)."""
+PASS_S = 0.61
+"""Of a full chunk here: long enough that CPU work between passes is a few percent on two cores."""
+_DECODE_STEP_S = 0.02
+_DECODE_REQUEST_S = 2e-4
+"""A decode step and what each request of the fullest rank adds, beside passes of ``PASS_S``."""
+_MIX_REQUESTS = 2000
+"""Whose mean is taken for what a token brings of pairs and requests."""
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """A running PD cluster."""
+
+    prefill: Sequence[tuple[str, int | None]]
+    """URL and bootstrap port."""
+    decode: Sequence[str]
+    names: Mapping[str, str]
+    """``boot_id`` -> ``p0``, ``d0``."""
+    dp_size: int
+    chunk_tokens: int
+    """Per DP rank."""
+    capacity_tokens_per_s: float
+    """With full chunks on every rank."""
+    ports: RouterPorts
+    """For routers, one at a time."""
+    listener: ReportListener
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualCluster:
+    """What to bring up on CPU."""
+
+    prefill: int
+    decode: int
+    dp_size: int
+    cost: VirtualGpuCost
+    log_dir: Path
+    attention_tp: int = 1
+
+    @property
+    def capacity_tokens_per_s(self) -> float:
+        pass_s = self.cost.prefill_s([CHUNK_TOKENS] * self.dp_size)
+        return self.prefill * self.dp_size * CHUNK_TOKENS / pass_s
+
+
+@dataclass(frozen=True, slots=True)
+class GivenEngines:
+    """Engines that run already, whose hook publishes to ``listen`` and to the router's address."""
+
+    prefill: Sequence[tuple[str, int | None]]
+    decode: Sequence[str]
+    capacity_tokens_per_s: float
+    listen: str
+    endforward_port: int
+    key_file: Path | None = None
+    """Their SGLANG_SBS_KEY_FILE."""
+
+
+def scaled_cost(
+    cost: PassCost, dp_size: int, chunk_tokens: int, pass_s: float = PASS_S
+) -> VirtualGpuCost:
+    """A cost of engines with this chunk, for engines with ours.
+
+    One of our tokens stands for ``chunk_tokens / CHUNK_TOKENS`` of theirs, and time is stretched
+    so that a full chunk takes ``pass_s``: fixed share and split between mean and slowest rank stay,
+    and decode steps are as long beside a pass.
+    A virtual pass knows only tokens: what attention pairs and requests cost is in their price, as
+    with the prompts of the paper workload.
+
+    Raises:
+        CostError: tokens cost nothing.
+    """
+    lengths = [one.prompt_tokens for one in WORKLOADS["paper"](1, _MIX_REQUESTS, chunk_tokens)]
+    pairs = sum(length**2 / 2 for length in lengths)
+    cost = cost.of_tokens_only(pairs / sum(lengths), len(lengths) / sum(lengths))
+    if cost.mean_s + cost.max_s <= 0:
+        raise CostError(
+            "a cost with only fixed_s makes every pass equally long, so that no placement matters: "
+            "it needs mean_s, max_s, pair_s or request_s"
+        )
+    tokens = chunk_tokens / CHUNK_TOKENS
+    stretch = pass_s / cost.full_chunk_s(chunk_tokens)
+    return VirtualGpuCost(
+        prefill_base_s=cost.fixed_s * stretch,
+        prefill_per_max_token_s=cost.max_s * tokens * stretch,
+        prefill_per_total_token_s=cost.mean_s * tokens * stretch / dp_size,
+        decode_base_s=_DECODE_STEP_S * pass_s / PASS_S,
+        decode_per_max_request_s=_DECODE_REQUEST_S * pass_s / PASS_S,
+    )
+
+
+@asynccontextmanager
+async def virtual_engines(
+    cluster: VirtualCluster, variant: EngineVariant, console: Console
+) -> AsyncIterator[Engines]:
+    """Start them, and stop them at the end.
+
+    Raises:
+        ClusterStartError: an engine did not come up.
+        RuntimeError: an engine does not run the hook.
+    """
+    blocks = free_port_blocks(PORTS_PER_INSTANCE)
+    first = next(blocks)
+    ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
+    addresses = [f"tcp://127.0.0.1:{port}" for port in (first + 1, first + 3)]
+    log_dir = cluster.log_dir / f"engines-{variant.name}"
+    options = ClusterOptions(
+        model_path=str(cached_tiny_model()),
+        prefill_instances=cluster.prefill,
+        decode_instances=cluster.decode,
+        engine_flags=[*parallel_flags(cluster.dp_size, cluster.attention_tp), *variant.flags],
+        prefill_flags=[
+            *("--chunked-prefill-size", str(CHUNK_TOKENS * cluster.dp_size)),
+            *variant.prefill_flags,
+        ],
+        virtual_gpu=cluster.cost,
+        log_dir=log_dir,
+        environment={
+            **os.environ,
+            "SGLANG_SBS_ROUTERS": ",".join(addresses),
+            **gate_environment(cluster.cost),
+        },
+        with_router=False,
+    )
+    plan = plan_cluster(options, blocks)
+    async with (
+        ReportListener(addresses[1]) as listener,
+        LocalCluster(plan, on_progress=progress_printer(console)) as running,
+    ):
+        yield Engines(
+            prefill=[(one.url, one.bootstrap_port) for one in plan.of_role(Role.PREFILL)],
+            decode=[one.url for one in plan.of_role(Role.DECODE)],
+            names=await boots(instance_names(running.instances)),
+            dp_size=cluster.dp_size,
+            chunk_tokens=CHUNK_TOKENS,
+            capacity_tokens_per_s=cluster.capacity_tokens_per_s,
+            ports=ports,
+            listener=listener,
+        )
+
+
+def gate_environment(cost: VirtualGpuCost) -> dict[str, str]:
+    """The gang gate waits for about a decode step: as much longer as that is here. What the user's
+    environment says stays."""
+    if GANG_GATE_MS in os.environ or cost.decode_base_s == _DECODE_STEP_S:
+        return {}
+    gate_ms = DEFAULT_GATE_MS * cost.decode_base_s / _DECODE_STEP_S
+    return {GANG_GATE_MS: f"{min(gate_ms, MOST_GATE_MS):g}"}
+
+
+@asynccontextmanager
+async def given_engines(given: GivenEngines) -> AsyncIterator[Engines]:
+    """Listen to engines that run already.
+
+    Raises:
+        RuntimeError: one does not answer, or does not run the hook.
+    """
+    names = {url: f"p{number}" for number, (url, _port) in enumerate(given.prefill)}
+    names |= {url: f"d{number}" for number, url in enumerate(given.decode)}
+    async with ReportListener(given.listen, given.key_file) as listener:
+        chunk_tokens, dp_size = await _shape(given.prefill[0][0])
+        first = next(free_port_blocks(PORTS_PER_INSTANCE))
+        yield Engines(
+            prefill=given.prefill,
+            decode=given.decode,
+            names=await boots(names),
+            dp_size=dp_size,
+            chunk_tokens=chunk_tokens,
+            capacity_tokens_per_s=given.capacity_tokens_per_s,
+            ports=RouterPorts(http=first, endforward=given.endforward_port, prometheus=first + 1),
+            listener=listener,
+        )
+
+
+async def _shape(url: str) -> tuple[int, int]:
+    """Chunk per DP rank and DP size of a prefill instance."""
+    async with (
+        aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+        session.get(f"{url}/server_info") as response,
+    ):
+        info = await response.json()
+    chunk_tokens = int(info.get("chunked_prefill_size") or 0)
+    if chunk_tokens <= 0:
+        raise RuntimeError(f"{url} has no chunked prefill: start it with --chunked-prefill-size")
+    # Under DP attention `dp_size` is 1 and this is the number of ranks; the chunk is per rank.
+    return chunk_tokens, max(int(info.get("attn_dp_size") or 1), int(info.get("dp_size") or 1))

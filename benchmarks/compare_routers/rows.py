@@ -1,0 +1,150 @@
+"""What is kept of every run, and the file it is kept in while the comparison goes on.
+
+Owns the row and its file. Must not know how it came about or what is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from benchmarks.compare_routers.measure import Answers, Engines, KvBand, Trace
+from sglang_sbs.demo.load import Latency
+from sglang_sbs.demo.passes import ForwardPass, PassStatistics
+
+_T = TypeVar("_T")
+Kind = Literal["cell", "search", "error"]
+NOT_RUN = "not run, since a run before it gave no figures"
+"""Of a row without figures: nobody tried."""
+
+
+class Key(msgspec.Struct, frozen=True, order=True):
+    """Names a run."""
+
+    kind: Kind
+    workload: str
+    load: float
+    """Share of the prompt tokens per second that full chunks on every rank compute."""
+    seed: int
+    policy: str
+    """Name of a contender."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one contender."""
+
+    key: Key
+    client: str
+    requests: int
+    begun: str = ""
+    """UTC, ISO 8601."""
+    revision: str = ""
+    """Of the code, where that is a git checkout."""
+    qps: float = 0.0
+    """Requests per second of the load."""
+    wall_s: float = 0.0
+    host_lag_ms: float = 0.0
+    """How late a sleep of 20 ms ended in the client during the load, 99th percentile: large when
+    other work had the cores, and the figures are then of that."""
+    cpu_ms_per_request: float = 0.0
+    """CPU time of the router's processes during the load."""
+    warm_up_failed: int = 0
+    """Requests before the load that were not answered as asked, those of a first attempt too."""
+    answers: Answers | None = None
+    engines: Engines | None = None
+    trace: Trace | None = None
+    silent: list[str] = []
+    """Instances (``p1``) and ranks (``p1/0``) of which no message came during the load: its figures
+    from the engines lack them."""
+    error: str = ""
+    """Why there are no figures: the contender does not work here."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What all rows of a file have in common."""
+
+    settings: dict[str, Any]
+    """What changes a figure; a file is continued only with the same."""
+    machine: dict[str, Any]
+    begun: str
+    """UTC, ISO 8601."""
+
+
+class RowFile:
+    """``rows.jsonl``: a header, then a row a line, each written as soon as it is known."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def begin(self, header: Header) -> Path | None:
+        """A new file. Hours may be in the one that is there: it becomes ``rows.1.jsonl``, or the
+        next number that is free, which is returned."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        moved = None
+        if self.path.exists():
+            names = (self.path.with_suffix(f".{n}{self.path.suffix}") for n in count(1))
+            moved = self.path.rename(next(name for name in names if not name.exists()))
+        self.path.write_bytes(_encode(header) + b"\n")
+        return moved
+
+    def add(self, row: Row) -> None:
+        with self.path.open("ab") as file:
+            file.write(_encode(row) + b"\n")
+
+    def read(self) -> tuple[Header, list[Row]]:
+        """A last line that was cut off is left out.
+
+        Raises:
+            ValueError: there is no such file, or it is something else.
+        """
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise ValueError(f"cannot read {self.path}: {error.strerror}") from error
+        try:
+            header = _decode(lines[0], Header)
+            rows = [_decode(line, Row) for line in lines[1:-1]]
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{self.path} is not a file of rows: {error}") from error
+        return header, rows
+
+    def mend(self) -> None:
+        """Take a cut-off last line away, so that rows can be added."""
+        content = self.path.read_bytes()
+        self.path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def _decode(line: bytes, kind: type[_T]) -> _T:
+    return msgspec.convert(_with_nan(msgspec.json.decode(line)), kind, strict=False)
+
+
+def _encode(value: Header | Row) -> bytes:
+    return msgspec.json.encode(msgspec.to_builtins(value))
+
+
+_FLOAT_FIELDS = {
+    name
+    for kind in (Latency, PassStatistics, Engines, KvBand, ForwardPass, Answers)
+    for name, annotation in kind.__annotations__.items()
+    if annotation in ("float", float)
+}
+
+
+def _with_nan(value: Any) -> Any:
+    """JSON has no NaN: msgspec writes null, which is read back where a number belongs."""
+    if isinstance(value, dict):
+        return {
+            key: math.nan if one is None and key in _FLOAT_FIELDS else _with_nan(one)
+            for key, one in value.items()
+        }
+    return value
+
+
+def figures(rows: Iterable[Row]) -> list[Row]:
+    """Those that have figures."""
+    return [row for row in rows if row.answers is not None]

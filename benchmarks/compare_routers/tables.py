@@ -1,0 +1,208 @@
+"""The tables of a comparison: column titles and cells of text, whatever they are printed as.
+
+Owns what is shown and its wording. Must not know Markdown or HTML.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.compare_routers.measure import Answers, Engines
+from benchmarks.compare_routers.ratios import cells_of, errors, in_order, ratio_cells, serves
+from benchmarks.compare_routers.rows import Row
+from benchmarks.compare_routers.search import qps_ratio, searches
+
+WORSE_FROM = 1.02
+"""A ratio above this is called worse: two percent is what runs of the same thing differ by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``marks``: row -> ``better`` or ``worse``."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    marks: dict[int, str] = field(default_factory=dict)
+
+
+def verdict(ratio: float) -> str:
+    """``better``, ``equal`` or ``worse``."""
+    if ratio > WORSE_FROM:
+        return "worse"
+    return "better" if ratio < 1 / WORSE_FROM else "equal"
+
+
+def ratio_table(rows: Sequence[Row]) -> Table:
+    """Ours over the best peer of every cell."""
+    out, marks = [], {}
+    for number, cell in enumerate(ratio_cells(rows)):
+        # Without a peer among the contenders there is nothing to judge by.
+        worst = [one for one in (cell["mean_ratio"], cell["p99_ratio"]) if one is not None]
+        judged = verdict(max(worst)) if worst else ""
+        if cell["failed"]:
+            judged = "failed"
+        if judged in ("better", "worse", "failed"):
+            marks[number] = "worse" if judged == "failed" else judged
+        out.append(
+            [
+                cell["workload"],
+                f"{cell['load']:g}",
+                cell["policy"],
+                _ratio(cell, "mean"),
+                cell["peer"] or "",
+                _ratio(cell, "p99"),
+                cell["p99_peer"] or "",
+                _ratio(cell, "kv_band"),
+                _ratio(cell, "own_mean"),
+                _ratio(cell, "own_p99"),
+                cell["own_mean_peer"] or "",
+                str(cell["seeds"]),
+                judged,
+            ]
+        )
+    return Table(
+        "SBS against the best peer of each cell (ratio, least and most over seeds)",
+        (
+            *(
+                "workload",
+                "load",
+                "policy",
+                "mean TTFT",
+                "best peer",
+                "p99 TTFT",
+                "best peer (p99)",
+            ),
+            *("decode KV band", "mean, own", "p99, own", "best of own", "seeds", ""),
+        ),
+        out,
+        "Below 1 is better. The best peer is the one SBS looks worst against, for every figure "
+        "anew, of those that ran with all seeds. "
+        "own: the same against our own immediate policies, which have this relay too. "
+        f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}.",
+        marks,
+    )
+
+
+def _ratio(cell: dict[str, object], name: str) -> str:
+    ratio, spread = cell[f"{name}_ratio"], cell[f"{name}_ratio_spread"]
+    if not isinstance(ratio, float) or not isinstance(spread, list):
+        return "-"
+    if cell["seeds"] == 1:
+        return f"{ratio:.2f}"
+    return f"{ratio:.2f} ({spread[0]:.2f}-{spread[1]:.2f})"
+
+
+def capacity_table(rows: Sequence[Row], slo_ttft_s: float) -> Table | None:
+    """The search for the highest load; ``None`` if there was none."""
+    found = searches(rows, slo_ttft_s)
+    if not found:
+        return None
+    out = []
+    for policy in in_order(found):
+        mine, ratio = found[policy], qps_ratio(found, policy)
+        bound = "" if mine.finished else " (not finished)"
+        bound = " (a bound)" if mine.found.bounded else bound
+        over = None if ratio is None or ratio.low == ratio.high else (ratio.low, ratio.high)
+        out.append(
+            [
+                policy,
+                f"{mine.found.qps:.1f}{_spread(mine.qps_spread, '.1f')}{bound}",
+                f"{mine.found.load:.3f}",
+                "-" if ratio is None else f"{ratio.mean:.2f}{_spread(over, '.2f')}",
+            ]
+        )
+    return Table(
+        f"Most requests per second with a mean TTFT of at most {slo_ttft_s:.2f} s (paper workload)",
+        ("contender", "QPS (over seeds)", "load", "over the best peer"),
+        out,
+    )
+
+
+def _spread(ends: tuple[float, float] | None, form: str) -> str:
+    return "" if ends is None else f" ({ends[0]:{form}}-{ends[1]:{form}})"
+
+
+Column = tuple[str, Callable[[Answers, Engines], float], str]
+
+COLUMNS: tuple[Column, ...] = (
+    ("TTFT mean", lambda a, _: a.ttft_ms.mean, ".0f"),
+    ("p50", lambda a, _: a.ttft_ms.p50, ".0f"),
+    ("p99", lambda a, _: a.ttft_ms.p99, ".0f"),
+    ("TPOT", lambda a, _: a.tpot_ms.mean, ".1f"),
+    ("TPOT p99", lambda a, _: a.tpot_ms.p99, ".1f"),
+    ("E2E mean", lambda a, _: a.e2e_ms.mean, ".0f"),
+    ("E2E p99", lambda a, _: a.e2e_ms.p99, ".0f"),
+    ("goodput/s", lambda a, _: a.goodput_qps, ".1f"),
+    ("failed", lambda a, _: a.failed, ".0f"),
+    ("passes", lambda _, e: e.passes.passes, ".0f"),
+    ("chunk use", lambda _, e: e.passes.chunk_utilization, ".0%"),
+    ("ranks busy", lambda _, e: e.passes.active_ranks, ".0%"),
+    ("idle", lambda _, e: e.passes.idle_share, ".1%"),
+    ("bubble", lambda _, e: e.bubble_beyond_share, ".1%"),
+    ("KV ±σ", lambda _, e: e.kv.sigma_tokens, ".0f"),
+)
+
+
+def cell_tables(rows: Sequence[Row]) -> list[Table]:
+    """Every contender of every cell; means over seeds."""
+    tables = []
+    for (workload, load), mine in cells_of(rows).items():
+        out: list[list[str]] = []
+        marks: dict[int, str] = {}
+        for policy in in_order(row.key.policy for row in mine):
+            of = [row for row in mine if row.key.policy == policy]
+            pairs = [(r.answers, r.engines) for r in of if r.answers and r.engines]
+            words = [_mean_text([get(a, e) for a, e in pairs], form) for _, get, form in COLUMNS]
+            if not serves(of):
+                marks[len(out)] = "worse"
+            words.append(_mean_text([row.host_lag_ms for row in of], ".0f"))
+            words.append(_mean_text([row.cpu_ms_per_request for row in of], ".1f"))
+            name = policy if serves(of) else f"{policy} (fails)"
+            out.append([name, str(len(of)), *words])
+        qps = statistics.fmean(row.qps for row in mine)
+        tables.append(
+            Table(
+                f"{workload} at load {load:g} ({qps:.1f} requests/s)",
+                (
+                    "contender",
+                    "seeds",
+                    *(title for title, _, _ in COLUMNS),
+                    "host lag",
+                    "router CPU",
+                ),
+                out,
+                marks=marks,
+            )
+        )
+    return tables
+
+
+def _mean_text(values: Sequence[float], form: str) -> str:
+    """The mean of all; a dash if one is not known, as it would be of other runs than its row."""
+    known = bool(values) and all(map(math.isfinite, values))
+    return format(statistics.fmean(values), form) if known else "-"
+
+
+LEGEND = (
+    "Times in ms. goodput: requests per second answered within the SLO. passes, chunk use (tokens "
+    "of the chunk capacity of the passes), ranks busy (DP ranks with tokens in a pass), idle (time "
+    "without a pass), bubble (time lost in pauses of less than half a pass, beyond the engine's "
+    "own pause between two passes): prefill, between the first and last tenth of the load, from "
+    "EndForward. KV ±σ: standard deviation over decode ranks of the KV tokens in use, mean over "
+    "time. A dash: not known of every seed (bubble: a run with fewer than three pauses that began "
+    "with work left). fails: of its requests more than 1 % failed; it is in no ratio and in no "
+    "picture. host lag: how late a sleep of 20 ms ended in the client, 99th percentile; where it "
+    "is large, other work had the cores, and requests left that much later than planned, which is "
+    "in no time of theirs. router CPU: of all its processes, per request."
+)
+
+
+def error_table(rows: Sequence[Row]) -> Table | None:
+    """Contenders without figures; ``None`` if all have some."""
+    out = [[policy, " ".join(why.split())[:400]] for policy, why in sorted(errors(rows).items())]
+    return Table("Not compared", ("contender", "why"), out) if out else None

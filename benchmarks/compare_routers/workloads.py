@@ -1,0 +1,174 @@
+"""The loads: prompt lengths, output lengths, arrival times, by name.
+
+Owns what is sent and when, as a function of name, seed, load and chunk. Must not know who answers.
+
+Lengths are shares of the chunk, so a small cluster sees what a large one would. The offered load
+is exact: arrival times are stretched until the prompt tokens of the run come at ``load`` times the
+rate that full chunks on every rank would compute, whatever lengths the seed drew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+import msgspec
+
+from benchmarks.compare_routers.prompts import Prompts
+from sglang_sbs.demo.load import Arrival
+
+LONG_TAIL_CHUNKS = 8
+_BURST_CV = 3.0
+MOONCAKE_TOKENS_PER_CHUNK = 24 * 1024
+"""Tokens of the Mooncake trace that stand for one chunk: its mean prompt is then 0.56 chunks."""
+_MOONCAKE_BLOCK_TOKENS = 512
+_MOONCAKE_TICK_S = 3.0
+_MOST_OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 8
+"""Of the workloads about prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request before it is given words: relative time, lengths, shared prefix."""
+
+    at: float
+    """In any unit: only proportions count."""
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Names of what the prompt begins with, ``block_tokens`` each; equal names are equal text."""
+    block_tokens: float = 0.0
+
+
+class _TraceLine(msgspec.Struct):
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def _poisson(rng: random.Random) -> float:
+    return rng.expovariate(1.0)
+
+
+def _bursts(rng: random.Random) -> float:
+    """Gamma distributed pauses with a coefficient of variation of 3."""
+    shape = _BURST_CV**-2
+    return rng.gammavariate(shape, 1.0 / shape)
+
+
+def _paper(rng: random.Random, chunk_tokens: int) -> tuple[int, int]:
+    """0 to one chunk (the paper's 0-3K at chunk 3K), Beta(1, 2): a third of it on average."""
+    return max(1, int(rng.betavariate(1, 2) * chunk_tokens)), OUTPUT_TOKENS
+
+
+def _long_tail(rng: random.Random, chunk_tokens: int) -> tuple[int, int]:
+    """Lognormal, median a fifth of a chunk, cut at eight chunks; outputs lognormal too."""
+    prompt = min(LONG_TAIL_CHUNKS * chunk_tokens, chunk_tokens / 5 * rng.lognormvariate(0.0, 1.2))
+    output = min(_MOST_OUTPUT_TOKENS, 8 * rng.lognormvariate(0.0, 0.8))
+    return max(1, int(prompt)), max(2, int(output))
+
+
+def _drawn(
+    pause: Callable[[random.Random], float],
+    lengths: Callable[[random.Random, int], tuple[int, int]],
+) -> Callable[[int, int, int], list[Request]]:
+    def draw(seed: int, requests: int, chunk_tokens: int) -> list[Request]:
+        rng = random.Random(seed)
+        at, out = 0.0, []
+        for _ in range(requests):
+            at += pause(rng)
+            prompt, output = lengths(rng, chunk_tokens)
+            out.append(Request(at, prompt, output))
+        return out
+
+    return draw
+
+
+def mooncake_slice() -> list[_TraceLine]:
+    """The shipped part of Mooncake's conversation trace (see ``traces/README.md``)."""
+    text = files(__package__).joinpath("traces/mooncake_conversation.jsonl").read_bytes()
+    return msgspec.json.decode(b"[" + b",".join(text.splitlines()) + b"]", type=list[_TraceLine])
+
+
+def _mooncake(seed: int, requests: int, chunk_tokens: int) -> list[Request]:
+    """A part of the trace that begins elsewhere for every seed, lengths scaled to the chunk.
+
+    The trace's clock ticks every 3 s; arrivals are spread evenly over their tick.
+    """
+    trace = mooncake_slice()
+    rng = random.Random(seed)
+    first = rng.randrange(max(1, len(trace) - requests + 1))
+    scale = chunk_tokens / MOONCAKE_TOKENS_PER_CHUNK
+    part = trace[first : first + requests]
+    if len(part) < requests:
+        raise ValueError(f"the shipped trace has {len(trace)} requests, not {requests}")
+    spread = [
+        Request(
+            one.timestamp / 1e3 + rng.random() * _MOONCAKE_TICK_S - part[0].timestamp / 1e3,
+            max(1, int(one.input_length * scale)),
+            min(_MOST_OUTPUT_TOKENS, max(2, int(one.output_length * scale))),
+            tuple(one.hash_ids),
+            _MOONCAKE_BLOCK_TOKENS * scale,
+        )
+        for one in part
+    ]
+    return sorted(spread, key=lambda one: one.at)
+
+
+WORKLOADS: dict[str, Callable[[int, int, int], list[Request]]] = {
+    "paper": _drawn(_poisson, _paper),
+    "long-tail": _drawn(_poisson, _long_tail),
+    "bursty": _drawn(_bursts, _paper),
+    "mooncake": _mooncake,
+}
+
+
+def duration_s(requests: Sequence[Request], tokens_per_s: float) -> float:
+    """How long a load of this many prompt tokens per second lasts."""
+    return sum(one.prompt_tokens for one in requests) / tokens_per_s
+
+
+def arrivals(
+    name: str,
+    *,
+    seed: int,
+    requests: int,
+    tokens_per_s: float,
+    chunk_tokens: int,
+    prompts: Prompts,
+    content: str,
+) -> list[Arrival]:
+    """The requests of a run in time order, the last at its end.
+
+    ``content`` makes the words: runs on the same engines need different ones, or the prefix cache
+    answers the second.
+    """
+    drawn = WORKLOADS[name](seed, requests, chunk_tokens)
+    stretch = duration_s(drawn, tokens_per_s) / drawn[-1].at
+    out = []
+    for number, one in enumerate(drawn):
+        indices = _words(one, number, prompts, f"{content}/{seed}")
+        out.append(
+            Arrival(
+                one.at * stretch,
+                prompts.token_ids(indices),
+                one.output_tokens,
+                prompts.text(indices),
+            )
+        )
+    return out
+
+
+def _words(one: Request, number: int, prompts: Prompts, seed: str) -> list[int]:
+    indices: list[int] = []
+    for position, block in enumerate(one.blocks, start=1):
+        length = round(position * one.block_tokens) - len(indices)
+        indices += prompts.draw(length, f"{seed}/block/{block}/{position}")
+    missing = one.prompt_tokens - len(indices)
+    if missing > 0:
+        indices += prompts.draw(missing, f"{seed}/{number}")
+    return indices[: one.prompt_tokens]

@@ -1,0 +1,1 @@
+"""The simulator fitted to recorded runs, and compared with them."""

@@ -1,0 +1,340 @@
+"""Pass costs and latencies fitted to what real engines reported.
+
+Owns the fits. Must not know policies.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from benchmarks.fitting.recording import RecordedPass, RecordedRequest, Recording
+from benchmarks.fitting.regression import Fit, robust_fit
+from sglang_sbs.simulator.cluster.cost import CostError, PassCost
+
+_TERMS = ("fixed_s", "mean_s", "max_s", "pair_s", "request_s")
+_LEAST_T = 2.0
+_LEAST_SHARE = 0.005
+_FOLDS = 5
+_LEAST_PER_FOLD = 6
+LEAST_PASSES = _FOLDS * _LEAST_PER_FOLD
+"""With fewer, nothing can be said of passes that a fit has not seen."""
+_IDLE_S = 0.1
+"""A device that was free for longer than this before a launch had nothing to do."""
+_LATENCIES_S = [0.0005 * 1.07**i for i in range(120)]
+_SIGMAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.2)
+_SINGLE_SHARES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
+"""Of the sigma, what each request of a batch has for itself."""
+_SHARPNESS = 0.9
+"""An idle engine's launch tells the latency to this share."""
+_FLOOR = 1e-4
+"""Likelihood of what the model cannot explain: an outlier must not outweigh everything else."""
+_NORMAL = [(z / 2, 0.5 * math.exp(-(z**2) / 8) / math.sqrt(2 * math.pi)) for z in range(-6, 7)]
+"""Points and weights of the standard normal."""
+
+
+class FitErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """How well a fitted cost explains the forward times it was fitted to, and others."""
+
+    passes: int
+    outliers: int
+    """Of them, those that had no say: another thing than the model's terms made them long."""
+    r2: float
+    """Of those that are no outliers."""
+    standard_errors: dict[str, float | None]
+    """Of each coefficient; ``None``: it is 0, as the passes show no such term."""
+    median_share: float
+    """Median of |predicted - measured| / measured."""
+    p95_share: float
+    mean_share: float
+    """Mean of (predicted - measured) / measured: positive if predicted too long."""
+    held_out_median_share: float | None
+    """As ``median_share``, each fifth of the passes predicted with a fit to the others; ``None``:
+    too few passes."""
+    held_out_p95_share: float | None
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What the simulator has to know of a cluster, besides its shape; times in seconds."""
+
+    cost: PassCost
+    dispatch_latency_s: float
+    """Median, router until the launch of a pass that could take the request, less ``prepare_s``."""
+    gang_jitter: float
+    """Lognormal sigma of it from batch to batch."""
+    dispatch_jitter: float
+    """And from request to request within a batch."""
+    launch_gap_s: float
+    """Mean pause between a pass and the next if that one was not queued behind it."""
+    prepare_s: float
+    """Median time an engine takes to form and launch a batch."""
+    first_token_s: float
+    """Mean from the end of the prefill to the first byte of decode at the router."""
+    feedback_latency_s: float
+    """Mean of EndForward messages."""
+    decode_s: float
+    """Mean time between first byte and end."""
+
+
+# The cost of a pass ---------------------------------------------------------------------------
+
+
+def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
+    """Robust least squares with all coefficients >= 0 (:mod:`.regression`).
+
+    Which rank is the slowest depends on the coefficients, so the fit is repeated with the ranks the
+    previous one names. A term is left out if it is within two standard errors of 0, or makes less
+    than half a percent of a pass, least significant first: what the passes cannot tell apart (mean
+    and maximum of ranks that are always equal) ends up in one of the two, which predicts the same.
+
+    Raises:
+        CostError: no two different passes.
+    """
+    usable = usable_passes(passes)
+    if len({(tuple(one.tokens)) for one in usable}) < 2:
+        raise CostError("a cost needs at least two different prefill passes with EndForward")
+    fit = _fit(usable)
+    cost = _cost_of(fit)
+    errors = [_relative_error(cost, one) for one in usable]
+    shares = sorted(map(abs, errors))
+    held_out = _held_out_shares(usable)
+    return cost, FitErrors(
+        passes=len(usable),
+        outliers=sum(weight == 0 for weight in fit.weights),
+        r2=fit.r2,
+        standard_errors=dict(zip(_TERMS, fit.standard_errors, strict=True)),
+        median_share=statistics.median(shares),
+        p95_share=shares[int(0.95 * (len(shares) - 1))],
+        mean_share=statistics.fmean(errors),
+        held_out_median_share=statistics.median(held_out) if held_out else None,
+        held_out_p95_share=held_out[int(0.95 * (len(held_out) - 1))] if held_out else None,
+    )
+
+
+def usable_passes(passes: Iterable[RecordedPass]) -> list[RecordedPass]:
+    """Those that a cost can be fitted to."""
+    return [one for one in passes if one.complete and one.forward_s > 0 and any(one.tokens)]
+
+
+def _relative_error(cost: PassCost, one: RecordedPass) -> float:
+    return cost.pass_s(one.tokens, one.pairs, one.requests) / one.forward_s - 1
+
+
+def _held_out_shares(passes: Sequence[RecordedPass]) -> list[float]:
+    """Sorted |relative errors| of passes a fit has not seen; empty if there are too few."""
+    if len(passes) < LEAST_PASSES:
+        return []
+    shares = []
+    for fold in range(_FOLDS):
+        cost = _cost_of(_fit([one for i, one in enumerate(passes) if i % _FOLDS != fold]))
+        shares += [abs(_relative_error(cost, one)) for one in passes[fold::_FOLDS]]
+    return sorted(shares)
+
+
+def _fit(passes: Sequence[RecordedPass]) -> Fit:
+    values = [one.forward_s for one in passes]
+
+    def rows_for(coefficients: list[float] | None) -> list[list[float]]:
+        cost = PassCost(fixed_s=0.0, max_s=1.0)
+        if coefficients is not None and any(coefficients[2:]):
+            cost = PassCost(**dict(zip(_TERMS, coefficients, strict=True)))
+        return [_row(one, cost) for one in passes]
+
+    terms = list(range(len(_TERMS)))
+    while True:
+        fit = robust_fit(values, rows_for, terms)
+        weakest = _weakest(fit, rows_for(fit.coefficients), statistics.median(values))
+        if weakest is None:
+            return fit
+        terms.remove(weakest)
+
+
+def _weakest(fit: Fit, rows: list[list[float]], pass_s: float) -> int | None:
+    """The term to leave out, if any; never the fixed one, nor the last."""
+    found: list[tuple[float, int]] = []
+    active = [i for i, value in enumerate(fit.coefficients) if value > 0 and i > 0]
+    for i in active:
+        share = fit.coefficients[i] * max(row[i] for row in rows) / pass_s
+        error = fit.standard_errors[i] or 0.0
+        t = fit.coefficients[i] / error if error > 0 else math.inf
+        if t < _LEAST_T or share < _LEAST_SHARE:
+            found.append((t, i))
+    return min(found)[1] if found and len(active) > 1 else None
+
+
+def _row(one: RecordedPass, cost: PassCost) -> list[float]:
+    requests = one.requests or [0] * len(one.tokens)
+    slowest = max(
+        range(len(one.tokens)),
+        key=lambda d: cost.rank_s(one.tokens[d], one.pairs[d], requests[d]),
+    )
+    mean = sum(one.tokens) / len(one.tokens)
+    return [
+        1.0,
+        mean,
+        float(one.tokens[slowest]),
+        one.pairs[slowest],
+        float(requests[slowest]),
+    ]
+
+
+def _cost_of(fit: Fit) -> PassCost:
+    return PassCost(**dict(zip(_TERMS, fit.coefficients, strict=True)))
+
+
+# Latencies ------------------------------------------------------------------------------------
+
+
+def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> Calibration:
+    """Fit everything to recorded runs; ``cost``: take this one instead of fitting it.
+
+    Raises:
+        CostError: too little in the logs.
+    """
+    passes = [one for recording in recordings for one in recording.passes]
+    requests = [r for recording in recordings for r in recording.requests.values()]
+    if cost is None:
+        cost, _ = fit_cost(passes)
+    median_s, gang_sigma, request_sigma = fit_latency(requests)
+    late_s = median_s * math.exp(2 * math.hypot(gang_sigma, request_sigma))
+    # The second of two launches right after each other was all the engine had to do in between.
+    one_after_other_s = [
+        one.launch_s - one.previous.launch_s
+        for one in passes
+        if one.inflight == 1
+        and one.previous is not None
+        and one.launch_s - one.previous.launch_s < _IDLE_S
+    ]
+    prepare_s = statistics.median(one_after_other_s) if one_after_other_s else 0.0
+    return Calibration(
+        cost=cost,
+        dispatch_latency_s=max(0.0, median_s - prepare_s),
+        gang_jitter=gang_sigma,
+        dispatch_jitter=request_sigma,
+        launch_gap_s=_mean(
+            "pause between passes",
+            [
+                one.pause_s
+                for r in _first_of_pass(requests)
+                if (one := r.first_pass) is not None
+                and one.inflight == 0
+                and 0 < one.pause_s < one.launch_s - r.dispatched_s - late_s
+            ],
+            default=0.0,
+        ),
+        prepare_s=prepare_s,
+        first_token_s=_mean(
+            "first token",
+            [
+                r.first_token_s - r.last_pass.end_s
+                for r in requests
+                if r.last_pass is not None
+                and r.last_pass.complete
+                and r.first_token_s > r.last_pass.end_s
+            ],
+        ),
+        feedback_latency_s=_mean(
+            "EndForward message", [s for recording in recordings for s in recording.feedback_s]
+        ),
+        decode_s=_mean(
+            "completed request",
+            [r.ended_s - r.first_token_s for r in requests if r.ended_s >= r.first_token_s],
+        ),
+    )
+
+
+def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, float]:
+    """Median of the time from dispatch to the launch of a pass that could take the request, and its
+    lognormal sigmas: from batch to batch and, within a batch, from request to request.
+
+    A busy engine looks only when it launches, so a request that was too late for one launch and was
+    in the next tells an interval. The most likely parameters are searched over a grid: first the
+    median and the total sigma, then how much of it the requests of a batch share.
+
+    Raises:
+        CostError: no dispatched request is in a recorded pass.
+    """
+    batches: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for request in requests:
+        interval = _log_interval(request)
+        if interval is not None:
+            # Batch numbers start anew in each log, but no two have the same time.
+            key = (request.batch, round(1e6 * request.dispatched_s))
+            batches.setdefault(key, []).append(interval)
+    intervals = [interval for batch in batches.values() for interval in batch]
+    if not intervals:
+        raise CostError("a latency needs dispatched requests with EndForward launch messages")
+
+    def likelihood(mu: float, sigma: float) -> float:
+        return sum(math.log(max(_FLOOR, _inside(i, mu, sigma))) for i in intervals)
+
+    mu, sigma = max(
+        ((math.log(median_s), sigma) for median_s in _LATENCIES_S for sigma in _SIGMAS),
+        key=lambda pair: likelihood(*pair),
+    )
+
+    def shared_likelihood(mu: float, share: float) -> float:
+        gang, single = sigma * math.sqrt(1 - share**2), sigma * share
+        total = 0.0
+        for batch in batches.values():
+            likely = sum(
+                weight * math.prod(max(_FLOOR, _inside(i, mu + gang * z, single)) for i in batch)
+                for z, weight in _NORMAL
+            )
+            total += math.log(max(_FLOOR, likely))
+        return total
+
+    mu, share = max(
+        ((mu + shift, share) for shift in (-0.2, -0.1, 0.0, 0.1, 0.2) for share in _SINGLE_SHARES),
+        key=lambda pair: shared_likelihood(*pair),
+    )
+    return math.exp(mu), sigma * math.sqrt(1 - share**2), sigma * share
+
+
+def _log_interval(request: RecordedRequest) -> tuple[float, float] | None:
+    """Logarithms of the bounds of the latency of one request; None if it says nothing."""
+    one = request.first_pass
+    if one is None or request.prefill is None or not request.dispatched_s < one.launch_s:
+        return None
+    high_s = one.launch_s - request.dispatched_s
+    low_s = 0.0
+    if one.inflight == 0 and one.pause_s > _IDLE_S:
+        # It went to an idle engine, which launches as soon as it can.
+        low_s = _SHARPNESS * high_s
+    elif one.previous is not None and not one.previous.left_over[request.prefill[1]]:
+        low_s = one.previous.launch_s - request.dispatched_s
+    if low_s >= min(high_s, _LATENCIES_S[-1]):
+        return None
+    return math.log(low_s) if low_s > 0 else -math.inf, math.log(high_s)
+
+
+def _inside(interval: tuple[float, float], mu: float, sigma: float) -> float:
+    low, high = interval
+    return _normal_cdf((high - mu) / sigma) - _normal_cdf((low - mu) / sigma)
+
+
+def _normal_cdf(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def _first_of_pass(requests: Iterable[RecordedRequest]) -> list[RecordedRequest]:
+    """Of each pass, the request in it that was dispatched first."""
+    first: dict[int, RecordedRequest] = {}
+    for request in requests:
+        if request.first_pass is None:
+            continue
+        key = id(request.first_pass)
+        if key not in first or request.dispatched_s < first[key].dispatched_s:
+            first[key] = request
+    return list(first.values())
+
+
+def _mean(what: str, values: Sequence[float], default: float | None = None) -> float:
+    if values:
+        return statistics.fmean(values)
+    if default is None:
+        raise CostError(f"the logs have no {what} to learn from")
+    return default

@@ -1,0 +1,1 @@
+"""``scripts/measure-gangs``: how whole batches arrive at the engines."""

@@ -1,0 +1,1 @@
+"""``scripts/bench-scale``: how large a cluster one router takes."""

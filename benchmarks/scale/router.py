@@ -1,0 +1,231 @@
+"""The router of a scale measurement and its engines, as processes, and what each part costs.
+
+Owns their command lines, and what the kernel and the router's own metrics say of CPU time, memory
+and decisions. Must not know what load they are under.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks import CHECKOUT
+from benchmarks.router_processes import Contender, Processes, end_process, free_ports, until_ready
+from benchmarks.scale.fleet import FleetCounts, FleetShape
+
+PREFILL_DP = 8
+DECODE_DP = 32
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_READY_S = 60.0
+_Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def shape_of(ranks: int, endforward: str, reports_per_s: float, token_s: float) -> FleetShape:
+    """A quarter of the DP ranks in prefill instances of 8, the rest in decode ones of up to 32."""
+    prefill = max(1, round(ranks / 4 / PREFILL_DP))
+    left = max(1, ranks - prefill * PREFILL_DP)
+    decode = [DECODE_DP] * (left // DECODE_DP)
+    if left % DECODE_DP:
+        decode.append(left % DECODE_DP)
+    return FleetShape(
+        prefill=[PREFILL_DP] * prefill,
+        decode=decode,
+        endforward=endforward,
+        reports_per_s=reports_per_s,
+        token_s=token_s,
+    )
+
+
+class FleetProcess:
+    """The engines' process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, ports: list[int]) -> None:
+        self.process, self.ports = process, ports
+
+    async def ask(self, word: str) -> FleetCounts:
+        """Send a command; what the engines have seen so far."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(word.encode() + b"\n")
+        return msgspec.json.decode(await self.process.stdout.readline(), type=FleetCounts)
+
+
+@asynccontextmanager
+async def running_fleet(shape: FleetShape) -> AsyncIterator[FleetProcess]:
+    """Raises: RuntimeError, it ended at its start."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.scale.fleet"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=CHECKOUT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(msgspec.json.encode(shape) + b"\n")
+        ports = [int(word) for word in (await process.stdout.readline()).split()]
+        if len(ports) != len(shape.prefill) + len(shape.decode):
+            raise RuntimeError("the engines' process ended at its start; it has said why")
+        yield FleetProcess(process, ports)
+    finally:
+        process.stdin.close()
+        await end_process(process)
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """CPU time of a thread so far, as ``/proc`` counts it: in ticks of 10 ms."""
+
+    process: str
+    name: str
+    cpu_s: float
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the parts have used up to a moment."""
+
+    at_s: float
+    cpu_s: dict[str, float]
+    """By component."""
+    memory_bytes: dict[str, int]
+    """Proportional set size: shared pages count once over all processes."""
+    threads: list[Thread]
+    series: _Series = field(default_factory=dict)
+    """The router's metrics."""
+    scrape_s: float = 0.0
+    scrape_bytes: int = 0
+
+
+class ScaledRouter:
+    """A router with several processes."""
+
+    def __init__(self, port: int, metrics_port: int, pid: int) -> None:
+        self.port, self.pid = port, pid
+        self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+        self.components = self._find()
+
+    def _find(self) -> dict[str, list[int]]:
+        """Process ids by what they are."""
+        found: dict[str, list[int]] = {"supervisor": [self.pid], "scheduler": [], "front ends": []}
+        for pid in Processes(self.pid).pids()[1:]:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"--sbs-role" in words:
+                role = words[words.index(b"--sbs-role") + 1]
+                found["scheduler" if role == b"scheduler" else "front ends"].append(pid)
+        return found
+
+    async def read(self, others: Mapping[str, list[int]]) -> Reading:
+        """``others``: processes that are weighed with those of the router.
+
+        Raises:
+            RuntimeError: a process of the router is another one than at the start.
+        """
+        if self._find() != self.components:
+            raise RuntimeError("a process of the router died under this load and was restarted")
+        every = {**self.components, **others}
+        reading = Reading(
+            time.perf_counter(),
+            {name: sum(map(_cpu_s, pids)) for name, pids in every.items()},
+            {name: sum(map(_memory_bytes, pids)) for name, pids in every.items()},
+            [thread for pid in self.components["scheduler"] for thread in _threads(pid)],
+        )
+        await self.scrape(reading)
+        return reading
+
+    async def scrape(self, into: Reading) -> None:
+        """The metrics page, and what it took."""
+        started_s = time.perf_counter()
+        async with aiohttp.ClientSession() as session, session.get(self._metrics) as answer:
+            text = await answer.text()
+        into.scrape_s, into.scrape_bytes = time.perf_counter() - started_s, len(text)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                into.series[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+
+
+@asynccontextmanager
+async def running_router(
+    fleet: FleetProcess,
+    shape: FleetShape,
+    workers: int,
+    endforward: str,
+    flags: tuple[str, ...],
+    log: Path,
+) -> AsyncIterator[ScaledRouter]:
+    """Ready: every engine has been described, and every rank of it has been heard.
+
+    Raises:
+        RuntimeError: it does not get there.
+    """
+    port, metrics_port = free_ports(2)
+    words: list[str] = []
+    for number, engine in enumerate(fleet.ports):
+        url = f"http://127.0.0.1:{engine}"
+        prefill = number < len(shape.prefill)
+        words += ["--prefill", url, "8998"] if prefill else ["--decode", url]
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sglang_sbs.launch_router", "--pd-disaggregation", *words),
+            *("--host", "127.0.0.1", "--port", str(port), "--workers", str(workers)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+            *("--sbs-endforward-bind", endforward, "--log-level", "warn", *flags),
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        await until_ready(process, port, Contender("the router", "sglang_sbs.launch_router", ()))
+        router = ScaledRouter(port, metrics_port, process.pid)
+        await _until_heard(router, shape)
+        yield router
+    finally:
+        await end_process(process)
+
+
+async def _until_heard(router: ScaledRouter, shape: FleetShape) -> None:
+    limit_s = time.monotonic() + _READY_S
+    while time.monotonic() < limit_s:
+        reading = Reading(0.0, {}, {}, [])
+        await router.scrape(reading)
+        heard = sum(name == "sbs_endforward_messages_total" for name, _ in reading.series)
+        healthy = sum(v for (name, _), v in reading.series.items() if name == "smg_worker_health")
+        if heard == shape.ranks and healthy == len(shape.prefill) + len(shape.decode):
+            return
+        await asyncio.sleep(0.5)
+    raise RuntimeError(f"the router heard {heard} of {shape.ranks} ranks in {_READY_S:g} s")
+
+
+def _cpu_s(pid: int) -> float:
+    """By the process's CPU clock, as :meth:`benchmarks.router_processes.Processes.cpu_s`."""
+    with suppress(OSError):
+        return time.clock_gettime(~pid << 3 | 2)
+    return 0.0
+
+
+def _memory_bytes(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _threads(pid: int) -> list[Thread]:
+    found = []
+    for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
+        with suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            words = rest.split()
+            cpu_s = (int(words[11]) + int(words[12])) * _TICK_S
+            found.append(Thread(task.name, "main" if int(task.name) == pid else name, cpu_s))
+    return found

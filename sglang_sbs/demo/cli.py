@@ -1,0 +1,305 @@
+"""``sglang-sbs demo``: a real SGLang PD cluster on this machine, with SBS in front of it.
+
+Owns the story: bring the cluster up, send the same load through SBS and through an immediate
+policy, check tokens on engines that really compute, print what happened. Must not know how
+processes are planned, loaded or read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+
+from sglang_sbs.cluster.plan import RUST_SERVER_ENV, uses_rust_server
+from sglang_sbs.demo.kept_cluster import KeepOptions, keep
+from sglang_sbs.demo.load import Latency, Workload
+from sglang_sbs.demo.passes import pass_statistics
+from sglang_sbs.demo.runs import Run
+from sglang_sbs.demo.terminal import result_table
+from sglang_sbs.demo.timeline import draw_timeline
+from sglang_sbs.demo.tokens import match_tokens
+from sglang_sbs.demo.virtual_cluster import Rig, add_tp_argument, attention_tp_of, running_rig
+from sglang_sbs.extras import without_matplotlib, without_sglang
+from sglang_sbs.scheduling import POLICIES, TRIGGERS
+
+LOAD = 0.8
+LIGHT_LOAD = 0.3
+
+_EXAMPLE = """\
+example:
+  sglang-sbs demo                                  3P1D, SBS against round_robin
+  sglang-sbs demo --load 0.9 --policy sbs --baseline least_tokens --json out.json
+  sglang-sbs demo --tp 4 --dp 2                    each DP rank is two processes (attention TP)
+  sglang-sbs demo --keep                           the cluster to look at, until Ctrl-C
+
+The engines are SGLang itself with a tiny MoE model, DP attention and real KV transfer. Their
+forward passes take the time a GPU would need (virtual GPU), so that a cluster's timing can be seen
+on a small machine. A second, smaller cluster computes for real and must give the same tokens
+through the router as one engine asked directly.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``sglang-sbs demo``."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-sbs demo",
+        description="Bring up a real SGLang PD cluster with a tiny MoE and route through SBS.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--topology", default="3P1D", help="instances, e.g. 2P1D (default 3P1D)")
+    parser.add_argument("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
+    add_tp_argument(parser)
+    parser.add_argument(
+        "--rust-server",
+        action="store_true",
+        help="engines with SGLang's Rust server: an address per DP rank (SGLANG_RUST_SERVER=1)",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=240, help="requests per policy (default 240)"
+    )
+    parser.add_argument(
+        "--load",
+        type=float,
+        help="arrival rate as a share of the prefill capacity "
+        f"(default {LOAD}; {LIGHT_LOAD} with --keep)",
+    )
+    parser.add_argument("--policy", choices=POLICIES, default="sbs", help="default sbs")
+    parser.add_argument(
+        "--trigger", choices=TRIGGERS, default="adaptive", help="of sbs (default adaptive)"
+    )
+    parser.add_argument(
+        "--baseline",
+        choices=[p for p in POLICIES if p != "sbs"],
+        default="round_robin",
+        help="the immediate policy to compare with (default round_robin)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), help="logs and pictures (default out/demo)"
+    )
+    parser.add_argument(
+        "--skip-token-match", action="store_true", help="leave the real-compute check out"
+    )
+    keeping = parser.add_argument_group("a cluster to look at")
+    keeping.add_argument(
+        "--keep",
+        action="store_true",
+        help="no comparison: cluster, router and dashboard under light load until Ctrl-C",
+    )
+    keeping.add_argument(
+        "--port", type=int, default=30000, help="of the router, with --keep (default 30000)"
+    )
+    keeping.add_argument(
+        "--prometheus-port", type=int, default=29000, help="of its metrics (default 29000)"
+    )
+    return parser
+
+
+def parse_topology(text: str) -> tuple[int, int]:
+    """``3P1D`` -> (3, 1).
+
+    Raises:
+        ValueError: with what to write instead.
+    """
+    match = re.fullmatch(r"(\d+)P(\d+)D", text, re.IGNORECASE)
+    if match is None or "0" in match.groups():
+        raise ValueError(f"--topology {text!r}: write e.g. 3P1D (three prefill, one decode)")
+    return int(match[1]), int(match[2])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; exit code 0 only if every request completed and the tokens match."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        args.topology_counts = parse_topology(args.topology)
+        if args.load is None:
+            args.load = LIGHT_LOAD if args.keep else LOAD
+        if args.requests < 1 or args.load <= 0 or args.dp < 1:
+            raise ValueError("--requests, --load and --dp must be greater than 0")
+        args.attention_tp = attention_tp_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    _check_keep(args, parser)
+    if (lacking := without_sglang("demo", on_cpu=True)) is not None:
+        parser.error(lacking)
+    if args.rust_server:
+        os.environ[RUST_SERVER_ENV] = "1"  # engines start from this process's environment
+    console = Console()
+    try:
+        if args.keep:
+            return _keep(args, console)
+        result = asyncio.run(_demo(args, console))
+    except KeyboardInterrupt:
+        console.print("interrupted; everything started was stopped")
+        return 130
+    except (RuntimeError, OSError) as error:
+        console.print(f"[red]the demo failed:[/] {error}", highlight=False)
+        return 1
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        console.print(f"written: {args.json}")
+    failed = sum(p["failed"] for p in result["policies"].values())
+    return 0 if failed == 0 and result["token_match"] is not False else 1
+
+
+def _check_keep(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with code 2 for a flag that means nothing with, or without, ``--keep``."""
+    meaningless, why = (
+        (("requests", "baseline", "json", "skip_token_match"), "--keep compares nothing")
+        if args.keep
+        else (("port", "prometheus_port"), "only --keep serves at a fixed port")
+    )
+    for name in meaningless:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')}: {why}; leave it out")
+    for name in ("port", "prometheus_port"):
+        if not 1 <= getattr(args, name) <= 65535:
+            parser.error(f"--{name.replace('_', '-')} must be a number in 1..65535")
+    if args.port == args.prometheus_port:
+        parser.error("--port and --prometheus-port must differ")
+
+
+def _keep(args: argparse.Namespace, console: Console) -> int:
+    prefill, decode = args.topology_counts
+    options = KeepOptions(
+        prefill=prefill,
+        decode=decode,
+        dp_size=args.dp,
+        attention_tp=args.attention_tp,
+        router_flags=_policy_flags(args.policy, args.trigger),
+        load=args.load,
+        seed=args.seed,
+        port=args.port,
+        prometheus_port=args.prometheus_port,
+        out=args.out,
+    )
+    return keep(options, console)
+
+
+async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    args.out.mkdir(parents=True, exist_ok=True)
+    prefill, decode = args.topology_counts
+    started_s = time.monotonic()
+    if (lacking := without_matplotlib()) is not None:
+        console.print(f"there will be no picture of the passes: {lacking}", soft_wrap=True)
+    console.print(
+        f"[bold]1.[/] {args.topology}, dp={args.dp}, attention tp={args.attention_tp}, "
+        f"SGLang {version('sglang')}, tiny MoE, virtual GPU"
+        + (", Rust server" if uses_rust_server(os.environ) else "")
+    )
+    policies: dict[str, Any] = {}
+    async with running_rig(
+        prefill, decode, args.dp, args.out, console, attention_tp=args.attention_tp
+    ) as rig:
+        workload = Workload(
+            qps=args.load * rig.capacity_qps, requests=args.requests, seed=args.seed
+        )
+        console.print(
+            f"[bold]2.[/] {args.requests} requests at {workload.qps:.1f}/s "
+            f"({args.load:.0%} of capacity) through each policy"
+        )
+        runs = [
+            await rig.run(args.policy, _policy_flags(args.policy, args.trigger), workload),
+            await rig.run(args.baseline, _policy_flags(args.baseline, args.trigger), workload),
+        ]
+        for run in runs:
+            policies[run.label] = _policy_result(run, rig)
+    _print_runs(runs, console)
+    picture = args.out / "timeline.png"
+    if draw_timeline(runs, picture):
+        console.print(f"timeline: {picture}")
+    token_match: bool | None = None
+    if not args.skip_token_match:
+        console.print("[bold]3.[/] tokens through the router against one engine asked directly")
+        report = await match_tokens(args.out, console, args.attention_tp)
+        token_match = report.matches
+        console.print(
+            f"   {report.prompts} prompts over {report.pairs} prefill x decode rank pairs: "
+            + ("[green]all tokens equal[/]" if token_match else f"[red]{report.difference}[/]")
+        )
+    console.print(f"done in {time.monotonic() - started_s:.0f} s")
+    return {
+        "sglang_version": version("sglang"),
+        "topology": args.topology,
+        "policies": policies,
+        "token_match": token_match,
+    }
+
+
+def _policy_flags(policy: str, trigger: str) -> list[str]:
+    return ["--policy", policy, *(["--sbs-trigger", trigger] if policy == "sbs" else [])]
+
+
+def _policy_result(run: Run, rig: Rig) -> dict[str, Any]:
+    engines = run.engines
+    ttft = Latency.of([s.ttft_s for s in run.completed])
+    statistics = pass_statistics(engines.passes, engines.chunk_tokens)
+    return {
+        "requests": len(run.samples),
+        "completed": len(run.completed),
+        "failed": len(run.samples) - len(run.completed),
+        "errors": sorted({s.error for s in run.samples if s.error})[:5],
+        "ttft_ms": {"mean": ttft.mean, "p50": ttft.p50, "p99": ttft.p99},
+        "prefill_ranks": {k: engines.prefill_ranks[k] for k in rig.prefill_rank_names},
+        "decode_ranks": {k: engines.decode_ranks[k] for k in rig.decode_rank_names},
+        "endforward": {
+            k: engines.endforward[k] for k in (*rig.prefill_rank_names, *rig.decode_rank_names)
+        },
+        "passes": statistics.passes,
+        "chunk_utilization": statistics.chunk_utilization,
+        "active_ranks": statistics.active_ranks,
+    }
+
+
+def _print_runs(runs: Sequence[Run], console: Console) -> None:
+    labels = [run.label for run in runs]
+    table = result_table("requests per DP rank (EndForward messages)", ["rank"], labels)
+    ranks = sorted({k for r in runs for k in (*r.engines.prefill_ranks, *r.engines.decode_ranks)})
+    for rank in sorted(ranks, key=lambda k: (not k.startswith("p"), k)):
+        counts = [
+            f"{r.engines.prefill_ranks[rank] + r.engines.decode_ranks[rank]} "
+            f"({r.engines.endforward[rank]})"
+            for r in runs
+        ]
+        table.add_row(rank, *counts)
+    console.print(table)
+    summary = result_table(
+        "time to first token",
+        ["policy"],
+        ["completed", "mean ms", "p50 ms", "p99 ms", "tokens per pass", "ranks busy"],
+    )
+    for run in runs:
+        ttft = Latency.of([s.ttft_s for s in run.completed])
+        passes = pass_statistics(run.engines.passes, run.engines.chunk_tokens)
+        summary.add_row(
+            run.label,
+            f"{len(run.completed)}/{len(run.samples)}",
+            f"{ttft.mean:.0f}",
+            f"{ttft.p50:.0f}",
+            f"{ttft.p99:.0f}",
+            f"{passes.tokens_per_pass:.0f}",
+            f"{passes.active_ranks:.0%}",
+        )
+    console.print(summary)
+    for run in runs:
+        for error in sorted({s.error for s in run.samples if s.error})[:3]:
+            console.print(f"[red]{run.label}:[/] {error}", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""``sglang-sbs bench``: policies side by side on the same real engines (virtual GPU).
+
+Owns the sweep over policies, loads and seeds, and its table. Must not know how a run is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+from rich.console import Console
+
+from sglang_sbs.demo.cli import parse_topology
+from sglang_sbs.demo.load import Latency, Workload
+from sglang_sbs.demo.passes import pass_statistics
+from sglang_sbs.demo.runs import Run
+from sglang_sbs.demo.terminal import result_table
+from sglang_sbs.demo.virtual_cluster import running_rig
+from sglang_sbs.extras import without_sglang
+from sglang_sbs.scheduling import POLICIES
+
+POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in POLICIES if p != "sbs"))
+NO_FLOW_CONTROL = ["--sbs-n-limit", "1000000"]
+"""An overload run measures waiting, not refusing."""
+
+_EXAMPLE = """\
+example:
+  sglang-sbs bench --loads 0.6,0.9 --seeds 3 --json results.json
+  sglang-sbs bench --policies sbs,sbs_paper --loads 1.3     passes and bubbles at saturation
+
+The engines are SGLang on CPU whose passes take virtual GPU time, so compare policies with each
+other, not with a GPU cluster. Policies take turns within each seed and load; a load is a share of
+what full chunks on every rank would serve.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``sglang-sbs bench``."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-sbs bench",
+        description="Compare policies on a real SGLang PD cluster with virtual GPU time.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--topology", default="3P1D", help="instances (default 3P1D)")
+    parser.add_argument("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
+    parser.add_argument(
+        "--policies",
+        default="sbs,sbs_paper,round_robin,least_tokens",
+        help=f"comma-separated, of {', '.join(POLICY_NAMES)}",
+    )
+    parser.add_argument("--loads", default="0.6,0.9", help="shares of capacity (default 0.6,0.9)")
+    parser.add_argument("--seeds", type=int, default=1, help="arrival seeds per cell (default 1)")
+    parser.add_argument("--requests", type=int, default=300, help="per run (default 300)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one row per run here")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="logs (out/bench)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sweep; exit code 1 if any request failed."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    policies = args.policies.split(",")
+    unknown = [p for p in policies if p not in POLICY_NAMES]
+    if unknown:
+        parser.error(f"--policies: {unknown[0]!r} is not one of {', '.join(POLICY_NAMES)}")
+    try:
+        topology = parse_topology(args.topology)
+        loads = [float(load) for load in args.loads.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    if min(loads) <= 0 or args.seeds < 1 or args.requests < 1:
+        parser.error("--loads, --seeds and --requests must be greater than 0")
+    if (lacking := without_sglang("bench", on_cpu=True)) is not None:
+        parser.error(lacking)
+    console = Console()
+    rows = asyncio.run(_sweep(args, policies, loads, topology, console))
+    _print(rows, policies, loads, console)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
+    return 1 if any(row["failed"] for row in rows) else 0
+
+
+def policy_flags(name: str) -> list[str]:
+    """Router flags of a policy as named here."""
+    if name == "sbs_paper":
+        return ["--policy", "sbs", "--sbs-trigger", "paper", *NO_FLOW_CONTROL]
+    return ["--policy", name, *NO_FLOW_CONTROL]
+
+
+async def _sweep(
+    args: argparse.Namespace,
+    policies: Sequence[str],
+    loads: Sequence[float],
+    topology: tuple[int, int],
+    console: Console,
+) -> list[dict[str, Any]]:
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    async with running_rig(*topology, args.dp, args.out, console) as rig:
+        for load in loads:
+            for seed in range(1, args.seeds + 1):
+                workload = Workload(qps=load * rig.capacity_qps, requests=args.requests, seed=seed)
+                # Rotating the order keeps a drift of the machine from favouring one policy.
+                turn = seed % len(policies)
+                for policy in (*policies[turn:], *policies[:turn]):
+                    run = await rig.run(policy, policy_flags(policy), workload)
+                    row = _row(run, load, workload)
+                    rows.append(row)
+                    console.print(
+                        f"load {load:.2f} seed {seed} {policy}: mean {row['ttft_ms']['mean']:.0f} "
+                        f"p99 {row['ttft_ms']['p99']:.0f} ms, {row['failed']} failed",
+                        highlight=False,
+                    )
+    return rows
+
+
+def _row(run: Run, load: float, workload: Workload) -> dict[str, Any]:
+    ttft = Latency.of([s.ttft_s for s in run.completed])
+    ends_s = [one.end_s for one in run.engines.passes]
+    # The ramp-up and the drain of a bounded load say nothing about the policy.
+    span_s = max(ends_s) - min(ends_s) if ends_s else math.nan
+    load_s = workload.requests / workload.qps
+    last_s = max(ends_s, default=math.nan)
+    window_s = (last_s - min(span_s, load_s) * 0.9, last_s - 0.1 * load_s)
+    return {
+        "policy": run.label,
+        "load": load,
+        "qps": workload.qps,
+        "seed": workload.seed,
+        "requests": len(run.samples),
+        "completed": len(run.completed),
+        "failed": len(run.samples) - len(run.completed),
+        "ttft_ms": msgspec.structs.asdict(ttft),
+        "held_ms": msgspec.structs.asdict(Latency.of(run.engines.held_s)),
+        "passes": msgspec.structs.asdict(
+            pass_statistics(run.engines.passes, run.engines.chunk_tokens, window_s)
+        ),
+        "hook_us_mean": statistics.mean(run.engines.hook_us or [math.nan]),
+    }
+
+
+def _print(
+    rows: Sequence[dict[str, Any]],
+    policies: Sequence[str],
+    loads: Sequence[float],
+    console: Console,
+) -> None:
+    latency = result_table(
+        f"TTFT, mean over seeds; ratio: {policies[0]} / this policy (min-max)",
+        ["load", "policy"],
+        ["mean ms", "p99 ms", "ratio of means", "failed"],
+    )
+    engine = result_table(
+        "prefill passes between ramp-up and drain",
+        ["load", "policy"],
+        ["passes", "chunk use", "ranks busy", "gap ms", "bubble", "idle"],
+    )
+    for load in loads:
+        for policy in policies:
+            mine = [r for r in rows if r["policy"] == policy and r["load"] == load]
+            ratios = [
+                first["ttft_ms"]["mean"] / row["ttft_ms"]["mean"]
+                for row in mine
+                for first in rows
+                if (first["policy"], first["load"], first["seed"])
+                == (policies[0], load, row["seed"])
+            ]
+            latency.add_row(
+                f"{load:.2f}",
+                policy,
+                f"{statistics.mean(r['ttft_ms']['mean'] for r in mine):.0f}",
+                f"{statistics.mean(r['ttft_ms']['p99'] for r in mine):.0f}",
+                f"{statistics.mean(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+                str(sum(r["failed"] for r in mine)),
+            )
+            passes = [r["passes"] for r in mine]
+            engine.add_row(
+                f"{load:.2f}",
+                policy,
+                f"{statistics.mean(p['passes'] for p in passes):.0f}",
+                *(
+                    f"{statistics.mean(p[key] for p in passes):.{digits}{kind}}"
+                    for key, digits, kind in (
+                        ("chunk_utilization", 0, "%"),
+                        ("active_ranks", 0, "%"),
+                        ("gap_ms_p50", 1, "f"),
+                        ("bubble_share", 1, "%"),
+                        ("idle_share", 1, "%"),
+                    )
+                ),
+            )
+    console.print(latency)
+    console.print(engine)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Whether the router changes what the model says: greedy tokens through it and without it.
+
+Owns the real-compute check. Must not know policies beyond the flags it passes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+
+from sglang_sbs.cluster.local import LocalCluster
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
+from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.demo.passes import read_engines
+from sglang_sbs.demo.runs import RouterPorts, instance_names, running_router
+from sglang_sbs.demo.virtual_cluster import parallel_flags, progress_printer
+from sglang_sbs.testing.tiny_model import cached_tiny_model
+
+DP_SIZE = 2
+MIN_PROMPTS = 24
+MAX_PROMPTS = 240
+BATCH = 8
+NEW_TOKENS = 12
+CHUNK_TOKENS = 256
+MAX_PROMPT_TOKENS = 400
+"""Longer than a chunk, so that chunked prefill is checked too."""
+TIMEOUT = aiohttp.ClientTimeout(total=120)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReport:
+    """The outcome of the check."""
+
+    prompts: int
+    pairs: int
+    """Prefill x decode DP rank pairs that served at least one."""
+    difference: str
+    """The first difference, empty if there is none."""
+
+    @property
+    def matches(self) -> bool:
+        return not self.difference and self.pairs == DP_SIZE * DP_SIZE
+
+
+async def match_tokens(log_dir: Path, console: Console, attention_tp: int = 1) -> TokenReport:
+    """1P1D with real compute and SBS, and one engine without PD, on the same prompts.
+
+    Sends prompts in bursts until every pair of a prefill and a decode DP rank has served some.
+    """
+    blocks = free_port_blocks(PORTS_PER_INSTANCE)
+    first = next(blocks)
+    ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
+    options = ClusterOptions(
+        model_path=str(cached_tiny_model()),
+        unified_instances=1,
+        engine_flags=[
+            *parallel_flags(DP_SIZE, attention_tp),
+            *("--chunked-prefill-size", str(DP_SIZE * CHUNK_TOKENS)),
+        ],
+        cpu=True,
+        log_dir=log_dir / "token-match",
+        environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},
+        with_router=False,
+    )
+    rng = random.Random(7)
+    event_log = log_dir / "token-match.events"
+    async with LocalCluster(
+        plan_cluster(options, blocks), on_progress=progress_printer(console)
+    ) as cluster:
+        engine = next(i for i in cluster.instances if i.role is Role.UNIFIED)
+        names = instance_names(cluster.instances)
+        flags = ["--policy", "sbs", "--sbs-event-log", str(event_log)]
+        prompts: list[list[int]] = []
+        rids: list[str] = []
+        difference = ""
+        async with (
+            running_router(cluster.instances, ports, flags, log_dir, "router-token-match") as url,
+            aiohttp.ClientSession(timeout=TIMEOUT) as session,
+        ):
+            while len(prompts) < MAX_PROMPTS and not difference:
+                batch = [
+                    [rng.randrange(10, 400) for _ in range(rng.randint(4, MAX_PROMPT_TOKENS))]
+                    for _ in range(BATCH)
+                ]
+                routed = await asyncio.gather(*(_generate(session, url, p) for p in batch))
+                direct = [await _generate(session, engine.url, p) for p in batch]
+                for prompt, (tokens, rid), (expected, _) in zip(batch, routed, direct, strict=True):
+                    rids.append(rid)
+                    if tokens != expected and not difference:
+                        difference = (
+                            f"a prompt of {len(prompt)} tokens gave {tokens}, directly {expected}"
+                        )
+                prompts += batch
+                pairs = read_engines(event_log, names).pairs if event_log.exists() else {}
+                covered = {pairs[rid] for rid in rids if rid in pairs}
+                if len(prompts) >= MIN_PROMPTS and len(covered) == DP_SIZE * DP_SIZE:
+                    break
+        pairs = read_engines(event_log, names).pairs
+    covered = {pairs[rid] for rid in rids if rid in pairs}
+    if not difference and len(covered) < DP_SIZE * DP_SIZE:
+        difference = f"only {len(covered)} rank pairs were used by {len(prompts)} prompts"
+    return TokenReport(len(prompts), len(covered), difference)
+
+
+async def _generate(
+    session: aiohttp.ClientSession, url: str, input_ids: list[int]
+) -> tuple[list[int], str]:
+    """Greedy output tokens and the request id of one prompt."""
+    body = {
+        "input_ids": input_ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+    }
+    async with session.post(f"{url}/generate", json=body) as response:
+        answer = await response.json()
+        if response.status != 200:
+            raise RuntimeError(f"{url} answered {response.status}: {answer}")
+    return list(answer["output_ids"]), str(answer["meta_info"]["id"])

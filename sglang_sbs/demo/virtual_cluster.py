@@ -1,0 +1,178 @@
+"""The virtual-GPU cluster that policies are compared on.
+
+Owns the cluster's shape and costs, and the ports its routers use. Must not know what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from sglang_sbs.cluster.local import LocalCluster, Progress
+from sglang_sbs.cluster.plan import (
+    PORTS_PER_INSTANCE,
+    ClusterOptions,
+    InstancePlan,
+    Role,
+    plan_cluster,
+)
+from sglang_sbs.cluster.ports import free_port_blocks
+from sglang_sbs.demo.load import Workload
+from sglang_sbs.demo.runs import RouterPorts, Run, run_policy
+from sglang_sbs.testing.tiny_model import NUM_HEADS, cached_tiny_model
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+
+CHUNK_TOKENS = 1024
+"""Per DP rank."""
+COST = VirtualGpuCost(
+    prefill_base_s=0.2,
+    prefill_per_max_token_s=2.7e-4,
+    prefill_per_total_token_s=1.3e-4 / 2,
+    decode_base_s=0.02,
+    decode_per_max_request_s=2e-4,
+)
+"""A full chunk takes 0.61 s, a third of its slope on the mean rank and two thirds on the slowest,
+as measured kernels split it; long enough that CPU work between passes is a few percent on two
+cores."""
+MEAN_PROMPT_SHARE = 1 / 3
+"""Mean of Beta(1, 2)."""
+WARM_UP_REQUESTS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A running cluster that policies can be run on, one after the other."""
+
+    instances: Sequence[InstancePlan]
+    ports: RouterPorts
+    dp_size: int
+    log_dir: Path
+
+    @property
+    def prefill_instances(self) -> int:
+        return sum(i.role is Role.PREFILL for i in self.instances)
+
+    @property
+    def prefill_rank_names(self) -> list[str]:
+        return [f"p{i}/{d}" for i in range(self.prefill_instances) for d in range(self.dp_size)]
+
+    @property
+    def decode_rank_names(self) -> list[str]:
+        decode = len(self.instances) - self.prefill_instances
+        return [f"d{i}/{d}" for i in range(decode) for d in range(self.dp_size)]
+
+    @property
+    def capacity_qps(self) -> float:
+        """Requests per second when every pass has a full chunk on every rank."""
+        return capacity_qps(self.prefill_instances, self.dp_size)
+
+    async def run(self, label: str, flags: Sequence[str], workload: Workload) -> Run:
+        """One policy under one load (prompts up to a chunk), after a warm-up at half the rate."""
+        workload = msgspec.structs.replace(
+            workload, max_prompt_tokens=CHUNK_TOKENS, content=f"{label}/{workload.qps}"
+        )
+        warm_up = msgspec.structs.replace(
+            workload, qps=workload.qps / 2, requests=WARM_UP_REQUESTS, seed=workload.seed + 10_000
+        )
+        return await run_policy(
+            label,
+            self.instances,
+            self.ports,
+            flags,
+            workload.arrivals(),
+            self.log_dir,
+            warm_up=warm_up.arrivals(),
+        )
+
+
+def capacity_qps(prefill_instances: int, dp_size: int) -> float:
+    """Requests per second when every pass of this rig's engines has a full chunk on every rank."""
+    pass_s = COST.prefill_s([CHUNK_TOKENS] * dp_size)
+    tokens_per_s = prefill_instances * dp_size * CHUNK_TOKENS / pass_s
+    return tokens_per_s / (MEAN_PROMPT_SHARE * CHUNK_TOKENS)
+
+
+@asynccontextmanager
+async def running_rig(
+    prefill: int,
+    decode: int,
+    dp_size: int,
+    log_dir: Path,
+    console: Console,
+    *,
+    attention_tp: int = 1,
+) -> AsyncIterator[Rig]:
+    """Start the engines, say so on the console, stop them at the end.
+
+    Raises:
+        ClusterStartError: an engine did not come up.
+    """
+    blocks = free_port_blocks(PORTS_PER_INSTANCE)
+    first = next(blocks)
+    ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
+    options = ClusterOptions(
+        model_path=str(cached_tiny_model()),
+        prefill_instances=prefill,
+        decode_instances=decode,
+        engine_flags=parallel_flags(dp_size, attention_tp),
+        prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)],
+        virtual_gpu=COST,
+        log_dir=log_dir,
+        environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},
+        with_router=False,
+    )
+    plan = plan_cluster(options, blocks)
+    async with LocalCluster(plan, on_progress=progress_printer(console)) as cluster:
+        yield Rig(cluster.instances, ports, dp_size, log_dir)
+
+
+def parallel_flags(dp_size: int, attention_tp: int = 1) -> list[str]:
+    """DP attention over ``dp_size`` ranks of ``attention_tp`` processes each."""
+    flags = ["--tp", str(dp_size * attention_tp)]
+    return [*flags, "--dp", str(dp_size), "--enable-dp-attention"] if dp_size > 1 else flags
+
+
+def add_tp_argument(parser: argparse._ActionsContainer) -> None:
+    """``--tp``, beside a ``--dp`` that is there already; :func:`attention_tp_of` reads both."""
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="SGLang's --tp: processes per instance; a DP rank is N/dp of them, its attention TP "
+        "(as --dp: one each)",
+    )
+
+
+def attention_tp_of(args: argparse.Namespace) -> int:
+    """Processes of a DP rank.
+
+    Raises:
+        ValueError: with what to write instead.
+    """
+    if args.tp is None:
+        return 1
+    tp, dp_size = int(args.tp), int(args.dp)
+    sizes = [str(dp_size * n) for n in range(1, NUM_HEADS + 1) if NUM_HEADS % n == 0]
+    if str(tp) not in sizes:
+        raise ValueError(
+            f"--tp {tp}: with --dp {dp_size} it must be {', '.join(sizes[:-1])} or "
+            f"{sizes[-1]}, as the tiny model has {NUM_HEADS} attention heads to share"
+        )
+    return tp // dp_size
+
+
+def progress_printer(console: Console) -> Callable[[Progress], None]:
+    """Prints each step of a cluster's start and none of its stop."""
+
+    def show(progress: Progress) -> None:
+        if progress.state == "ready":
+            console.print(f"   {progress.elapsed_s:5.0f} s  {progress.name} ready", highlight=False)
+
+    return show

@@ -1,0 +1,1 @@
+"""Every finding the doctor can make, and its wording."""

@@ -1,0 +1,1 @@
+"""Which features are on in a deployment: the table of ``doctor --features``."""

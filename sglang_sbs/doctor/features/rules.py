@@ -1,0 +1,334 @@
+"""How each feature's state is decided, from what was gathered.
+
+One function per row of :data:`.table.FEATURES`, which has the wording that rows share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sglang_sbs.doctor.checks.cluster import attention_tp
+from sglang_sbs.doctor.checks.fields import number, text
+from sglang_sbs.doctor.facts import EngineFacts
+from sglang_sbs.doctor.features.view import FeatureView, plugin_block
+
+_MAX_RANKS = 8
+"""Ranks named in one row."""
+
+
+class State(StrEnum):
+    """``partly``: on some engines or ranks, or not as well as it could be."""
+
+    ON = "on"
+    PARTLY = "partly"
+    OFF = "off"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a feature's function found. ``change``: ``None`` stands for the feature's own advice
+    where it is not on; empty: there is nothing to change."""
+
+    state: State
+    why: str
+    change: str | None = None
+
+
+def _over(engines: Sequence[EngineFacts], fault: Callable[[EngineFacts], str], on: str) -> Seen:
+    """On if no engine has a fault, off if all have one."""
+    if not engines:
+        return Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
+    faults = {engine.url: said for engine in engines if (said := fault(engine))}
+    if not faults:
+        return Seen(State.ON, on)
+    url, said = next(iter(faults.items()))
+    if len(faults) < len(engines):
+        return Seen(State.PARTLY, f"{len(faults)} of {len(engines)} engines: {url}: {said}")
+    return Seen(State.OFF, f"{url}: {said}" if len(engines) == 1 else f"on every engine: {said}")
+
+
+def _untold(view: FeatureView) -> Seen:
+    """A router was asked and did not say."""
+    if view.asked:
+        return Seen(State.UNKNOWN, "this router does not say", "update sglang-sbs on the router")
+    return Seen(State.UNKNOWN, "the router did not answer", "see sglang-sbs doctor")
+
+
+# The router's scheduling ------------------------------------------------------------------------
+
+
+def batches(view: FeatureView) -> Seen:
+    policy = view.policy
+    if not policy:
+        return _untold(view)
+    if policy != "sbs":
+        return Seen(State.OFF, f"--policy {policy} places every request at once")
+    trigger = text(view.state, "trigger") or text(view.options, "trigger")
+    sent = f", {number(view.state, 'batches')} batches so far" if view.asked else ""
+    return Seen(State.ON, f"--policy sbs, trigger {trigger}{sent}")
+
+
+def interval(view: FeatureView) -> Seen:
+    if view.policy and view.policy != "sbs":
+        return Seen(State.OFF, f"--policy {view.policy} has no interval", "--policy sbs")
+    if not view.asked:
+        return Seen(State.UNKNOWN, "only a running router knows", "give --router URL")
+    instances = view.instances("prefill")
+    waiting = [text(i, "instance") for i in instances if number(i, "passes") < 1]
+    if not instances or len(waiting) == len(instances):
+        return Seen(State.OFF, "no pass has ended yet: --sbs-t-default-ms stands in")
+    if waiting:
+        return Seen(State.PARTLY, f"no pass of {waiting[0]} has ended yet")
+    shown = (
+        f"{name} {_ms(view.state.get(field))}"
+        for name, field in (
+            ("I_opt", "interval_s"),
+            ("mean pass", "mean_forward_s"),
+            ("L_net", "latency_s"),
+        )
+    )
+    return Seen(State.ON, ", ".join(shown))
+
+
+def priority(view: FeatureView) -> Seen:
+    if not view.policy:
+        return _untold(view)
+    if view.policy != "sbs":
+        return Seen(State.OFF, f"--policy {view.policy} holds no requests to put in order")
+    low_first = view.options.get("low_priority_values_first") is True
+
+    def fault(engine: EngineFacts) -> str:
+        data = engine.data
+        if data.get("enable_priority_scheduling") is not True:
+            return ""
+        if (data.get("schedule_low_priority_values_first") is True) == low_first:
+            return ""
+        return "its --schedule-low-priority-values-first is not the router's"
+
+    tenants = ", tenants take turns" if view.options.get("tenants") is True else ""
+    seen = _over(view.prefill, fault, f"classes by priority and SLO{tenants}")
+    return Seen(State.PARTLY, seen.why) if seen.state is State.OFF else seen
+
+
+def front_ends(view: FeatureView) -> Seen:
+    if not view.options:
+        return _untold(view)
+    front_ends = number(view.options, "front_ends")
+    if text(view.options, "role") == "front-end":
+        return Seen(State.ON, "this front end relays; a process of its own schedules")
+    if front_ends > 1:
+        return Seen(State.ON, f"--workers {front_ends}")
+    return Seen(State.OFF, "one process relays and schedules")
+
+
+def standby(view: FeatureView) -> Seen:
+    def fault(engine: EngineFacts) -> str:
+        assert engine.info is not None, "engines of a view are usable ones"
+        if engine.info.sbs is None:
+            return "the plugin does not say where it reports to"
+        if len(engine.info.sbs.routers) < 2:
+            return "reports to one router (a name may stand for several)"
+        return ""
+
+    return _over(view.engines, fault, "every pass is reported to more than one router")
+
+
+# EndForward -------------------------------------------------------------------------------------
+
+
+def endforward(view: FeatureView) -> Seen:
+    ranks = {engine.url: view.silent_ranks(engine) for engine in view.engines}
+    if not ranks:
+        return _over((), lambda _: "", "")
+    if any(silent is None for silent in ranks.values()):
+        return Seen(State.UNKNOWN, "nobody listened here", "give --router URL")
+    every = sum(engine.info.dp_size for engine in view.engines if engine.info is not None)
+    silent = {url: some for url, some in ranks.items() if some}
+    missing = sum(map(len, silent.values()))
+    counted = f"{every - missing} of {every} ranks in {len(ranks)} engines"
+    if not silent:
+        return Seen(State.ON, counted)
+    url, some = next(iter(silent.items()))
+    named = ", ".join(map(str, some[:_MAX_RANKS])) + (" …" if len(some) > _MAX_RANKS else "")
+    state = State.OFF if missing == every else State.PARTLY
+    return Seen(state, f"{counted}; {url}: nothing of rank {named}")
+
+
+def encrypted(view: FeatureView) -> Seen:
+    if not view.options:
+        return _untold(view)
+    if view.options.get("endforward_encrypted") is not True:
+        return Seen(State.OFF, "the router takes EndForward in the clear")
+    return _over(
+        view.engines,
+        lambda engine: "" if plugin_block(engine).get("encrypted") is True else "it has no key",
+        "router and engines have a key",
+    )
+
+
+def gang_gate(view: FeatureView) -> Seen:
+    if view.policy and view.policy != "sbs":
+        return Seen(State.OFF, f"--policy {view.policy} sends no batches", "--policy sbs")
+    told = view.options.get("gang_gate")
+    if not isinstance(told, bool):
+        return _untold(view)
+    if not told:
+        return Seen(State.OFF, "--sbs-gang-gate off", "--sbs-gang-gate on (router)")
+    return _over(view.prefill, _gate_fault, "a pass starts all requests of a batch or none")
+
+
+def _gate_fault(engine: EngineFacts) -> str:
+    """Why this engine's gate is shut off; as ``engine/gang_hold.py`` decides it for one node, and
+    ``engine/gang_gate.py`` for several."""
+    block = plugin_block(engine)
+    if not block:
+        return "no plugin"
+    wait_ms = block.get("gang_gate_ms")
+    if isinstance(wait_ms, int | float):
+        return "" if wait_ms > 0 else "SGLANG_SBS_GANG_GATE_MS=0"
+    processes = attention_tp(engine)
+    if processes > 1 and number(engine.data, "nnodes") > 1:
+        return (
+            f"a DP rank is {processes} processes of an engine on several nodes, and "
+            "SGLANG_SBS_GANG_GATE_MS is not set"
+        )
+    return ""
+
+
+# Prompts ----------------------------------------------------------------------------------------
+
+
+def cache(view: FeatureView) -> Seen:
+    source = text(view.options, "prefix_source")
+    if source == "off":
+        return Seen(State.OFF, "--sbs-prefix-source off", "--sbs-prefix-source auto (router)")
+
+    def off(engine: EngineFacts) -> str:
+        assert engine.info is not None, "engines of a view are usable ones"
+        return "" if engine.info.radix_cache else "--disable-radix-cache"
+
+    def inexact(engine: EngineFacts) -> str:
+        assert engine.info is not None, "engines of a view are usable ones"
+        if engine.info.kv_events is None:
+            return "no KV events"
+        if engine.closed_kv_ports:
+            return f"port {engine.closed_kv_ports[0]} of its KV events is shut"
+        told = view.entry(engine).get("kv_events")
+        return "the router does not get its KV events" if told is False else ""
+
+    cached = _over(view.prefill, off, "")
+    if cached.state is not State.ON:
+        return cached
+    if source == "approximate":
+        return Seen(State.PARTLY, "approximate: --sbs-prefix-source approximate")
+    exact = _over(view.prefill, inexact, "exact: KV events of every prefill engine")
+    if exact.state is State.ON:
+        return exact
+    return Seen(State.PARTLY, f"approximate, {exact.why}")
+
+
+def token_ids(view: FeatureView) -> Seen:
+    if not view.options:
+        return _untold(view)
+    if view.options.get("tokenizer") is not True:
+        return Seen(State.OFF, "no --tokenizer-path: lengths of text prompts are estimates")
+    if text(view.options, "forward_token_ids") == "off":
+        why = "exact lengths, but --sbs-forward-token-ids off: engines tokenize again"
+        return Seen(State.PARTLY, why, "--sbs-forward-token-ids auto (router)")
+    on = "engines get ids" if view.asked else "where a running router finds the same tokenizer"
+    seen = _over(
+        view.engines,
+        lambda engine: "its tokenizer differs" if view.problem(engine, "tokenizer") else "",
+        f"exact lengths; {on}",
+    )
+    if seen.state in (State.PARTLY, State.OFF):
+        return Seen(seen.state, seen.why, "the engines' own model folder as --tokenizer-path")
+    return seen
+
+
+# Engines ----------------------------------------------------------------------------------------
+
+
+def aborts(view: FeatureView) -> Seen:
+    ours = view.facts.options.router_flags.worker_key or ""
+
+    def fault(engine: EngineFacts) -> str:
+        admin = text(engine.data, "admin_api_key")
+        if not admin or admin == ours:
+            return ""
+        return "it has an admin key, and none or another is given here"
+
+    return _over(view.engines, fault, "/abort_request of both sides is open to the router")
+
+
+def decode_caps(view: FeatureView) -> Seen:
+    def fault(engine: EngineFacts) -> str:
+        assert engine.info is not None, "engines of a view are usable ones"
+        if not engine.info.kv_capacity_tokens:
+            return "it does not say how many KV tokens a rank holds"
+        return "" if engine.info.max_running_requests else "it does not say its request limit"
+
+    infos = [engine.info for engine in view.decode if engine.info is not None]
+    least = min(infos, key=lambda info: info.kv_capacity_tokens, default=None)
+    told = least and f"{least.kv_capacity_tokens} tokens, {least.max_running_requests} requests"
+    return _over(view.decode, fault, f"per rank {told} at most")
+
+
+def pass_limit(view: FeatureView) -> Seen:
+    limits = {e.url: n for e in view.prefill if (n := number(e.data, "prefill_max_requests")) > 0}
+    if not view.prefill:
+        return _over((), lambda _: "", "")
+    if not limits:
+        return Seen(State.OFF, "no prefill engine has --prefill-max-requests", "")
+    limit = min(limits.values())
+    kept = [e for e in view.prefill if number(view.entry(e), "prefill_max_requests") > 0]
+    if len(kept) >= len(limits):
+        return Seen(State.ON, f"{limit} requests per pass at most, and batches keep to it")
+    why = f"engines take {limit} requests per pass at most; batches are packed by tokens"
+    return Seen(State.PARTLY, why, "leave --prefill-max-requests out (engine)")
+
+
+def nodes(view: FeatureView) -> Seen:
+    told = [engine for engine in view.engines if number(engine.data, "nnodes") > 0]
+    several = [engine for engine in told if number(engine.data, "nnodes") > 1]
+    if not told:
+        return Seen(State.UNKNOWN, "no engine says how many nodes it has", "")
+    if not several:
+        return Seen(State.OFF, "every engine is on one node", "")
+    if any(view.silent_ranks(engine) is None for engine in several):
+        return Seen(State.UNKNOWN, "nobody listened to their ranks", "give --router URL")
+
+    def fault(engine: EngineFacts) -> str:
+        silent = view.silent_ranks(engine) or []
+        return f"{len(silent)} ranks do not report" if silent else ""
+
+    most = max(number(engine.data, "nnodes") for engine in several)
+    return _over(several, fault, f"{len(several)} engines on {most} nodes; all their ranks report")
+
+
+def rust_server(view: FeatureView) -> Seen:
+    told = [engine.info.rust_server for engine in view.engines if engine.info is not None]
+    if not told:
+        return _over((), lambda _: "", "")
+    if not any(told):
+        return Seen(State.OFF, "engines serve HTTP from Python", "")
+    if all(told):
+        return Seen(State.ON, "engines serve HTTP from Rust, one address per DP rank")
+    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "")
+
+
+def barrier(view: FeatureView) -> Seen:
+    def fault(engine: EngineFacts) -> str:
+        assert engine.info is not None, "engines of a view are usable ones"
+        if engine.info.no_barrier:
+            return engine.info.no_barrier
+        return "" if engine.info.dp_size > 1 else "it has one DP rank"
+
+    return _over(view.prefill, fault, "all ranks of a prefill engine run a pass together")
+
+
+def _ms(value: object) -> str:
+    return f"{value * 1e3:.0f} ms" if isinstance(value, int | float) else "?"

@@ -1,0 +1,1 @@
+"""Asking engines and a router; nothing is judged here."""

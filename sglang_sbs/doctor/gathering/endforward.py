@@ -1,0 +1,254 @@
+"""Listens for EndForward where a router would, for a few seconds.
+
+Owns the sockets and which endpoints can be had. Must not judge what comes. Engines connect to
+whoever listens at the addresses in ``SGLANG_SBS_ROUTERS``, so nothing changes for them; a port that
+somebody has is left alone. So is one whose engines have a key where the doctor has none, or the
+other way round: libzmq does not connect again soon to a listener of the other kind.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard
+from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.engine.config import split_tcp
+from sglang_sbs.engine.publish import resolve_endpoints
+from sglang_sbs.router.signals.endforward_listener import implausible, peer_of, publisher_endpoints
+from sglang_sbs.router.workers.server_info import PLUGIN_VERSION, node_of_rank, parse_version
+from sglang_sbs.wire import TOPIC, MalformedMessage, decode_endforward
+from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
+
+SHOWN_VERSION = (0, 5, 22)
+"""First SGLang release that shows the plugin in ``/server_info``."""
+_FAILED_HANDSHAKE = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+_MAX_MESSAGE_BYTES = 1 << 20
+_TURN_MS = 100
+
+
+def may_speak_unseen(facts: EngineFacts) -> bool:
+    """Whether only EndForward itself can tell if this engine has the plugin."""
+    if facts.info is None or facts.info.sbs is not None:
+        return False
+    version = parse_version(facts.info.version)
+    return version is None or version == (0, 0, 0) or PLUGIN_VERSION <= version < SHOWN_VERSION
+
+
+def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
+    """Whether only one of plugin and doctor has a key, as far as the plugin says."""
+    block = facts.data.get("sbs")
+    encrypted = block.get("encrypted") if isinstance(block, dict) else None
+    return isinstance(encrypted, bool) and encrypted != (options.key_file is not None)
+
+
+def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) -> list[str]:
+    """Where the engines report to, or where the user says; nothing if nobody could report."""
+    named: dict[str, bool] = {}
+    unseen = False
+    for facts in engines:
+        unseen |= may_speak_unseen(facts)
+        if facts.info is not None and facts.info.sbs is not None:
+            differs = key_differs(options, facts)
+            for endpoint in facts.info.sbs.routers:
+                named[endpoint] = named.get(endpoint, False) or differs
+    if options.given_bind is not None:
+        return [] if any(named.values()) else [options.given_bind]
+    default = options.router_flags.endforward_bind
+    if not named:
+        return [default] if unseen and default is not None else []
+    return [endpoint for endpoint, differs in named.items() if not differs]
+
+
+class Ear:
+    """One listening; ``listen`` blocks, so it belongs into a thread."""
+
+    def __init__(
+        self, options: DoctorOptions, engines: Sequence[EngineFacts], keys: CurveKeys | None
+    ) -> None:
+        self._options = options
+        self._engines = engines
+        self._keys = keys
+        self._heard = Heard()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._monitors: list[zmq.Socket[bytes]] = []
+
+    def listen(self) -> Heard:
+        """Until every rank that is known to speak was heard, or ``wait_s`` is over."""
+        gatekeeper = Gatekeeper(self._context, self._keys) if self._keys is not None else None
+        started_s = time.monotonic()
+        try:
+            for endpoint in endpoints_to_hear(self._options, self._engines):
+                self._bind(endpoint)
+            for facts in self._engines:
+                self._dial(facts)
+            if self._sockets:
+                self._receive(started_s + self._options.wait_s)
+        finally:
+            for monitor in self._monitors:
+                monitor.close(0)
+            for sock in self._sockets:
+                sock.disable_monitor()
+                sock.close(0)
+            if gatekeeper is not None:
+                self._heard.handshakes_failed += gatekeeper.refused
+                gatekeeper.close()
+            self._context.term()
+        self._heard.listened_s = time.monotonic() - started_s
+        return self._heard
+
+    def _subscriber(self) -> zmq.Socket[bytes]:
+        sock = self._context.socket(zmq.SUB)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        return sock
+
+    def _watch(self, sock: zmq.Socket[bytes]) -> None:
+        self._sockets.append(sock)
+        self._monitors.append(sock.get_monitor_socket(_FAILED_HANDSHAKE))
+
+    def _bind(self, endpoint: str) -> None:
+        """Listen at an endpoint if it is this machine's and free."""
+        try:
+            candidates = _addresses(endpoint)
+        except (OSError, ValueError) as error:
+            self._heard.failed[endpoint] = str(error)
+            return
+        fates: list[int] = []
+        for candidate in candidates:
+            if candidate.startswith("ipc://") and _ipc_taken(candidate.removeprefix("ipc://")):
+                fates.append(errno.EADDRINUSE)
+                continue
+            sock = self._subscriber()
+            if self._keys is not None:
+                self._keys.serve(sock)
+            try:
+                sock.bind(candidate)
+            except zmq.ZMQError as error:
+                sock.close(0)
+                fates.append(error.errno or 0)
+                continue
+            self._watch(sock)
+            self._heard.bound.append(candidate)
+            fates.append(0)
+        if 0 in fates:
+            return
+        if errno.EADDRINUSE in fates:
+            self._heard.busy.append(endpoint)
+        elif fates and set(fates) <= {errno.EADDRNOTAVAIL, errno.ENODEV}:
+            self._heard.elsewhere.append(endpoint)
+        else:
+            self._heard.failed[endpoint] = zmq.strerror(fates[0]) if fates else "no address"
+
+    def _dial(self, facts: EngineFacts) -> None:
+        """Connect to an engine that listens itself."""
+        if facts.info is None or facts.info.sbs is None or not facts.info.sbs.bind:
+            return
+        if key_differs(self._options, facts):
+            return
+        sock = self._subscriber()
+        if self._keys is not None:
+            self._keys.connect(sock)
+        for endpoint in publisher_endpoints(facts.url, facts.info.sbs.bind, facts.info.dp_size):
+            sock.connect(endpoint)
+            self._heard.dialled.append(endpoint)
+        self._watch(sock)
+
+    def _receive(self, until_s: float) -> None:
+        poller = zmq.Poller()
+        for sock in (*self._sockets, *self._monitors):
+            poller.register(sock, zmq.POLLIN)
+        speaking = [
+            (facts.info, facts.info.sbs.boot_id)
+            for facts in self._engines
+            if facts.info is not None
+            and facts.info.sbs is not None
+            and not key_differs(self._options, facts)
+        ]
+        # Each node has a boot id of its own; that of the first is told.
+        expected = {
+            boot: sum(node_of_rank(info, rank) == 0 for rank in range(info.dp_size))
+            for info, boot in speaking
+        }
+        all_ranks = sum(info.dp_size for info, _ in speaking)
+        patient = any(map(may_speak_unseen, self._engines))
+        while time.monotonic() < until_s:
+            for sock, _ in poller.poll(_TURN_MS):
+                if sock in self._monitors:
+                    self._handshake_failed(sock)
+                else:
+                    self._drain(sock)
+            heard = self._heard.ranks
+            if (
+                not patient
+                and all(len(heard.get(boot, ())) >= ranks for boot, ranks in expected.items())
+                and sum(map(len, heard.values())) >= all_ranks
+            ):
+                return
+
+    def _handshake_failed(self, monitor: zmq.Socket[bytes]) -> None:
+        with suppress(zmq.Again):
+            while True:
+                frames = monitor.recv_multipart(zmq.NOBLOCK)
+                if parse_monitor_message(frames)["event"] & _FAILED_HANDSHAKE:
+                    self._heard.handshakes_failed += 1
+
+    def _drain(self, sock: zmq.Socket[bytes]) -> None:
+        with suppress(zmq.Again):
+            while True:
+                frames = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+                self._take([frame.bytes for frame in frames], peer_of(frames[0]))
+
+    def _take(self, frames: list[bytes], peer: str) -> None:
+        try:
+            report = decode_endforward(frames)
+        except (MalformedMessage, ValueError, RecursionError) as error:
+            self._heard.malformed[str(error)[:120]] += 1
+            return
+        nonsense = implausible(report)
+        if nonsense is not None:
+            self._heard.malformed[nonsense[:120]] += 1
+            return
+        ranks = self._heard.ranks.setdefault(report.boot_id, {})
+        before = ranks.get(report.dp_rank)
+        messages = before.messages + 1 if before is not None else 1
+        ranks[report.dp_rank] = RankHeard(messages, report, time.monotonic(), peer)
+
+
+def _addresses(endpoint: str) -> list[str]:
+    """The endpoints to bind for one that engines connect to. Raises: OSError, ValueError."""
+    if endpoint.startswith("ipc://"):
+        return [endpoint]
+    host, port = split_tcp(endpoint)
+    if host in ("*", "0.0.0.0", "::"):
+        return [endpoint]
+    return sorted(resolve_endpoints(host, port))
+
+
+def _ipc_taken(path: str) -> bool:
+    """Whether somebody listens there: binding would take it away from them."""
+    if not Path(path).exists():
+        return False
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(1.0)
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True

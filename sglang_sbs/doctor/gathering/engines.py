@@ -1,0 +1,308 @@
+"""Asks engines over HTTP, all at once, each question with a time limit.
+
+Owns the questions and the classification of what goes wrong with them. Must not judge the answers,
+and only asks what changes nothing: GETs that run no forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sglang_sbs.doctor.facts import (
+    Bootstrap,
+    ClosedKvPort,
+    EngineFacts,
+    Failure,
+    RankHeard,
+    Target,
+)
+from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.engine.config import split_tcp
+from sglang_sbs.plain_words import plain_error
+from sglang_sbs.router.engines.urls import rank_url, split_worker_url
+from sglang_sbs.router.signals.kv_addresses import (
+    KvEndpoints,
+    RefusedAddress,
+    default_endpoints,
+    told_endpoints,
+)
+from sglang_sbs.router.workers.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.workers.health import parse_loads
+from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.server_info import (
+    RankOutOfReach,
+    UnusableWorker,
+    WorkerInfo,
+    check_rank_server,
+    node_of_rank,
+    not_a_rank,
+    parse_server_info,
+)
+
+ROUND_TRIPS = 8
+_AT_ONCE = 64
+"""Engines asked at a time."""
+_MAX_BYTES = 16 << 20
+_ROUTE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+"""What a decode engine asks first: the layout of the whole prefill engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole response."""
+
+    status: int
+    body: bytes
+    took_s: float
+    ended_s: float
+    """Wall clock."""
+
+    def json_object(self) -> dict[str, Any] | None:
+        """The body if it is a JSON object."""
+        try:
+            value = orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            return None
+        return value if isinstance(value, dict) else None
+
+
+class NoAnswer(Exception):
+    """A question without an answer; ``failure`` says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class Asker:
+    """Questions to engines and routers, with their keys and certificates."""
+
+    def __init__(self, session: aiohttp.ClientSession, options: DoctorOptions) -> None:
+        self._session = session
+        self._options = options
+        self._api_key = options.router_flags.api_key
+
+    async def get(self, url: str, path: str, key: str | None = None) -> Answer:
+        """``GET``; without ``key``, none is sent. Raises: NoAnswer."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limit_s = self._options.timeout_s
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(5.0, limit_s))
+        started_s = time.monotonic()
+        try:
+            async with self._session.get(
+                url + path, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                body = await response.content.read(_MAX_BYTES)
+                while len(body) < _MAX_BYTES and not response.content.at_eof():
+                    body += await response.content.read(_MAX_BYTES - len(body))
+                took_s = time.monotonic() - started_s
+                return Answer(response.status, body, took_s, time.time())
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise NoAnswer(await self._why(url, error, limit_s)) from error
+
+    async def _why(self, url: str, error: Exception, limit_s: float) -> Failure:
+        scheme, host, port = split_worker_url(url)
+        text = plain_error(error)
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return Failure("certificate", text)
+        if isinstance(error, aiohttp.ClientConnectorSSLError | ssl.SSLError):
+            if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER" in text:
+                return Failure("wrong-scheme", f"{url} is given, and the engine speaks http://")
+            return Failure("certificate", text)
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return Failure("unreachable", "no connection in time: a firewall, or a wrong host")
+        if isinstance(error, TimeoutError):
+            return Failure("silent", f"connected, and no answer within {limit_s:g} s")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return Failure("unreachable", f"{host}:{port}: {_reason(error.os_error)}")
+        if scheme == "http" and await _speaks_tls(host, port, limit_s):
+            return Failure("wrong-scheme", f"{url} is given, and the engine speaks https://")
+        return Failure("not-sglang", f"what answers is no HTTP server: {text}")
+
+    # An engine --------------------------------------------------------------------------------
+
+    async def examine(self, target: Target) -> EngineFacts:
+        """Everything one engine says. Never raises for what it does."""
+        facts = EngineFacts(target)
+        try:
+            data = await self._server_info(target.url)
+        except NoAnswer as error:
+            facts.failure = error.failure
+            return facts
+        facts.data = data
+        try:
+            facts.info = parse_server_info(data, target.role)
+            await self._rank_servers(facts.info, target.url)
+        except UnusableWorker as error:
+            facts.info, facts.unusable = None, str(error)
+            facts.rank_out_of_reach = isinstance(error, RankOutOfReach)
+        questions = [self._round_trips(facts), self._without_key(facts)]
+        if facts.info is not None:
+            questions.append(self._loads(facts, facts.info))
+            if target.role == "prefill":
+                questions.append(self._bootstrap(facts, facts.info))
+        await asyncio.gather(*questions)
+        return facts
+
+    async def _rank_servers(self, info: WorkerInfo, url: str) -> None:
+        """Raises: RankOutOfReach, a DP rank does not serve where requests for it would go."""
+        boot_id = info.sbs.boot_id if info.sbs is not None else ""
+        for rank in range(1, info.dp_size if info.rust_server else 1):
+            place = rank_url(url, rank)
+            try:
+                check_rank_server(await self._server_info(place), rank, boot_id)
+            except (NoAnswer, UnusableWorker) as error:
+                raise RankOutOfReach(not_a_rank(place, rank, str(error))) from error
+
+    async def _server_info(self, url: str) -> dict[str, Any]:
+        answer = await self.get(url, "/server_info", self._api_key)
+        if answer.status == 404:
+            answer = await self.get(url, "/get_server_info", self._api_key)
+        if answer.status in (401, 403):
+            raise NoAnswer(Failure("refused", f"/server_info answers {answer.status}"))
+        data = answer.json_object()
+        if answer.status != 200 or data is None:
+            head = answer.body[:80].decode("utf-8", "replace").strip()
+            text = f"/server_info answers {answer.status}: {head!r}"
+            raise NoAnswer(Failure("not-sglang", text))
+        if "router_manager" in data:
+            raise NoAnswer(Failure("is-a-router", "its /server_info is a router's"))
+        if "version" not in data or "disaggregation_mode" not in data:
+            text = "its /server_info has neither version nor disaggregation_mode"
+            raise NoAnswer(Failure("not-sglang", text))
+        return data
+
+    async def _round_trips(self, facts: EngineFacts) -> None:
+        for number in range(ROUND_TRIPS):
+            try:
+                answer = await self.get(facts.url, "/ready", self._api_key)
+            except NoAnswer:
+                return
+            facts.ready_status = answer.status
+            if number:  # the first one opens a connection
+                facts.rtts_s.append(answer.took_s)
+
+    async def _without_key(self, facts: EngineFacts) -> None:
+        """Whether it can be used without a key; a path that SGLang protects like inference."""
+        try:
+            answer = await self.get(facts.url, "/model_info")
+        except NoAnswer:
+            return
+        facts.open_without_key = answer.status not in (401, 403)
+
+    async def _loads(self, facts: EngineFacts, info: WorkerInfo) -> None:
+        worker = Worker(facts.url, facts.target.role, Breaker(BreakerConfig()), info=info)
+        path = "/v1/loads?include=core"
+        try:
+            answers = [await self.get(url, path, self._api_key) for url in worker.server_urls]
+        except NoAnswer:
+            return
+        answer = answers[0]
+        if answer.status != 200:
+            return
+        facts.loads = parse_loads(worker, [one.body for one in answers])
+        stamp = (answer.json_object() or {}).get("timestamp")
+        try:
+            engine_s = datetime.fromisoformat(str(stamp)).timestamp()
+        except ValueError:
+            return
+        facts.clock_offset_s = engine_s - (answer.ended_s - answer.took_s / 2)
+
+    async def kv_ports(self, facts: EngineFacts, heard: Mapping[int, RankHeard]) -> None:
+        """Which ports of its KV events are shut. ``heard``: its EndForward, by DP rank."""
+        info = facts.info
+        if info is None or info.kv_events is None:
+            return
+        ports = []
+        for rank in range(info.dp_size):
+            node, report = node_of_rank(info, rank), heard.get(rank)
+            endpoints = default_endpoints(facts.url, info.kv_events, rank)
+            if node > 0:
+                if report is None:
+                    continue  # endforward.rank-missing says it, or nobody listened
+                try:
+                    endpoints = _told(report, has_key=self._options.key_file is not None)
+                except RefusedAddress:
+                    facts.hidden_kv_ranks.append(rank)
+                    continue
+            ports.append(ClosedKvPort(rank, node, endpoints.live, replay=False))
+            if endpoints.replay:
+                ports.append(ClosedKvPort(rank, node, endpoints.replay, replay=True))
+        are_open = await asyncio.gather(*(self._connects(port.endpoint) for port in ports))
+        facts.closed_kv_ports = [
+            port for port, is_open in zip(ports, are_open, strict=True) if not is_open
+        ]
+
+    async def _connects(self, endpoint: str) -> bool:
+        try:
+            async with asyncio.timeout(min(3.0, self._options.timeout_s)):
+                _reader, writer = await asyncio.open_connection(*split_tcp(endpoint))
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    async def _bootstrap(self, facts: EngineFacts, info: WorkerInfo) -> None:
+        port = facts.target.bootstrap_port or info.bootstrap_port
+        if port is None:
+            return
+        worker = Worker(facts.url, "prefill", Breaker(BreakerConfig()), port, info=info)
+        bootstrap = facts.bootstrap = Bootstrap(worker.bootstrap_host, port)
+        # Decode engines speak plain HTTP to it, whatever the engine itself speaks.
+        try:
+            answer = await self.get(f"http://{bootstrap.host}:{port}", _ROUTE)
+        except NoAnswer as error:
+            bootstrap.failure = error.failure.text
+            return
+        bootstrap.status = answer.status
+        bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()
+        bootstrap.layout = answer.json_object()
+
+
+def _told(heard: RankHeard, *, has_key: bool) -> KvEndpoints:
+    """Where a rank on another node says that its KV events are. Raises: RefusedAddress."""
+    if heard.last.kv_address is None:
+        raise RefusedAddress("it does not say")
+    return told_endpoints(heard.last.kv_address, heard.peer, has_key=has_key)
+
+
+async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFacts]:
+    """All engines, in their order."""
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def examine(target: Target) -> EngineFacts:
+        async with gate:
+            return await asker.examine(target)
+
+    return list(await asyncio.gather(*map(examine, targets)))
+
+
+def _reason(error: OSError) -> str:
+    """Without what aiohttp and asyncio wrap around it."""
+    if isinstance(error, socket.gaierror) or not error.errno:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+async def _speaks_tls(host: str, port: int, limit_s: float) -> bool:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(min(3.0, limit_s)):
+            _reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.close()
+    return True

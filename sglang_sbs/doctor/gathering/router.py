@@ -1,0 +1,105 @@
+"""Asks a running router what it knows of its engines.
+
+Owns the questions. Must not judge the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from sglang_sbs.doctor.facts import Failure, RouterFacts, Target
+from sglang_sbs.doctor.gathering.engines import Answer, Asker, NoAnswer
+from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.engines.urls import normalise_worker_url
+from sglang_sbs.router.options.options import FEEDBACK_POLICIES
+from sglang_sbs.scheduling.events import InstanceRole
+
+_ASK_AGAIN_S = 0.5
+
+
+async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
+    """What it knows, once every rank was heard there or ``options.wait_s`` is over.
+
+    Engines connect to a router that has just started within 2 s, one rank after another. Never
+    raises for what the router does.
+    """
+    until_s = time.monotonic() + options.wait_s
+    facts = await _ask(asker, options, url)
+    while _unheard(facts) and time.monotonic() < until_s:
+        await asyncio.sleep(_ASK_AGAIN_S)
+        facts = await _ask(asker, options, url)
+    return facts
+
+
+def _unheard(facts: RouterFacts) -> bool:
+    """It would use reports, and some rank of an engine that answers has sent none yet."""
+    if facts.state.get("policy") not in FEEDBACK_POLICIES:
+        return False
+    answering = {entry.get("url") for entry in facts.workers if entry.get("usable") is True}
+    return any(
+        rank.get("age_s") is None
+        for role in ("prefill", "decode")
+        for instance in facts.state.get(role, ())
+        if instance.get("instance") in answering
+        for rank in instance["ranks"]
+    )
+
+
+async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
+    facts = RouterFacts(url)
+    flags = options.router_flags
+    admin = [key.key for key in flags.control_plane_keys if key.role == "admin"]
+    try:
+        facts.ready_status = (await asker.get(url, "/readiness")).status
+        workers = await asker.get(url, "/workers", admin[0] if admin else flags.worker_key)
+        facts.failure = _failure(workers)
+        if facts.failure is not None:
+            return facts
+        listed = (workers.json_object() or {}).get("workers")
+        if not isinstance(listed, list):
+            text = f"/workers answers {workers.status} and no list of workers"
+            facts.failure = Failure("not-sglang", text)
+            return facts
+        facts.workers = [entry for entry in listed if isinstance(entry, dict)]
+        state = (await asker.get(url, "/server_info", flags.api_key)).json_object() or {}
+    except NoAnswer as error:
+        facts.failure = error.failure
+        return facts
+    if isinstance(state.get("sbs"), dict) and state.get("router_manager"):
+        facts.state = state["sbs"]
+        shown = state.get("sbs_options")
+        facts.options = shown if isinstance(shown, dict) else {}
+    return facts
+
+
+def targets_of(facts: RouterFacts) -> list[Target]:
+    """The engines a router has, as it has them."""
+    targets = []
+    for entry in facts.workers:
+        role: Any = entry.get("worker_type")
+        try:
+            url = normalise_worker_url(str(entry.get("url")))
+        except ValueError:
+            continue
+        if role in ("prefill", "decode"):
+            targets.append(Target(url, _role(role), _port(entry) if role == "prefill" else None))
+    return targets
+
+
+def _role(text: str) -> InstanceRole:
+    return "prefill" if text == "prefill" else "decode"
+
+
+def _port(entry: dict[str, Any]) -> int | None:
+    port = entry.get("bootstrap_port")
+    return port if isinstance(port, int) and 1 <= port <= 65535 else None
+
+
+def _failure(answer: Answer) -> Failure | None:
+    if answer.status in (401, 403):
+        return Failure("refused", f"/workers answers {answer.status}")
+    if answer.status != 200:
+        return Failure("not-sglang", f"/workers answers {answer.status}")
+    return None

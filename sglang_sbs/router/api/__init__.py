@@ -1,0 +1,1 @@
+"""The HTTP surface: routes, keys, and every endpoint but inference."""

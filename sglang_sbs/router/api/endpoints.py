@@ -1,0 +1,499 @@
+"""Everything that is not inference: health, models, workers, loads, aborts.
+
+Owns the answers of these endpoints, in sglang_router's shapes. Must not know how requests are
+relayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import reprlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+import orjson
+from aiohttp import web
+
+from sglang_sbs.plain_words import plain_error
+from sglang_sbs.router.api.engine_metrics import merge_pages
+from sglang_sbs.router.client.intake import GRACE_S
+from sglang_sbs.router.engines.control_requests import ask
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.options.shown_options import shown_options
+from sglang_sbs.router.requests.body_fields import bad_request
+from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.worker_view import describe_worker
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.server import RouterServer
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_ASK_TIMEOUT_S = 30.0
+_MOST_TOKENS = 1 << 31
+_MAX_BODY_BYTES = 1 << 20
+"""Of requests that change the cluster; a worker takes a few hundred."""
+_MAX_LABEL_CHARS = 4096
+"""Of one worker: they go to every front end, once a second."""
+_WRITTEN_BYTES = 64 << 10
+"""Of a long answer, between which others get their turn."""
+_SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
+
+
+class Control:
+    def __init__(self, server: RouterServer) -> None:
+        self._server = server
+        self._registry = server.registry
+        self._generating: asyncio.Task[str] | None = None
+        self._metrics: asyncio.Task[bytes] | None = None
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        return [
+            ("GET", "/health", self.health),
+            ("GET", "/liveness", self.health),
+            ("GET", "/readiness", self.readiness),
+            ("GET", "/health_generate", self.health_generate),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model:.+}", self.model),
+            ("GET", "/model_info", self.model_info),
+            ("GET", "/get_model_info", self.model_info),
+            ("GET", "/server_info", self.server_info),
+            ("GET", "/get_server_info", self.server_info),
+            ("GET", "/workers", self.list_workers),
+            ("POST", "/workers", self.add_worker),
+            ("GET", "/workers/{worker_id}", self.get_worker),
+            ("PUT", "/workers/{worker_id}", self.update_worker),
+            ("DELETE", "/workers/{worker_id}", self.remove_worker),
+            ("POST", "/flush_cache", self.flush_cache),
+            ("GET", "/get_loads", self.loads),
+            ("GET", "/v1/loads", self.loads),
+            ("GET", "/engine_metrics", self.engine_metrics),
+            ("POST", "/abort_request", self.abort_request),
+        ]
+
+    # Health -----------------------------------------------------------------------------------
+
+    async def health(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(text="OK")
+
+    async def readiness(self, _request: web.Request) -> web.StreamResponse:
+        """Ready means: a real prefill/decode pair can take a request right now."""
+        if self._server.draining:
+            return _json({"status": "not ready", "reason": "draining"}, 503)
+        healthy = sum(worker.usable for worker in self._registry)
+        if not self._registry.ready:
+            return _json({"status": "not ready", "reason": "insufficient healthy workers"}, 503)
+        return _json(
+            {"status": "ready", "healthy_workers": healthy, "total_workers": len(self._registry)}
+        )
+
+    async def health_generate(self, _request: web.Request) -> web.StreamResponse:
+        """Really generates on one prefill and one decode instance.
+
+        Open to everybody, as the stock router's, so however many ask at once share one answer:
+        it costs the engines a forward pass.
+        """
+        if self._generating is None or self._generating.done():
+            self._generating = asyncio.create_task(self._generate())
+        bad = await asyncio.shield(self._generating)
+        if bad:
+            raise RouterError(503, "unhealthy_workers", bad)
+        return web.Response(text="OK")
+
+    async def _generate(self) -> str:
+        """What is wrong with a pair, empty if nothing. Raises: RouterError, there is none."""
+        pair = [self._first("prefill"), self._first("decode")]
+        answers = await self._ask_ranks(pair, "GET", "/health_generate")
+        return "; ".join(
+            f"{worker.url}: {status}" for worker, status, _ in answers if status != 200
+        )
+
+    # Model and server -------------------------------------------------------------------------
+
+    async def models(self, _request: web.Request) -> web.StreamResponse:
+        cards = await self._model_cards()
+        if not cards:
+            return web.Response(status=503, text="No models available")
+        return _json({"object": "list", "data": list(cards.values())})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """One model, as OpenAI's clients ask for it."""
+        name = request.match_info["model"]
+        card = (await self._model_cards()).get(name)
+        if card is None:
+            raise RouterError(404, "model_not_found", f"The model {name!r} does not exist")
+        return _json(card)
+
+    async def _model_cards(self) -> dict[str, dict[str, Any]]:
+        """What the workers serve, by name, in the fields SGLang gives."""
+        named = [(w, w.info) for w in self._registry if w.info and w.info.model_id]
+        # One engine of each model knows its context length; its longest prompt is nearly that.
+        asked = {info.model_id: worker for worker, info in named if worker.usable}
+        answers = await self._ask_all(asked.values(), "GET", "/v1/models")
+        told = {
+            card.get("id"): card.get("max_model_len")
+            for _, status, body in answers
+            if status == 200 and isinstance(cards := _engine_object(body).get("data"), list)
+            for card in cards
+            if isinstance(card, dict) and isinstance(card.get("id"), str)
+        }
+        return {
+            info.model_id: {
+                "id": info.model_id,
+                "object": "model",
+                "created": self._server.started_at,
+                "owned_by": "local",
+                "root": info.model_id,
+                "max_model_len": _length(told.get(info.model_id))
+                or info.max_request_tokens
+                or None,
+            }
+            for _, info in named
+        }
+
+    async def model_info(self, _request: web.Request) -> web.StreamResponse:
+        worker = self._first("prefill")
+        ((_, status, body),) = await self._ask_all([worker], "GET", "/model_info")
+        if status != 200 or not _engine_object(body):
+            what = status if status != 200 else "no JSON object"
+            raise RouterError(502, "proxy_request_failed", f"{worker.url}/model_info: {what}")
+        return web.Response(body=body, content_type="application/json")
+
+    async def server_info(self, _request: web.Request) -> web.StreamResponse:
+        """The first prefill's fields, then every worker's answer and the scheduler's state."""
+        workers = [worker for worker in self._registry if worker.usable]
+        answers = await self._ask_all(workers, "GET", "/server_info")
+        infos: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
+        states: list[Any] = []
+        for worker, status, body in answers:
+            value: dict[str, Any] = (
+                without_secrets(_engine_object(body))
+                if status == 200
+                else {"url": worker.url, "error": status}
+            )
+            infos[worker.role].append(value)
+            if worker.role == "decode" and isinstance(value.get("internal_states"), list):
+                states += value["internal_states"]
+        first = infos["prefill"][0] if infos["prefill"] else {}
+        snapshot = msgspec.to_builtins(self._server.dispatcher.snapshot())
+        stock = {
+            "router_manager": True,
+            "routers_count": 1,
+            "workers_count": len(self._registry),
+        }
+        ours = {"sbs": snapshot, "sbs_options": shown_options(self._server.options)}
+        return _json(first | stock | {"internal_states": states} | infos | ours)
+
+    # Workers ----------------------------------------------------------------------------------
+
+    async def list_workers(self, _request: web.Request) -> web.StreamResponse:
+        now_s = time.monotonic()
+        workers = [describe_worker(worker, now_s) for worker in self._registry]
+        return _json(
+            {
+                "workers": workers,
+                "total": len(workers),
+                "stats": {
+                    "prefill_count": len(self._registry.of_role("prefill")),
+                    "decode_count": len(self._registry.of_role("decode")),
+                    "regular_count": 0,
+                },
+            }
+        )
+
+    async def add_worker(self, request: web.Request) -> web.StreamResponse:
+        body = _object(await _body(request))
+        url, role = body.get("url"), body.get("worker_type")
+        port = body.get("bootstrap_port")
+        if not isinstance(url, str):
+            raise bad_request('url is required, e.g. {"url": "http://10.0.0.1:30000"}')
+        if role not in ("prefill", "decode"):
+            raise bad_request(f"worker_type must be prefill or decode, not {reprlib.repr(role)}")
+        if port is not None and (not isinstance(port, int) or not 1 <= port <= 65535):
+            raise bad_request(f"bootstrap_port must be in 1..65535, not {reprlib.repr(port)}")
+        known = self._registry.by_alias(url)
+        if known is not None and known.role == role:
+            worker = known  # asked for again: tools that repeat themselves do no harm
+        else:
+            try:
+                worker = await self._server.add_worker(url, role, port)
+            except ValueError as error:
+                raise bad_request(str(error), "invalid_worker") from error
+        location = f"/workers/{worker.id}"
+        answer = {
+            "status": "accepted",
+            "worker_id": worker.id,
+            "url": worker.url,
+            "location": location,
+            "message": "Worker addition queued for background processing",
+        }
+        return _json(answer, 202, {"Location": location})
+
+    async def get_worker(self, request: web.Request) -> web.StreamResponse:
+        worker = self._worker(request)
+        if worker is None:
+            return _no_worker(request)
+        return _json(describe_worker(worker, time.monotonic()))
+
+    async def update_worker(self, request: web.Request) -> web.StreamResponse:
+        """Set ``priority``, ``cost`` and ``labels``; other fields are accepted and do nothing."""
+        worker = self._worker(request)
+        if worker is None:
+            return _no_worker(request)
+        body = _object(await _body(request))
+        priority, cost = body.get("priority"), body.get("cost")
+        labels = body.get("labels")
+        if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
+            raise bad_request(f"priority must be a whole number >= 0, not {reprlib.repr(priority)}")
+        if cost is not None and (not isinstance(cost, int | float) or isinstance(cost, bool)):
+            raise bad_request(f"cost must be a number, not {reprlib.repr(cost)}")
+        if labels is not None and not (
+            isinstance(labels, dict) and all(isinstance(value, str) for value in labels.values())
+        ):
+            raise bad_request("labels must be an object of strings")
+        labels = worker.labels | (labels or {})
+        if sum(len(name) + len(value) for name, value in labels.items()) > _MAX_LABEL_CHARS:
+            raise bad_request(
+                f"all labels together must have at most {_MAX_LABEL_CHARS} characters"
+            )
+        if priority is not None:
+            worker.priority = priority
+        if cost is not None:
+            worker.cost = float(cost)
+        worker.labels = labels
+        await self._server.update_worker(worker)
+        return _accepted(worker, "Worker update queued for background processing")
+
+    async def remove_worker(self, request: web.Request) -> web.StreamResponse:
+        worker = self._worker(request)
+        if worker is None:
+            return _no_worker(request)
+        await self._server.remove_worker(worker)
+        return _accepted(worker, "Worker removal queued for background processing")
+
+    def _worker(self, request: web.Request) -> Worker | None:
+        return self._registry.by_id(str(_uuid(request.match_info["worker_id"])))
+
+    # Fan-out ----------------------------------------------------------------------------------
+
+    async def flush_cache(self, _request: web.Request) -> web.StreamResponse:
+        workers = list(self._registry)
+        answers = await self._ask_ranks(workers, "POST", "/flush_cache")
+        failing = {worker.url for worker, status, _ in answers if status != 200}
+        flushed = [worker.url for worker in workers if worker.url not in failing]
+        for worker in workers:
+            if worker.url not in failing:
+                self._server.dispatcher.cache_flushed(worker.url, worker.dp_size)
+        failed = [
+            {"url": worker.url, "error": body[:200].decode("utf-8", "replace") or str(status)}
+            for worker, status, body in answers
+            if status != 200
+        ]
+        answer = {
+            "status": "partial_success" if failed else "success",
+            "message": (
+                f"Cache flush: {len(flushed)} succeeded, {len(failed)} failed"
+                if failed
+                else f"Successfully flushed cache on all {len(flushed)} HTTP workers"
+            ),
+            "workers_flushed": len(flushed),
+            "total_http_workers": len(workers),
+            "total_workers": len(workers),
+            "successful": flushed,
+            "failed": failed,
+        }
+        return _json(answer, 206 if failed else 200)
+
+    async def loads(self, _request: web.Request) -> web.StreamResponse:
+        workers = [worker for worker in self._registry if worker.info is not None]
+        answers = await self._ask_ranks(workers, "GET", "/v1/loads?include=core,disagg,queues")
+        details: dict[str, Any] = {}
+        for worker, status, body in answers:
+            told = _engine_object(body).get("loads") if status == 200 else None
+            if isinstance(told, list) and isinstance(before := details.get(worker.url), list):
+                told = before + told
+            details[worker.url] = told
+        loads = [
+            {
+                "worker": worker.url,
+                "worker_type": worker.role,
+                "load": worker.load,
+                "details": details[worker.url],
+            }
+            for worker in workers
+        ]
+        # sglang_router 0.3.2 calls the list "workers", later releases "loads".
+        short = [{"worker": load["worker"], "load": load["load"]} for load in loads]
+        return _json({"loads": loads, "workers": short})
+
+    async def engine_metrics(self, request: web.Request) -> web.StreamResponse:
+        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one.
+
+        Open to everybody: however many ask at once share one answer.
+        """
+        if self._metrics is None or self._metrics.done():
+            self._metrics = asyncio.create_task(self._merged_metrics())
+        body = await asyncio.shield(self._metrics)
+        if not body:
+            raise RouterError(
+                503,
+                "no_engine_metrics",
+                "no worker serves /metrics: start engines with --enable-metrics",
+            )
+        content_type = "text/plain; version=0.0.4; charset=utf-8"
+        answer = web.StreamResponse(headers={"Content-Type": content_type})
+        answer.content_length = len(body)
+        await answer.prepare(request)
+        for at in range(0, len(body), _WRITTEN_BYTES):  # megabytes at once would hold up the loop
+            await answer.write(body[at : at + _WRITTEN_BYTES])
+            await asyncio.sleep(0)
+        await answer.write_eof()
+        return answer
+
+    async def _merged_metrics(self) -> bytes:
+        answers = await self._ask_all(list(self._registry), "GET", "/metrics")
+        pages = [
+            (worker.url, body.decode("utf-8", "replace"))
+            for worker, status, body in answers
+            if status == 200
+        ]
+        return await merge_pages(pages)
+
+    async def abort_request(self, request: web.Request) -> web.StreamResponse:
+        """By the id the client gave its request (prefix match, as on an engine), or all."""
+        body = _object(await _body(request))
+        rid = body.get("rid")
+        if body.get("abort_all"):
+            count = await self._server.abort("")
+        elif isinstance(rid, str) and rid:
+            count = await self._server.abort(rid)
+        else:
+            raise bad_request("rid is required (or abort_all: true)")
+        return _json({"aborted": count})
+
+    def _first(self, role: str) -> Worker:
+        for worker in self._registry:
+            if worker.role == role and worker.usable:
+                return worker
+        raise RouterError(503, f"no_{role}_servers", f"no usable {role} worker", retry_after_s=1.0)
+
+    async def _ask_ranks(
+        self, workers: Iterable[Worker], method: str, path: str
+    ) -> list[tuple[Worker, int, bytes]]:
+        """The same, with an answer of every DP rank where each serves HTTP itself."""
+        return await self._ask_all(workers, method, path, every_rank=True)
+
+    async def _ask_all(
+        self, workers: Iterable[Worker], method: str, path: str, *, every_rank: bool = False
+    ) -> list[tuple[Worker, int, bytes]]:
+        """Ask several workers at once; 0 and the reason for those that cannot be reached."""
+        key = self._server.options.worker_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+        async def of(worker: Worker, url: str) -> tuple[Worker, int, bytes]:
+            session = self._server.session
+            try:
+                return worker, *await ask(
+                    session, method, url + path, headers=headers, timeout_s=_ASK_TIMEOUT_S
+                )
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                return worker, 0, plain_error(error).encode()
+
+        asked = (
+            of(worker, url)
+            for worker in workers
+            for url in (worker.server_urls if every_rank else [worker.url])
+        )
+        return list(await asyncio.gather(*asked))
+
+
+def _accepted(worker: Worker, message: str) -> web.StreamResponse:
+    return _json({"status": "accepted", "worker_id": worker.id, "message": message}, 202)
+
+
+def _uuid(text: str) -> uuid.UUID:
+    """Raises: HTTPBadRequest in sglang_router's words."""
+    try:
+        return uuid.UUID(text)
+    except ValueError as error:
+        body = {
+            "error": f"Invalid worker_id '{text}' (expected UUID). Error: {error}",
+            "code": "BAD_REQUEST",
+        }
+        raise web.HTTPBadRequest(
+            text=orjson.dumps(body).decode(), content_type="application/json"
+        ) from error
+
+
+def _no_worker(request: web.Request) -> web.StreamResponse:
+    worker_id = request.match_info["worker_id"]
+    return _json({"error": f"Worker {worker_id} not found", "code": "WORKER_NOT_FOUND"}, 404)
+
+
+def _json(
+    value: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> web.StreamResponse:
+    return web.Response(
+        status=status,
+        body=orjson.dumps(value),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+async def _body(request: web.Request) -> bytes:
+    """Raises: RouterError (408 or 413), it does not come or has no end."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(GRACE_S):
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > _MAX_BODY_BYTES:
+                    detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
+                    raise RouterError(413, "payload_too_large", detail)
+    except TimeoutError:
+        detail = f"the body stopped after {len(body)} bytes"
+        raise RouterError(408, "body_too_slow", detail) from None
+    return bytes(body)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise bad_request("must be a JSON object")
+    return value
+
+
+def _engine_object(raw: bytes) -> dict[str, Any]:
+    """An engine's JSON answer; empty where it is none."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _length(value: Any) -> int | None:
+    """A number of tokens from an engine's answer; ``None``: it is none."""
+    return value if isinstance(value, int) and 0 < value <= _MOST_TOKENS else None
+
+
+def without_secrets(value: Any) -> Any:
+    """An engine's launch flags hold its keys: they are not for whoever may ask this router."""
+    if isinstance(value, dict):
+        return {
+            key: None
+            if key.endswith(_SECRET_ENDINGS) and isinstance(item, str)
+            else without_secrets(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [without_secrets(item) for item in value]
+    return value

@@ -1,0 +1,252 @@
+"""Tokens of an identity provider (OIDC, JWT) as keys of the control plane.
+
+Owns fetching the provider's signing keys and judging a token by them. Must not know what a token
+opens (:mod:`.access` does). Needs the packages of the extra ``jwt`` and imports them only when
+asked to. The rules are those of ``sglang_router`` 0.3.2 (``src/auth/jwt.rs``, ``jwks.rs``): RSA
+and ECDSA signatures by a key the token names, the algorithm of that key and no other; issuer,
+audience and expiry checked; the role from the claim ``roles`` (or ``role``, ``groups``, ``group``).
+
+Beyond them: without the provider nobody gets in (there it is the plain API key that then counts),
+unknown key names do not make the provider be asked at every request, and a token that starts to be
+valid later (``nbf``) is not valid yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from sglang_sbs.router.api.access import Principal, Role
+
+if TYPE_CHECKING:
+    from jwt import PyJWK
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'sglang-sbs[jwt]'"
+ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "ES256", "ES384"})
+"""Public-key ones: with a symmetric one whoever can check tokens can make them."""
+LEEWAY_S = 30.0
+"""Clock skew between the provider and this machine."""
+KEYS_LIVE_S = 3600.0
+"""Signing keys are fetched anew after this long."""
+KEYS_KEPT_S = 2 * KEYS_LIVE_S
+"""Those known are used for so long while the provider cannot be reached."""
+ASK_AGAIN_S = 10.0
+"""Least time between two fetches for a key that is not known, or after a failed one."""
+_FETCH_S = 10.0
+_LARGEST_BYTES = 1 << 20
+_ROLE_CLAIM = "roles"
+_OTHER_ROLE_CLAIMS = ("role", "roles", "groups", "group")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class TokenError(ValueError):
+    """The token is not good; the message may be shown to its bearer."""
+
+
+class ProviderError(RuntimeError):
+    """The identity provider cannot be asked, or answers nonsense: no token can be judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class JwtConfig:
+    """The ``--jwt-*`` flags. ``jwks_uri=None``: as the issuer's discovery document says."""
+
+    issuer: str
+    audience: str
+    jwks_uri: str | None = None
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """From the provider's role names; empty: they are ``admin`` and ``user`` themselves."""
+
+
+def is_installed() -> bool:
+    """Whether the packages are there (signatures need ``cryptography``)."""
+    return all(importlib.util.find_spec(name) is not None for name in ("jwt", "cryptography"))
+
+
+def check_provider_url(url: str) -> str:
+    """The URL, if keys may be fetched from there.
+
+    Raises:
+        ValueError: anybody on the way could replace them.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "https" and parts.hostname:
+        return url
+    if parts.scheme == "http" and parts.hostname in _LOOPBACK:
+        return url
+    raise ValueError(f"{url!r} must be an https:// URL (http:// only on this machine)")
+
+
+def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
+    """``PROVIDER_ROLE=admin`` or ``=user``. Raises: ValueError."""
+    roles: dict[str, Role] = {}
+    for text in texts:
+        name, equals, role = text.rpartition("=")
+        if not equals or not name or role.lower() not in ("admin", "user"):
+            raise ValueError(
+                f"{text!r}: write PROVIDER_ROLE=admin or =user, e.g. Gateway.Admin=admin"
+            )
+        roles[name] = "admin" if role.lower() == "admin" else "user"
+    return roles
+
+
+class SigningKeys:
+    """The provider's public keys by name, fetched when needed, by one request at a time."""
+
+    def __init__(self, config: JwtConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._keys: dict[str, PyJWK] = {}
+        self._fetched_s: float | None = None
+        self._asked_s: float | None = None
+        self._lock = asyncio.Lock()
+        self.fetches = 0
+
+    async def get(self, name: str) -> PyJWK:
+        """Raises: TokenError, there is no such key; ProviderError."""
+        if not self._fresh or name not in self._keys:
+            async with self._lock:
+                if not self._fresh or name not in self._keys:
+                    await self._refresh()
+        key = self._keys.get(name)
+        if key is None:
+            raise TokenError("signed with a key that the issuer does not have")
+        return key
+
+    @property
+    def _fresh(self) -> bool:
+        return self._age_s < KEYS_LIVE_S
+
+    @property
+    def _age_s(self) -> float:
+        return float("inf") if self._fetched_s is None else self._clock() - self._fetched_s
+
+    async def _refresh(self) -> None:
+        now_s = self._clock()
+        if self._asked_s is None or now_s - self._asked_s >= ASK_AGAIN_S:
+            self._asked_s = now_s
+            try:
+                self._keys = await self._fetch()
+                self._fetched_s = self._clock()
+                return
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                text = str(error) or type(error).__name__
+                logger.error("no signing keys of %s: %s", self._config.issuer, text)
+        if self._age_s >= KEYS_KEPT_S:
+            self._keys.clear()
+            raise ProviderError("the identity provider cannot be asked for its signing keys")
+
+    async def _fetch(self) -> dict[str, PyJWK]:
+        """Raises: ClientError, OSError, TimeoutError, ValueError."""
+        from jwt import PyJWK, PyJWTError
+
+        self.fetches += 1
+        timeout = aiohttp.ClientTimeout(total=_FETCH_S)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+            url = self._config.jwks_uri or await self._discover(session)
+            found = (await _get(session, url)).get("keys")
+        if not isinstance(found, list):
+            raise ValueError(f"{url} has no list of keys")
+        keys: dict[str, PyJWK] = {}
+        for entry in found:
+            if not isinstance(entry, dict) or entry.get("use", "sig") != "sig":
+                continue
+            try:
+                key = PyJWK.from_dict(entry)
+            except (PyJWTError, ValueError, TypeError) as error:
+                logger.warning("a key of %s cannot be used: %s", url, error)
+                continue
+            if key.key_id and key.algorithm_name in ALGORITHMS:
+                keys[key.key_id] = key
+        logger.info("%d signing keys of %s", len(keys), self._config.issuer)
+        return keys
+
+    async def _discover(self, session: aiohttp.ClientSession) -> str:
+        """OpenID Connect Discovery 1.0, section 4."""
+        issuer = self._config.issuer.rstrip("/")
+        document = await _get(session, f"{issuer}/.well-known/openid-configuration")
+        if str(document.get("issuer", "")).rstrip("/") != issuer:
+            raise ValueError(f"{issuer} calls itself {document.get('issuer')!r}")
+        return check_provider_url(str(document.get("jwks_uri", "")))
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with session.get(url, allow_redirects=False) as response:
+        if response.status != 200:
+            raise ValueError(f"{url}: HTTP {response.status}")
+        raw = await response.content.read(_LARGEST_BYTES + 1)
+        while len(raw) <= _LARGEST_BYTES and not response.content.at_eof():
+            raw += await response.content.read(_LARGEST_BYTES + 1 - len(raw))
+    if len(raw) > _LARGEST_BYTES:
+        raise ValueError(f"{url}: more than {_LARGEST_BYTES} bytes")
+    value = json.loads(raw)
+    if not isinstance(value, dict):
+        raise ValueError(f"{url}: not a JSON object")
+    return value
+
+
+class TokenCheck:
+    """Judges tokens; one per router process."""
+
+    def __init__(self, config: JwtConfig, keys: SigningKeys | None = None) -> None:
+        self._config = config
+        self.keys = keys or SigningKeys(config)
+
+    async def principal(self, token: str) -> Principal:
+        """Who a token speaks for. Raises: TokenError, ProviderError."""
+        import jwt
+
+        try:
+            header = jwt.get_unverified_header(token)
+        except jwt.PyJWTError as error:
+            raise TokenError(str(error)) from None
+        name = header.get("kid")
+        if not isinstance(name, str):
+            raise TokenError("its header names no key (kid)")
+        key = await self.keys.get(name)
+        if header.get("alg") != key.algorithm_name:
+            raise TokenError(f"signed with {header.get('alg')}, its key is for another algorithm")
+        try:
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=[key.algorithm_name],
+                audience=self._config.audience,
+                issuer=self._config.issuer,
+                leeway=LEEWAY_S,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except jwt.PyJWTError as error:
+            raise TokenError(str(error)) from None
+        who = next(
+            (str(claims[c]) for c in ("sub", "email", "preferred_username") if claims.get(c)),
+            "unknown",
+        )
+        shown = claims.get("name")
+        return Principal(who, shown if isinstance(shown, str) else "", self._role(claims))
+
+    def _role(self, claims: Mapping[str, Any]) -> Role:
+        """The highest of the roles it has; ``user`` without any known one."""
+        names = _texts(claims.get(_ROLE_CLAIM))
+        if _ROLE_CLAIM not in claims:
+            names = [text for c in _OTHER_ROLE_CLAIMS for text in _texts(claims.get(c))]
+        roles = self._config.roles
+        own = [roles.get(name, "user") if roles else name.lower() for name in names]
+        return "admin" if "admin" in own else "user"
+
+
+def _texts(claim: Any) -> list[str]:
+    if isinstance(claim, str):
+        return [claim]
+    return [text for text in claim if isinstance(text, str)] if isinstance(claim, list) else []

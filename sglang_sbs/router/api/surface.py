@@ -1,0 +1,346 @@
+"""The HTTP surface: routes, keys, request ids, error shapes.
+
+Owns which URL does what and how an error looks on the wire. What happens behind a route is the
+relay's (inference) or :mod:`.endpoints`'s (everything else).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import orjson
+from aiohttp import web
+from prometheus_client import Histogram
+
+from sglang_sbs.router.api.access import CONTROL_PLANE, Access, ControlKey, is_own_host
+from sglang_sbs.router.api.endpoints import Control
+from sglang_sbs.router.api.identity import TokenCheck
+from sglang_sbs.router.client.client import Answer, Client, WebClient
+from sglang_sbs.router.client.request_ids import request_id
+from sglang_sbs.router.client.serving_port import RequestHead
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.relay.relay import PATHS
+from sglang_sbs.router.requests.body_fields import bad_request
+from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
+from sglang_sbs.router.requests.plan import RouteKind
+from sglang_sbs.router.telemetry.logs import current_request_id, log_answer
+from sglang_sbs.router.telemetry.worker_metrics import model_name
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.server import RouterServer
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+KINDS: dict[str, RouteKind] = {path: kind for kind, path in PATHS.items()}
+"""Of inference, by path."""
+
+_NOT_IMPLEMENTED = {
+    "/v1/embeddings": "Embeddings",
+    "/v1/classify": "Classify",
+    "/v1/rerank": "Rerank",
+    "/rerank": "Rerank",
+    "/v1/responses": "Responses endpoint",
+    "/v1/messages": "Messages",
+    "/v1/audio/transcriptions": "Audio transcriptions",
+    "/v1/interactions": "Interactions",
+    "/v1/realtime": "Realtime",
+}
+
+
+def _not_implemented(name: str) -> Handler:
+    async def handler(_request: web.Request) -> web.StreamResponse:
+        return web.Response(status=501, text=f"{name} not implemented")
+
+    return handler
+
+
+class Surface:
+    """Also the :class:`~.direct.Service` of the serving port."""
+
+    def __init__(self, server: RouterServer) -> None:
+        self._server = server
+        self._options = server.options
+        self._metrics = server.metrics
+        self._origins = frozenset(server.options.cors_allowed_origins)
+        options = server.options
+        keys = options.control_plane_keys
+        if options.admin_api_key is not None:
+            keys = (ControlKey("admin-api-key", "", "admin", options.admin_api_key), *keys)
+        self._access = Access(
+            options.api_key,
+            keys,
+            audit=options.control_plane_audit,
+            tokens=TokenCheck(options.jwt) if options.jwt is not None else None,
+        )
+        self._id_names = tuple(name.lower() for name in options.request_id_headers)
+
+    def application(self) -> web.Application:
+        """The aiohttp application of the serving port."""
+        server = self._server
+        app = web.Application(
+            client_max_size=server.options.max_payload_bytes, middlewares=[self.middleware]
+        )
+        app.on_response_prepare.append(self.on_prepare)
+        for path in KINDS:
+            app.router.add_post(path, self._inference)
+        for method, path, handler in Control(server).routes():
+            app.router.add_route(method, path, handler)
+        for method, path, handler in server.dashboard.routes():
+            app.router.add_route(method, path, handler)
+        for path, name in _NOT_IMPLEMENTED.items():
+            app.router.add_route("*", path, _not_implemented(name))
+        return app
+
+    # Inference --------------------------------------------------------------------------------
+
+    async def _inference(self, request: web.Request) -> web.StreamResponse:
+        """What comes through aiohttp of it."""
+        client = WebClient(request)
+        received = list(request.headers.items())
+        identifier = current_request_id.get()
+        answer = await self._relayed(request.path, received, identifier, client)
+        if answer is not None:
+            return answer.response()
+        assert client.response is not None
+        return client.response
+
+    async def _relayed(
+        self, path: str, received: Sequence[tuple[str, str]], identifier: str, client: Client
+    ) -> Answer | None:
+        """Raises: RouterError."""
+        server, kind = self._server, KINDS[path]
+        metrics = self._metrics
+        model = model_name(server.registry)
+        started_s = time.monotonic()
+        streaming = False
+        try:
+            asked = asked_in(received, self._options.tenant_header)
+            if server.traces is None:
+                headers = forwarded_headers(received, identifier)
+                answer = await server.relay.handle(client, kind, headers, identifier, asked)
+            else:
+                with server.traces.request(path, received, identifier) as (span, passed):
+                    headers = forwarded_headers(passed, identifier)
+                    answer = await server.relay.handle(client, kind, headers, identifier, asked)
+                    status = 200 if answer is None else answer.status
+                    span.set_attribute("http.response.status_code", status)
+            streaming = answer is None
+            return answer
+        except RouterError as error:
+            metrics.request_failed(path, model, error.code)
+            raise
+        finally:
+            metrics.served(path, model, streaming, time.monotonic() - started_s)
+
+    # Service of the direct port ---------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """See :class:`~.direct.Service`."""
+        return self._server.draining
+
+    def takes(self, head: RequestHead) -> bool:
+        """See :class:`~.direct.Service`."""
+        return (
+            head.content_length <= self._options.max_payload_bytes
+            and self._access.refusal("POST", head.path, head.fields, "") is None
+        )
+
+    def identify(self, head: RequestHead) -> str:
+        """See :class:`~.direct.Service`."""
+        return request_id(head.path, head.fields, self._id_names)
+
+    async def serve(self, head: RequestHead, identifier: str, client: Client) -> Answer | None:
+        """See :class:`~.direct.Service`."""
+        current_request_id.set(identifier)
+        path = head.path
+        started_s = time.monotonic()
+        duration = self._metrics.http_started("POST", path)
+        status, error_code = 499, ""
+        try:
+            try:
+                answer = await self._relayed(path, tuple(head.fields.items()), identifier, client)
+            except RouterError as error:
+                answer, error_code = error.answer(), error.code
+            except ConnectionResetError:
+                raise
+            except Exception as error:
+                failed = _failed("POST", path, error)
+                answer, error_code = failed.answer(), failed.code
+            status = 200 if answer is None else answer.status
+            return answer
+        finally:
+            self._answered("POST", path, status, error_code, started_s, duration)
+
+    def head_lines(self, head: RequestHead, identifier: str) -> bytes:
+        """See :class:`~.direct.Service`."""
+        lines = {"x-request-id": identifier} | self._cross_origin("POST", head.fields.get("origin"))
+        text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        return text.encode("latin-1", "replace")
+
+    # Every request that comes through aiohttp -------------------------------------------------
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        path = request.path
+        self._server.doorman.heard(request.transport)
+        identifier = request_id(path, request.headers, self._id_names)
+        current_request_id.set(identifier)
+        known = request.match_info.http_exception is None
+        resource = request.match_info.route.resource
+        label = resource.canonical if known and resource is not None else "unknown"
+        started_s = time.monotonic()
+        duration = self._metrics.http_started(request.method, label)
+        error_code = ""
+        status = 499
+        try:
+            response = await self._respond(request, handler, path, known)
+            status = response.status
+            error_code = response.headers.get("X-SMG-Error-Code", "")
+        finally:
+            self._answered(request.method, path, status, error_code, started_s, duration)
+            if request.transport is not None:
+                self._server.doorman.rests(request.transport)
+        return response
+
+    def _answered(
+        self,
+        method: str,
+        path: str,
+        status: int,
+        error_code: str,
+        started_s: float,
+        duration: Histogram,
+    ) -> None:
+        self._metrics.http_ended(status, error_code)
+        seconds = time.monotonic() - started_s
+        duration.observe(seconds)
+        log_answer(method, path, status, error_code, seconds)
+
+    async def _respond(
+        self, request: web.Request, handler: Handler, path: str, known: bool
+    ) -> web.StreamResponse:
+        if request.method == "OPTIONS":
+            return self._preflight()
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if known and encoding != "identity":
+            return RouterError(
+                415,
+                "unsupported_content_encoding",
+                "send the body as it is, without Content-Encoding: what it would become cannot "
+                "be bounded",
+            ).response()
+        if known:
+            identifier = current_request_id.get()
+            refusal = await self._access.refusal_after_asking(
+                request.method, path, request.headers, identifier
+            )
+            if refusal is not None:
+                return refusal
+            if self._is_forged(request, path):
+                return RouterError(
+                    403,
+                    "cross_origin_request",
+                    "a web page of elsewhere may change nothing here: set a key "
+                    "(--control-plane-api-keys, --admin-api-key), or name its origin in "
+                    "--cors-allowed-origins",
+                ).response()
+        try:
+            return await handler(request)
+        except RouterError as error:
+            return error.response()
+        except web.HTTPRequestEntityTooLarge:
+            limit = self._options.max_payload_bytes
+            return RouterError(
+                413, "payload_too_large", f"the body is over {limit} bytes (--max-payload-size)"
+            ).response()
+        except web.HTTPMethodNotAllowed as error:
+            return web.Response(status=405, headers={"Allow": error.headers.get("Allow", "")})
+        except web.HTTPBadRequest as error:
+            return web.Response(status=400, text=error.text, content_type=error.content_type)
+        except web.HTTPNotFound:
+            return web.Response(status=404)
+        except asyncio.CancelledError:
+            raise
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            response = _failed(request.method, path, error).response()
+            if isinstance(error, web.RequestPayloadError):
+                response.force_close()  # where the next request begins is not known
+            return response
+
+    def _is_forged(self, request: web.Request, path: str) -> bool:
+        """Whether a browser sends it for a page of elsewhere, which its user knows nothing of.
+
+        Where a key is wanted the page would have to know it.
+        """
+        origin = request.headers.get("Origin")
+        if (
+            origin is None
+            or request.method in ("GET", "HEAD")
+            or not path.startswith(CONTROL_PLANE)
+            or not self._access.open_to_all
+        ):
+            return False
+        host = request.headers.get("Host", "").lower()
+        own = origin.partition("://")[2].lower() == host and is_own_host(host, self._options.host)
+        return not (own or "*" in self._origins or origin in self._origins)
+
+    def _preflight(self) -> web.Response:
+        headers = (
+            {}
+            if self._origins
+            else {
+                "Access-Control-Allow-Methods": "*",
+                "Access-Control-Allow-Headers": "*",
+                "Access-Control-Max-Age": "3600",
+            }
+        )
+        return web.Response(status=200, headers=headers)
+
+    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Headers of every response, streams included."""
+        if identifier := current_request_id.get():  # not for what aiohttp answers by itself
+            response.headers.setdefault("x-request-id", identifier)
+        response.headers.popall("Server", None)  # no version for who looks for known holes
+        if self._server.draining:
+            response.force_close()
+            response.headers["Connection"] = "close"
+        response.headers.update(self._cross_origin(request.method, request.headers.get("Origin")))
+
+    def _cross_origin(self, method: str, origin: str | None) -> dict[str, str]:
+        """Headers that tell browsers who may read the answer."""
+        if not self._origins:
+            # As sglang_router does without the flag: browsers may read every answer.
+            if method == "OPTIONS":
+                return {"Access-Control-Allow-Origin": "*"}
+            return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": "*"}
+        if not origin or not ("*" in self._origins or origin in self._origins):
+            return {}
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+            "Access-Control-Allow-Headers": "content-type, authorization",
+            "Access-Control-Expose-Headers": "x-request-id, x-smg-error-code",
+            "Vary": "Origin",
+        }
+
+
+def _failed(method: str, path: str, error: Exception) -> RouterError:
+    """Called where an exception is handled that is no answer: the client's fault, or a defect."""
+    if isinstance(error, web.RequestPayloadError):
+        return bad_request("the body is not what its headers say", "unreadable_body")
+    # What JSON may be as deep as it likes is read without harm, but not shown or written again.
+    if isinstance(error, RecursionError) or (
+        isinstance(error, orjson.JSONEncodeError) and "Recursion" in str(error)
+    ):
+        return bad_request("the body is nested too deeply")
+    logger.exception("%s %s failed", method, path)
+    return RouterError(500, "internal_error", "internal error; see the router's log")

@@ -1,0 +1,1 @@
+"""From a request to its ranks: the scheduler, driven from asyncio."""

@@ -1,0 +1,168 @@
+"""Drives one scheduler object: events in, its timer, its decisions out, its log.
+
+Owns the :class:`Scheduler`, its wake-up timer and the event log. Must not know what a decision is
+good for, nor HTTP, ZMQ or workers. A defect in the policy is logged, counted and survived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from sglang_sbs.router.assignment.decision_times import DecisionTimes
+from sglang_sbs.router.assignment.gang_parts import GangParts
+from sglang_sbs.scheduling.eventlog import EventLogWriter
+from sglang_sbs.scheduling.events import (
+    Command,
+    Dispatch,
+    Event,
+    Refuse,
+    RequestArrived,
+    TimerFired,
+    WakeAt,
+)
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1
+"""After a failed event the scheduler is asked again then: its own wake-up may be lost."""
+_TRACEBACK_EVERY_S = 10.0
+
+
+class SchedulerLike(Protocol):
+    """What is needed of :class:`sglang_sbs.scheduling.Scheduler`."""
+
+    def handle(self, event: Event, now_s: float) -> list[Command]: ...
+    def snapshot(self, now_s: float) -> Any: ...
+
+
+Observer = Callable[[Event, Sequence[Command], float], None]
+"""Must neither raise nor block."""
+
+
+class SchedulerPump:
+    """Must be used from one event loop only."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        *,
+        decided: Callable[[Dispatch | Refuse], None],
+        failed: Callable[[str], None],
+        event_log: EventLogWriter | None = None,
+    ) -> None:
+        """``failed`` gets the rid of a request on whose arrival the scheduler failed."""
+        self.errors = 0
+        """Events the scheduler failed on."""
+        self.times = DecisionTimes()
+        self.observer: Observer | None = None
+        """Told of every event and what was answered, while somebody looks."""
+        self._scheduler = scheduler
+        self._decided = decided
+        self._failed = failed
+        self._log = event_log
+        self._traceback_s = -math.inf
+        self._inbox: deque[Event] = deque()
+        self._handling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._gangs = GangParts()
+
+    def submit(self, event: Event) -> None:
+        """Hand an event to the scheduler and carry out what it answers.
+
+        Safe to call from within itself: events that arise meanwhile are handled in order after it.
+        """
+        self._inbox.append(event)
+        if self._handling or self._closed:
+            return
+        self._handling = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._handling = False
+
+    def _handle(self, event: Event) -> None:
+        now_s = time.monotonic()
+        try:
+            commands = self._scheduler.handle(event, now_s)
+        except Exception:
+            # A defect in the policy must not hang the request nor silence the signal sources.
+            self._scheduler_failed(event, now_s)
+            return
+        self.times.took(type(event), time.monotonic() - now_s)
+        if self._log is not None:
+            try:
+                self._log.write(now_s, event, commands)
+            except OSError as error:
+                self._log_failed(error)
+        if self.observer is not None:
+            self.observer(event, commands, now_s)
+        for command in self._gangs.told(commands):
+            if isinstance(command, WakeAt):
+                self._wake_at(command.time_s, now_s)
+            else:
+                self._decided(command)
+
+    def _scheduler_failed(self, event: Event, now_s: float) -> None:
+        self.errors += 1
+        if now_s >= self._traceback_s + _TRACEBACK_EVERY_S:
+            self._traceback_s = now_s
+            logger.exception("the scheduler failed on %r", event)
+        if isinstance(event, RequestArrived):
+            self._failed(event.rid)
+        if not self._closed:
+            self._wake_at(now_s + _RETRY_S, now_s)
+
+    def _log_failed(self, error: OSError) -> None:
+        """A full disk must not stop the router."""
+        logger.error("the event log ends here: %s", error)
+        log, self._log = self._log, None
+        if log is not None:
+            log.abandon()
+
+    def _wake_at(self, time_s: float, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        # uvloop's timers tick in milliseconds: round up, or an early one fires again and again.
+        delay_s = math.ceil(max(0.0, time_s - now_s) * 1000) / 1000
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        self.submit(TimerFired())
+
+    @property
+    def scheduler(self) -> SchedulerLike:
+        """For who only reads it."""
+        return self._scheduler
+
+    def snapshot(self) -> Any:
+        """The scheduler's state for people and metrics (a msgspec struct)."""
+        return self._scheduler.snapshot(time.monotonic())
+
+    def flush_log(self) -> None:
+        if self._log is not None:
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._log_failed(error)
+
+    def close(self) -> None:
+        """Stop the timer and close the log; events after this are dropped."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._log is not None:
+            try:
+                self._log.close()
+            except OSError as error:
+                self._log_failed(error)
+            self._log = None

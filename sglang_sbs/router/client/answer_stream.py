@@ -1,0 +1,171 @@
+"""The client's side of a stream: head, pieces, back pressure, end.
+
+Owns one streaming response. Must not know legs or their meaning. Pieces are written to the
+transport in the callback that brings them: per piece that saves a task switch, which is most of
+what relaying it would cost. The same goes for the head where the client's connection can do so: it
+leaves with the first piece, in one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+from sglang_sbs.router.client.client import Client
+from sglang_sbs.router.client.intake import MIN_BYTES_PER_S
+
+logger = logging.getLogger(__name__)
+
+HIGH_WATER_BYTES = 1 << 20
+LOW_WATER_BYTES = 1 << 18
+_RECHECK_S = 0.02
+_RECHECK_AT_MOST_S = 0.5
+"""Between two looks at a client that took nothing meanwhile."""
+FINISH_S = 60.0
+"""How long a client that stopped reading may take for the rest once everything was said, and to
+take a paused stream up again: it holds a place on a decode rank."""
+
+
+class Source(Protocol):
+    """Where pieces come from."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Downstream:
+    def __init__(self, client: Client, sources: Mapping[int, Source]) -> None:
+        """``sources`` are paused while the client reads too slowly; more may be added later."""
+        self._client = client
+        self._transport: asyncio.WriteTransport | None = None
+        self._head = b""
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._chunked = client.chunked
+        self._paused = False
+        self._paused_s = 0.0
+        self._recheck_s = _RECHECK_S
+        self._unsent = self._most_unsent = 0
+        self._ended = False
+        self._sources = sources
+        self.opened = False
+        """The head left, or leaves with the next piece: errors can only be events from now on."""
+
+    def push(self, data: bytes) -> None:
+        """Send a piece; kept until the head has been sent."""
+        transport = self._transport
+        if transport is None:
+            self._pending.append(data)
+            self._pending_bytes += len(data)
+            if self._pending_bytes > HIGH_WATER_BYTES:
+                self._pause()
+            return
+        if self._ended or transport.is_closing():
+            return
+        if self._head:
+            head, self._head = self._head, b""
+            transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
+        elif self._chunked:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            transport.write(data)
+        if transport.get_write_buffer_size() > HIGH_WATER_BYTES:
+            self._pause()
+
+    def _pause(self) -> None:
+        for source in self._sources.values():  # also those that began since the last time
+            source.pause()
+        if not self._paused:
+            loop = asyncio.get_running_loop()
+            self._paused = True
+            self._paused_s = loop.time()
+            self._recheck_s = _RECHECK_S
+            self._unsent = self._most_unsent = 0
+            loop.call_later(_RECHECK_S, self._recheck)
+
+    def _recheck(self) -> None:
+        transport = self._transport
+        if transport is not None and transport.is_closing():
+            return
+        if transport is not None:
+            unsent = transport.get_write_buffer_size()
+            if unsent <= LOW_WATER_BYTES:
+                self._paused = False
+                for source in self._sources.values():
+                    source.resume()
+                return
+            self._most_unsent = max(self._most_unsent, unsent)
+            idle = self._unsent == unsent
+            self._recheck_s = min(2 * self._recheck_s, _RECHECK_AT_MOST_S) if idle else _RECHECK_S
+            self._unsent = unsent
+        loop = asyncio.get_running_loop()
+        patience_s = FINISH_S + self._most_unsent / MIN_BYTES_PER_S
+        if transport is not None and loop.time() > self._paused_s + patience_s:
+            logger.info("a client took too little in %.0f s and is let go", patience_s)
+            transport.abort()
+        elif self._client.transport is not None:
+            loop.call_later(self._recheck_s, self._recheck)
+
+    def open_at_once(self, content_type: str) -> None:
+        """Send the head with the next piece if the connection can; else :meth:`open` will."""
+        if self.opened:
+            return
+        head = self._client.head(content_type)
+        if head is None or self._client.transport is None:
+            return
+        self.opened = True
+        self._head = head
+        self._flow(self._client.transport)
+
+    async def open(self, content_type: str) -> None:
+        """Send the head and what was pushed so far, in one go. A second call does nothing.
+
+        Raises:
+            ConnectionResetError: the client is gone.
+        """
+        self.open_at_once(content_type)
+        if not self.opened:
+            self.opened = True
+            pending, self._pending = self._pending, []
+            try:
+                async with asyncio.timeout(FINISH_S):
+                    await self._client.begin(content_type, b"".join(pending))
+            except TimeoutError:
+                if self._client.transport is not None:
+                    self._client.transport.abort()
+                raise ConnectionResetError("the client does not read") from None
+            transport = self._client.transport
+            if transport is None:
+                raise ConnectionResetError("client connection is gone")
+            self._flow(transport)
+        elif self._head and self._transport is not None:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+    def _flow(self, transport: asyncio.WriteTransport) -> None:
+        """Pieces go straight to the transport from now on."""
+        self._transport = transport
+        pending, self._pending = self._pending, []
+        for data in pending:
+            self.push(data)
+
+    async def finish(self) -> None:
+        """End the body.
+
+        Raises:
+            ConnectionResetError: the client does not take it; its connection is closed.
+        """
+        self._ended = True
+        transport = self._transport
+        if transport is not None and transport.get_write_buffer_size() == 0:
+            await self._client.end()  # nothing waits for the client: nor will this
+            return
+        try:
+            async with asyncio.timeout(FINISH_S):
+                await self._client.end()
+        except TimeoutError:
+            if transport is not None:
+                transport.abort()
+            raise ConnectionResetError("the client stopped reading") from None

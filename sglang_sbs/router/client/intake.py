@@ -1,0 +1,262 @@
+"""How requests come in: the pace and size a client must keep to, and the memory of all bodies.
+
+Owns reading request bodies and the guard against connections that never say anything whole. Must
+not know what a request means. Without both, a client that sends a byte a minute holds a descriptor
+and memory for as long as it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from sglang_sbs.router.client.client import Client
+from sglang_sbs.router.errors import RouterError
+
+GRACE_S = 30.0
+"""For the first request head of a connection, and for a body before its pace counts."""
+KEEP_ALIVE_S = 75.0
+"""An idle connection is closed after this."""
+MIN_BYTES_PER_S = 16 * 1024
+MAX_HEAD_LINE_BYTES = 32 * 1024
+"""Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
+MAX_PAYLOAD_BYTES = 32 << 20
+"""By default; ``--max-payload-size``."""
+MAX_BODIES_BYTES = 512 << 20
+"""The least that is the default of ``--sbs-max-bodies-size``."""
+_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+_SMALL_BYTES = 64 << 10
+
+
+def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
+    """A quarter of the memory there is: of the machine, or of its control group (``limits``).
+
+    Bodies are held until their answers end, and honest long prompts in flight are many.
+    """
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in limits:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(path.read_text()))
+    return max(MAX_BODIES_BYTES, min(found) // 4)
+
+
+class Bodies:
+    """What all bodies may take together, each from its first byte to the end of its request.
+
+    When there is no room, the largest that is still coming in has to go. Small ones may take a
+    quarter more: they get in however many large ones there are.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.held_bytes = 0
+        self.coming: dict[BodyShare, asyncio.Timeout] = {}
+        """Those not here yet, with what can end them early."""
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """For the time of one request."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.held_bytes -= share.held_bytes
+
+    def took(self, share: BodyShare, more_bytes: int) -> None:
+        """Raises: RouterError (503), this body is the one that has to go."""
+        share.held_bytes += more_bytes
+        self.held_bytes += more_bytes
+        small = share.held_bytes <= _SMALL_BYTES
+        limit_bytes = self._max_bytes * 5 // 4 if small else self._max_bytes
+        while self.held_bytes > limit_bytes:
+            largest = max(self.coming, key=lambda one: one.held_bytes, default=share)
+            if largest.held_bytes <= share.held_bytes:
+                raise self.no_room()
+            self.held_bytes -= largest.held_bytes
+            largest.held_bytes = 0
+            largest.lost = True
+            self.coming.pop(largest).reschedule(0.0)
+
+    def no_room(self) -> RouterError:
+        return RouterError(
+            503,
+            "router_overloaded",
+            f"no room for this body: all bodies together may take {self._max_bytes} bytes "
+            "(--sbs-max-bodies-size)",
+            retry_after_s=1.0,
+        )
+
+
+class BodyShare:
+    """What the body of one request takes of it."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self.held_bytes = 0
+        self.lost = False
+        """Another body got its room."""
+
+    async def read(self, request: Client, limit_bytes: int) -> bytes | bytearray:
+        """The whole body.
+
+        Raises:
+            HTTPRequestEntityTooLarge: it is longer than ``limit_bytes``.
+            RouterError: 408, it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``; 503,
+                there is no room for it.
+        """
+        if (request.content_length or 0) > limit_bytes:
+            raise web.HTTPRequestEntityTooLarge(limit_bytes)
+        if request.content.is_eof():  # it came with the head
+            whole = request.content.read_nowait()
+            if len(whole) > limit_bytes:
+                raise web.HTTPRequestEntityTooLarge(limit_bytes)
+            self._bodies.took(self, len(whole))
+            return whole
+        body = bytearray()
+        started_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(GRACE_S) as deadline:
+                self._bodies.coming[self] = deadline
+                while not self.lost and (data := await request.content.readany()):
+                    body += data
+                    if len(body) > limit_bytes:
+                        raise web.HTTPRequestEntityTooLarge(limit_bytes)
+                    self._bodies.took(self, len(data))
+                    deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
+        except TimeoutError:
+            if not self.lost:
+                raise RouterError(
+                    408,
+                    "body_too_slow",
+                    f"the body stopped after {len(body)} bytes or comes too slowly",
+                ) from None
+        finally:
+            self._bodies.coming.pop(self, None)
+        if self.lost:
+            raise self._bodies.no_room()
+        return body  # a copy as bytes would hold up the loop
+
+
+class ParserLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log of a port, without what clients sent that is no HTTP, and those that left.
+
+    Its own lines have a traceback and the offending bytes, a key among them for all one knows, and
+    whoever likes can have as many of them as he likes.
+    """
+
+    def __init__(self, malformed: Callable[[], None]) -> None:
+        """``malformed`` is told of each such request."""
+        super().__init__(logging.getLogger("sglang_sbs.http"))
+        self._malformed = malformed
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """What every other method of a logger comes down to."""
+        error = kwargs.get("exc_info")
+        error = error if isinstance(error, BaseException) else sys.exception()
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            self._malformed()
+            self.logger.debug("a request that is no HTTP: %s", type(error).__name__)
+            return
+        if isinstance(error, ConnectionError):
+            self.logger.debug("a client left: %s", type(error).__name__)
+            return
+        self.logger.log(level, msg, *args, **kwargs)
+
+
+class Doorman:
+    """Closes connections on which nothing is asked: silent ones, that sent no whole request head,
+    and idle ones, between two requests."""
+
+    def __init__(
+        self, patience_s: float = GRACE_S, most: int = 1 << 20, idle_s: float = KEEP_ALIVE_S
+    ) -> None:
+        """``most``: of them at a time, else the one that waits longest has to go. ``patience_s``
+        with silent ones, ``idle_s`` with idle ones."""
+        self._most = most
+        self._silent = _Line(patience_s)
+        self._idle = _Line(idle_s)
+        self._sweep: asyncio.TimerHandle | None = None
+        self._sweep_s = math.inf
+
+    def watch(self, transport: asyncio.BaseTransport) -> None:
+        """A new connection."""
+        self._enter(self._silent, transport)
+
+    def rests(self, transport: asyncio.BaseTransport) -> None:
+        """A request on it was answered."""
+        self._enter(self._idle, transport)
+
+    def heard(self, transport: asyncio.BaseTransport | None) -> None:
+        """A whole request head came over that connection, or it is gone."""
+        self._silent.since_s.pop(transport, None)
+        self._idle.since_s.pop(transport, None)
+
+    def close_oldest(self) -> bool:
+        """To make room: the one that waits longest; whether there was one."""
+        while (line := min(self._silent, self._idle, key=_Line.oldest_s)).since_s:
+            if line.close_first():
+                return True
+        return False
+
+    def _enter(self, line: _Line, transport: Any) -> None:
+        while len(self._silent.since_s) + len(self._idle.since_s) >= self._most:
+            min(self._silent, self._idle, key=_Line.oldest_s).close_first()
+        line.since_s[transport] = asyncio.get_running_loop().time()
+        self._look_at(min(self._silent.due_s(), self._idle.due_s()))
+
+    def _look_at(self, due_s: float) -> None:
+        if due_s >= self._sweep_s:
+            return
+        if self._sweep is not None:
+            self._sweep.cancel()
+        self._sweep_s = due_s
+        self._sweep = asyncio.get_running_loop().call_at(due_s, self._close_late)
+
+    def _close_late(self) -> None:
+        self._sweep, self._sweep_s = None, math.inf
+        now_s = asyncio.get_running_loop().time()
+        for line in (self._silent, self._idle):
+            while line.due_s() <= now_s:
+                line.close_first()
+        due_s = min(self._silent.due_s(), self._idle.due_s())
+        if due_s < math.inf:
+            self._look_at(due_s)
+
+
+class _Line:
+    """Connections that wait, the one that has waited longest first."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.since_s: dict[Any, float] = {}
+
+    def oldest_s(self) -> float:
+        """Since when the first one waits."""
+        return next(iter(self.since_s.values()), math.inf)
+
+    def due_s(self) -> float:
+        """When the first one has to go."""
+        return self.oldest_s() + self._patience_s
+
+    def close_first(self) -> bool:
+        """False: it is closed already, or the client still takes an answer."""
+        transport = next(iter(self.since_s))
+        del self.since_s[transport]
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        transport.abort()
+        return True

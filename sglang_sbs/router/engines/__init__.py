@@ -1,0 +1,1 @@
+"""HTTP to the engines: connections, response parsing, URLs."""

@@ -1,0 +1,1 @@
+"""The command line: arguments, their checks, and the options they become."""

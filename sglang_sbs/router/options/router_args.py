@@ -1,0 +1,175 @@
+"""The router's options for programs that start it from Python, as ``sglang_router`` has them.
+
+``RouterArgs`` has a field for every flag, named as in ``sglang_router.launch_router`` 0.3.2 (read
+in its ``router_args.py``). It becomes a command line, so that who starts a router from Python is
+told the same about bad values. Must not know what options become.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_sbs.router.api.access import parse_control_key
+from sglang_sbs.router.api.identity import parse_roles
+from sglang_sbs.router.options.arguments import FlagError, add_flags
+from sglang_sbs.router.workers.kubernetes_pods import BOOTSTRAP_PORT_ANNOTATION, parse_selector
+
+_FIELD_OF_FLAG = {
+    "prefill": "prefill_urls",
+    "decode": "decode_urls",
+    "tls_cert_path": "server_cert_path",
+    "tls_key_path": "server_key_path",
+}
+"""Fields that are not called as their flags."""
+
+
+def _read_flags() -> dict[str, argparse.Action]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser, prefix="")
+    return {_FIELD_OF_FLAG.get(action.dest, action.dest): action for action in parser._actions}
+
+
+_FLAGS = _read_flags()
+"""The flag of each field."""
+_MAPPINGS = ("selector", "prefill_selector", "decode_selector", "jwt_role_mapping")
+_LISTS = ("worker_urls", "prefill_urls", "decode_urls")
+
+
+def _with_fields(cls: type[RouterArgs]) -> type[RouterArgs]:
+    """A dataclass with a field per flag, whose default is the flag's."""
+    for name, action in _FLAGS.items():
+        cls.__annotations__[name] = Any
+        default = None if action.default is argparse.SUPPRESS else action.default
+        if name in _MAPPINGS:
+            setattr(cls, name, dataclasses.field(default_factory=dict))
+        elif name in _LISTS or isinstance(default, tuple):
+            setattr(cls, name, dataclasses.field(default_factory=list))
+        else:
+            setattr(cls, name, False if action.nargs == 0 else default)
+    return dataclasses.dataclass(kw_only=True)(cls)
+
+
+@_with_fields
+class RouterArgs:
+    """Options of a router. ``None`` stands for a flag's default.
+
+    ``prefill_urls`` are pairs of URL and bootstrap port (or ``None``), selectors and
+    ``jwt_role_mapping`` dicts, ``control_plane_api_keys`` tuples ``(id, name, key, role)``; all
+    others have the type of their flag. Values are checked when the router starts.
+    """
+
+    bootstrap_port_annotation: str = BOOTSTRAP_PORT_ANNOTATION
+
+    if TYPE_CHECKING:  # the fields come from the flags
+
+        def __init__(self, **fields: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    @staticmethod
+    def add_cli_args(
+        parser: argparse.ArgumentParser,
+        use_router_prefix: bool = False,
+        exclude_host_port: bool = False,
+    ) -> None:
+        """Add the router's flags to a parser, as ``--router-x`` with ``use_router_prefix``."""
+        prefix = "router-" if use_router_prefix else ""
+        add_flags(parser, prefix, without=("host", "port") if exclude_host_port else ())
+
+    @classmethod
+    def from_cli_args(cls, args: Any, use_router_prefix: bool = False) -> RouterArgs:
+        """What a parser with these flags made of a command line.
+
+        With ``use_router_prefix`` attributes ``router_x`` are looked for first, then ``x``; those
+        that are missing keep their default, others are left alone.
+
+        Raises:
+            FlagError: a value that has not its flag's form.
+        """
+        given = vars(args)
+        values: dict[str, Any] = {}
+        for name, action in _FLAGS.items():
+            for key in (f"router_{action.dest}", action.dest)[0 if use_router_prefix else 1 :]:
+                if key in given:
+                    values[name] = _value(name, given[key])
+                    break
+        return cls(**values)
+
+    def command_line(self) -> list[str]:
+        """The flags that say the same.
+
+        Raises:
+            FlagError: a field that no flag can say.
+        """
+        if self.bootstrap_port_annotation != BOOTSTRAP_PORT_ANNOTATION:
+            raise FlagError(
+                f"bootstrap_port_annotation {self.bootstrap_port_annotation!r}: pods are annotated "
+                f"with {BOOTSTRAP_PORT_ANNOTATION} here"
+            )
+        words: list[str] = []
+        for name, action in _FLAGS.items():
+            value, flag = getattr(self, name), action.option_strings[0]
+            if value == action.default or value is None or value is False or value in ((), [], {}):
+                continue
+            if action.nargs == 0:
+                words.append(flag)
+            elif name == "prefill_urls":
+                for url, port in value:
+                    words += [flag, url, "none" if port is None else str(port)]
+            elif name == "decode_urls":
+                for url in value:
+                    words += [flag, url]
+            elif action.nargs is None:
+                words.append(f"{flag}={value}")  # it may begin with a dash
+            else:
+                words += [flag, *_texts(name, value)]
+        return words
+
+
+def _value(name: str, raw: Any) -> Any:
+    """A field from what argparse made of its flag. Raises: FlagError."""
+    read: dict[str, Callable[[Any], Any]] = {
+        "prefill_urls": lambda entries: [_prefill(entry) for entry in entries],
+        "decode_urls": lambda entries: [url for (url,) in entries],
+        "control_plane_api_keys": lambda texts: [_control_key(text) for text in texts],
+        "jwt_role_mapping": parse_roles,
+        **dict.fromkeys(_MAPPINGS[:3], _labels),
+    }
+    if name in read:
+        try:
+            return read[name](raw or ())
+        except ValueError as error:
+            raise FlagError(f"{_FLAGS[name].option_strings[0]}: {error}") from None
+    return list(raw) if isinstance(raw, tuple) else raw
+
+
+def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
+    url, *rest = entry
+    if not rest or rest[0].lower() == "none":
+        return url, None
+    if len(rest) > 1 or not (rest[0].isascii() and rest[0].isdigit()):
+        raise ValueError(f"{' '.join(entry)}: write URL, and a bootstrap port or 'none'")
+    return url, int(rest[0])
+
+
+def _control_key(text: str) -> tuple[str, str, str, str]:
+    key = parse_control_key(text)
+    return key.id, key.name, key.key, key.role
+
+
+def _labels(words: Sequence[str]) -> dict[str, str]:
+    if not words:
+        return {}
+    labels = (label.partition("=") for label in parse_selector(words).split(","))
+    return {key: value for key, _, value in labels}
+
+
+def _texts(name: str, value: Any) -> Iterable[str]:
+    if isinstance(value, dict):
+        return [f"{key}={text}" for key, text in value.items()]
+    if name == "control_plane_api_keys":
+        return [f"{id_}:{owner}:{role}:{key}" for id_, owner, key, role in value]
+    return [str(item) for item in value]

@@ -1,0 +1,64 @@
+"""What HTTPS is served with, and how engines' certificates are checked.
+
+Says which flag and file cannot be used. Must not know what the contexts are for.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from sglang_sbs.router.options.options import RouterOptions
+
+
+def server_ssl(options: RouterOptions) -> ssl.SSLContext | None:
+    """For the serving port; ``None``: plain HTTP. Raises: ValueError."""
+    if options.tls_cert_path is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    _load_pair(context, "tls", options.tls_cert_path, options.tls_key_path)
+    return context
+
+
+def worker_ssl(options: RouterOptions) -> ssl.SSLContext | None:
+    """Towards engines; ``None``: what the system trusts, and no certificate. Raises: ValueError."""
+    if not options.ca_cert_paths and options.client_cert_path is None:
+        return None
+    context = ssl.create_default_context()
+    for path in options.ca_cert_paths:
+        with _named(f"--ca-cert-paths {path}", "it holds no certificate in PEM form"):
+            context.load_verify_locations(path)
+    if options.client_cert_path is not None:
+        _load_pair(context, "client", options.client_cert_path, options.client_key_path)
+    return context
+
+
+def _load_pair(context: ssl.SSLContext, kind: str, cert: Path, key: Path | None) -> None:
+    """``key`` ``None``: it is in the certificate's file."""
+    for what, path in (("cert", cert), ("key", key)):
+        if path is not None:
+            with _named(f"--{kind}-{what}-path {path}", ""):
+                path.read_bytes()
+    flags = f"--{kind}-cert-path {cert}, --{kind}-key-path {key or '(not given)'}"
+    with _named(flags, "write a certificate and the key that belongs to it, in PEM form"):
+        context.load_cert_chain(cert, key, password=_no_password)
+
+
+def _no_password() -> NoReturn:
+    """Without it OpenSSL asks at the terminal, and waits."""
+    raise ValueError("the key has a pass phrase: take it off (openssl pkey -in KEY -out PLAIN)")
+
+
+@contextmanager
+def _named(flags: str, wanted: str) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise ValueError(f"{flags}: {wanted} ({error.reason or error})") from None
+    except OSError as error:
+        raise ValueError(f"{flags}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{flags}: {error}") from None

@@ -1,0 +1,3 @@
+"""Several processes: the supervisor, front ends, the scheduler's process, and what they say to each
+other.
+"""

@@ -1,0 +1,351 @@
+"""Front end <-> scheduler process, wire v1.
+
+Owns the messages and their framing. Must not know sockets or what either side does with them. What
+is said about requests are the scheduler's own events and commands (``scheduling.events``).
+
+One message is two ZMQ frames: ``TOPIC`` and a tagged msgpack map. Compatibility rule: fields are
+only ever appended, each with a default; unknown fields are ignored, unknown tags are malformed.
+Nothing here is a difference to an earlier message except the events of requests, and those are
+announced anew (:class:`Hello`, :class:`Adopted`) whenever one may have been lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from sglang_sbs.scheduling.events import (
+    BlocksCleared,
+    Dispatch,
+    InstanceRole,
+    PrefillDone,
+    Refuse,
+    RequestAdopted,
+    RequestArrived,
+    RequestEnded,
+)
+from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
+from sglang_sbs.scheduling.snapshot import Snapshot
+from sglang_sbs.wire.endforward import MalformedMessage
+
+TOPIC = b"sbsf1"
+VERSION = 1
+MAX_MESSAGE_BYTES = 8 << 20
+MAX_ADOPTED = 512
+"""Requests in one :class:`Adopted`; more go into further ones."""
+MAX_RID_CHARS = 128
+MAX_EXCLUDED = 4096
+MAX_BLOCKS = 65_536
+MAX_SESSION_CHARS = 256
+MAX_COUNT = 1 << 40
+"""Of tokens and ranks; what is larger nobody can mean."""
+
+
+def clamped_count(value: int) -> int:
+    """A number that an engine or a client gave, as a count that may be sent on."""
+    return min(max(0, value), MAX_COUNT)
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    pass
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine instance as the scheduler process sees it."""
+
+    url: str
+    role: InstanceRole
+    id: str
+    bootstrap_port: int | None = None
+    """As configured; ``None``: as the engine says."""
+    info: dict[str, Any] | None = None
+    """The limits read from its ``/server_info``; ``None``: not read yet."""
+    healthy: bool = False
+    breaker: Literal["closed", "open", "half_open"] = "closed"
+    active: int = 0
+    """Legs in flight there, of all front ends."""
+    dispatches: int = 0
+    failures: int = 0
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, str] = {}
+    """As set by ``PUT /workers/{id}``, for people."""
+    problems: dict[str, str] = {}
+    report_age_s: float | None = None
+    """Since its last EndForward."""
+    reports: int = 0
+    spelling: int = 0
+    """Which way of writing its host engines are told."""
+
+
+# Front end to scheduler -----------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True):
+    """A front end wants to be served; repeated until :class:`Welcome`."""
+
+    version: int
+    front_end: str
+    """The same for the life of the front end: a later session of it replaces the earlier one."""
+    name: str
+    """For people."""
+    scheduler: str = ""
+    """Boot id of the scheduler that ``workers`` is from; empty: never heard of one."""
+    workers: list[WorkerState] = []
+
+
+class Alive(_Message, frozen=True):
+    """Heartbeat, both ways."""
+
+
+class Adopted(_Message, frozen=True):
+    """Requests this front end has in flight already; follows a :class:`Welcome`."""
+
+    requests: list[RequestAdopted]
+
+
+class LegFailed(_Message, frozen=True):
+    """Passive health: a leg failed, and it was the worker's fault."""
+
+    worker: str
+    leg: InstanceRole
+    status: int
+    code: str
+    message: str
+    transport: bool = False
+    unreachable: bool = False
+
+
+class AddWorker(_Message, frozen=True):
+    """``POST /workers``; answered by :class:`Done`."""
+
+    call: int
+    url: str
+    role: InstanceRole
+    bootstrap_port: int | None = None
+
+
+class RemoveWorker(_Message, frozen=True):
+    """``DELETE /workers/{id}``; answered by :class:`Done`."""
+
+    call: int
+    worker_id: str
+
+
+class UpdateWorker(_Message, frozen=True):
+    """``PUT /workers/{id}``: all three as they are now; answered by :class:`Done`."""
+
+    call: int
+    worker_id: str
+    priority: int
+    cost: float
+    labels: dict[str, str]
+
+
+class AbortElsewhere(_Message, frozen=True):
+    """``POST /abort_request``: it may be another front end's; answered by :class:`Done`."""
+
+    call: int
+    rid: str = ""
+    """As its client gave it; empty: all."""
+
+
+class Aborted(_Message, frozen=True):
+    """Answers :class:`Abort`: so many requests of this front end."""
+
+    call: int
+    count: int
+
+
+class MetricsPage(_Message, frozen=True):
+    """This front end's metrics in the text format; answers :class:`AskMetrics`."""
+
+    call: int
+    text: str
+
+
+class WatchDashboard(_Message, frozen=True):
+    """Somebody looks at the dashboard here: wants :class:`DashboardFrame` for some seconds."""
+
+    history: bool = False
+    """Begin with a frame that has everything: somebody else began to look."""
+
+
+class Bye(_Message, frozen=True):
+    """The front end ends; nothing of it is in flight any more."""
+
+
+ToScheduler = (
+    Hello
+    | Alive
+    | Adopted
+    | LegFailed
+    | AddWorker
+    | RemoveWorker
+    | UpdateWorker
+    | AbortElsewhere
+    | Aborted
+    | MetricsPage
+    | WatchDashboard
+    | Bye
+    | RequestArrived
+    | PrefillDone
+    | RequestEnded
+    | BlocksCleared
+)
+
+
+# Scheduler to front end -----------------------------------------------------------------------
+
+
+class Welcome(_Message, frozen=True):
+    """The session is open; events of requests may be sent from now on."""
+
+    scheduler: str
+    """Boot id: new for every start of the scheduler process."""
+    workers: list[WorkerState]
+
+
+class Unwelcome(_Message, frozen=True):
+    """No session: say :class:`Hello` (again), or give up when ``reason`` says so."""
+
+    reason: str = ""
+
+
+class Cluster(_Message, frozen=True):
+    """All workers; sent on every change and once a second."""
+
+    workers: list[WorkerState]
+    snapshot: Snapshot | None = None
+
+
+class Silenced(_Message, frozen=True):
+    """The worker answers nothing any more, or restarted: what it was doing is lost."""
+
+    worker: str
+
+
+class Decisions(_Message, frozen=True):
+    """Requests of one gang stay together and in order."""
+
+    commands: list[Dispatch | Refuse]
+
+
+class Abort(_Message, frozen=True):
+    """End requests of clients (see :class:`AbortElsewhere`); answered by :class:`Aborted`."""
+
+    call: int
+    rid: str = ""
+
+
+class Done(_Message, frozen=True):
+    """Answers what a front end asked for."""
+
+    call: int
+    worker_id: str = ""
+    count: int = 0
+    error: str = ""
+
+
+class AskMetrics(_Message, frozen=True):
+    """Wants a :class:`MetricsPage`."""
+
+    call: int
+
+
+class DashboardFrame(_Message, frozen=True):
+    """See :class:`WatchDashboard`."""
+
+    payload: bytes
+    """JSON, as clients get it."""
+    full: bool = False
+    """A history: whoever follows already has it."""
+
+
+FromScheduler = (
+    Welcome
+    | Unwelcome
+    | Alive
+    | Cluster
+    | Silenced
+    | Decisions
+    | Abort
+    | Done
+    | AskMetrics
+    | DashboardFrame
+)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
+_from_scheduler = msgspec.msgpack.Decoder(FromScheduler)
+
+
+def encode(message: ToScheduler | FromScheduler) -> list[bytes]:
+    """The two frames of one message."""
+    return [TOPIC, _encoder.encode(message)]
+
+
+def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
+    """Parse what a front end sent.
+
+    Raises:
+        MalformedMessage: wrong topic, frame count or types, or numbers no front end can mean.
+    """
+    message: ToScheduler = _decode(_to_scheduler, frames)
+    if isinstance(message, RequestArrived):
+        if message.deadline_s is not None:
+            raise MalformedMessage("deadline_s is a time of the sender's clock")
+        if len(message.exclude) > MAX_EXCLUDED:
+            raise MalformedMessage(f"{len(message.exclude)} excluded instances")
+        if len(message.session) > MAX_SESSION_CHARS:
+            raise MalformedMessage("the name of the session is too long")
+        if len(message.tenant) > MOST_TENANT_CHARS:
+            raise MalformedMessage("the name of the tenant is too long")
+        _check_blocks(message.blocks)
+        _check(message.rid, message.prompt_tokens, message.max_new_tokens, message.block_tokens)
+    elif isinstance(message, PrefillDone):
+        _check(message.rid, message.prompt_tokens, message.cached_tokens)
+    elif isinstance(message, RequestEnded):
+        _check(message.rid, message.completion_tokens)
+    elif isinstance(message, Adopted):
+        if len(message.requests) > MAX_ADOPTED:
+            raise MalformedMessage(f"{len(message.requests)} requests in one message")
+        for request in message.requests:
+            ranks = (request.prefill_rank, request.decode_rank)
+            _check(request.rid, request.prompt_tokens, request.max_new_tokens, *ranks)
+    return message
+
+
+def decode_from_scheduler(frames: Sequence[bytes]) -> FromScheduler:
+    """Parse what the scheduler sent. Raises: MalformedMessage."""
+    message: FromScheduler = _decode(_from_scheduler, frames)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> Any:
+    if len(frames) != 2 or frames[0] != TOPIC:
+        raise MalformedMessage(f"expected 2 frames starting with {TOPIC!r}")
+    if len(frames[1]) > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(f"{len(frames[1])} bytes")
+    try:
+        return decoder.decode(frames[1])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise MalformedMessage(str(error)) from error
+
+
+def _check_blocks(blocks: list[int]) -> None:
+    if len(blocks) > MAX_BLOCKS:
+        raise MalformedMessage(f"{len(blocks)} blocks")
+    if blocks and not -(1 << 63) <= min(blocks) <= max(blocks) < 1 << 63:
+        raise MalformedMessage("the name of a block is no signed 64-bit number")
+
+
+def _check(rid: str, *counts: int | None) -> None:
+    if not 0 < len(rid) <= MAX_RID_CHARS:
+        raise MalformedMessage("the rid is empty or too long")
+    for count in counts:
+        if count is not None and not 0 <= count <= MAX_COUNT:
+            raise MalformedMessage(f"{count} is not a count")

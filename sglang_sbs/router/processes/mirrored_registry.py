@@ -1,0 +1,120 @@
+"""Workers on the wire: what the scheduler process tells of them, and a front end's copy of it.
+
+Owns the translation between :class:`Worker` and :class:`WorkerState`, and the registry of a front
+end, which follows the scheduler's while there is one and stands on its own while there is none.
+Must not know sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from sglang_sbs.router.errors import LegFailure
+from sglang_sbs.router.processes.messages import LegFailed, WorkerState
+from sglang_sbs.router.workers.breaker import BreakerConfig
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.server_info import WorkerInfo
+from sglang_sbs.scheduling.events import Event, InstanceUp
+
+logger = logging.getLogger(__name__)
+
+_MAX_PROBLEM_CHARS = 512
+"""All workers go into one message."""
+
+
+def state_of(worker: Worker, now_s: float) -> WorkerState:
+    """What a front end is told of a worker."""
+    return WorkerState(
+        url=worker.url,
+        role=worker.role,
+        id=worker.id,
+        bootstrap_port=worker.configured_bootstrap_port,
+        info=msgspec.to_builtins(worker.info) if worker.info is not None else None,
+        healthy=worker.healthy,
+        breaker=worker.breaker.state,
+        active=worker.active,
+        dispatches=worker.dispatches,
+        failures=worker.failures,
+        priority=worker.priority,
+        cost=worker.cost,
+        labels=dict(worker.labels),
+        problems={kind: text[:_MAX_PROBLEM_CHARS] for kind, text in worker.problems.items()},
+        report_age_s=worker.report_age_s(now_s),
+        reports=sum(worker.reports.values()),
+        spelling=worker.spelling,
+    )
+
+
+class MirroredRegistry(Registry):
+    """A front end's workers. ``emit`` is heard only while there is no scheduler."""
+
+    def __init__(self, emit: Callable[[Event], None], breaker: BreakerConfig) -> None:
+        super().__init__(emit, breaker, expects_endforward=False)
+        self.report: Callable[[LegFailed], bool] = lambda failed: False
+        """Blame is the scheduler's business while it takes such messages (then: True)."""
+
+    def states(self) -> list[WorkerState]:
+        """The workers as last heard, for a scheduler that knows less."""
+        now_s = time.monotonic()
+        return [state_of(worker, now_s) for worker in self]
+
+    def announcements(self) -> list[InstanceUp]:
+        """What a scheduler that knows nothing must be told."""
+        return [self._instance_up(worker) for worker in self if worker.usable]
+
+    def follow(self, states: Iterable[WorkerState]) -> None:
+        """Become what the scheduler process says."""
+        now_s = time.monotonic()
+        known: set[str] = set()
+        for state in states:
+            worker = self.get(state.url)
+            if worker is not None and worker.role != state.role:
+                self.remove(worker)
+                worker = None
+            try:
+                info = None if state.info is None else msgspec.convert(state.info, WorkerInfo)
+                worker = worker or self.add(state.url, state.role, state.bootstrap_port)
+            except ValueError as error:
+                logger.error("the scheduler speaks of an unusable worker %s: %s", state.url, error)
+                continue
+            known.add(worker.url)
+            worker.id, worker.info, worker.healthy = state.id, info, state.healthy
+            worker.configured_bootstrap_port = state.bootstrap_port
+            worker.spelling = state.spelling
+            worker.breaker.follow(state.breaker, now_s)
+            worker.active_everywhere = state.active
+            worker.dispatches, worker.failures = state.dispatches, state.failures
+            worker.priority, worker.cost = state.priority, state.cost
+            worker.labels = dict(state.labels)
+            worker.problems = dict(state.problems)
+            worker.reports = {0: state.reports}
+            worker.last_report_s = (
+                {0: now_s - state.report_age_s} if state.report_age_s is not None else {}
+            )
+            worker.announced = worker.usable
+        for worker in self:
+            if worker.url not in known:
+                worker.announced = False
+                self.remove(worker)
+
+    def leg_failed(self, failure: LegFailure) -> None:
+        if not failure.counts_against_worker:
+            return
+        failed = LegFailed(
+            worker=failure.worker,
+            leg=failure.leg,
+            status=failure.status,
+            code=failure.code,
+            message=failure.message[:2048],
+            transport=failure.transport,
+            unreachable=failure.unreachable,
+        )
+        if not self.report(failed):
+            super().leg_failed(failure)
+
+    def _check_signal(self, worker: Worker, now_s: float) -> None:
+        """EndForward goes to the scheduler process; its absence here is no news."""

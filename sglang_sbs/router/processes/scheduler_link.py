@@ -1,0 +1,574 @@
+"""A front end's line to the scheduler process, and what it does while that is cut.
+
+Owns the session with the scheduler, the books on this front end's own requests, and the fallback:
+a :class:`Scheduler` of its own with an immediate policy, fed with the workers last heard of and
+with those books. Must not know HTTP, sockets (it is given a ``connect``) or how a rank is chosen.
+
+Theory of operation
+-------------------
+*Connected*: events of requests go to the scheduler, decisions come back. *Alone*: they go to the
+fallback. Nothing is sent while alone but :class:`Hello`, so nothing stale can arrive later.
+
+Connected becomes alone when nothing was heard for ``LOST_AFTER_S`` (the scheduler says
+:class:`Alive` every ``ALIVE_EVERY_S``), or when the scheduler does not know this session. What
+waits for a decision then is placed by the fallback at once. Alone becomes connected with
+:class:`Welcome`: everything in flight is announced with its placement (:class:`Adopted`), so that
+a restarted scheduler knows it and one that merely stalled forgets what it believed.
+
+Going alone takes a fallback, a new line and telling others. None of these may be missing for ever:
+a step that fails (no descriptors are left, say) is tried again at every tick, and the others do not
+wait for it.
+
+Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
+either direction. A request is in ``_requests`` from :meth:`assign` until it is refused or ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, Unpack
+
+import msgspec
+
+from sglang_sbs.plain_words import counted
+from sglang_sbs.router.assignment.dispatcher import (
+    Arrival,
+    Assignment,
+    DispatchObserver,
+    lost_track,
+)
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
+from sglang_sbs.router.errors import Refused, RouterError
+from sglang_sbs.router.processes.messages import (
+    MAX_ADOPTED,
+    VERSION,
+    Abort,
+    Aborted,
+    AbortElsewhere,
+    AddWorker,
+    Adopted,
+    Alive,
+    AskMetrics,
+    Bye,
+    Cluster,
+    DashboardFrame,
+    Decisions,
+    Done,
+    FromScheduler,
+    Hello,
+    MetricsPage,
+    RemoveWorker,
+    Silenced,
+    ToScheduler,
+    Unwelcome,
+    UpdateWorker,
+    WatchDashboard,
+    Welcome,
+)
+from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
+from sglang_sbs.router.processes.retried_steps import Undone
+from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.scheduling.events import (
+    BlocksCleared,
+    Dispatch,
+    Event,
+    InstanceId,
+    Outcome,
+    PrefillDone,
+    Refuse,
+    RequestAdopted,
+    RequestArrived,
+    RequestEnded,
+)
+
+logger = logging.getLogger(__name__)
+
+ALIVE_EVERY_S = 0.1
+LOST_AFTER_S = 0.5
+_LOST_AFTER_AT_MOST_S = 2.0
+"""Once it was only slow: being missed and found again costs it more than it had to do before, and a
+scheduler that is missed for that would be missed again."""
+_FORGIVEN_S = 60.0
+"""After so long without being missed it has the first patience again."""
+_STALLED_S = 3 * ALIVE_EVERY_S
+"""This process did nothing for so long: its silence tells nothing about the scheduler's."""
+_CALL_S = 5.0
+_LAST_WORDS_MS = 200
+
+
+class Line(Protocol):
+    """One session's socket."""
+
+    malformed: int
+
+    def tell(self, message: ToScheduler) -> bool:
+        """False if no scheduler takes it."""
+
+    def drain(self) -> None:
+        """Take what has arrived."""
+
+    def close(self, linger_ms: int = 0) -> None:
+        """``linger_ms``: how long what was told last may take to leave."""
+
+
+Connect = Callable[[Callable[[FromScheduler], None]], Line]
+"""May raise; then it has left nothing open."""
+
+
+@dataclass(slots=True)
+class _Request:
+    arrival: RequestArrived
+    decision: asyncio.Future[Assignment]
+    placed: Dispatch | None = None
+    prefilled: bool = False
+
+
+class SchedulerLink:
+    """An :class:`~sglang_sbs.router.assignment.dispatcher.Assigner` whose scheduler is
+    elsewhere."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        registry: MirroredRegistry,
+        *,
+        name: str,
+        fallback: Callable[[], SchedulerLike],
+        observer: DispatchObserver,
+        metrics_page: Callable[[], str],
+        abort: Callable[[str], int],
+        give_up_s: float,
+    ) -> None:
+        """``fallback`` makes a scheduler for a time alone; ``observer`` counts its decisions.
+        ``abort`` ends the requests of clients by the id they gave (empty: all); how many."""
+        self.alone_changed: Callable[[bool], None] = lambda alone: None
+        """Called whenever the scheduler is lost or found again."""
+        self.dashboard_frame: Callable[[DashboardFrame], None] = lambda frame: None
+        """Called with each frame that :meth:`ask_dashboard` brings."""
+        self.times_alone = 0
+        self.connected = False
+        self._connect = connect
+        self._registry = registry
+        self._name = name
+        self._fallback = fallback
+        self._observer = observer
+        self._metrics_page = metrics_page
+        self._abort = abort
+        self._give_up_s = give_up_s
+        self._id = uuid.uuid4().hex
+        self._scheduler = ""
+        self._refusal = ""
+        self._requests: dict[str, _Request] = {}
+        self._calls: dict[int, asyncio.Future[Done]] = {}
+        self._numbers = itertools.count()
+        self._pump: SchedulerPump | None = None
+        self._snapshot: Any = None
+        self._errors = 0
+        self._line: Line | None = None
+        self._undone = Undone("doing without the scheduler")
+        self._welcome = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+        self._heard_s = 0.0
+        self._patience_s = LOST_AFTER_S
+        self._found_s = 0.0
+        registry.report = self._tell
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self, patience_s: float) -> bool:
+        """Find the scheduler; False if it was not there in time (it is looked for ever after).
+
+        Raises what ``connect`` does, which later is logged and survived.
+        """
+        self._new_line()
+        self._go_alone()
+        self._ticker = asyncio.create_task(self._tick())
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._welcome.wait()
+        except TimeoutError:
+            logger.error("no scheduler after %g s; refusing requests until it is there", patience_s)
+            return False
+        return True
+
+    # What the relay says (Assigner) -----------------------------------------------------------
+
+    async def assign(self, rid: str, **fields: Unpack[Arrival]) -> Assignment:
+        """See :class:`~sglang_sbs.router.assignment.dispatcher.Assigner`."""
+        arrival = RequestArrived(rid=rid, **fields)
+        request = _Request(arrival, self._loop.create_future())
+        self._requests[rid] = request
+        watchdog = self._loop.call_later(self._give_up_s, self._give_up, rid)
+        try:
+            self._say(arrival)
+            return await request.decision
+        except asyncio.CancelledError:
+            if request.decision.done() and not request.decision.cancelled():
+                request.decision.exception()  # retrieved: nobody waits for it any more
+            self.ended(rid, "aborted")
+            raise
+        except Exception:
+            self.ended(rid, "failed")  # unless it was refused: then it is gone already
+            raise
+        finally:
+            watchdog.cancel()
+
+    def prefill_done(
+        self, rid: str, prompt_tokens: int | None = None, cached_tokens: int | None = None
+    ) -> None:
+        request = self._requests.get(rid)
+        if request is not None:
+            request.prefilled = True
+            self._say(
+                PrefillDone(rid=rid, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+            )
+
+    def ended(self, rid: str, outcome: Outcome, completion_tokens: int | None = None) -> None:
+        if self._requests.pop(rid, None) is not None:
+            self._say(RequestEnded(rid=rid, outcome=outcome, completion_tokens=completion_tokens))
+
+    def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
+        """See :class:`~.dispatcher.Assigner`."""
+        for rank in range(dp_size):
+            self._say(BlocksCleared(instance=instance, dp_rank=rank))
+
+    def submit(self, event: Event) -> None:
+        """What this front end's own registry finds out counts only while it is alone."""
+        if self._pump is not None:
+            self._pump.submit(event)
+
+    def _say(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
+        if self._pump is not None:
+            self._pump.submit(event)
+        elif not self._tell(event):
+            # Not taken: whatever became of it, the announcement of the next session has it all.
+            self._lose("it takes no messages")
+
+    def _tell(self, message: ToScheduler) -> bool:
+        return self.connected and self._line is not None and self._line.tell(message)
+
+    # Decisions --------------------------------------------------------------------------------
+
+    def _decided_alone(self, command: Dispatch | Refuse) -> None:
+        if isinstance(command, Dispatch):
+            self._observer.dispatched(command)
+        else:
+            self._observer.refused(command)
+        self._decided(command)
+
+    def _decided(self, command: Dispatch | Refuse) -> None:
+        request = self._requests.get(command.rid)
+        if request is None or request.decision.done():
+            return  # it ended meanwhile, and the scheduler was told
+        if isinstance(command, Dispatch):
+            request.placed = command
+            if request.arrival.blocks:  # nobody asks for them again, and there may be thousands
+                request.arrival = msgspec.structs.replace(request.arrival, blocks=[])
+            request.decision.set_result(command)
+        else:
+            del self._requests[command.rid]
+            request.decision.set_exception(
+                Refused(command.cause, command.message, command.retry_after_s)
+            )
+
+    def _give_up(self, rid: str) -> None:
+        logger.error("request %s got no decision in %s s and is given up", rid, self._give_up_s)
+        self._failed(rid)
+
+    def _failed(self, rid: str) -> None:
+        request = self._requests.get(rid)
+        if request is not None and not request.decision.done():
+            request.decision.set_exception(lost_track())
+        self.ended(rid, "failed")
+
+    # Connected and alone ----------------------------------------------------------------------
+
+    def _lose(self, why: str) -> None:
+        if not self.connected:
+            return
+        logger.warning(
+            "lost the scheduler (%s): placing requests at once, %d wait", why, self.waiting
+        )
+        self._go_alone(self._new_line)
+
+    def _go_alone(self, *more: Callable[[], None]) -> None:
+        """Raises nothing; ``more`` is what this time takes besides the usual steps."""
+        self.connected = False
+        self.times_alone += 1
+        self._welcome.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(_no_scheduler())
+        self._undone.begin(self._place_alone, *more, self._tell_alone)
+
+    def _place_alone(self) -> None:
+        """Let the fallback place requests, those that wait first."""
+        self._pump = pump = SchedulerPump(
+            self._fallback(), decided=self._decided_alone, failed=self._failed
+        )
+        try:
+            for up in self._registry.announcements():
+                pump.submit(up)
+            for adopted in self._placed():
+                pump.submit(adopted)
+            for request in list(self._requests.values()):
+                if not request.decision.done():
+                    pump.submit(request.arrival)
+        except BaseException:
+            self._leave_pump()  # the next one gets it all again
+            raise
+
+    def _leave_pump(self) -> None:
+        pump, self._pump = self._pump, None
+        if pump is not None:
+            self._errors += pump.errors
+            pump.close()
+
+    def _tell_alone(self) -> None:
+        self.alone_changed(True)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if self.connected or self._line is None:
+            return
+        try:
+            self._join(welcome)
+        except Exception:
+            logger.exception("could not answer the scheduler's welcome")
+            self._lose("it was not told everything")
+        if self.connected:
+            self._welcome.set()
+            self.alone_changed(False)
+
+    def _join(self, welcome: Welcome) -> None:
+        """From alone to connected, and alone again if it is lost meanwhile."""
+        restarted = self._scheduler not in ("", welcome.scheduler)
+        if self._scheduler == welcome.scheduler:
+            self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
+        else:
+            self._patience_s = LOST_AFTER_S
+        self._scheduler = welcome.scheduler
+        self._found_s = self._loop.time()
+        self.connected = True
+        self._undone.clear()
+        self._leave_pump()
+        self._registry.follow(welcome.workers)
+        placed = list(self._placed())
+        for first in range(0, len(placed), MAX_ADOPTED):
+            self._tell(Adopted(requests=placed[first : first + MAX_ADOPTED]))
+        for request in list(self._requests.values()):
+            if not request.decision.done():
+                self._say(request.arrival)
+        if not self.connected:
+            return
+        logger.info(
+            "connected to the %sscheduler; announced %s in flight",
+            "restarted " if restarted else "",
+            counted(len(placed), "request"),
+        )
+
+    def _placed(self) -> Iterable[RequestAdopted]:
+        for rid, request in list(self._requests.items()):
+            if request.placed is not None:
+                yield RequestAdopted(
+                    rid=rid,
+                    prompt_tokens=request.arrival.prompt_tokens,
+                    max_new_tokens=request.arrival.max_new_tokens,
+                    prefill=request.placed.prefill,
+                    prefill_rank=request.placed.prefill_rank,
+                    decode=request.placed.decode,
+                    decode_rank=request.placed.decode_rank,
+                    prefilled=request.prefilled,
+                )
+
+    def _new_line(self) -> None:
+        """A new session. Raises what ``connect`` does: then there is no line."""
+        # The old one first: it has descriptors that the new one needs.
+        before, self._line = self._line, None
+        if before is not None:
+            before.close()
+        line: Line
+
+        def take(message: FromScheduler) -> None:
+            if line is self._line:
+                self._received(message)
+
+        self._line = line = self._connect(take)
+
+    async def _tick(self) -> None:
+        last_s = self._loop.time()
+        while True:
+            await asyncio.sleep(ALIVE_EVERY_S)
+            now_s = self._loop.time()
+            stalled, last_s = now_s - last_s > _STALLED_S, now_s
+            try:
+                self._beat(now_s, stalled=stalled)
+            except Exception:
+                logger.exception("heartbeat failed")
+                if self.connected:
+                    self._lose("the line to it failed")
+                else:
+                    self._undone.add(self._new_line)
+
+    def _beat(self, now_s: float, *, stalled: bool) -> None:
+        if self._line is not None:
+            self._line.drain()
+        self._undone.carry_on()
+        if self._line is None:
+            return
+        if not self.connected:
+            self._line.tell(
+                Hello(
+                    version=VERSION,
+                    front_end=self._id,
+                    name=self._name,
+                    scheduler=self._scheduler,
+                    workers=self._registry.states(),
+                )
+            )
+        elif stalled:
+            self._heard_s = now_s
+        elif now_s - self._heard_s > self._patience_s:
+            self._lose(f"silent for {now_s - self._heard_s:.1f} s")
+        elif not self._line.tell(Alive()):
+            self._lose("it takes no messages")
+        elif now_s - self._found_s > _FORGIVEN_S:
+            self._patience_s = LOST_AFTER_S
+
+    def _received(self, message: FromScheduler) -> None:
+        self._heard_s = self._loop.time()
+        match message:
+            case Welcome():
+                self._welcomed(message)
+            case Unwelcome():
+                if message.reason and message.reason != self._refusal:
+                    self._refusal = message.reason
+                    logger.error("the scheduler will not serve this front end: %s", message.reason)
+                elif not message.reason:
+                    self._lose("it does not know this front end: it was restarted")
+            case Done():
+                call = self._calls.get(message.call)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case AskMetrics():
+                self._tell(MetricsPage(call=message.call, text=self._metrics_page()))
+            case Abort():
+                self._tell(Aborted(call=message.call, count=self._abort(message.rid)))
+            case Alive():
+                pass
+            case _ if not self.connected:
+                pass
+            case Decisions():
+                for command in message.commands:
+                    self._decided(command)
+            case Cluster():
+                self._registry.follow(message.workers)
+                if message.snapshot is not None:
+                    self._snapshot = message.snapshot
+            case DashboardFrame():
+                self.dashboard_frame(message)
+            case Silenced():
+                worker = self._registry.get(message.worker)
+                if worker is not None:
+                    self._registry.silenced(worker)
+
+    # Workers ----------------------------------------------------------------------------------
+
+    async def add_worker(self, url: str, role: Any, bootstrap_port: int | None) -> str:
+        """Returns its id. Raises: ValueError as the registry does; RouterError, no scheduler."""
+        call = next(self._numbers)
+        message = AddWorker(call=call, url=url, role=role, bootstrap_port=bootstrap_port)
+        return (await self._call(call, message)).worker_id
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Raises: ValueError, there is none; RouterError, no scheduler."""
+        call = next(self._numbers)
+        await self._call(call, RemoveWorker(call=call, worker_id=worker_id))
+
+    async def update_worker(self, worker: Worker) -> None:
+        """Tell its priority, cost and labels. Raises: ValueError; RouterError, no scheduler."""
+        call = next(self._numbers)
+        message = UpdateWorker(
+            call=call,
+            worker_id=worker.id,
+            priority=worker.priority,
+            cost=worker.cost,
+            labels=worker.labels,
+        )
+        await self._call(call, message)
+
+    async def abort_elsewhere(self, rid: str) -> int:
+        """End requests of the other front ends; how many. Raises: RouterError, no scheduler."""
+        call = next(self._numbers)
+        return (await self._call(call, AbortElsewhere(call=call, rid=rid))).count
+
+    def ask_dashboard(self, question: WatchDashboard) -> bool:
+        """Want frames for some seconds; False if there is no scheduler to ask."""
+        return self._tell(question)
+
+    @property
+    def fallback_pump(self) -> SchedulerPump | None:
+        """What places requests while alone."""
+        return self._pump
+
+    async def _call(self, number: int, message: ToScheduler) -> Done:
+        future: asyncio.Future[Done] = self._loop.create_future()
+        self._calls[number] = future
+        try:
+            if not self._tell(message):
+                raise _no_scheduler()
+            async with asyncio.timeout(_CALL_S):
+                done = await future
+        except TimeoutError:
+            raise _no_scheduler() from None
+        finally:
+            del self._calls[number]
+        if done.error:
+            raise ValueError(done.error)
+        return done
+
+    # Views and end ----------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no assignment yet."""
+        return sum(not request.decision.done() for request in self._requests.values())
+
+    @property
+    def open(self) -> int:
+        """Requests announced and not ended."""
+        return len(self._requests)
+
+    @property
+    def scheduler_errors(self) -> int:
+        """Events the fallback failed on."""
+        return self._errors + (self._pump.errors if self._pump is not None else 0)
+
+    def snapshot(self) -> Any:
+        """The scheduler's state as last heard, or the fallback's."""
+        if self._pump is not None:
+            return self._pump.snapshot()
+        return self._snapshot
+
+    def flush_log(self) -> None:
+        """The scheduler process keeps the log."""
+
+    def close(self) -> None:
+        """Part from the scheduler."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._tell(Bye())
+        self.connected = False
+        if self._pump is not None:
+            self._pump.close()
+        if self._line is not None:
+            self._line.close(linger_ms=_LAST_WORDS_MS)
+            self._line = None
+
+
+def _no_scheduler() -> RouterError:
+    message = "this front end has no connection to the scheduler process; try again"
+    return RouterError(503, "scheduler_unavailable", message, retry_after_s=1.0)

@@ -1,0 +1,231 @@
+"""The scheduler process of a router with several front ends, put together.
+
+Owns construction and lifetime of its parts: the scheduler, everything that hears from engines, the
+sockets front ends come to, and the metrics port, which shows the sum over all processes. Must not
+know what the parts do. It serves no clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import Iterator
+
+import aiohttp
+from aiohttp import web
+from prometheus_client.core import Metric
+
+from sglang_sbs.dashboard.feed import LocalFeed
+from sglang_sbs.plain_words import naming_port
+from sglang_sbs.router.assignment.decision_times import lag_families
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.processes.dashboard_leases import Leases
+from sglang_sbs.router.processes.front_end_sessions import Hub
+from sglang_sbs.router.processes.messages import ToScheduler
+from sglang_sbs.router.processes.sockets import SchedulerSocket
+from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
+from sglang_sbs.router.signals.engine_signals import Watch, worker_session
+from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
+from sglang_sbs.router.telemetry.metrics_port import MetricsPort
+from sglang_sbs.router.telemetry.worker_metrics import gauge, model_name, total
+from sglang_sbs.router.workers.worker_view import problems_of
+from sglang_sbs.scheduling import Scheduler
+from sglang_sbs.scheduling.eventlog import EventLogWriter
+from sglang_sbs.scheduling.events import (
+    Dispatch,
+    Event,
+    InstanceDown,
+    InstanceUp,
+    Refuse,
+)
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 1.0
+_AGAIN_S = 0.2
+_SCRAPE_TURN_S = 0.005
+"""Of writing metrics, before others of this process get a turn."""
+
+
+class SchedulerProcess:
+    """``await start()``, serve, ``await stop()``."""
+
+    def __init__(self, options: RouterOptions) -> None:
+        self.options = options
+        self.endpoint = ""
+        self.prometheus_port = options.prometheus_port
+        self.endforward_endpoint: str | None = None
+        self.metrics = RouterMetrics(options.prometheus_duration_buckets, options.scheduler.policy)
+        self._session: aiohttp.ClientSession
+        self._watch: Watch
+        self._hub: Hub
+        self._feed: LocalFeed
+        self._sockets: SchedulerSocket
+        self._retired = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._metrics_port: MetricsPort | None = None
+
+    async def start(self) -> None:
+        """Listen for front ends; workers are waited for in the background.
+
+        Raises:
+            OSError: an endpoint or the metrics port is taken.
+            ValueError: no way to look for workers (``--service-discovery``).
+        """
+        options = self.options
+        assert options.scheduler_endpoint is not None, "checked with the command line"
+        log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
+        self._session = worker_session(options)
+        self._watch = Watch(options, self._submit, self._find_owner, self.metrics, self._session)
+        self._sockets = SchedulerSocket(self._received)
+        self._hub = Hub(self._watch, self._sockets.tell, retire_page=self._retire)
+        self._hub.pump = SchedulerPump(
+            Scheduler(options.scheduler),
+            decided=self._decided,
+            failed=self._hub.failed,
+            event_log=log,
+        )
+        registry = self._watch.registry
+        self._feed = LocalFeed(
+            self._hub.pump, options.scheduler, problems=lambda: problems_of(registry)
+        )
+        self._hub.watch_dashboard = Leases(self._feed, self._sockets.tell).ask
+        self.metrics.collect_with(self._collect)
+        try:
+            if options.take_over:
+                self._watch.open_when_free()
+            else:
+                self.endforward_endpoint = self._watch.open()
+            await self._listen_for_metrics()
+            self._watch.add_configured()
+            await self._watch.discover()
+            self.endpoint = self._sockets.open(options.scheduler_endpoint, options.scheduler_keys)
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks.append(asyncio.create_task(self._flush_log()))
+
+    @property
+    def front_ends(self) -> int:
+        """Connected now."""
+        return self._hub.front_ends
+
+    def let_go(self) -> None:
+        """This router ends: leave the EndForward endpoint and the metrics port to a successor."""
+        self._watch.let_go()
+        port, self._metrics_port = self._metrics_port, None
+        if port is not None:
+            self._tasks.append(asyncio.create_task(port.close()))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._feed.close()
+        await self._watch.close()
+        self._hub.close()
+        self._sockets.close()
+        self._hub.pump.close()
+        if self._metrics_port is not None:
+            await self._metrics_port.close()
+        await self._session.close()
+
+    # Between the parts ------------------------------------------------------------------------
+
+    def _submit(self, event: Event) -> None:
+        self._hub.pump.submit(event)
+        if isinstance(event, InstanceUp | InstanceDown):
+            self._hub.workers_changed()
+
+    def _received(self, identity: bytes, message: ToScheduler) -> None:
+        self._hub.receive(identity, message)
+
+    def _find_owner(self, rid: str, role: str) -> str | None:
+        return self._hub.find_owner(rid, role)
+
+    def _decided(self, command: Dispatch | Refuse) -> None:
+        if isinstance(command, Dispatch):
+            self.metrics.dispatched(command)
+        else:
+            self.metrics.refused(command)
+        self._hub.decided(command)
+
+    async def _flush_log(self) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            self._hub.pump.flush_log()
+
+    # Metrics ----------------------------------------------------------------------------------
+
+    async def _listen_for_metrics(self) -> None:
+        port = MetricsPort(self._metrics, self.metrics.malformed_request, 1.0)
+        self._metrics_port = port
+        if self.options.take_over:
+            self._tasks.append(asyncio.create_task(self._open_when_free(port)))
+        else:
+            await self._open(port)
+
+    async def _open(self, port: MetricsPort) -> None:
+        host, number = self.options.prometheus_host, self.options.prometheus_port
+        with naming_port("--prometheus-port", host, number):
+            self.prometheus_port = await port.open(host, number)
+
+    async def _open_when_free(self, port: MetricsPort) -> None:
+        while True:
+            try:
+                await self._open(port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    logger.error("no metrics port: %s", error)
+                    return
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                logger.info("metrics at :%d", self.prometheus_port)
+                return
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        pages = await self._hub.metrics_pages()
+        # Those that live forget a removed worker themselves.
+        self._retired = self._of_workers(self._retired)
+        parts = []
+        since_s = time.monotonic()
+        for part in page_parts([*pages, self._retired], own=self.metrics.registry.collect()):
+            parts.append(part)
+            if time.monotonic() - since_s > _SCRAPE_TURN_S:
+                await asyncio.sleep(0)  # decisions first
+                since_s = time.monotonic()
+        return web.Response(
+            body="".join(parts).encode(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    def _retire(self, page: str) -> None:
+        """What a dead front end counted still happened."""
+        with contextlib.suppress(ValueError):
+            pages = map(self._of_workers, (self._retired, page))
+            self._retired = add_pages(pages, lasting_only=True)
+
+    def _of_workers(self, page: str) -> str:
+        """Removed ones have no series: their front end's page may be of before."""
+        registry = self._watch.registry
+        return of_workers(page, lambda url: registry.get(url) is not None)
+
+    def _collect(self) -> Iterator[Metric]:
+        yield from snapshot_families(self._hub.pump.snapshot(), self._watch.registry)
+        yield from self._hub.pump.times.families()
+        yield from lag_families(self._hub.lag)
+        yield from self._watch.families()
+        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
+        errors.add_metric([], self._hub.pump.errors)
+        front_ends = gauge("sbs_front_ends", "Front ends connected to the scheduler")
+        front_ends.add_metric([], self._hub.front_ends)
+        messages = total("sbs_front_end_messages", "Messages of front ends by fate", "fate")
+        for fate, count in self._sockets.counts.items():
+            messages.add_metric([fate], count)
+        messages.add_metric(["foreign"], self._hub.foreign)
+        yield from (errors, front_ends, messages)
+        yield self.metrics.selections(model_name(self._watch.registry))

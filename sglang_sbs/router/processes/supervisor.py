@@ -1,0 +1,416 @@
+"""The parent of a router's processes: starts them, restarts the dead, passes the end on.
+
+Owns the children, the listening sockets (which outlive a front end that dies, so that what waits to
+be accepted there waits for its successor) and the order of start and end. It serves nothing itself
+and must not know HTTP, ZMQ or scheduling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglang_sbs import __version__
+from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.processes.parent_line import ChildLine
+from sglang_sbs.router.processes.socket_handover import (
+    Predecessor,
+    Successors,
+    check_free,
+    control_path,
+    listen,
+)
+from sglang_sbs.router.processes.stop_signals import end_on_signals
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+_STABLE_S = 30.0
+"""A child that lived so long is restarted without a pause."""
+_PING_EVERY_S = 2.0
+_HUNG_S = 30.0
+"""A child that answers nothing for so long is killed, and restarted: clients wait for it."""
+_LONGEST_TMPDIR = 70
+_MARGIN_S = 15.0
+"""Beyond --shutdown-grace-period-secs, for a child to end after SIGTERM."""
+
+
+class StartError(RuntimeError):
+    """A child ended before it served for the first time; it has said why."""
+
+
+class Child:
+    """One process after another in the same place."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        sockets: list[socket.socket],
+        renew: Callable[[], list[socket.socket]] | None = None,
+    ) -> None:
+        """``renew`` makes new listening sockets for those given up after failed starts."""
+        self.name = name
+        self.sockets = sockets
+        self.facts: dict[str, Any] = {}
+        self.serving = asyncio.Event()
+        self._command = command
+        self._renew = renew
+        self._line: ChildLine | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    async def keep(self) -> None:
+        """Run it, and again when it dies or could not be run again, until :meth:`end`.
+
+        Raises: StartError.
+        """
+        pause_s = 0.0
+        ever_served = False
+        while not self._stopping:
+            started_s = time.monotonic()
+            served, how = await self._run()
+            ever_served = ever_served or served
+            if self._stopping:
+                return
+            if not ever_served:
+                raise StartError(f"{self.name} did not start ({how})")
+            lived_s = time.monotonic() - started_s
+            pause_s = (
+                0.0 if lived_s > _STABLE_S else min(_LONGEST_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+            )
+            logger.error(
+                "%s ended (%s) after %.1f s; restarting it in %g s",
+                *(self.name, how, lived_s, pause_s),
+            )
+            if not served:
+                # Twice in a row: what waits for this one is better off with the others.
+                self._close_sockets()
+            await asyncio.sleep(pause_s)
+
+    async def _run(self) -> tuple[bool, str]:
+        """One life; whether it came to serve, and how it ended."""
+        try:
+            line, process = await self._spawn()
+        except OSError as error:
+            return False, f"could not be run: {error}"
+        ended = asyncio.create_task(process.wait())
+        ready = asyncio.create_task(line.ready())
+        try:
+            await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
+            served = ready.done() and ready.exception() is None
+            if served:
+                self.facts = ready.result()
+                self.serving.set()
+                logger.info("%s serves (pid %d)", self.name, process.pid)
+                await self._until_hung(line, ended)
+            code = await ended
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+            line.close()
+            self.serving.clear()
+        return served, _describe(code)
+
+    async def _spawn(self) -> tuple[ChildLine, asyncio.subprocess.Process]:
+        """Raises: OSError, the system has no process, memory, descriptor or port for it now."""
+        if self._renew is not None and not self.sockets:
+            self.sockets = self._renew()
+        self._line = line = ChildLine()
+        try:
+            fds = [sock.fileno() for sock in self.sockets]
+            arguments = [*self._command(), "--sbs-parent-fd", str(line.child_socket.fileno())]
+            if fds:
+                arguments += ["--sbs-listen-fds", ",".join(map(str, fds))]
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "sglang_sbs.launch_router", *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[line.child_socket.fileno(), *fds],
+                start_new_session=True,
+            )
+        except BaseException:
+            line.close()
+            raise
+        line.child_socket.close()
+        return line, process
+
+    async def _until_hung(self, line: ChildLine, ended: asyncio.Task[int]) -> None:
+        """Until it has ended; it is killed when it is stopped or stuck."""
+        heard_s = last_s = time.monotonic()
+        while not (await asyncio.wait({ended}, timeout=_PING_EVERY_S))[0]:
+            now_s = time.monotonic()
+            late, last_s = now_s - last_s > 2 * _PING_EVERY_S, now_s
+            if line.ping() or late:  # or this process was not running itself
+                heard_s = now_s
+            elif now_s - heard_s > _HUNG_S:
+                logger.error("%s has not moved for %.0f s: killing it", self.name, _HUNG_S)
+                self._signal(signal.SIGKILL)
+                return
+
+    def let_go(self) -> None:
+        if self._line is not None:
+            self._line.let_go()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """No restart any more; ``number`` to the process if it runs."""
+        self._stopping = True
+        self._close_sockets()
+        self._signal(number)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def _close_sockets(self) -> None:
+        """This process's copies; the child has its own."""
+        for sock in self.sockets:
+            sock.close()
+        self.sockets = []
+
+
+class Supervisor:
+    """``await run()`` from start to end of a router with several processes."""
+
+    def __init__(self, argv: Sequence[str], options: RouterOptions) -> None:
+        self._argv = list(argv)
+        self._options = options
+        self._port = options.port
+        self._stopping = asyncio.Event()
+        self._scheduler: Child | None = None
+        self._schedulers = 0
+        self._front_ends: list[Child] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed = False
+
+    async def run(self) -> int:
+        """Serve until a signal or a successor ends it; the exit code.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        end_on_signals(self._stopping)
+        options = self._options
+        predecessor = None
+        if options.take_over:
+            predecessor = Predecessor.call(options.host, options.port)
+            if predecessor is None:
+                logger.warning("nobody to take port %d over from: starting anew", options.port)
+        if predecessor is None:
+            check_free(options.host, options.port)
+        # Unix sockets have short names: not below a deep TMPDIR.
+        base = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_TMPDIR else None
+        with tempfile.TemporaryDirectory(prefix="sglang-sbs-", dir=base) as folder:  # mode 0700
+            try:
+                code = await self._serve(Path(folder), predecessor)
+            finally:
+                await self._kill()
+        return 1 if self._failed else code
+
+    async def _serve(self, folder: Path, predecessor: Predecessor | None) -> int:
+        options = self._options
+        successors: Successors | None = None
+        try:
+            if options.role == "router":
+                endpoint = f"ipc://{folder}/scheduler"
+                self._scheduler = Child("scheduler", partial(self._scheduler_command, endpoint), [])
+                await self._start([self._scheduler])
+            else:
+                assert options.scheduler_endpoint is not None, "checked with the command line"
+                endpoint = options.scheduler_endpoint
+            self._make_front_ends(endpoint, predecessor)
+            await self._start(self._front_ends)
+            if self._stopping.is_set():
+                return 0
+            self._announce()
+            try:
+                successors = Successors(
+                    control_path(options.host, self._port), self._sockets, self._stopping.set
+                )
+            except OSError as error:
+                logger.warning("a rolling restart is not possible: %s", error)
+            if predecessor is not None:
+                logger.info("taking over: the router before this one may end")
+                predecessor.drain()
+            stopping = asyncio.create_task(self._stopping.wait())
+            await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+        except StartError as error:
+            logger.error("%s", error)
+            return 1
+        finally:
+            if successors is not None:
+                successors.close()
+        return await self._stop()
+
+    # Children ---------------------------------------------------------------------------------
+
+    def _make_front_ends(self, endpoint: str, predecessor: Predecessor | None) -> None:
+        options = self._options
+        inherited = predecessor.sockets if predecessor is not None else []
+        if inherited:
+            self._port = int(inherited[0].getsockname()[1])
+        for number in range(options.workers):
+            sockets = inherited[number :: options.workers]
+            if not sockets:
+                sockets = listen(options.host, self._port)
+                self._port = int(sockets[0].getsockname()[1])
+            self._front_ends.append(
+                Child(
+                    f"front end {number}",
+                    partial(self._front_end_command, endpoint, number),
+                    sockets,
+                    partial(listen, options.host, self._port),
+                )
+            )
+
+    def _scheduler_command(self, endpoint: str) -> list[str]:
+        """A restarted scheduler does not overwrite the event log of the one that died."""
+        log = self._options.event_log
+        logged = (
+            ["--sbs-event-log", f"{log}.{self._schedulers}"] if log and self._schedulers else []
+        )
+        self._schedulers += 1
+        return [
+            *self._argv,
+            *("--sbs-role", "scheduler", "--sbs-scheduler", endpoint, "--workers", "1"),
+            *logged,
+        ]
+
+    def _front_end_command(self, endpoint: str, number: int) -> list[str]:
+        """Limits of the router as a whole are shared out evenly.
+
+        Each front end keeps to its share by itself: no decision at the door costs a message, and a
+        lost scheduler changes nothing. The shares add up to the whole.
+        """
+        options = self._options
+        bodies_bytes = _share(options.relay.max_bodies_bytes, number, options.workers)
+        words = ["--sbs-max-bodies-size", str(max(bodies_bytes, options.max_payload_bytes))]
+        if options.max_concurrent_requests > 0:
+            for flag, whole in (
+                ("--max-concurrent-requests", options.max_concurrent_requests),
+                ("--queue-size", options.queue_size),
+            ):
+                words += [flag, str(_share(whole, number, options.workers))]
+            if options.rate_limit_per_s > 0:
+                share = options.rate_limit_per_s / options.workers
+                words += ["--rate-limit-tokens-per-second", repr(share)]
+        return [
+            *self._argv,
+            *("--sbs-role", "front-end", "--sbs-scheduler", endpoint, "--workers", "1"),
+            *("--port", str(self._port)),
+            *words,
+        ]
+
+    async def _start(self, children: list[Child]) -> None:
+        """Start them and wait until all serve, or a signal comes. Raises: StartError."""
+        tasks = [asyncio.create_task(child.keep(), name=child.name) for child in children]
+        for task in tasks:
+            task.add_done_callback(self._kept)
+        self._tasks += tasks
+        serving = asyncio.create_task(_all_serve(children))
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({serving, stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        stopping.cancel()
+        for task in tasks:
+            if task.done():
+                task.result()
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        """A child is kept no longer; that is a defect unless it was to end or never served."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, StartError):
+            self._failed = True
+            logger.error("lost %s by a defect: the router ends", task.get_name(), exc_info=error)
+
+    def _sockets(self) -> list[socket.socket]:
+        return [sock for child in self._front_ends for sock in child.sockets]
+
+    def _announce(self) -> None:
+        options = self._options
+        if self._scheduler is not None:
+            facts = self._scheduler.facts
+            scheduler = (
+                f"metrics at :{facts['prometheus_port']}, "
+                f"EndForward at {facts['endforward'] or 'nothing'}; scheduler {self._scheduler.pid}"
+            )
+        else:
+            scheduler = f"scheduler at {options.scheduler_endpoint}"
+        logger.info(
+            "sglang-sbs %s: policy %s at %s:%d, %s, front ends %s",
+            *(__version__, options.scheduler.policy, options.host, self._port, scheduler),
+            " ".join(str(child.pid) for child in self._front_ends),
+        )
+
+    # The end ----------------------------------------------------------------------------------
+
+    async def _stop(self) -> int:
+        """Front ends drain first: they need the scheduler to the last."""
+        self._stopping.clear()
+        logger.info(
+            "stopping: front ends finish what they have, for at most %g s "
+            "(--shutdown-grace-period-secs); a second Ctrl-C or SIGTERM ends them at once",
+            self._options.shutdown_grace_s,
+        )
+        if self._scheduler is not None:
+            self._scheduler.let_go()
+        for child in self._front_ends:
+            child.end()
+        count = len(self._front_ends)
+        draining = asyncio.create_task(asyncio.wait(self._tasks[-count:]))
+        again = asyncio.create_task(self._stopping.wait())
+        limit_s = self._options.shutdown_grace_s + _MARGIN_S
+        await asyncio.wait([draining, again], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if not draining.done():
+            logger.warning("front ends did not end in time, or a second signal came")
+            return 1
+        if self._scheduler is not None:
+            self._scheduler.end()
+            await asyncio.wait({self._tasks[0]}, timeout=_MARGIN_S)
+        return 0
+
+    async def _kill(self) -> None:
+        for child in [*self._front_ends, *([self._scheduler] if self._scheduler else [])]:
+            child.end(signal.SIGKILL)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _all_serve(children: Sequence[Child]) -> None:
+    for child in children:
+        await child.serving.wait()
+
+
+def _share(whole: int, number: int, parts: int) -> int:
+    return whole // parts + (number < whole % parts)
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
+
+
+async def supervise(argv: Sequence[str], options: RouterOptions) -> int:
+    """Run the processes of ``options``; ``argv`` is the command line they are from."""
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    return await Supervisor(argv, options).run()

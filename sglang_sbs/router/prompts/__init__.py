@@ -1,0 +1,1 @@
+"""Prompts: their tokens, their length, and the names of their KV blocks."""

@@ -1,0 +1,181 @@
+"""What SGLang's KV events call the full pages of a prompt.
+
+Owns naming: token ids in, the signed 64-bit names out that an engine publishes for the same tokens
+(``BlockStored.block_hashes``). Must not know where ids come from or who holds which block.
+
+A page's digest is SHA-256 over the digest of the page before it and its token ids as little-endian
+uint32; its name is the first 8 bytes, big-endian (``get_native_hash`` and ``hash_str_to_int64`` in
+SGLang's ``mem_cache/utils.py``). So a name stands for a page *and* everything before it, and a
+prompt with a known beginning has known names: chains are kept in pieces of about a thousand tokens
+and only what is new is hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglang_sbs.router.processes.messages import MAX_BLOCKS
+
+MAX_NAMES = MAX_BLOCKS
+"""Of one prompt; pages after these are not looked for."""
+TEXT_BYTES_PER_TOKEN = 4
+"""Text without a tokenizer: so many bytes stand for a token of its blocks."""
+
+_PIECE_BYTES = 4096
+_MAX_PIECES = 4096
+"""Kept: 4 million tokens, in 17 MiB with pages of 64 tokens and 50 MiB with pages of one."""
+_SCOPE_TAG = b"sglang-sbs-namespace-v1"
+_TEXT_SEED = hashlib.sha256(b"sglang-sbs-text-v1").digest()
+
+
+class BlockFormat(NamedTuple):
+    """How an engine cuts prompts into blocks."""
+
+    page_tokens: int
+    bigram: bool = False
+    """EAGLE keys its cache by pairs of neighbouring tokens: one fewer than there are tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What keeps equal tokens of different requests apart in an engine's cache."""
+
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    lora: str | None = None
+    """The adapter as the request names it."""
+
+
+PLAIN = Namespace()
+
+
+class BlockNamer:
+    """Names blocks and remembers chains; may be used from several threads."""
+
+    def __init__(self, *, as_published: bool = True) -> None:
+        """``as_published``: a namespace counts as it does in KV events, which leave ``extra_key``
+        out. Without, it keeps names apart that no event would: for engines that publish none."""
+        self._as_published = as_published
+        self._pieces: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def names(
+        self, ids: list[int] | array[int], blocks: BlockFormat, namespace: Namespace = PLAIN
+    ) -> array[int]:
+        """Names of the full pages, the first ``MAX_NAMES`` of them.
+
+        Raises:
+            ValueError: something is no token id.
+        """
+        try:
+            tokens = array("I", ids)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"not a list of token ids: {error}") from error
+        width = 4
+        if blocks.bigram:
+            if len(tokens) < 2:
+                return array("q")
+            pairs = array("I", bytes(8 * (len(tokens) - 1)))
+            pairs[0::2], pairs[1::2] = tokens[:-1], tokens[1:]
+            tokens, width = pairs, 8
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        seed = b""
+        if namespace.cache_salt:
+            seed = _sha256(b"sglang-cache-salt-v1\0" + namespace.cache_salt.encode())
+        names = self._chain(tokens.tobytes(), blocks.page_tokens * width, seed)
+        scope = self._scope(namespace)
+        return names if scope is None else _scoped(names, scope)
+
+    def text_names(self, text: bytes, page_tokens: int, namespace: Namespace = PLAIN) -> array[int]:
+        """Names for text nobody tokenized, which no engine publishes.
+
+        Pages are taken to have ``TEXT_BYTES_PER_TOKEN`` bytes per token. Good for recognising what
+        was sent before, not for what an engine says.
+        """
+        seed = _TEXT_SEED
+        if namespace != PLAIN:
+            parts = (namespace.cache_salt, namespace.extra_key, namespace.lora)
+            seed = _sha256(seed + _encoded(*parts))
+        return self._chain(text, page_tokens * TEXT_BYTES_PER_TOKEN, seed)
+
+    def _scope(self, namespace: Namespace) -> bytes | None:
+        """Seed of the names outside the common namespace.
+
+        Events scope the names of LoRA requests by the engine's own id of the adapter, which is not
+        known here. Such blocks get names no engine publishes: not found among published ones, but
+        never taken for another adapter's either.
+        """
+        if namespace.lora is None and (self._as_published or namespace.extra_key is None):
+            return None
+        return _sha256(_SCOPE_TAG + _encoded(namespace.extra_key, namespace.lora))
+
+    def _chain(self, data: bytes, page_bytes: int, digest: bytes) -> array[int]:
+        pages = min(len(data) // page_bytes, MAX_NAMES)
+        end = pages * page_bytes
+        step = max(1, _PIECE_BYTES // page_bytes) * page_bytes
+        names = bytearray()
+        for start in range(0, end, step):
+            piece = data[start : min(start + step, end)]
+            if len(piece) < step:  # the end of a prompt seldom comes again as it is
+                names += _hash_pages(piece, page_bytes, digest)[0]
+                break
+            key = b"%b%b%b" % (page_bytes.to_bytes(4, "little"), digest, piece)
+            with self._lock:
+                known = self._pieces.get(key)
+                if known is not None:
+                    self._pieces.move_to_end(key)
+            if known is None:
+                known = _hash_pages(piece, page_bytes, digest)
+                with self._lock:
+                    self._pieces[key] = known
+                    if len(self._pieces) > _MAX_PIECES:
+                        self._pieces.popitem(last=False)
+            names += known[0]
+            digest = known[1]
+        return array("q", bytes(names))
+
+
+def _hash_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, bytes]:
+    """Names of these pages in this machine's byte order, and the digest of the last one."""
+    digests = []
+    sha256 = hashlib.sha256
+    for start in range(0, len(data), page_bytes):
+        digest = sha256(digest + data[start : start + page_bytes]).digest()
+        digests.append(digest)
+    names = struct.unpack(">" + "q24x" * len(digests), b"".join(digests))
+    return array("q", names).tobytes(), digest
+
+
+def _scoped(names: array[int], scope: bytes) -> array[int]:
+    """As SGLang's ``namespaced_block_hash``."""
+    return array(
+        "q",
+        (
+            int.from_bytes(_sha256(scope + name.to_bytes(8, "big", signed=True))[:8], signed=True)
+            for name in names
+        ),
+    )
+
+
+def _encoded(*parts: str | None) -> bytes:
+    """Unambiguous for any strings and their absence."""
+    out = b""
+    for part in parts:
+        if part is None:
+            out += b"\x00"
+        else:
+            data = part.encode("utf-8", "surrogatepass")
+            out += b"\x01" + len(data).to_bytes(8, "little") + data
+    return out
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

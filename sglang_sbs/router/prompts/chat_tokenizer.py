@@ -1,0 +1,188 @@
+"""A model's own tokenizer and chat template, without transformers.
+
+Owns reading ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` the way
+transformers and SGLang do, and token ids of texts and chats. Must not know requests or threads:
+tokenizing blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from sglang_sbs.router.prompts.chat_template import ChatTemplate, TemplateError
+from sglang_sbs.router.prompts.known_text import TextPieces
+
+_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_BOS_BY_CONFIG = frozenset(
+    {
+        "LlamaTokenizer",
+        "LlamaTokenizerFast",
+        "CodeLlamaTokenizer",
+        "CodeLlamaTokenizerFast",
+        "GemmaTokenizer",
+        "GemmaTokenizerFast",
+        "CohereTokenizerFast",
+    }
+)
+"""Tokenizer classes whose ``add_bos_token`` (default: yes) SGLang honours, whatever
+``tokenizer.json`` says (``_fix_v5_add_bos_eos_token``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    ids: array[int]
+    """uint32."""
+    exact: bool = True
+    """These are all tokens of the prompt: nothing but text is in it."""
+    certain: bool = True
+    """The engine is known to come to the same ids, given the same files."""
+
+
+class ChatTokenizer:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        special_tokens: Mapping[str, str],
+    ) -> None:
+        """Raises: jinja2.TemplateError, ``template`` is none."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(template, special_tokens) if template else None
+        self.pieces = TextPieces(tokenizer)
+        bos = special_tokens.get("bos_token")
+        self._bos_id = tokenizer.token_to_id(bos) if bos else None
+
+    @classmethod
+    def load(cls, directory: Path, chat_template: Path | None = None) -> ChatTokenizer:
+        """From a model directory; ``chat_template`` overrides the model's own.
+
+        Raises:
+            ValueError: naming the file that is missing or broken.
+        """
+        path = directory / "tokenizer.json" if directory.is_dir() else directory
+        if not path.is_file():
+            raise ValueError(
+                f"--tokenizer-path: no tokenizer.json at {path}; give the directory of a Hugging "
+                "Face model with a fast tokenizer"
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ValueError(f"--tokenizer-path: {path}: {error}") from error
+        config = _read_json(path.with_name("tokenizer_config.json"))
+        special = {
+            f"{name}_token": token
+            for name in _NAMED_TOKENS
+            if (token := _token_text(config.get(f"{name}_token"))) is not None
+        }
+        _add_configured_tokens(tokenizer, config)
+        _add_bos(tokenizer, config, special.get("bos_token"))
+        if chat_template is not None:
+            try:
+                # As SGLang reads the file named by its own flag.
+                template: str | None = (
+                    chat_template.read_text("utf-8").strip("\n").replace("\\n", "\n")
+                )
+            except OSError as error:
+                raise ValueError(f"--chat-template: {error}") from error
+        else:
+            own_file = path.with_name("chat_template.jinja")
+            template = (
+                own_file.read_text("utf-8")
+                if own_file.is_file()
+                else _first_template(config.get("chat_template"))
+            )
+        try:
+            return cls(tokenizer, template, special)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template of {path.parent}: {error}") from error
+
+    def text_ids(self, text: str) -> array[int]:
+        """Of a prompt that is text, as for ``/generate``: with the beginning-of-sequence token."""
+        return self.pieces.encode(text, add_special_tokens=True)
+
+    def chat_ids(self, body: Mapping[str, Any]) -> PromptIds:
+        """Of a ``/v1/chat/completions`` body. Raises: TemplateError."""
+        if self.template is None:
+            raise TemplateError("the tokenizer has none; give one with --chat-template")
+        chat = self.template.render(body)
+        ids = self.pieces.encode(chat.text)
+        if chat.continuation:
+            more = self.pieces.encode(chat.continuation, add_special_tokens=True)
+            if more and more[0] == self._bos_id:
+                more = more[1:]
+            ids += more
+        return PromptIds(ids, exact=chat.only_text, certain=chat.certain)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"--tokenizer-path: {path}: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _add_configured_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Those of ``added_tokens_decoder`` that ``tokenizer.json`` does not have."""
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    by_id = sorted((int(key), value) for key, value in listed.items() if str(key).isdigit())
+    for _, value in by_id:
+        content = _token_text(value)
+        if content is None or content in known:
+            continue
+        special = bool(value.get("special"))
+        token = AddedToken(
+            content,
+            single_word=bool(value.get("single_word")),
+            lstrip=bool(value.get("lstrip")),
+            rstrip=bool(value.get("rstrip")),
+            normalized=bool(value.get("normalized", not special)),
+            special=special,
+        )
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
+
+
+def _add_bos(tokenizer: Tokenizer, config: Mapping[str, Any], bos: str | None) -> None:
+    if config.get("tokenizer_class") not in _BOS_BY_CONFIG or bos is None:
+        return
+    bos_id = tokenizer.token_to_id(bos)
+    wanted = config.get("add_bos_token")
+    if wanted is False or bos_id is None or bos_id in tokenizer.encode("").ids:
+        return
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, bos_id)]
+    )
+
+
+def _first_template(value: Any) -> str | None:
+    """``chat_template`` of the config: a string, or named ones, of which SGLang takes the first."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        for item in value:
+            if isinstance(item, dict) and isinstance(item.get("template"), str):
+                return str(item["template"])
+    return None

@@ -1,0 +1,109 @@
+"""How many tokens a prompt has when nobody can count them: an estimate that learns.
+
+Owns the estimate and its calibration: UTF-8 bytes times a ratio that follows the ``prompt_tokens``
+engines report. Must not know tokenizers or requests in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_sbs.router.prompts.chat_template import content_text
+
+INITIAL_BYTES_PER_TOKEN = 4.0
+_MEMORY_BYTES = 1_000_000.0
+"""Prompts older than about this much text no longer count in the ratio."""
+_MOST_BYTES = 20_000
+"""A single prompt counts for no more, however long it is."""
+_LEAST_BYTES_PER_TOKEN = 1.0
+_MOST_BYTES_PER_TOKEN = 16.0
+"""What is reported beyond these is odd text, or no truth: a tokenizer that knows no word takes
+every byte for a token."""
+_TOKENS_PER_MESSAGE = 4
+"""Role markers and separators of a chat message, roughly, in any template."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLength:
+    tokens: int
+    exact: bool
+    size_bytes: int = 0
+    """Of the text the estimate rests on; 0 where there is nothing to learn from."""
+
+
+class PromptLengths:
+    def __init__(self, observe_error: Callable[[float], None] | None = None) -> None:
+        """``observe_error`` gets (counted - reported) / reported of each inexact prompt."""
+        self._observe_error = observe_error
+        self._bytes = _MEMORY_BYTES / 10
+        self._tokens = self._bytes / INITIAL_BYTES_PER_TOKEN
+        self.contradicted = 0
+        """Exact lengths that an engine reported otherwise."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self._bytes / self._tokens
+
+    def learn(self, length: PromptLength, reported_tokens: int) -> None:
+        """An engine said how many tokens that prompt really had."""
+        if reported_tokens <= 0:
+            return
+        if self._observe_error is not None and not length.exact:
+            self._observe_error((length.tokens - reported_tokens) / reported_tokens)
+        if length.exact:
+            self.contradicted += length.tokens != reported_tokens
+        if length.exact or length.size_bytes == 0:
+            return
+        ratio = length.size_bytes / reported_tokens
+        ratio = min(max(ratio, _LEAST_BYTES_PER_TOKEN), _MOST_BYTES_PER_TOKEN)
+        size = min(length.size_bytes, _MOST_BYTES)
+        keep = _MEMORY_BYTES / (_MEMORY_BYTES + size)
+        self._bytes = self._bytes * keep + size
+        self._tokens = self._tokens * keep + size / ratio
+
+    def estimate(self, prompt: Any) -> PromptLength:
+        """Of text, token ids, embeddings or the body of a chat."""
+        if isinstance(prompt, dict):
+            texts, messages, only_text = _chat_texts(prompt)
+            size = sum(map(_utf8_size, texts))
+            tokens = round(size / self.bytes_per_token) + _TOKENS_PER_MESSAGE * messages
+            return PromptLength(max(1, tokens), False, size if only_text else 0)
+        if isinstance(prompt, str):
+            size = _utf8_size(prompt)
+            return PromptLength(max(1, round(size / self.bytes_per_token)), False, size)
+        return PromptLength(max(1, len(prompt)) if isinstance(prompt, list) else 1, True)
+
+
+def chat_bytes(body: dict[str, Any]) -> bytes | None:
+    """The text of a chat in the order of most templates; ``None``: text is not all there is.
+
+    For recognising a conversation that goes on, where no template says what the prompt really is.
+    """
+    texts, _, only_text = _chat_texts(body)
+    return "\x1e".join(texts).encode("utf-8", "surrogatepass") if only_text else None
+
+
+def _utf8_size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _chat_texts(body: dict[str, Any]) -> tuple[list[str], int, bool]:
+    """All text of a chat request, the number of messages, and whether text is all there is."""
+    texts: list[str] = list(map(str, _list(body.get("tools"))))
+    only_text = True
+    messages = _list(body.get("messages"))
+    for message in messages:
+        if not isinstance(message, dict):
+            continue
+        text, plain = content_text(message.get("content"))
+        texts.append(text)
+        only_text = only_text and plain
+        texts += map(str, _list(message.get("tool_calls")))
+    return texts, len(messages), only_text
+
+
+def _list(value: Any) -> list[Any]:
+    """What should be a list; anything else is the engine's to refuse."""
+    return value if isinstance(value, list) else []

@@ -1,0 +1,260 @@
+"""What the router finds out about a prompt before it asks the scheduler: tokens and block names.
+
+Owns the order of attempts (ids given, tokenizer, estimate). Must not know requests in flight,
+instances or how anything is placed.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+from sglang_sbs.plain_words import counted
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.lanes import LONG_BYTES, Lanes
+from sglang_sbs.router.prompts.block_names import (
+    TEXT_BYTES_PER_TOKEN,
+    BlockFormat,
+    BlockNamer,
+    Namespace,
+)
+from sglang_sbs.router.prompts.chat_template import TemplateError
+from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer, PromptIds
+from sglang_sbs.router.prompts.known_text import TooLong
+from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths, chat_bytes
+from sglang_sbs.router.requests.plan import Plan, Prompt
+from sglang_sbs.router.requests.raw_json import json_of_ids
+
+logger = logging.getLogger(__name__)
+
+_QUICK_CHARS = 512
+_QUICK_PAGES = 256
+"""Tokenizing so much text, or naming so many pages, takes no longer than handing it to a thread."""
+_MOST_BACKLOG_BYTES = 16 << 20
+"""With so much text waiting, a long one is not tokenized: its length is estimated."""
+_MOST_BYTES_PER_TOKEN = 64
+"""No tokenizer makes fewer tokens of a long text, unless it is mostly white space."""
+
+PromptKind = Literal["text", "chat"]
+Counted = Literal["given", "tokenized", "estimated"]
+"""Where a prompt's length is from: its token ids were given, made here, or nobody knows them."""
+
+
+class LongestPrompt(NamedTuple):
+    """The longest prompt that some engine takes (its ``max_req_input_len``)."""
+
+    tokens: int
+    cuts: bool = False
+    """Longer ones are cut (``--allow-auto-truncate``), not refused."""
+
+    def check(self, tokens: int, *, at_least: bool = False) -> None:
+        """Raises: RouterError (400), every engine would refuse a prompt of so many tokens."""
+        if tokens <= self.tokens or self.cuts:
+            return
+        raise RouterError(
+            400,
+            "prompt_too_long",
+            f"the prompt has {'at least ' if at_least else ''}{counted(tokens, 'token')}; no "
+            f"engine takes more than {self.tokens:,}",
+        )
+
+
+class Engines(Protocol):
+    """What the engines make of prompts, as far as it is known."""
+
+    def block_format(self) -> BlockFormat | None:
+        """How prefill instances cut prompts into blocks; ``None``: names are of no use."""
+
+    def agrees(self, kind: PromptKind) -> bool:
+        """False: some engine is known to come to other token ids than the tokenizer here."""
+
+    def takes_ids(self, kind: PromptKind) -> bool:
+        """Whether token ids may be sent in place of such prompts, to some engine at least."""
+
+    def serves(self, model: str) -> bool:
+        """Whether this is a model's whole name, though it looks like ``model:adapter``."""
+
+    def longest_prompt(self) -> LongestPrompt | None:
+        """``None``: it is not known of every engine."""
+
+
+@dataclass(slots=True)
+class ReadPrompt:
+    length: PromptLength
+    blocks: array[int] = field(default_factory=lambda: array("q"))
+    """Names of its full pages; none: its prefix cannot be looked for."""
+    block_tokens: int = 0
+    ids_json: bytes | None = None
+    """Its token ids as JSON, where engines may get them instead of the text."""
+    counted: Counted = "estimated"
+
+
+class PromptReader:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer | None,
+        lengths: PromptLengths,
+        namer: BlockNamer,
+        engines: Engines,
+        *,
+        names_text: bool,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """``names_text``: text nobody can tokenize gets block names too, good for the approximate
+        index only."""
+        self._tokenizer = tokenizer
+        self._lengths = lengths
+        self._namer = namer
+        self._engines = engines
+        self._names_text = names_text
+        self._lanes = lanes or Lanes()
+        self._template_warned = False
+        self.counts: Counter[Counted] = Counter()
+
+    def close(self) -> None:
+        self._lanes.close()
+
+    async def read(self, plan: Plan) -> list[ReadPrompt]:
+        """One per prompt of the plan. What takes time is done off the loop.
+
+        Raises:
+            RouterError: 400, a prompt is longer than any engine takes. If it went there, others
+                would wait for passes that never come.
+        """
+        longest = self._engines.longest_prompt()
+        if longest is not None:
+            for prompt in plan.prompts:
+                _check_size(prompt, longest)
+        format_ = self._engines.block_format()
+        if self._is_quick(plan, format_):
+            prompts = self._read_all(plan, format_)
+        else:
+            size = len(plan.common) + sum(len(prompt.member) for prompt in plan.prompts)
+            busy = size >= LONG_BYTES and self._lanes.long_bytes > _MOST_BACKLOG_BYTES
+            read = self._read_all
+            prompts = await self._lanes.run(size, read, plan, format_, tokenizes=not busy)
+        for read_prompt in prompts:
+            if longest is not None:
+                read_prompt.length = _bounded(read_prompt.length, longest)
+            self.counts[read_prompt.counted] += 1
+        return prompts
+
+    def _is_quick(self, plan: Plan, format_: BlockFormat | None) -> bool:
+        """Whether a thread would only cost time."""
+        chars = tokens = 0
+        for prompt in plan.prompts:
+            if isinstance(prompt.value, array):
+                tokens += len(prompt.value)
+            elif prompt.value is not None:
+                chars += len(prompt.member) or len(plan.common)
+        if self._tokenizer is not None and chars > _QUICK_CHARS:
+            return False
+        if self._names_text:
+            tokens += chars // TEXT_BYTES_PER_TOKEN
+        return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
+
+    def _read_all(
+        self, plan: Plan, format_: BlockFormat | None, *, tokenizes: bool = True
+    ) -> list[ReadPrompt]:
+        return [self._read(plan, prompt, format_, tokenizes) for prompt in plan.prompts]
+
+    def _read(
+        self, plan: Plan, prompt: Prompt, format_: BlockFormat | None, tokenizes: bool
+    ) -> ReadPrompt:
+        value = prompt.value
+        ids: array[int] | None = None
+        ids_json: bytes | None = None
+        counted: Counted = "estimated"
+        if isinstance(value, array):
+            counted = "given"
+            length = PromptLength(max(1, len(value)), exact=True)
+            ids = value
+        elif value is None and prompt.size_bytes:
+            estimate = round(prompt.size_bytes / self._lengths.bytes_per_token)
+            length = PromptLength(max(1, estimate), exact=False)
+        elif value is None:
+            counted = "given"
+            length = PromptLength(max(1, prompt.tokens), exact=True)
+        elif tokenizes and (read := self._tokenize(value)) is not None:
+            kind: PromptKind = "chat" if isinstance(value, dict) else "text"
+            exact = read.exact and self._engines.agrees(kind)
+            length = PromptLength(max(1, len(read.ids)), exact)
+            if exact:
+                counted = "tokenized"
+                ids = read.ids
+            if exact and read.certain and prompt.takes_ids and self._engines.takes_ids(kind):
+                ids_json = json_of_ids(read.ids)
+        else:
+            length = self._lengths.estimate(value)
+        if not prompt.alone:
+            counted = "estimated"
+            length = replace(length, exact=False, size_bytes=0)
+        if format_ is None or not prompt.alone or prompt.namespace is None:
+            return ReadPrompt(length, ids_json=ids_json, counted=counted)
+        namespace = self._with_adapter(prompt.namespace, plan.model)
+        blocks = self._name(value, ids, format_, namespace)
+        page_tokens = format_.page_tokens if blocks else 0
+        return ReadPrompt(length, blocks, page_tokens, ids_json, counted)
+
+    def _tokenize(self, value: Any) -> PromptIds | None:
+        if self._tokenizer is None:
+            return None
+        try:
+            if isinstance(value, str):
+                return PromptIds(self._tokenizer.text_ids(value))
+            return self._tokenizer.chat_ids(value)
+        except TooLong:
+            return None
+        except TemplateError as error:
+            if not self._template_warned:
+                self._template_warned = True
+                logger.warning("chat template: %s; such prompts are estimated", error)
+            return None
+
+    def _name(
+        self,
+        value: Any,
+        ids: array[int] | None,
+        format_: BlockFormat,
+        namespace: Namespace,
+    ) -> array[int]:
+        if ids is not None:
+            try:
+                return self._namer.names(ids, format_, namespace)
+            except ValueError:  # embeddings, or nonsense the engine will refuse
+                return array("q")
+        if not self._names_text:
+            return array("q")
+        text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else None
+        if isinstance(value, dict):
+            text = chat_bytes(value)
+        if text is None:
+            return array("q")
+        return self._namer.text_names(text, format_.page_tokens, namespace)
+
+    def _with_adapter(self, namespace: Namespace, model: str) -> Namespace:
+        """``base-model:adapter-name`` comes before ``lora_path``."""
+        _, colon, adapter = model.partition(":")
+        if not colon or not adapter or self._engines.serves(model):
+            return namespace
+        return replace(namespace, lora=adapter.strip())
+
+
+def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
+    """Before anything is made of it. Raises: RouterError."""
+    if isinstance(prompt.value, array):
+        longest.check(len(prompt.value))
+    size = len(prompt.value) if isinstance(prompt.value, str) else prompt.size_bytes
+    longest.check(size // _MOST_BYTES_PER_TOKEN, at_least=True)
+
+
+def _bounded(length: PromptLength, longest: LongestPrompt) -> PromptLength:
+    """What engines can make of it. Raises: RouterError."""
+    if length.exact:
+        longest.check(length.tokens)
+    if length.tokens <= longest.tokens:
+        return length
+    return PromptLength(longest.tokens, exact=False)

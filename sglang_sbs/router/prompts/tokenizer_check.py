@@ -1,0 +1,377 @@
+"""What the engines make of prompts: their page size, and whether their tokens are ours.
+
+Owns the comparison of the router's tokenizer with each engine's (``POST /tokenize``), and what
+follows: whether names and counts made here are right, and whether token ids may be sent instead of
+text. Must not know requests.
+
+An engine is asked once for each of its starts. It gets texts and chats that would tell any two
+tokenizers or templates apart that are not made to deceive: white space, digits, several scripts,
+composed and decomposed characters, every special token, a sample of the vocabulary; system prompts,
+tools, tool calls and their results, parts, the beginning of an answer. Only where all ids are equal
+are any sent in place of text (``--sbs-forward-token-ids auto``), and only to engines that were
+asked. Where they are not, it is said, lengths count as estimates and no blocks are named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+
+from sglang_sbs.router.engines.control_requests import ask
+from sglang_sbs.router.prompts.block_names import BlockFormat
+from sglang_sbs.router.prompts.chat_template import TemplateError
+from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind
+from sglang_sbs.router.requests.plan import RouteKind
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.server_info import WorkerInfo, parse_version
+
+logger = logging.getLogger(__name__)
+
+Forwarding = Literal["auto", "on", "off"]
+
+CHAT_IDS_VERSION = (0, 5, 23)
+"""First SGLang release known to take ``input_ids`` in a chat."""
+_EVERY_S = 1.0
+_AGAIN_S = 10.0
+_ANSWER_S = 10.0
+_MAX_SPECIALS = 500
+_SAMPLE = 400
+_TEXTS = (
+    "Hello, world! It's 12345.678 o'clock\tnow\n\n  indented\r\n",
+    " leading and trailing spaces  ",
+    "def f(x):\n    return {'a': [x**2, 0x1F]}  # käse \u00e9 e\u0301 \u212b",
+    "漢字かな 한국어 русский العربية हिन्दी \U0001f600\U0001f1e9\U0001f1ea \u200b\ufeff",
+)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Wetter, 天気 <now>",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+_ASKED = {"role": "user", "content": " What's the weather in Köln? "}
+_CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "call_0",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "Köln", "days": 2}'},
+        }
+    ],
+}
+_RESULT = {"role": "tool", "tool_call_id": "call_0", "content": '{"sky": "grey"}'}
+_PARTS = [{"type": "text", "text": "And"}, {"type": "text", "text": "now?"}]
+_CHATS: tuple[dict[str, Any], ...] = (
+    {"messages": [_ASKED]},
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            _ASKED,
+            {"role": "assistant", "content": "Grey."},
+            {"role": "user", "content": _PARTS},
+        ]
+    },
+    {"messages": [_ASKED], "tools": [_TOOL]},
+    {"messages": [_ASKED, _CALL, _RESULT], "tools": [_TOOL]},
+    {
+        "messages": [_ASKED, {"role": "assistant", "content": "It is"}],
+        "continue_final_message": True,
+    },
+    {"messages": [_ASKED, {"role": "assistant", "content": "It is"}]},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``None``: could not be found out."""
+
+    text: bool | None = None
+    chat: bool | None = None
+    takes_chat_ids: bool = False
+
+    def of(self, kind: PromptKind) -> bool | None:
+        return self.chat if kind == "chat" else self.text
+
+
+_UNKNOWN = Verdict()
+
+
+class EngineTokenizers:
+    """See :class:`~sglang_sbs.router.prompts.reader.Engines`; asked from several threads."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        session: aiohttp.ClientSession,
+        tokenizer: ChatTokenizer | None,
+        *,
+        forwarding: Forwarding,
+        names_blocks: bool,
+        api_key: str | None,
+    ) -> None:
+        """``names_blocks``: somebody wants block names."""
+        self._registry = registry
+        self._session = session
+        self._tokenizer = tokenizer
+        self._forwarding = forwarding
+        self._names_blocks = names_blocks
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._verdicts: dict[str, tuple[WorkerInfo, Verdict]] = {}
+        self._again_s: dict[str, float] = {}
+        self._disagreeing: frozenset[PromptKind] = frozenset()
+        self._format: BlockFormat | None = None
+        self._models: frozenset[str] = frozenset()
+        self._longest: LongestPrompt | None = None
+        self._looked_s = -_EVERY_S
+        self._task: asyncio.Task[None] | None = None
+        self._odd_pages = ""
+
+    def start(self) -> None:
+        """Ask engines as they come up; nobody is asked without a tokenizer."""
+        if self._tokenizer is not None:
+            self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # What is known ----------------------------------------------------------------------------
+
+    def block_format(self) -> BlockFormat | None:
+        """Of most prefill instances: a prompt gets one list of names."""
+        if not self._names_blocks:
+            return None
+        self._look()
+        return self._format
+
+    def longest_prompt(self) -> LongestPrompt | None:
+        """See :class:`~sglang_sbs.router.prompts.reader.Engines`."""
+        self._look()
+        return self._longest
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _EVERY_S:
+            return
+        self._looked_s = now_s
+        if self._names_blocks:
+            self._format = self._common_format()
+        infos = [worker.info for worker in self._registry]
+        self._models = frozenset(info.model_id for info in infos if info is not None)
+        self._longest = longest_prompt(self._registry)
+
+    def agrees(self, kind: PromptKind) -> bool:
+        return kind not in self._disagreeing
+
+    def takes_ids(self, kind: PromptKind) -> bool:
+        return self._forwarding == "on" or (
+            self._forwarding == "auto"
+            and any(_may_get_ids(verdict, kind) for _, verdict in self._verdicts.copy().values())
+        )
+
+    def may_get_ids(self, kind: RouteKind, *workers: Worker) -> bool:
+        """Whether all of these engines may get token ids instead of such a prompt's text."""
+        if self._forwarding != "auto":
+            return self._forwarding == "on"
+        asked: PromptKind = "chat" if kind == "chat" else "text"
+        for worker in workers:
+            info, verdict = self._verdicts.get(worker.url, (None, _UNKNOWN))
+            if info is None or info != worker.info or not _may_get_ids(verdict, asked):
+                return False
+            if kind == "completions" and info.completion_template:
+                return False
+        return True
+
+    def serves(self, model: str) -> bool:
+        return model in self._models
+
+    def verdict(self, worker: Worker) -> Verdict:
+        """What was found out about an engine's tokenizer."""
+        info, verdict = self._verdicts.get(worker.url, (None, _UNKNOWN))
+        return verdict if info is not None and info == worker.info else _UNKNOWN
+
+    def _common_format(self) -> BlockFormat | None:
+        formats = Counter(
+            BlockFormat(worker.info.page_size, worker.info.bigram)
+            for worker in self._registry
+            if worker.role == "prefill" and worker.info is not None
+        )
+        if not formats:
+            return None
+        if len(formats) > 1:
+            found = ", ".join(f"{n} with {_said(format_)}" for format_, n in formats.most_common())
+            if found != self._odd_pages:
+                self._odd_pages = found
+                logger.warning(
+                    "prefill instances cut prompts into different blocks (%s): prefixes are found "
+                    "only on the most common kind. Give all the same --page-size",
+                    found,
+                )
+        return formats.most_common(1)[0][0]
+
+    # Asking -----------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        probes = await asyncio.to_thread(self._make_probes)
+        while True:
+            try:
+                await self._ask_all(*probes)
+            except Exception:
+                logger.exception("comparing tokenizers failed")
+            await asyncio.sleep(_EVERY_S)
+
+    async def _ask_all(self, texts: list[str], text_ids: list[Any], chat_ids: list[Any]) -> None:
+        workers = {worker.url: worker for worker in self._registry}
+        for url in self._verdicts.keys() - workers.keys():
+            del self._verdicts[url]
+        for worker in workers.values():
+            info = worker.info
+            known = self._verdicts.get(worker.url)
+            if info is None or not worker.healthy or (known is not None and known[0] == info):
+                continue
+            if self._again_s.get(worker.url, 0.0) > time.monotonic():
+                continue
+            self._again_s[worker.url] = time.monotonic() + _AGAIN_S
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    verdict = await self._ask(worker.url, info, texts, text_ids, chat_ids)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                logger.debug("worker %s: its tokenizer is not known: %s", worker.url, error)
+                continue
+            self._verdicts[worker.url] = (info, verdict)
+            self._tell(worker, verdict)
+        kinds: tuple[PromptKind, ...] = ("text", "chat")
+        verdicts = [verdict for _, verdict in self._verdicts.values()]
+        self._disagreeing = frozenset(
+            kind for kind in kinds if any(verdict.of(kind) is False for verdict in verdicts)
+        )
+
+    async def _ask(
+        self,
+        url: str,
+        info: WorkerInfo,
+        texts: list[str],
+        text_ids: list[Any],
+        chat_ids: list[Any],
+    ) -> Verdict:
+        answer = await self._post(url, {"prompt": texts, "add_special_tokens": True})
+        text = None if answer is None else answer.get("tokens") == text_ids
+        agreed = []
+        for body, ids in zip(_CHATS, chat_ids, strict=True):
+            answer = await self._post(url, body)
+            # A chat that the template refuses must be refused here too.
+            agreed.append((answer.get("tokens") if answer is not None else None) == ids)
+        known = answer is not None or any(ids is not None for ids in chat_ids)
+        chat = all(agreed) if known and text is not None else None
+        numbers = parse_version(info.version)
+        new = numbers is not None and (numbers >= CHAT_IDS_VERSION or numbers == (0, 0, 0))
+        takes = bool(chat) and new and not await self._sees(url)
+        return Verdict(text=text, chat=chat, takes_chat_ids=takes)
+
+    async def _sees(self, url: str) -> bool:
+        """Whether it takes images or sound: then its processor may want the text of a chat."""
+        status, data = await self._talk("GET", f"{url}/model_info")
+        if status != 200:
+            return True
+        model = orjson.loads(data)
+        names = ("has_image_understanding", "has_audio_understanding")
+        return not isinstance(model, dict) or any(model.get(name) is not False for name in names)
+
+    async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The answer of ``/tokenize``; ``None``: refused, or there is no such endpoint."""
+        status, data = await self._talk("POST", f"{url}/tokenize", body)
+        if status >= 500:
+            raise ValueError(f"status {status}")  # to be asked again
+        if status != 200:
+            return None
+        answer = orjson.loads(data)
+        return answer if isinstance(answer, dict) else None
+
+    async def _talk(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        return await ask(
+            self._session, method, url, headers=self._headers, timeout_s=_ANSWER_S, json=body
+        )
+
+    def _tell(self, worker: Worker, verdict: Verdict) -> None:
+        wrong = [kind for kind in ("text", "chat") if getattr(verdict, kind) is False]
+        if not wrong:
+            worker.problems.pop("tokenizer", None)
+            logger.info(
+                "worker %s: text %s, chats %s",
+                worker.url,
+                "is tokenized as here" if verdict.text else "could not be compared",
+                "too" if verdict.chat else "could not be compared",
+            )
+            return
+        self._registry.report_problem(
+            worker,
+            "tokenizer",
+            f"comes to other token ids for {' and '.join(wrong)} than --tokenizer-path, so that "
+            "lengths are estimates and prefixes are not found: give the directory of the model it "
+            "serves, and --chat-template as the engine has it",
+        )
+
+    def _make_probes(self) -> tuple[list[str], list[Any], list[Any]]:
+        """Texts, their ids, and the ids of the chats (``None``: refused). Takes some time."""
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        vocabulary = tokenizer.tokenizer.get_vocab_size()
+        sample = random.Random(1).choices(range(vocabulary), k=_SAMPLE)
+        added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+        specials = [token.content for token in added][:_MAX_SPECIALS]
+        texts = [
+            *_TEXTS,
+            "".join(specials) + " " + " ".join(specials) + "\n",
+            tokenizer.tokenizer.decode(sample, skip_special_tokens=False),
+        ]
+        text_ids = [tokenizer.text_ids(text).tolist() for text in texts]
+        chat_ids: list[Any] = []
+        for body in _CHATS:
+            try:
+                chat_ids.append(tokenizer.chat_ids(body).ids.tolist())
+            except TemplateError:
+                chat_ids.append(None)
+        return texts, text_ids, chat_ids
+
+
+def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
+    """What is longer has nowhere to go: the lesser of what some prefill and some decode engine
+    takes."""
+    most: dict[str, int] = {}
+    cuts = False
+    for worker in workers:
+        tokens = worker.info.max_request_tokens if worker.info is not None else 0
+        if tokens <= 0:
+            return None
+        assert worker.info is not None
+        cuts = cuts or worker.info.cuts_prompts
+        most[worker.role] = max(tokens, most.get(worker.role, 0))
+    return LongestPrompt(min(most.values()), cuts) if most else None
+
+
+def _may_get_ids(verdict: Verdict, kind: PromptKind) -> bool:
+    return bool(verdict.of(kind)) and (kind == "text" or verdict.takes_chat_ids)
+
+
+def _said(format_: BlockFormat) -> str:
+    return f"{format_.page_tokens} tokens{' in pairs' if format_.bigram else ''}"

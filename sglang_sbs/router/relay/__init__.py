@@ -1,0 +1,1 @@
+"""A request on its way: both legs, retries, aborts, and the answer."""

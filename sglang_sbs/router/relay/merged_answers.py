@@ -1,0 +1,237 @@
+"""Answers put together: several single requests into one, prefill's logprobs into decode's.
+
+Owns the JSON of merged responses and stream events. Must not know sockets. Indices, sums and the
+order of outputs are those SGLang itself would give (prompt by prompt, sample by sample).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from sglang_sbs.router.requests.plan import Plan, Unit
+from sglang_sbs.router.requests.raw_json import (
+    JsonError,
+    Raw,
+    checked_members,
+    checked_objects,
+    is_null,
+    list_of,
+    object_of,
+    value_of,
+)
+
+_INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+"""The parallel lists of OpenAI's completion logprobs."""
+_DONE = b"[DONE]"
+_DATA = b"data:"
+_EVENT_END = b"\n\n"
+MAX_EVENT_BYTES = 64 << 20
+
+
+class SseSplitter:
+    """Cuts a byte stream into the payloads of its ``data:`` events.
+
+    Every byte is looked at once, in however many pieces a long event comes.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._seen = 0
+        """Where a search goes on: before it there is no end of an event."""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Raises: ValueError, an event has no end."""
+        self._buffer += data
+        payloads: list[bytes] = []
+        start, look = 0, self._seen
+        with memoryview(self._buffer) as view:
+            while (end := self._buffer.find(_EVENT_END, look)) >= 0:
+                event = bytes(view[start:end]).lstrip(b"\n")
+                if event.startswith(_DATA):
+                    begin = len(_DATA) + event.startswith(_DATA + b" ")
+                    payloads.append(event[begin:].strip())
+                start = look = end + len(_EVENT_END)
+        del self._buffer[:start]
+        if len(self._buffer) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event over {MAX_EVENT_BYTES >> 20} MiB")
+        self._seen = max(0, len(self._buffer) - 1)
+        return payloads
+
+
+def sse(value: Any) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(value)
+
+
+def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
+    """Put prefill's input logprobs in front of decode's (which has none of its own), in place."""
+    ours, theirs = output.get("meta_info"), prefill.get("meta_info")
+    if not isinstance(ours, dict) or not isinstance(theirs, dict):
+        return
+    for key in _INPUT_LOGPROBS:
+        if isinstance(theirs.get(key), list):
+            own = ours.get(key)
+            ours[key] = theirs[key] + (own if isinstance(own, list) else [])
+
+
+def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
+    """The same for ``/v1/completions`` with ``echo``, in place: into the first choice.
+
+    Prefill's choice has the prompt's tokens and behind them the one it sampled, which decode has
+    too. In a stream only the first event carries the prompt.
+    """
+    choice, source = _first_choice(output), _first_choice(prefill)
+    ours, theirs = choice.get("logprobs"), source.get("logprobs")
+    if not isinstance(theirs, dict):
+        return
+    usage = prefill.get("usage")
+    sampled = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    own = ours if isinstance(ours, dict) else {}
+    merged = dict(own)
+    for key in _ECHOED:
+        values = theirs.get(key)
+        if isinstance(values, list) and values:
+            prompt = values[: len(values) - (sampled if isinstance(sampled, int) else 1)]
+            merged[key] = prompt + (own.get(key) or [])
+    choice["logprobs"] = merged
+
+
+def _first_choice(answer: dict[str, Any]) -> dict[str, Any]:
+    choices = answer.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, dict) else {}
+
+
+def restore_rid(output: dict[str, Any], rid: str, client_rid: str) -> None:
+    """The client's own request id instead of the one made up here, in place."""
+    meta = output.get("meta_info")
+    if isinstance(meta, dict) and meta.get("id") == rid:
+        meta["id"] = client_rid
+    if output.get("id") == rid:
+        output["id"] = client_rid
+
+
+class UsageSum:
+    """OpenAI ``usage`` over units: every prompt counted once, every completion."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self.value: dict[str, Any] | None = None
+
+    def add(self, unit: Unit, usage: Any) -> None:
+        if not isinstance(usage, dict):
+            return
+        if self.value is None:
+            self.value = {}
+        counts_prompt = unit.index % self._samples == 0
+        for key, amount in usage.items():
+            if key in ("prompt_tokens", "prompt_tokens_details") and not counts_prompt:
+                self.value.setdefault(key, 0 if isinstance(amount, int) else amount)
+                continue
+            self.value[key] = _sum(self.value.get(key), amount)
+        self.value["total_tokens"] = self.value.get("prompt_tokens", 0) + self.value.get(
+            "completion_tokens", 0
+        )
+
+
+def _sum(left: Any, right: Any) -> Any:
+    """Numbers added, objects added key by key, anything else taken over."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {key: _sum(left.get(key), right.get(key)) for key in {**left, **right}}
+    if isinstance(left, int) and isinstance(right, int):
+        return left + right
+    return right if left is None else left
+
+
+class NoAnswer(ValueError):
+    """An answer is none, or not like SGLang's; ``args``: which, and why."""
+
+
+def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> bytes:
+    """One body from the complete answers of all units, in their order; they stay as they came.
+
+    Raises:
+        NoAnswer: one is no JSON object, or has choices that are none.
+    """
+    usage = UsageSum(plan.samples)
+    choices: list[bytes] = []
+    first: dict[str, Raw | bytes] = {}
+    for position, (unit, answer) in enumerate(zip(plan.units, answers, strict=True)):
+        try:
+            members = checked_members(answer)
+            if not first:
+                first = {**members}
+            if plan.kind != "generate":
+                choices += _choices_of(unit, members.get("choices"))
+                usage.add(unit, value_of(members.get("usage") or b"null"))
+        except JsonError as error:
+            raise NoAnswer(position, str(error)) from error
+    if plan.kind == "generate":
+        return list_of(answers) if plan.as_list else bytes(answers[0])
+    first["choices"] = list_of(choices)
+    if usage.value is not None:
+        first["usage"] = orjson.dumps(usage.value)
+    return object_of(first.items())
+
+
+def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes]:
+    """With the unit's index. Raises: JsonError."""
+    if choices is None or is_null(choices):
+        return []
+    index = b"%d" % unit.index
+    members: list[dict[str, Raw | bytes]] = [{**one} for one in checked_objects(choices)]
+    return [object_of((one | {"index": index}).items()) for one in members]
+
+
+class StreamMerger:
+    """Turns the streams of several units into one: indices, one id, one usage, one ``[DONE]``."""
+
+    def __init__(self, plan: Plan, response_id: str) -> None:
+        self._plan = plan
+        self._response_id = response_id
+        self._usage = UsageSum(plan.samples)
+        self._usage_event: dict[str, Any] | None = None
+
+    def event(self, unit: Unit, value: Any) -> bytes | None:
+        """What the client gets for one event of one unit; ``None``: nothing (yet)."""
+        if not isinstance(value, dict) or "error" in value:
+            return sse(value)
+        if self._plan.kind == "generate":
+            return sse(value | {"index": unit.index}) if self._plan.as_list else sse(value)
+        value["id"] = self._response_id
+        choices = value.get("choices")
+        if not choices and value.get("usage") is not None:
+            self._usage.add(unit, value["usage"])
+            self._usage_event = value
+            return None
+        for choice in choices or []:
+            if isinstance(choice, dict):
+                choice["index"] = unit.index
+        return sse(value)
+
+    def end(self) -> bytes:
+        """The summed usage, if any, and the end mark."""
+        tail = b"data: [DONE]\n\n"
+        if self._usage_event is None:
+            return tail
+        return sse(self._usage_event | {"usage": self._usage.value}) + tail
+
+
+def event_sink(
+    transform: Callable[[dict[str, Any]], bytes | None], push: Callable[[bytes], None]
+) -> Callable[[bytes], None]:
+    """A decode sink that parses events, and drops the unit's own ``[DONE]``."""
+    splitter = SseSplitter()
+
+    def sink(data: bytes) -> None:
+        for payload in splitter.feed(data):
+            if payload == _DONE:
+                continue
+            out = transform(orjson.loads(payload))
+            if out is not None:
+                push(out)
+
+    return sink

@@ -1,0 +1,555 @@
+"""One attempt at a request: its prefill leg and its decode leg, as one thing that works or fails.
+
+Owns both exchanges, the verdict on each, and the abort of both. Must not know clients, retries or
+the scheduler: it reports through :class:`PairObserver` and is awaited.
+
+Decode's body goes to ``sink`` in the callback that received it. Prefill is watched on the side:
+its failure fails the pair only until decode has produced its first byte, for from then on decode
+has the KV cache and needs prefill no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from sglang_sbs.router.engines.connection_pool import Call, Pool, UpstreamError, request_head
+from sglang_sbs.router.engines.response_framing import MalformedResponse
+from sglang_sbs.router.errors import (
+    MAX_ERROR_BYTES,
+    MAX_MESSAGE_CHARS,
+    Leg,
+    LegFailure,
+    leg_aborted,
+    leg_status_failure,
+    own_failure,
+    transport_failure,
+)
+from sglang_sbs.router.processes.messages import MAX_COUNT, clamped_count
+
+logger = logging.getLogger(__name__)
+
+_SSE_ERROR = b'data: {"error"'
+_MOST_DIGITS = 18
+_END_BYTES = 1024
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
+_ABORT_MARK_BYTES = 23
+_SMALL_BYTES = 1 << 20
+"""Answers up to this size are parsed and copied without a thought."""
+_SETTLE_S = 10.0
+"""How long a prefill reply may still take once decode is through."""
+_EVENT_STREAM = "text/event-stream"
+_SSE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
+_CONTENT_TYPE = re.compile(r"[!-~][ -~]{0,255}")
+"""What may be passed on: anything else could end the head of the client's answer."""
+MAX_ANSWER_BYTES = 256 << 20
+"""Of an answer that is not streamed; most of a large one are logprobs."""
+_HELD_BYTES = 1 << 20
+"""Of decode's stream, while prefill has not answered."""
+_END_MARK = b"[DONE]"
+_TAIL_BYTES = 4096
+"""Of a stream, kept to see how it ended."""
+_ABORT_AGAIN_S = 1.0
+"""An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
+
+Body = bytes | bytearray
+"""Of an answer; never changed once it is whole, for a copy of a large one would take time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReply:
+    """What the prefill leg answered."""
+
+    body: dict[str, Any]
+    prompt_tokens: int | None
+    cached_tokens: int | None
+
+
+class PairObserver(Protocol):
+    """Who is told how a pair fares."""
+
+    def prefill_replied(self, rid: str, reply: PrefillReply) -> None: ...
+    def decode_started(self, rid: str) -> None: ...
+
+
+class Aborter(Protocol):
+    """Sends ``POST /abort_request`` to an engine, not waiting for the answer."""
+
+    def __call__(self, worker_url: str, rid: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PairRequest:
+    """Everything both legs need; URLs are normalised worker URLs."""
+
+    rid: str
+    prefill: str
+    decode: str
+    prefill_origin: str
+    """Where the leg goes: the worker's URL, or that of its DP rank."""
+    decode_origin: str
+    path: str
+    headers: bytes
+    prefill_body: Sequence[bytes]
+    """In pieces, as :meth:`~.upstream.Pool.call` takes them."""
+    decode_body: Sequence[bytes]
+    stream: bool
+    needs_prefill_reply: bool
+    """Hold decode's output until prefill has answered (its logprobs go into it)."""
+    asks_cached: bool = False
+    """Prefill was asked for ``cached_tokens_details``, which it leaves out where there are none."""
+
+
+class Pair:
+    """``sink`` takes decode's stream; without streaming the whole body is in ``body``."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        request: PairRequest,
+        observer: PairObserver,
+        abort: Aborter,
+        sink: Callable[[bytes], None] | None,
+        begun: Callable[[str], None] | None = None,
+    ) -> None:
+        """``begun`` gets the content type right before ``sink`` gets its first piece."""
+        self.request = request
+        self.rid = request.rid
+        self.status = 0
+        self.content_type = ""
+        self.body: Body = b""
+        self.prefill_reply: PrefillReply | None = None
+        self.chunks = 0
+        """Events of the stream so far."""
+        self._pool = pool
+        self._observer = observer
+        self._send_abort = abort
+        self._sink = sink
+        self._begun = begun
+        self._waits_for_prefill = request.needs_prefill_reply
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._tail = b""
+        self._opened = False
+        self._done = False
+        self._failure: LegFailure | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._prefill_over = False
+        self._decode_over = False
+        self._closed = False
+        self._started_s = time.monotonic()
+        # Prefill first: it is the one that queues. Both writes leave in this very callback.
+        self.prefill_call = self._send(
+            request.prefill_origin, request.prefill_body, _PrefillLeg(self)
+        )
+        self.decode_call = self._send(request.decode_origin, request.decode_body, _DecodeLeg(self))
+
+    def _send(self, origin: str, body: Sequence[bytes], leg: _Leg) -> Call:
+        size = sum(map(len, body))
+        head = request_head("POST", origin, self.request.path, self.request.headers, size)
+        return self._pool.call(origin, (head, *body), leg)
+
+    # For the relay ----------------------------------------------------------------------------
+
+    async def wait_open(self) -> None:
+        """Until decode's first byte (streaming) or its whole answer is there.
+
+        Raises:
+            LegFailure: a leg failed first; both are aborted already.
+        """
+        while not self._opened:
+            await self._wait()
+
+    async def wait_done(self) -> None:
+        """Until decode's answer is complete. Raises: LegFailure."""
+        while not self._done:
+            await self._wait()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def abort(self) -> None:
+        """End both legs now, on the engines too. Does nothing once both are over."""
+        if self._closed:
+            return
+        self._closed = True
+        self._sink = None
+        if not self._prefill_over:
+            self._abort_leg(self.prefill_call)
+        if not self._decode_over:
+            self._abort_leg(self.decode_call)
+
+    def _abort_leg(self, call: Call) -> None:
+        sent = call.sent
+        call.cancel()
+        if not sent:
+            return
+        self._send_abort(call.origin, self.rid)
+        if time.monotonic() - self._started_s < _ABORT_AGAIN_S:
+            self._pool.loop.call_later(_ABORT_AGAIN_S, self._send_abort, call.origin, self.rid)
+
+    @property
+    def opened(self) -> bool:
+        return self._opened
+
+    def pause(self) -> None:
+        """Stop reading from decode: the client is slow."""
+        self.decode_call.pause()
+
+    def resume(self) -> None:
+        self.decode_call.resume()
+
+    @property
+    def engine_failed(self) -> bool:
+        """The stream that reached the client ends in an abort or error of the engine."""
+        tail = self._tail
+        return _SSE_ERROR in tail or _ABORT_MARK.search(tail) is not None
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """As the answer says, else counted by stream events; ``None`` if neither helps."""
+        data = self._tail or self.body
+        found = _COMPLETION_TOKENS.match(data, max(0, data.rfind(b'"completion_tokens"')))
+        if found:
+            digits = found[1]
+            return MAX_COUNT if len(digits) > _MOST_DIGITS else clamped_count(int(digits))
+        return self.chunks or None
+
+    # Verdicts (from the legs) -----------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def leg_failed(self, failure: LegFailure) -> None:
+        if self._closed or self._done:
+            return
+        if failure.leg == "prefill":
+            self._prefill_over = not failure.transport or failure.unreachable
+            if self._opened:
+                return
+        else:
+            self._decode_over = not failure.transport or failure.unreachable
+        self._failure = failure
+        self.abort()
+        self._wake()
+
+    def prefill_finished(self, reply: PrefillReply) -> None:
+        self._prefill_over = True
+        if self._closed:
+            return
+        self.prefill_reply = reply
+        self._waits_for_prefill = False
+        self._observer.prefill_replied(self.rid, reply)
+        if self.request.needs_prefill_reply and self._held:
+            held, self._held = self._held, []
+            self.resume()
+            for data in held:
+                self._forward(data)
+                if self._failure is not None:
+                    return
+        if self._decode_over:
+            self._complete()
+
+    def decode_data(self, data: bytes) -> None:
+        if self._waits_for_prefill:
+            self._held.append(data)
+            self._held_bytes += len(data)
+            if self._held_bytes > _HELD_BYTES:
+                self.pause()
+            return
+        self._forward(data)
+
+    def _forward(self, data: bytes) -> None:
+        if not self._opened:
+            failure = self._first_event_failure(data)
+            if failure is not None:
+                self.leg_failed(failure)
+                return
+            self._open()
+        self.chunks += data.count(b"data: ")
+        self._tail = data if len(data) > 64 else (self._tail + data)[-_TAIL_BYTES:]
+        if self._sink is None:
+            return
+        try:
+            self._sink(data)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            # A sink that edits events parses them: what it cannot read is decode's fault.
+            logger.warning("unreadable event in the stream of %s: %r", self.request.decode, error)
+            self.leg_failed(self._decode_broke("unreadable event in its stream"))
+
+    def _open(self) -> None:
+        self._opened = True
+        self._observer.decode_started(self.rid)
+        if self._begun is not None:
+            self._begun(self.content_type)
+        self._wake()
+
+    def _first_event_failure(self, data: bytes) -> LegFailure | None:
+        """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
+        if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
+            return self._decode_broke("what it streams are no events")
+        if not (data.startswith(_SSE_ERROR) or _ABORT_MARK.search(data)):
+            return None
+        return sse_failure(self.request.decode, data)
+
+    @property
+    def _event_stream(self) -> bool:
+        return self.request.stream and self.content_type.startswith(_EVENT_STREAM)
+
+    def _decode_broke(self, detail: str) -> LegFailure:
+        return transport_failure("decode", self.request.decode, detail, unreachable=False)
+
+    def decode_finished(self, body: Body) -> None:
+        self._decode_over = True
+        self.body = body
+        if self.request.stream or not self.request.needs_prefill_reply or self.prefill_reply:
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._held or self._failure is not None:
+            return
+        if not self._opened:
+            if self.request.stream:
+                self.leg_failed(self._decode_broke("the stream is empty"))
+                return
+            self._open()
+        elif self._event_stream and _END_MARK not in self._tail:
+            # SGLang ends every stream with the mark, also one that reports an error.
+            self.leg_failed(self._decode_broke("the stream ended without [DONE]"))
+            return
+        self._done = True
+        self._sink = None
+        if not self._prefill_over and not self._closed:
+            self._pool.loop.call_later(_SETTLE_S, self._give_up_prefill)
+        self._wake()
+
+    def _give_up_prefill(self) -> None:
+        if not self._prefill_over:
+            self.abort()
+
+
+class _Leg:
+    """Collects a response; subclasses decide what it means."""
+
+    __slots__ = ("_size", "body", "pair", "status")
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.status = 0
+        self._size = 0
+        self.body = bytearray()
+
+    @property
+    def name(self) -> Leg:
+        raise NotImplementedError
+
+    @property
+    def worker(self) -> str:
+        raise NotImplementedError
+
+    def head_received(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+
+    def body_received(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > MAX_ANSWER_BYTES:
+            raise MalformedResponse(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+        if self.status == 200 or len(self.body) <= MAX_ERROR_BYTES:
+            self.body += data
+
+    def message_complete(self) -> None:
+        raise NotImplementedError
+
+    def failed(self, error: UpstreamError) -> None:
+        if error.kind == "local":
+            self.pair.leg_failed(own_failure(self.name, self.worker, str(error)))
+            return
+        self.pair.leg_failed(
+            transport_failure(
+                self.name,
+                self.worker,
+                str(error),
+                unreachable=error.kind == "refused",
+                broke_off=error.kind == "reset",
+            )
+        )
+
+    def _status_failed(self) -> None:
+        self.pair.leg_failed(
+            leg_status_failure(self.name, self.worker, self.status, bytes(self.body))
+        )
+
+
+class _PrefillLeg(_Leg):
+    __slots__ = ()
+
+    @property
+    def name(self) -> Leg:
+        return "prefill"
+
+    @property
+    def worker(self) -> str:
+        return self.pair.request.prefill
+
+    def message_complete(self) -> None:
+        if self.status != 200:
+            self._status_failed()
+            return
+        try:
+            body = orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            body = None
+        if not isinstance(body, dict):
+            self.pair.leg_failed(
+                transport_failure(
+                    "prefill", self.worker, "the reply is not a JSON object", unreachable=False
+                )
+            )
+            return
+        abort = abort_of(body)
+        if abort is not None:
+            self.pair.leg_failed(leg_aborted("prefill", self.worker, *abort))
+            return
+        self.pair.prefill_finished(
+            PrefillReply(body, *token_counts(body, self.pair.request.asks_cached))
+        )
+
+
+class _DecodeLeg(_Leg):
+    __slots__ = ("_aborted",)
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(pair)
+        self._aborted = False
+
+    @property
+    def name(self) -> Leg:
+        return "decode"
+
+    @property
+    def worker(self) -> str:
+        return self.pair.request.decode
+
+    def head_received(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = self.pair.status = status
+        content_type = headers.get("content-type") or "application/json"
+        if _CONTENT_TYPE.fullmatch(content_type) is None:
+            raise MalformedResponse(f"its content-type is none: {content_type[:40]!r}")
+        self.pair.content_type = content_type
+
+    def body_received(self, data: bytes) -> None:
+        if self.status == 200 and self.pair.request.stream:
+            self.pair.decode_data(data)
+            return
+        new = max(0, len(self.body) - _ABORT_MARK_BYTES)
+        super().body_received(data)
+        # As it comes: at its end a search through all of a large answer would take long.
+        self._aborted = self._aborted or _ABORT_MARK.search(self.body, new) is not None
+
+    def message_complete(self) -> None:
+        if self.status != 200:
+            self._status_failed()
+            return
+        if not self.pair.request.stream and self._aborted:
+            abort = _read_abort(self.body)
+            if abort is not None:
+                self.pair.leg_failed(leg_aborted("decode", self.worker, *abort))
+                return
+        if not self.pair.request.stream and not _looks_like_json(self.body):
+            self.failed(UpstreamError("protocol", "the reply is not a JSON object"))
+            return
+        small = len(self.body) <= _SMALL_BYTES
+        self.pair.decode_finished(bytes(self.body) if small else self.body)
+
+
+def _read_abort(body: bytearray) -> tuple[int, str] | None:
+    """See :func:`abort_of`, of an answer that has the mark of one."""
+    if len(body) > _SMALL_BYTES:
+        return 500, ""
+    try:
+        return abort_of(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _looks_like_json(body: bytearray) -> bool:
+    """Whether it begins and ends as an object does: all that can be told without parsing it."""
+    return body[:1] == b"{" and body[-_END_BYTES:].rstrip()[-1:] == b"}"
+
+
+# SGLang's JSON --------------------------------------------------------------------------------
+
+
+def abort_of(body: Any) -> tuple[int, str] | None:
+    """Status and message if a response body says that the engine aborted the request."""
+    if not isinstance(body, dict):
+        return None
+    meta = body.get("meta_info")
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        status = reason.get("status_code")
+        if not isinstance(status, int) or not 400 <= status < 600:
+            status = 500
+        return status, str(reason.get("message") or "")
+    choices = body.get("choices")
+    if isinstance(choices, list):
+        for choice in choices:
+            if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
+                return 500, ""
+    return None
+
+
+def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
+    """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's ``sglext``.
+
+    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``.
+    """
+    meta, usage = body.get("meta_info"), body.get("usage")
+    if isinstance(meta, dict):
+        prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")
+    elif isinstance(usage, dict):
+        prompt = usage.get("prompt_tokens")
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        if asks_cached:
+            extra = body.get("sglext")
+            tiers = (extra if isinstance(extra, dict) else {}).get("cached_tokens_details") or {}
+            cached = sum(tokens for tokens in tiers.values() if isinstance(tokens, int))
+    else:
+        return None, None
+    return (
+        clamped_count(prompt) if isinstance(prompt, int) else None,
+        clamped_count(cached) if isinstance(cached, int) else None,
+    )
+
+
+def sse_failure(worker: str, data: bytes) -> LegFailure | None:
+    """The failure an SSE event of decode reports, if it does."""
+    try:
+        event = orjson.loads(data.split(b"\n\n", 1)[0].removeprefix(b"data:"))
+    except orjson.JSONDecodeError:
+        event = None
+    if isinstance(event, dict) and isinstance(event.get("error"), dict):
+        error = event["error"]
+        code = error.get("code")
+        status = code if isinstance(code, int) and 400 <= code < 600 else 500
+        failure = leg_status_failure("decode", worker, status, b"")
+        failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
+        return failure
+    abort = abort_of(event)
+    return leg_aborted("decode", worker, *abort) if abort is not None else None

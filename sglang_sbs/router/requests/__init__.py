@@ -1,0 +1,1 @@
+"""Request bodies and headers: checked, split, and written anew for each leg."""

@@ -1,0 +1,159 @@
+"""Single fields of a request body: what each may be, and what the router makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.processes.messages import MAX_COUNT, MAX_SESSION_CHARS
+from sglang_sbs.router.prompts.block_names import PLAIN, Namespace
+from sglang_sbs.router.requests.raw_json import (
+    MOST_SHOWN,
+    Raw,
+    count_outside_strings,
+    entries_of,
+    first_byte,
+    is_null,
+    is_true,
+    members_of_entry,
+    shown,
+    value_of,
+)
+
+_SCALAR_BYTES = 64
+_NAME_BYTES = 1 << 16
+_MOST_RID_CHARS = 1024
+BESIDES_PROMPT = frozenset(
+    {"image_data", "video_data", "audio_data", "embed_overrides", "session_params"}
+)
+"""With one of these the engine's prompt is more than the prompt of the body."""
+NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
+_SESSION_FIELDS = ("session_id", "prompt_cache_key")
+
+Fields = Mapping[str, Raw | bytes]
+
+
+def bad_request(message: str, code: str = "invalid_request") -> RouterError:
+    return RouterError(400, code, message)
+
+
+def given(body: Mapping[str, Raw], name: str) -> Raw | None:
+    """``None`` also for null."""
+    raw = body.get(name)
+    return None if raw is None or is_null(raw) else raw
+
+
+def scalar(body: Mapping[str, Raw], name: str) -> Any:
+    """A number or word; anything longer as its beginning, which is neither."""
+    raw = given(body, name)
+    if raw is None:
+        return None
+    return value_of(raw) if len(memoryview(raw)) <= _SCALAR_BYTES else shown(raw)
+
+
+def stream_of(body: Mapping[str, Raw]) -> bool:
+    raw = given(body, "stream")
+    if raw is None or not is_true(raw):
+        return False
+    if bytes(memoryview(raw)[:5]) != b"true":
+        raise bad_request(f"stream must be true or false, not {shown(raw)}")
+    return True
+
+
+def rids_of(raw: Raw | None, units: int) -> tuple[str, ...]:
+    if raw is None:
+        return ()
+    if first_byte(raw) == b"[":
+        entries = count_outside_strings(memoryview(raw), b'",')[b","] + 1
+        if entries > units:
+            raise bad_request(f"rid has {entries} entries for {units} requests")
+        rids = value_of(raw)
+    else:
+        rids = [value_of(raw)]
+    if not all(isinstance(item, str) for item in rids):
+        raise bad_request("rid must be a string or a list of strings")
+    if any(len(item) > _MOST_RID_CHARS for item in rids):
+        raise bad_request(f"a rid must not be longer than {_MOST_RID_CHARS} characters")
+    return tuple(rids)
+
+
+def any_true(body: Mapping[str, Raw], name: str) -> bool:
+    raw = body.get(name)
+    if raw is not None and first_byte(raw) == b"[":
+        return any(map(is_true, entries_of(raw)))
+    return is_true(raw)
+
+
+def is_alone(fields: Fields) -> bool:
+    return not any(is_true(fields.get(name)) for name in BESIDES_PROMPT)
+
+
+def namespace_of(fields: Fields) -> Namespace | None:
+    """Where the KV cache keeps it; ``None`` if that cannot be told (lists, odd types)."""
+    parts: list[str | None] = []
+    for name in NAMESPACE_FIELDS:
+        raw = fields.get(name)
+        if raw is None or not is_true(raw):
+            parts.append(None)
+            continue
+        if first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
+            return None
+        parts.append(value_of(raw))
+    return PLAIN if parts == [None, None, None] else Namespace(*parts)
+
+
+def session_of(body: Mapping[str, Raw]) -> str:
+    for name in _SESSION_FIELDS:
+        if session := text_of(body, name):
+            return session
+    return ""
+
+
+def priority_of(body: Mapping[str, Raw]) -> int:
+    raw = given(body, "priority")
+    if raw is None:
+        return 0
+    value = scalar(body, "priority")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise bad_request(f"priority must be a whole number, as in 1, not {shown(raw)}")
+    return value
+
+
+def text_of(body: Mapping[str, Raw], name: str) -> str:
+    raw = body.get(name)
+    if raw is None or first_byte(raw) != b'"' or len(memoryview(raw)) > _NAME_BYTES:
+        return ""
+    return str(value_of(raw))[:MAX_SESSION_CHARS]
+
+
+def text_bytes_of(messages: Raw) -> int:
+    """How much text, as JSON, is in the messages of a chat; media are none."""
+    size = 0
+    for message in entries_of(messages):
+        content = members_of_entry(message).get("content")
+        if content is None:
+            continue
+        if first_byte(content) == b'"':
+            size += len(memoryview(content))
+        elif first_byte(content) == b"[":
+            parts = map(members_of_entry, entries_of(content))
+            size += sum(len(memoryview(part["text"])) for part in parts if "text" in part)
+    return size
+
+
+def output_limit(value: Any) -> int | None:
+    """A limit of output tokens as the scheduler may count with; the engine judges nonsense."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return min(max(0, value), MAX_COUNT)
+
+
+def positive(name: str, value: Any) -> int:
+    if value is None:
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        scalar = isinstance(value, str | int | float)
+        told = str(value)[:MOST_SHOWN] if scalar else f"a {type(value).__name__}"
+        raise bad_request(f"{name} must be a whole number >= 1, not {told}")
+    return value

@@ -1,0 +1,1 @@
+"""What engines say by themselves: EndForward and KV events, received and bound to workers."""

@@ -1,0 +1,463 @@
+"""Receives EndForward: the SUB socket, decoding, and whose message it is.
+
+Owns binding a message to a worker: by configured instance id, by a boot id already bound, by the
+request ids the message echoes. Must not know the scheduler's use of it. Whatever arrives from the
+network is counted, never raised. The socket has no authentication, so nothing a message says is
+believed beyond what an engine could mean, and none takes a worker down by itself.
+
+A thousand ranks send tens of thousands of messages per second. What has come is received first, and
+worked on for ``_TURN_S`` at a time, so that a storm does not keep the rest of the process waiting.
+While it lasts, a message that says how a rank is replaces the one before it that was not looked at
+yet: everything in it is absolute, and the request ids it echoes are put together. Launches and ends
+of prefill passes are all looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from operator import attrgetter
+
+import msgspec
+import zmq
+
+from sglang_sbs.router.engines.urls import bracketed, split_worker_url
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.server_info import MAX_DP_SIZE, WorkerInfo
+from sglang_sbs.scheduling.events import Event, ForwardEnded
+from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
+from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
+from sglang_sbs.wire.endforward import FRAMES, MAX_RIDS
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_LIMIT = 4096
+"""Messages received before other callbacks of the event loop get a turn."""
+_TURN_S = 0.01
+"""And time spent on them."""
+_RECEIVE_HWM = 128
+_RECEIVE_BYTES = 64 << 10
+"""Unread messages per sender, and what the kernel holds besides: seconds of a rank's reports. More
+would be of the past, and with a thousand ranks it would be gigabytes."""
+_RECONNECT_MS = 100
+_RECONNECT_AT_MOST_MS = 2_000
+_CONNECT_MS = 5_000
+"""Between two tries to reach an engine that binds, growing, and for each of them: what is sent to a
+host that is away is not refused, and the kernel alone would try for minutes, ever more rarely."""
+_HEARTBEAT_MS = 5_000
+_SILENT_MS = 15_000
+"""A connection on which nothing comes for so long after a heartbeat is over: a host that vanished
+closes none, and one that came back with the same address would not be heard."""
+_MAX_MESSAGE_BYTES = 1 << 20
+_MAX_BOOTS = 10_000
+_MAX_STRANGERS = 64
+"""Unknown senders named in the log; more are only counted."""
+_MAX_COUNT = 1 << 40
+_MAX_CLOCK_S = 1e11
+_MAX_SPAN_S = 3600.0
+_COUNTS = (
+    *("seq", "forward_id", "extend_tokens", "cached_tokens", "batch_size"),
+    *("inflight_passes", "inflight_tokens", "inflight_requests"),
+    *("waiting_requests", "waiting_tokens", "bootstrapping_requests", "bootstrapping_tokens"),
+    *("chunk_remainder_tokens", "kv_transfer_requests", "running_requests", "kv_tokens"),
+    *("kv_capacity_tokens", "chunk_tokens", "max_running_requests", "accepted_requests"),
+    *("accepted_tokens", "computed_tokens", "aborted_requests"),
+)
+_counts_of = attrgetter(*_COUNTS)
+_BIND = re.compile(r"tcp://[^/\s]+:([0-9]{1,5})")
+
+FindOwner = Callable[[str, str], str | None]
+"""``(rid, role) -> worker URL``: where the router sent that leg, if it knows the request."""
+
+
+class _Slot:
+    """An unread message; ``key``: the rank whose later one may take its place."""
+
+    __slots__ = ("key", "peer", "report")
+
+    def __init__(self, report: EndForward, peer: str, key: tuple[str, int] | None) -> None:
+        self.report, self.peer, self.key = report, peer, key
+
+
+class EndForwardListener:
+    def __init__(
+        self,
+        registry: Registry,
+        submit: Callable[[Event], None],
+        find_owner: FindOwner,
+        on_report: Callable[[Worker, EndForward], None] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._submit = submit
+        self._find_owner = find_owner
+        self._on_report = on_report
+        self._boots: dict[str, str] = {}  # boot id -> worker URL
+        self._unbound_warned: set[str] = set()
+        self._binding: dict[str, frozenset[str]] = {}
+        """Where engines bind, by worker URL: what is connected to while the socket is open."""
+        self.counts: Counter[str] = Counter()
+        """Messages by fate: ``bound``, ``unbound``, ``malformed``, ``implausible``, ``dropped``,
+        ``superseded`` (before anybody looked at it)."""
+        self.busy_s = 0.0
+        """Time spent on them, what they caused included."""
+        self._unread: deque[_Slot] = deque()
+        self._newest: dict[tuple[str, int], _Slot] = {}
+        """The last unread message of each rank that a later one may replace."""
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        """By file descriptor."""
+        self._dialling: zmq.Socket[bytes] | None = None
+        """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
+        CURVE's server and its client."""
+        self._gatekeeper: Gatekeeper | None = None
+        self._asks_peers = False
+        """Some engine has ranks on several nodes: it matters from where they speak."""
+
+    def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
+        """Start receiving; returns the endpoint actually bound (a wildcard port resolved).
+
+        With ``keys`` only engines that have the same secret are listened to.
+
+        Raises:
+            OSError: the endpoint cannot be bound.
+        """
+        self._context = zmq.Context(io_threads=1)
+        listening = self._subscriber()
+        endpoint = None
+        if keys is not None:
+            self._gatekeeper = Gatekeeper(self._context, keys)
+            keys.serve(listening)
+        if bind is not None:
+            try:
+                listening.bind(bind)
+            except zmq.ZMQError as error:
+                listening.close(0)
+                self._end_context()
+                raise OSError(
+                    error.errno, f"--sbs-endforward-bind {bind}: {error.strerror}"
+                ) from error
+            endpoint = listening.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._dialling = listening
+        self._watch(listening)
+        if keys is not None:
+            self._dialling = self._subscriber()
+            keys.connect(self._dialling)
+            self._watch(self._dialling)
+        self._dial(frozenset().union(*self._binding.values()), frozenset())
+        return endpoint
+
+    def _subscriber(self) -> zmq.Socket[bytes]:
+        assert self._context is not None
+        sock = self._context.socket(zmq.SUB)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        sock.setsockopt(zmq.RCVBUF, _RECEIVE_BYTES)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_AT_MOST_MS)
+        sock.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+        sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        return sock
+
+    def _watch(self, sock: zmq.Socket[bytes]) -> None:
+        fd = int(sock.getsockopt(zmq.FD))
+        self._sockets[fd] = sock
+        asyncio.get_running_loop().add_reader(fd, self._drain, fd)
+        self._drain(fd)
+
+    def close(self) -> None:
+        for fd, sock in self._sockets.items():
+            asyncio.get_running_loop().remove_reader(fd)
+            sock.close(0)
+        self._sockets.clear()
+        self._dialling = None
+        self._end_context()
+
+    def _end_context(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def described(self, worker: Worker, info: WorkerInfo) -> None:
+        """``/server_info`` was read: learn its boot id, connect to a publisher that binds, and no
+        longer to where it was before."""
+        if self._registry.get(worker.url) is not worker:
+            return  # removed while it was asked
+        self._asks_peers |= info.nodes > 1 and self._registry.listens_to_events(worker)
+        bind = ""
+        if info.sbs is not None:
+            bind = info.sbs.bind
+            if info.sbs.boot_id:
+                self._boots[info.sbs.boot_id] = worker.url
+        endpoints = publisher_endpoints(worker.url, bind, info.dp_size)
+        if bind and not endpoints:
+            told = f"it binds {bind[:100]!r}, where no router can connect"
+            wanted = (
+                f"set SGLANG_SBS_BIND=tcp://*:PORT there, with {info.dp_size} ports from PORT on"
+            )
+            self._registry.report_problem(worker, "bind", f"{told}: {wanted}")
+        else:
+            worker.problems.pop("bind", None)
+        self._follow(worker.url, frozenset(endpoints))
+
+    def removed(self, worker_url: str) -> None:
+        """Nothing of it is wanted any more."""
+        for boot_id in [boot_id for boot_id, url in self._boots.items() if url == worker_url]:
+            del self._boots[boot_id]
+        self._follow(worker_url, frozenset())
+
+    # Engines that bind ------------------------------------------------------------------------
+
+    def _follow(self, worker_url: str, endpoints: frozenset[str]) -> None:
+        before = self._binding.get(worker_url, frozenset())
+        if endpoints == before:
+            return
+        self._binding.pop(worker_url, None)
+        others = frozenset().union(*self._binding.values())
+        if endpoints:
+            self._binding[worker_url] = endpoints
+        self._dial(endpoints - before - others, before - endpoints - others)
+
+    def _dial(self, new: frozenset[str], gone: frozenset[str]) -> None:
+        sock = self._dialling
+        if sock is None or not (new or gone):
+            return
+        for endpoint in gone:
+            with contextlib.suppress(zmq.ZMQError):  # it never was one
+                sock.disconnect(endpoint)
+        for endpoint in new:
+            try:
+                sock.connect(endpoint)
+            except zmq.ZMQError as error:
+                reason = os.strerror(error.errno or 0)
+                logger.warning("no EndForward from %r: %s", endpoint, reason)
+        # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
+        asyncio.get_running_loop().call_soon(self._drain, int(sock.getsockopt(zmq.FD)))
+
+    # Messages ---------------------------------------------------------------------------------
+
+    def receive(self, frames: list[bytes], peer: str = "") -> None:
+        """Handle one message. ``peer``: the IP address it came from, if that is known."""
+        report = self._parse(frames)
+        if report is not None:
+            self._handle(report, peer)
+
+    def _parse(self, frames: list[bytes]) -> EndForward | None:
+        try:
+            report = decode_endforward(frames)
+        except (MalformedMessage, ValueError, RecursionError) as error:
+            self._refused("malformed", str(error))
+            return None
+        nonsense = implausible(report)
+        if nonsense is not None:
+            self._refused("implausible", nonsense)
+            return None
+        return report
+
+    def _handle(self, report: EndForward, peer: str) -> None:
+        worker = self._bind(report)
+        if worker is None:
+            self.counts["unbound"] += 1
+            return
+        if not self._registry.reported(worker, report):
+            self.counts["dropped"] += 1
+            return
+        self.counts["bound"] += 1
+        if report.kv_address is not None:
+            has_key = self._gatekeeper is not None
+            self._registry.kv_address_told(worker, report, peer, has_key=has_key)
+        if worker.announced:
+            self._submit(ForwardEnded(instance=worker.url, report=report))
+        if self._on_report is not None:
+            self._on_report(worker, report)
+
+    def _refused(self, fate: str, why: str) -> None:
+        self.counts[fate] += 1
+        if self.counts[fate] == 1:
+            logger.warning("%s EndForward message (counted from now on): %s", fate, why)
+
+    def _drain(self, fd: int) -> None:
+        sock = self._sockets.get(fd)
+        if sock is None:
+            return
+        started_s = time.monotonic()
+        # Otherwise what comes stays where it is bounded: in the socket, then at its sender.
+        drained = len(self._unread) < _DRAIN_LIMIT and self._take_in(sock)
+        received_s = time.monotonic()
+        until_s = received_s + max(_TURN_S, received_s - started_s)
+        while self._unread and time.monotonic() < until_s:
+            slot = self._unread.popleft()
+            if slot.key is not None:
+                del self._newest[slot.key]
+            self._handle(slot.report, slot.peer)
+        self.busy_s += time.monotonic() - started_s
+        if self._unread or not drained:
+            asyncio.get_running_loop().call_soon(self._drain, fd)
+
+    def _take_in(self, sock: zmq.Socket[bytes]) -> bool:
+        """Receive what is there, up to the limit; whether that was all."""
+        for _ in range(_DRAIN_LIMIT):
+            frames, peer = _receive(sock, asks_peer=self._asks_peers)
+            if not frames:
+                return True
+            report = self._parse(frames)
+            if report is not None:
+                self._queue(report, peer)
+        return False
+
+    def _queue(self, report: EndForward, peer: str) -> None:
+        key = (report.boot_id, report.dp_rank)
+        earlier = self._newest.get(key)
+        if earlier is not None and earlier.report.seq < report.seq:
+            rids = earlier.report.rids
+            if rids:
+                report = msgspec.structs.replace(report, rids=[*rids, *report.rids])
+            self.counts["superseded"] += 1
+            earlier.report, earlier.peer = report, peer
+            if not _is_state(report) or len(report.rids) > MAX_RIDS // 2:
+                del self._newest[key]
+                earlier.key = None
+            return
+        slot = _Slot(report, peer, None)
+        if earlier is None and _is_state(report):
+            slot.key = key
+            self._newest[key] = slot
+        self._unread.append(slot)
+
+    def _bind(self, report: EndForward) -> Worker | None:
+        url = self._boots.get(report.boot_id)
+        if url is not None:
+            worker = self._registry.get(url)
+            if worker is not None:
+                return worker
+        worker = self._identify(report)
+        if worker is not None:
+            if len(self._boots) >= _MAX_BOOTS:
+                self._boots.clear()
+            self._boots[report.boot_id] = worker.url
+            logger.info(
+                "EndForward of boot %s is worker %s (%s)",
+                report.boot_id[:8],
+                worker.url,
+                "by instance id" if report.instance_id else "by echoed request ids",
+            )
+        elif (
+            report.instance_id
+            and len(self._unbound_warned) < _MAX_STRANGERS
+            and report.boot_id not in self._unbound_warned
+        ):
+            self._unbound_warned.add(report.boot_id)
+            logger.warning(
+                "EndForward from instance %r, which is no worker of this router; waiting for "
+                "request ids it echoes. Set SGLANG_SBS_INSTANCE_ID to the worker URL given here",
+                report.instance_id,
+            )
+        return worker
+
+    def _identify(self, report: EndForward) -> Worker | None:
+        if report.instance_id:
+            worker = self._registry.by_alias(report.instance_id)
+            if worker is not None:
+                return worker
+        for rid in report.rids:
+            url = self._find_owner(rid, report.role)
+            if url is not None:
+                return self._registry.get(url)
+        return None
+
+
+def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], str]:
+    """The frames of one message, as many as it should have, and who sent it if that is asked; no
+    frames if there is none.
+
+    Asking after each frame whether another follows (``recv_multipart``) costs more than all the
+    rest. A message of another length is noticed by what comes where its parts should be, and costs
+    the one behind it at most, which the next of that rank makes good.
+    """
+    frames: list[bytes] = []
+    peer = ""
+    try:
+        if asks_peer:
+            first = sock.recv(zmq.NOBLOCK, copy=False)
+            frames.append(first.bytes)
+            peer = peer_of(first)
+        else:
+            frames.append(sock.recv(zmq.NOBLOCK))
+        if frames[0] == TOPIC:
+            while len(frames) < FRAMES:
+                frames.append(sock.recv(zmq.NOBLOCK))
+        else:
+            while sock.getsockopt(zmq.RCVMORE):
+                frames.append(sock.recv(zmq.NOBLOCK))
+    except zmq.Again:
+        pass
+    return frames, peer
+
+
+def peer_of(frame: zmq.Frame) -> str:
+    """The IP address it came from; empty for a Unix socket."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _is_state(report: EndForward) -> bool:
+    """Whether it says how a rank is, and nothing about a prefill pass."""
+    return report.role == "decode" or report.kind == "heartbeat"
+
+
+def implausible(report: EndForward) -> str | None:
+    """What no engine can mean, though it has the right types; ``None`` if there is nothing."""
+    counts = _counts_of(report)
+    if min(counts) < 0 or max(counts) > _MAX_COUNT:
+        wrong = next(i for i, count in enumerate(counts) if not 0 <= count <= _MAX_COUNT)
+        return f"{_COUNTS[wrong]} is {counts[wrong]}"
+    for name, low, high in (
+        ("launch_s", 0.0, _MAX_CLOCK_S),
+        ("end_s", 0.0, _MAX_CLOCK_S),
+        ("age_s", -1.0, _MAX_SPAN_S),
+        ("forward_s", 0.0, _MAX_SPAN_S),
+    ):
+        if not low <= getattr(report, name) <= high:  # also false for NaN
+            return f"{name} is {getattr(report, name)}"
+    if report.dp_size > MAX_DP_SIZE:
+        return f"dp_size is {report.dp_size}"
+    if not 0 < len(report.boot_id) <= 128 or len(report.instance_id) > 512:
+        return "boot_id or instance_id is empty or too long"
+    if len(report.rids) > MAX_RIDS:
+        return f"{len(report.rids)} request ids"
+    if len(report.started) > MAX_RIDS:
+        return f"{len(report.started)} requests in their first pass"
+    per_rank = report.tokens_per_rank
+    if per_rank is not None and (
+        len(per_rank) > MAX_DP_SIZE or not all(0 <= count <= _MAX_COUNT for count in per_rank)
+    ):
+        return "tokens_per_rank is out of range"
+    return None
+
+
+def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:
+    """Where to connect for an engine that binds ``tcp://HOST:PORT`` (rank d at ``PORT + d``).
+
+    The host is always the one the worker is reached by: an engine's answer must not make the router
+    connect to others. Not of that form, or not a port for every rank: no endpoints.
+    """
+    match = _BIND.fullmatch(bind)
+    first = int(match[1]) if match is not None else 0
+    if not 1 <= first <= 65536 - dp_size:
+        return []
+    host = bracketed(split_worker_url(worker_url)[1])
+    return [f"tcp://{host}:{port}" for port in range(first, first + dp_size)]

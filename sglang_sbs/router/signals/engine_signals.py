@@ -1,0 +1,172 @@
+"""Everything that hears from engines: the registry, EndForward, KV events, health and load polls.
+
+Owns putting them together, in whichever process has the scheduler. Must not know requests: what it
+needs of them it is given (``find_owner``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Iterator
+
+import aiohttp
+from prometheus_client.core import Metric
+
+from sglang_sbs.router.engines.control_requests import engine_session
+from sglang_sbs.router.options.options import FEEDBACK_POLICIES, RouterOptions
+from sglang_sbs.router.options.tls import worker_ssl
+from sglang_sbs.router.signals.endforward_listener import EndForwardListener, FindOwner
+from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
+from sglang_sbs.router.telemetry.worker_metrics import Drift, total, worker_families
+from sglang_sbs.router.workers.health import Monitor
+from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.server_info import WorkerInfo
+from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
+from sglang_sbs.wire import EndForward
+
+logger = logging.getLogger(__name__)
+
+_TAKEN_AGAIN_S = 0.2
+
+
+class Watch:
+    """``open`` starts it; workers may be added from then on."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        submit: Callable[[Event], None],
+        find_owner: FindOwner,
+        metrics: RouterMetrics,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._options = options
+        self._metrics = metrics
+        self._drift = Drift()
+        self._submit = submit
+        self.registry = Registry(
+            self._emit,
+            options.breaker,
+            expects_endforward=(
+                options.scheduler.policy in FEEDBACK_POLICIES
+                and options.endforward_bind is not None
+            ),
+            prefix_source=options.prefix_source,
+        )
+        metrics.follow(self.registry)
+        self._kv_events = KvEventSubscriber(self.registry, submit)
+        self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
+        self._monitor = Monitor(
+            *(self.registry, session, options.monitor, submit, self._described),
+            tls=worker_ssl(options),
+        )
+        found = options.discovery
+        self._discovery = PodDiscovery(found, self) if found is not None else None
+        self._waiting: asyncio.Task[None] | None = None
+
+    def open(self) -> str | None:
+        """Listen for EndForward; returns the endpoint. Raises: OSError, it is taken."""
+        return self._listener.open(self._options.endforward_bind, self._options.endforward_keys)
+
+    def open_when_free(self) -> None:
+        """The same, after the router that this one takes over from has let go of the endpoint."""
+        self._waiting = asyncio.create_task(self._open_when_free())
+
+    async def _open_when_free(self) -> None:
+        logged = False
+        while True:
+            try:
+                endpoint = self.open()
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    logger.error("no EndForward: %s", error)
+                    return
+                if not logged:
+                    logged = True
+                    logger.info("%s: waiting for it, load polls until then", error)
+                await asyncio.sleep(_TAKEN_AGAIN_S)
+            else:
+                logger.info("EndForward at %s", endpoint or "nothing")
+                return
+
+    def let_go(self) -> None:
+        """No new requests come: leave the EndForward endpoint to a successor."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._listener.close()
+
+    def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        """Register a worker and wait for it in the background. Raises: ValueError."""
+        worker = self.registry.add(url, role, bootstrap_port)
+        self._monitor.start(worker)
+        return worker
+
+    def add_configured(self) -> None:
+        """The workers of the command line."""
+        for url, port in self._options.prefill:
+            self.add_worker(url, "prefill", port)
+        for url in self._options.decode:
+            self.add_worker(url, "decode", None)
+
+    async def discover(self) -> None:
+        """Those that are pods come by themselves. Raises: ValueError, no way to look for them."""
+        if self._discovery is not None:
+            await self._discovery.start()
+
+    def remove_worker(self, worker: Worker) -> None:
+        """No new requests for it, and nothing is kept of it."""
+        self.registry.remove(worker)
+        self._monitor.stop(worker)
+        self._listener.removed(worker.url)
+        self._kv_events.removed(worker.url)
+        self._drift.forget(worker.url)
+
+    def families(self) -> Iterator[Metric]:
+        """What is known of workers and their messages, for a scrape."""
+        fates = total("sbs_endforward_received", "Messages by what became of them", "fate")
+        for fate, count in self._listener.counts.items():
+            fates.add_metric([fate], count)
+        busy = total(
+            "sbs_endforward_seconds", "Time spent on taking messages in, the scheduler's included"
+        )
+        busy.add_metric([], self._listener.busy_s)
+        yield from (fates, busy)
+        if self._discovery is not None:
+            yield from self._discovery.families()
+        yield from self._kv_events.families()
+        yield from worker_families(self.registry, self._drift, self._monitor.checks)
+
+    async def close(self) -> None:
+        self.let_go()
+        if self._discovery is not None:
+            await self._discovery.close()
+        await self._monitor.close()
+        await self._kv_events.close()
+
+    def _emit(self, event: Event) -> None:
+        """What the registry says of instances; their KV events are followed while they are up."""
+        self._submit(event)
+        if isinstance(event, InstanceUp | InstanceDown):
+            worker = self.registry.get(event.instance)
+            if worker is not None and isinstance(event, InstanceUp):
+                self._kv_events.up(worker)
+            elif worker is not None:
+                self._kv_events.down(worker)
+
+    def _described(self, worker: Worker, info: WorkerInfo) -> None:
+        self._listener.described(worker, info)
+
+    def _reported(self, worker: Worker, report: EndForward) -> None:
+        chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)
+        self._metrics.forward_ended(worker.url, chunk, report)
+        self._drift.reported(worker, report)
+
+
+def worker_session(options: RouterOptions) -> aiohttp.ClientSession:
+    """For control requests to engines."""
+    tls = worker_ssl(options)
+    return engine_session(aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True))

@@ -1,0 +1,285 @@
+"""What one DP rank's cache holds, followed through its KV events: order, gaps, replays, restarts.
+
+Owns the state of one rank's subscription. Must not know sockets or clocks: messages, connections
+and timeouts are reported here, requests for a replay go out by a callback.
+
+Theory of operation
+-------------------
+Batches are numbered from 0 by each publisher. A connection begins with nothing known and a replay
+of all the engine still keeps: of it only what is left at its end is passed on. Live batches that
+come meanwhile are held back and follow. Later a missing number starts a replay from there. What
+cannot be had any more (no replay, or the engine has dropped it) ends with ``BlocksCleared``: the
+rank is learned anew from there. That is safe, since a block stored before is then merely not known,
+and removing an unknown one does nothing.
+
+A broken connection, or a number that goes back with a later time stamp, is another publisher:
+cleared, and from the beginning. Of a long replay an engine may drop parts, also its end: the rest
+is asked for again, as long as that gets on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from sglang_sbs.router.signals.kv_messages import END_OF_REPLAY, Change, KvBatch, decode_kv_batch
+from sglang_sbs.scheduling.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheTier,
+    InstanceId,
+)
+from sglang_sbs.wire import MalformedMessage
+
+MAX_BLOCKS_PER_EVENT = 2048
+_MAX_HELD_BYTES = 128 << 20
+"""Of live batches during a replay; beyond it everything is learned anew."""
+_LONG_REPLAY = 256
+"""Batches after which the end of a replay is only believed if a further one brings nothing: an
+engine's ROUTER, which holds 1000 messages, may have dropped some before the end."""
+_MAX_FRUITLESS = 3
+"""Replays without progress after which the engine is taken to give none."""
+
+
+class RankFeed:
+    """``submit`` takes scheduler events; ``ask`` requests a replay from a number on."""
+
+    def __init__(
+        self,
+        instance: InstanceId,
+        dp_rank: int,
+        submit: Callable[[BlocksStored | BlocksRemoved | BlocksCleared], None],
+        ask: Callable[[int], None] | None,
+        counts: Counter[str] | None = None,
+    ) -> None:
+        """``ask`` is ``None`` for an engine without a replay endpoint."""
+        self.instance = instance
+        self.dp_rank = dp_rank
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        """``events`` (batches), ``stored``, ``removed`` (blocks), ``gaps``, ``replays``, ``lost``
+        (times that what was known had to be forgotten), ``malformed``, ``foreign``."""
+        self._submit = submit
+        self._can_ask = ask
+        self._ask = ask
+        self._told = False
+        """The scheduler was told of blocks since it was last told that there are none."""
+        self._next: int | None = None
+        """Number of the batch to come; ``None``: whichever comes first."""
+        self._ts_s = -math.inf
+        self._replaying = False
+        self._broken = False
+        """Something of the replay under way did not arrive."""
+        self._asked_from = 0
+        self._fruitless = 0
+        self._survivors: dict[CacheTier, dict[int, None]] | None = None
+        """While everything is learned: blocks that are there so far. ``None``: only what is new."""
+        self._held: deque[tuple[int, bytes]] = deque()
+        self._held_bytes = 0
+
+    @property
+    def replaying(self) -> bool:
+        """A replay was asked for and has not ended."""
+        return self._replaying
+
+    # Connection -------------------------------------------------------------------------------
+
+    def connected(self) -> None:
+        """From now on no batch is missed: learn what was before."""
+        self.disconnected()
+        self._ask = self._can_ask
+        self._fruitless = 0
+        if self._ask is not None:
+            self._learn_all()
+
+    def disconnected(self) -> None:
+        """What the rank does from now on is not known."""
+        self._forget()
+        self._next = None
+        self._ts_s = -math.inf
+        self._replaying = False
+        self._survivors = None
+        self._drop_held()
+
+    # Live batches -----------------------------------------------------------------------------
+
+    def live(self, seq: int, payload: bytes) -> None:
+        """A published batch."""
+        if self._replaying:
+            self._held.append((seq, payload))
+            self._held_bytes += len(payload)
+            if self._held_bytes > _MAX_HELD_BYTES:
+                self._drop_held()
+                self._broken = True
+            return
+        if self._next is not None and seq > self._next:
+            self.counts["gaps"] += 1
+            if self._ask is not None:
+                self._held.append((seq, payload))
+                self._held_bytes += len(payload)
+                self._replay_from(self._next)
+                return
+            self._lose()
+        self._take(seq, payload)
+
+    def _take(self, seq: int, payload: bytes) -> None:
+        """A batch in its turn, or one from before it."""
+        batch = self._read(payload)
+        if self._next is not None and seq < self._next:
+            if batch is None or not batch.ts_s > self._ts_s:
+                return  # the replay had it
+            self._lose()
+            if seq > 0 and self._ask is not None:
+                self._learn_all()
+                return
+        self._next = seq + 1
+        if batch is None:
+            self._lose()
+            return
+        self._ts_s = batch.ts_s
+        self._tell(batch.changes)
+
+    def _read(self, payload: bytes) -> KvBatch | None:
+        try:
+            batch = decode_kv_batch(payload)
+        except MalformedMessage:
+            self.counts["malformed"] += 1
+            return None
+        if batch.dp_rank is not None and batch.dp_rank != self.dp_rank:
+            self.counts["foreign"] += 1
+            return None
+        self.counts["events"] += 1
+        return batch
+
+    # Replays ----------------------------------------------------------------------------------
+
+    def replayed(self, seq: int, payload: bytes) -> None:
+        """A message of the replay; the last one has the number ``END_OF_REPLAY``."""
+        if not self._replaying:
+            return
+        if seq == END_OF_REPLAY:
+            self._replay_ended()
+            return
+        expected = self._asked_from if self._next is None else self._next
+        if self._broken or seq < expected:
+            return
+        if seq > expected:
+            if self._next is not None and self._next > self._asked_from:
+                self._broken = True  # dropped on the way: ask for it again
+                return
+            # The engine has forgotten what was before it.
+            if expected > 0:
+                self._begin_anew()
+        self._next = seq + 1
+        batch = self._read(payload)
+        if batch is None:
+            self._begin_anew()
+            return
+        self._ts_s = batch.ts_s
+        if self._survivors is None:
+            self._tell(batch.changes)
+        else:
+            _apply(batch.changes, self._survivors)
+
+    def replay_failed(self) -> None:
+        """Nothing (more) comes of the replay."""
+        if self._replaying:
+            self._broken = True
+            self._replay_ended()
+
+    def _replay_ended(self) -> None:
+        position = self._next or 0
+        if self._broken:
+            self._fruitless = 0 if position > self._asked_from else self._fruitless + 1
+            if self._fruitless < _MAX_FRUITLESS:
+                self._replay_from(position)
+                return
+            self._ask = None
+            self._lose()
+        elif position - self._asked_from >= _LONG_REPLAY:
+            self._replay_from(position)
+            return
+        self._replaying = False
+        self._fruitless = 0
+        self._tell_survivors()
+        held, self._held, self._held_bytes = self._held, deque(), 0
+        if held and self._next is not None and held[0][0] > self._next:
+            # The replay did not have what was missing before it: it cannot be had.
+            self._lose()
+            self._next = held[0][0]
+        while held:
+            seq, payload = held.popleft()
+            self.live(seq, payload)
+
+    def _learn_all(self) -> None:
+        self._next = None
+        self._drop_held()
+        self._survivors = {"device": {}, "host": {}}
+        self._replay_from(0)
+
+    def _replay_from(self, seq: int) -> None:
+        assert self._ask is not None
+        self._replaying = True
+        self._broken = False
+        self._asked_from = seq
+        self.counts["replays"] += 1
+        self._ask(seq)
+
+    def _begin_anew(self) -> None:
+        """Within a replay: what was known before this is worth nothing."""
+        self._lose()
+        self._survivors = {"device": {}, "host": {}}
+
+    def _drop_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+
+    # To the scheduler -------------------------------------------------------------------------
+
+    def _lose(self) -> None:
+        self.counts["lost"] += 1
+        if self._survivors is not None:
+            self._survivors = {"device": {}, "host": {}}
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._told:
+            self._told = False
+            self._submit(BlocksCleared(instance=self.instance, dp_rank=self.dp_rank))
+
+    def _tell_survivors(self) -> None:
+        survivors, self._survivors = self._survivors, None
+        if survivors is not None:
+            self._tell(Change("stored", tier, list(held)) for tier, held in survivors.items())
+
+    def _tell(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            if change.kind == "cleared":
+                self._told = True  # also what it was only expected to hold
+                self._forget()
+                continue
+            self.counts[change.kind] += len(change.blocks)
+            kind = BlocksStored if change.kind == "stored" else BlocksRemoved
+            for start in range(0, len(change.blocks), MAX_BLOCKS_PER_EVENT):
+                self._told = True
+                self._submit(
+                    kind(
+                        instance=self.instance,
+                        dp_rank=self.dp_rank,
+                        blocks=change.blocks[start : start + MAX_BLOCKS_PER_EVENT],
+                        tier=change.tier,
+                    )
+                )
+
+
+def _apply(changes: Iterable[Change], held: dict[CacheTier, dict[int, None]]) -> None:
+    for change in changes:
+        if change.kind == "cleared":
+            for blocks in held.values():
+                blocks.clear()
+        elif change.kind == "stored":
+            held[change.tier].update(dict.fromkeys(change.blocks))
+        else:
+            for block in change.blocks:
+                held[change.tier].pop(block, None)

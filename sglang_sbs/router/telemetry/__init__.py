@@ -1,0 +1,1 @@
+"""What the router says of itself: metrics, log, traces."""

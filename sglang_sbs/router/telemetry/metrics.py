@@ -1,0 +1,470 @@
+"""Prometheus metrics: ``smg_*`` where sglang_router's dashboards expect them, ``sbs_*`` for ours.
+
+Owns names, labels and help texts. State that lives elsewhere (scheduler, registry, EndForward) is
+read when scraped, not pushed, so that it costs nothing per event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sglang_sbs.router.errors import LegFailure, RouterError
+from sglang_sbs.router.telemetry.worker_metrics import gauge, total
+from sglang_sbs.router.telemetry.worker_series import WorkerSeries
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
+from sglang_sbs.scheduling.queue.priority import PriorityClass
+from sglang_sbs.wire import EndForward
+
+_DURATION_BUCKETS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0),
+    *(45.0, 60.0, 90.0, 120.0, 180.0, 240.0),
+)
+_HOLD_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    60.0,
+)
+_GANG_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_HIT_ERROR_BUCKETS = (
+    *(-16384.0, -4096.0, -1024.0, -256.0, -64.0, -1.0),
+    *(0.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0),
+)
+_SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
+
+
+_STOCK = {"router_type": "http", "backend_type": "pd", "connection_mode": "http"}
+"""Labels sglang_router puts on its router metrics, with its values for PD over HTTP."""
+_ENDPOINTS = {
+    "/generate": "generate",
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+}
+
+
+class RouterMetrics:
+    def __init__(
+        self, duration_buckets: tuple[float, ...] | None = None, policy: str = "sbs"
+    ) -> None:
+        self._policy = policy
+        self.registry = CollectorRegistry()
+        buckets = duration_buckets or _DURATION_BUCKETS
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+        self.http_requests = counter(
+            "smg_http_requests_total", "Requests by method and path", "method", "path"
+        )
+        self.http_responses = counter(
+            "smg_http_responses_total",
+            "Responses by status and error code",
+            "status_code",
+            "error_code",
+        )
+        self.http_seconds = histogram(
+            "smg_http_request_duration_seconds",
+            "Until the response is complete",
+            buckets,
+            "method",
+            "path",
+        )
+        self.http_active = Gauge(
+            "smg_http_connections_active", "Requests being served", registry=self.registry
+        )
+        self._malformed = counter("sbs_http_malformed_total", "Requests that were no HTTP")
+        self._rate_limit = counter(
+            "smg_http_rate_limit_total", "Decisions of --max-concurrent-requests", "result"
+        )
+        self._requests = counter(
+            "smg_router_requests_total",
+            "Inference requests",
+            *_STOCK,
+            "model",
+            "endpoint",
+            "streaming",
+        )
+        self._request_seconds = histogram(
+            "smg_router_request_duration_seconds",
+            "Inference requests, to the end",
+            buckets,
+            *_STOCK,
+            "model",
+            "endpoint",
+        )
+        self._request_errors = counter(
+            "smg_router_request_errors_total",
+            "Failed inference requests",
+            *(*_STOCK, "model", "endpoint", "error_type"),
+        )
+        self.ttft_seconds = histogram(
+            "smg_pd_ttft_seconds", "Announcement to decode's first byte, per attempt", buckets
+        )
+        self.prefill_seconds = histogram(
+            "smg_pd_prefill_duration_seconds",
+            "Announcement to prefill's reply, per attempt",
+            buckets,
+        )
+        self.leg_failures = counter(
+            "smg_worker_errors_total",
+            "Failed legs",
+            *("worker_type", "connection_mode", "worker", "error_type"),
+        )
+        self._retries = counter(
+            "smg_worker_retries_total", "Attempts after the first", "worker_type", "endpoint"
+        )
+        self._retries_exhausted = counter(
+            "smg_worker_retries_exhausted_total",
+            "Requests that failed on their last attempt",
+            *("worker_type", "endpoint"),
+        )
+        self.hold_seconds = histogram(
+            "sbs_hold_seconds", "From arrival at the scheduler to dispatch", _HOLD_BUCKETS
+        )
+        self.class_ttft_seconds = histogram(
+            "sbs_class_ttft_seconds",
+            "Announcement to decode's first byte, per attempt, by class of priority",
+            buckets,
+            "class",
+        )
+        self.class_hold_seconds = histogram(
+            "sbs_class_hold_seconds",
+            "From arrival at the scheduler to dispatch, by class of priority",
+            _HOLD_BUCKETS,
+            "class",
+        )
+        self.slo = counter(
+            "sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result"
+        )
+        self.gang_size = histogram(
+            "sbs_gang_size", "Requests dispatched to one prefill instance together", _GANG_BUCKETS
+        )
+        self.dispatches = counter(
+            "sbs_dispatches_total", "Dispatched legs", "worker_type", "worker", "dp_rank"
+        )
+        self.refusals = counter(
+            "sbs_refusals_total", "Refused by the scheduler, or at the front door", "cause"
+        )
+        self.attempts = counter("sbs_attempts_total", "Ended attempts", "outcome")
+        self._attempts: dict[Outcome, Counter] = {}
+        self.aborts = counter("sbs_aborts_total", "POST /abort_request sent to engines")
+        self.broken_streams = counter(
+            "sbs_broken_streams_total", "Streams that ended in an error event", "code"
+        )
+        self.chunk_utilisation = histogram(
+            "sbs_chunk_utilisation",
+            "Extend tokens of a pass over C_chunk, per rank",
+            _SHARE_BUCKETS,
+        )
+        self.active_ranks = histogram(
+            "sbs_active_ranks_share", "Ranks with tokens in a pass over all ranks", _SHARE_BUCKETS
+        )
+        self.active_rank_count = histogram(
+            "sbs_active_ranks", "Ranks with tokens in a pass", _GANG_BUCKETS
+        )
+        self.batch_fill = histogram(
+            "sbs_batch_fill", "Tokens of a pass over C_chunk of all its ranks", _SHARE_BUCKETS
+        )
+        self.forward_seconds = histogram(
+            "sbs_forward_seconds", "T_fwd of prefill passes", buckets, "worker"
+        )
+        self.length_error = histogram(
+            "sbs_prompt_length_error",
+            "Size of the relative error of estimated prompt lengths",
+            (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+        )
+        self.prompt_tokens = counter(
+            "sbs_prefix_prompt_tokens_total", "Prompt tokens of requests that prefill answered"
+        )
+        self.predicted_tokens = counter(
+            "sbs_prefix_predicted_tokens_total",
+            "Of those, expected to be cached: L_hit at dispatch",
+        )
+        self.reported_tokens = counter(
+            "sbs_prefix_reported_tokens_total", "Of those, found in the cache as the engine says"
+        )
+        self.hit_error = histogram(
+            "sbs_prefix_hit_error_tokens",
+            "Cached tokens as reported minus as predicted, per request; below 0 is a stale hit",
+            _HIT_ERROR_BUCKETS,
+        )
+        self._gang = (-1, 0)
+        self._of_workers = WorkerSeries()
+        # Looking a label set up costs more than counting: keep those of the hot paths.
+        self._http: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+        self._responses: dict[tuple[int, str], Counter] = {}
+        self._served: dict[tuple[str, str, bool], tuple[Counter, Histogram]] = {}
+        self._dispatched = 0
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)
+
+    def collect_with(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        """Add state that is read when scraped."""
+        self.registry.register(_ScrapeTime(collect))
+
+    # Workers come and go ----------------------------------------------------------------------
+
+    def follow(self, workers: Registry) -> None:
+        """From now on only its workers have series of their own, each until it is removed."""
+        self._of_workers.known = lambda url: workers.get(url) is not None
+        workers.removed = lambda worker: self.forget(worker.url)
+
+    def forget(self, worker_url: str) -> None:
+        """Remove the series of a worker. One that is added again begins at 0."""
+        self._of_workers.forget(worker_url)
+
+    # DispatchObserver -------------------------------------------------------------------------
+
+    def dispatched(self, command: Dispatch) -> None:
+        self._dispatched += 1
+        self.hold_seconds.observe(command.held_s)
+        self._leg("prefill", command.prefill, command.prefill_rank)
+        self._leg("decode", command.decode, command.decode_rank)
+        batch, size = self._gang
+        if command.batch == batch:
+            self._gang = (batch, size + 1)
+        else:
+            if size:
+                self.gang_size.observe(size)
+            self._gang = (command.batch, 1)
+
+    def _leg(self, role: str, worker: str, rank: int) -> None:
+        legs = self._of_workers.of(self.dispatches, worker, role, worker, rank)
+        if legs is not None:
+            legs.inc()
+
+    def refused(self, command: Refuse) -> None:
+        self.refusals.labels(command.cause).inc()
+
+    def selections(self, model: str) -> CounterMetricFamily:
+        """Worker choices, under sglang_router's name: both roles are chosen at once here."""
+        family = total(
+            "smg_worker_selection",
+            "Workers chosen",
+            *("worker_type", "connection_mode", "model", "policy"),
+        )
+        for role in ("prefill", "decode"):
+            family.add_metric([role, "http", model, self._policy], self._dispatched)
+        return family
+
+    # The HTTP surface -------------------------------------------------------------------------
+
+    def http_started(self, method: str, path: str) -> Histogram:
+        """Count a request; returns where its duration goes."""
+        known = self._http.get((method, path))
+        if known is None:
+            known = (
+                self.http_requests.labels(method, path),
+                self.http_seconds.labels(method, path),
+            )
+            self._http[method, path] = known
+        known[0].inc()
+        self.http_active.inc()
+        return known[1]
+
+    def http_ended(self, status: int, error_code: str) -> None:
+        self.http_active.dec()
+        responses = self._responses.get((status, error_code))
+        if responses is None:
+            responses = self.http_responses.labels(str(status), error_code)
+            self._responses[status, error_code] = responses
+        responses.inc()
+
+    def door(self, allowed: bool) -> None:
+        """A request was let in by ``--max-concurrent-requests``, or not."""
+        self._rate_limit.labels("allowed" if allowed else "rejected").inc()
+        if not allowed:
+            self.refusals.labels("front_door").inc()
+
+    def malformed_request(self) -> None:
+        """It is answered with a 400 before anything of it is understood."""
+        self._malformed.inc()
+
+    # Inference --------------------------------------------------------------------------------
+
+    def served(self, path: str, model: str, streaming: bool, seconds: float) -> None:
+        """An inference request is over, however it ended."""
+        known = self._served.get((path, model, streaming))
+        if known is None:
+            labels = (*_STOCK.values(), model, _ENDPOINTS[path])
+            known = (
+                self._requests.labels(*labels, str(streaming).lower()),
+                self._request_seconds.labels(*labels),
+            )
+            self._served[path, model, streaming] = known
+        known[0].inc()
+        known[1].observe(seconds)
+
+    def request_failed(self, path: str, model: str, code: str) -> None:
+        self._request_errors.labels(*_STOCK.values(), model, _ENDPOINTS[path], code).inc()
+
+    def retried(self, failure: LegFailure, path: str) -> None:
+        self._retries.labels(failure.leg, _ENDPOINTS[path]).inc()
+
+    def gave_up(self, failure: LegFailure, path: str) -> None:
+        """The last attempt failed too."""
+        self._retries_exhausted.labels(failure.leg, _ENDPOINTS[path]).inc()
+
+    # Others -----------------------------------------------------------------------------------
+
+    def attempt_ended(self, outcome: Outcome) -> None:
+        ended = self._attempts.get(outcome)
+        if ended is None:
+            ended = self._attempts[outcome] = self.attempts.labels(outcome)
+        ended.inc()
+
+    def leg_failed(self, failure: LegFailure) -> None:
+        labels = (failure.leg, "http", failure.worker, failure.code)
+        failures = self._of_workers.of(self.leg_failures, failure.worker, *labels)
+        if failures is not None:
+            failures.inc()
+
+    def class_held(self, priority: PriorityClass, held_s: float) -> None:
+        self.class_hold_seconds.labels(priority).observe(held_s)
+
+    def first_byte(self, priority: PriorityClass, seconds: float, slo_s: float | None) -> None:
+        """Decode's first byte came; ``slo_s``: what the client wanted."""
+        self.ttft_seconds.observe(seconds)
+        self.class_ttft_seconds.labels(priority).observe(seconds)
+        if slo_s is not None:
+            self.slo.labels("met" if seconds <= slo_s else "missed").inc()
+
+    def stream_broken(self, error: RouterError) -> None:
+        self.broken_streams.labels(error.code).inc()
+
+    def length_missed(self, relative: float) -> None:
+        self.length_error.observe(abs(relative))
+
+    def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
+        """Prefill said how much of a prompt it had cached."""
+        self.prompt_tokens.inc(max(0, prompt_tokens))
+        self.predicted_tokens.inc(max(0, predicted_tokens))
+        self.reported_tokens.inc(max(0, reported_tokens))
+        self.hit_error.observe(reported_tokens - predicted_tokens)
+
+    def forward_ended(self, worker_url: str, chunk_tokens: int, report: EndForward) -> None:
+        """One pass of one prefill rank."""
+        if report.kind != "forward" or report.role != "prefill":
+            return
+        if report.extend_tokens > 0 and chunk_tokens > 0:
+            self.chunk_utilisation.observe(min(1.0, report.extend_tokens / chunk_tokens))
+        if report.dp_rank == 0:
+            passes = self._of_workers.of(self.forward_seconds, worker_url, worker_url)
+            if passes is not None:
+                passes.observe(report.forward_s)
+            if report.tokens_per_rank:
+                busy = sum(tokens > 0 for tokens in report.tokens_per_rank)
+                ranks = len(report.tokens_per_rank)
+                self.active_ranks.observe(busy / ranks)
+                self.active_rank_count.observe(busy)
+                if chunk_tokens > 0:
+                    filled = sum(report.tokens_per_rank) / (chunk_tokens * ranks)
+                    self.batch_fill.observe(min(1.0, filled))
+
+
+class _ScrapeTime(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
+    """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges, without instances that
+    are no ``workers`` any more: it knows them for a while yet."""
+    for name, text, value in (
+        ("sbs_queue_requests", "Requests waiting in the scheduler", snapshot.queue_requests),
+        ("sbs_queue_tokens", "Their prompt tokens", snapshot.queue_tokens),
+        ("sbs_in_flight_requests", "Dispatched and not ended", snapshot.in_flight_requests),
+        ("sbs_oldest_wait_seconds", "Of the request that waits longest", snapshot.oldest_wait_s),
+        ("sbs_interval_seconds", "I_opt, the dispatch interval", snapshot.interval_s),
+        ("sbs_mean_forward_seconds", "Mean T_fwd, outliers left out", snapshot.mean_forward_s),
+        ("sbs_latency_seconds", "L_net, dispatch to runnable", snapshot.latency_s),
+        ("sbs_throttled", "1 while flow control refuses", float(snapshot.throttled)),
+        ("sbs_prefix_index_blocks", "KV blocks in the prefix index", snapshot.prefix_blocks),
+    ):
+        yield _one(name, text, value)
+    if snapshot.lead_s is not None:
+        yield _one(
+            "sbs_lead_seconds", "How far ahead of a pass's end is dispatched", snapshot.lead_s
+        )
+    waiting = gauge("sbs_queue_class_requests", "Requests waiting, by class of priority", "class")
+    for name, count in snapshot.queue_classes.items():
+        waiting.add_metric([name], count)
+    yield waiting
+    yield _one(
+        "sbs_queue_tenants", "Tenants with requests waiting, if several", snapshot.queue_tenants
+    )
+    prefill: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+        "tier": gauge("sbs_signal_tier", "1 for the signal tier in force", "worker", "tier"),
+        "ready": gauge("sbs_instance_ready", "1 if it may take a batch now", "worker"),
+        "error": gauge(
+            "sbs_lead_error_seconds", "Size of the error of predicted pass ends", "worker"
+        ),
+        "free": gauge("sbs_predicted_free_seconds", "Until its pass ends, as predicted", "worker"),
+        "fires": total("sbs_watchdog_fires", "State resets after silence", "worker"),
+        "c_avail": gauge("sbs_rank_c_avail_tokens", "C_avail", "worker", "dp_rank"),
+        "flight": gauge("sbs_rank_flight_tokens", "U_flight", "worker", "dp_rank"),
+        "queued": gauge("sbs_rank_queued_tokens", "R_queued", "worker", "dp_rank"),
+        "age": gauge("sbs_endforward_age_seconds", "Since its last message", "worker", "dp_rank"),
+    }
+    for instance in snapshot.prefill:
+        if workers.get(instance.instance) is None:
+            continue
+        prefill["tier"].add_metric([instance.instance, instance.tier], 1)
+        prefill["ready"].add_metric([instance.instance], float(instance.ready))
+        prefill["error"].add_metric([instance.instance], instance.prediction_error_s)
+        prefill["free"].add_metric([instance.instance], instance.predicted_free_in_s)
+        prefill["fires"].add_metric([instance.instance], instance.watchdog_fires)
+        for number, rank in enumerate(instance.ranks):
+            labels = [instance.instance, str(number)]
+            prefill["c_avail"].add_metric(labels, rank.c_avail)
+            prefill["flight"].add_metric(labels, rank.flight_tokens)
+            prefill["queued"].add_metric(labels, rank.queued_tokens)
+            if rank.age_s is not None:
+                prefill["age"].add_metric(labels, rank.age_s)
+    running = gauge("sbs_rank_running_requests", "B, own dispatches counted", "worker", "dp_rank")
+    kv_tokens = gauge("sbs_rank_kv_tokens", "K, own dispatches counted", "worker", "dp_rank")
+    for decode in snapshot.decode:
+        if workers.get(decode.instance) is None:
+            continue
+        for number, rank in enumerate(decode.ranks):
+            labels = [decode.instance, str(number)]
+            running.add_metric(labels, rank.running)
+            kv_tokens.add_metric(labels, rank.kv_tokens)
+            if rank.age_s is not None:
+                prefill["age"].add_metric(labels, rank.age_s)
+    yield from prefill.values()
+    yield from (running, kv_tokens)
+
+
+def _one(name: str, text: str, value: float) -> GaugeMetricFamily:
+    family = gauge(name, text)
+    family.add_metric([], value)
+    return family

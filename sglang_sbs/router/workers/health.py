@@ -1,0 +1,412 @@
+"""Watches the workers: start-up, health, restarts, and load polls where EndForward is missing.
+
+Owns the background tasks that ask engines something. What they learn goes to the registry (health,
+limits) and to the scheduler (``LoadPolled``). Must not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import ssl
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sglang_sbs.plain_words import plain_error
+from sglang_sbs.router.engines.connection_pool import Pool, UpstreamError, fetch, is_our_own
+from sglang_sbs.router.engines.control_requests import ask
+from sglang_sbs.router.engines.urls import rank_url
+from sglang_sbs.router.processes.messages import clamped_count
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.server_info import (
+    RankOutOfReach,
+    UnusableWorker,
+    WorkerInfo,
+    check_rank_server,
+    not_a_rank,
+    parse_server_info,
+)
+from sglang_sbs.scheduling.events import Event, LoadPolled
+
+logger = logging.getLogger(__name__)
+
+_PROBE_PATHS = ("/ready", "/ping")
+"""Flag checks that run no forward pass. SGLang's /health runs one, on DP rank 0."""
+_RANK_PROBE_PATHS = ("/model_info",)
+"""Of a DP rank that serves HTTP itself: it has neither of those, and answers this without its
+scheduler."""
+_LOADS = "/v1/loads?include=core,disagg,queues"
+_DOUBT_TIMEOUT_S = 2.0
+"""For a probe of a worker in doubt, whose answer takes it milliseconds."""
+_ASKED_AT_ONCE = 32
+"""DP ranks of one engine: one that claims to have thousands does no harm."""
+_FAST_S = 1.0
+"""Between probes of a worker that is down or in doubt."""
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    startup_timeout_s: float = 1800.0
+    startup_check_interval_s: float = 30.0
+    health_enabled: bool = True
+    health_interval_s: float = 60.0
+    health_timeout_s: float = 5.0
+    failure_threshold: int = 3
+    success_threshold: int = 2
+    health_endpoint: str | None = None
+    """As the user set it; ``None`` picks a check that costs the engine nothing."""
+    load_poll_interval_s: float | None = 0.075
+    """``None``: no polls, the policy has no use for them."""
+    api_key: str | None = None
+
+
+@dataclass(frozen=True)
+class _Problem:
+    text: str
+    silent: bool
+    """It gave no answer at all (stopped, cut off), as opposed to one that says no."""
+
+
+class Monitor:
+    """One task per worker; ``start`` for each, ``close`` at the end."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        session: aiohttp.ClientSession,
+        config: MonitorConfig,
+        submit: Callable[[Event], None],
+        described: Callable[[Worker, WorkerInfo], None] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``tls``: how engines' certificates are checked; ``None``: as the system does."""
+        # For load polls: with aiohttp's client each of them costs several times as much.
+        self._pool = Pool(asyncio.get_running_loop(), ssl_context=tls)
+        self._poll_headers = (
+            f"authorization: Bearer {config.api_key}\r\n".encode() if config.api_key else b""
+        )
+        self._registry = registry
+        self._session = session
+        self._config = config
+        self._submit = submit
+        self._described = described
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._doubts: dict[str, asyncio.Event] = {}
+        self._probe_path: dict[str, str] = {}
+        self.checks: Counter[tuple[str, str]] = Counter()
+        """Health checks by role and result."""
+        registry.doubted = self._doubt
+        registry.asks_cheaply = config.health_endpoint is None
+        self._ticker = asyncio.create_task(self._tick())
+
+    def start(self, worker: Worker) -> None:
+        """Wait for the worker and watch it from then on."""
+        self._doubts[worker.url] = asyncio.Event()
+        self._tasks[worker.url] = [
+            _in_background(self._keep(worker, lambda: self._watch(worker))),
+        ]
+        if self._config.load_poll_interval_s is not None:
+            interval_s = self._config.load_poll_interval_s
+            polls = self._keep(worker, lambda: self._poll_loads(worker, interval_s))
+            self._tasks[worker.url].append(_in_background(polls))
+
+    def stop(self, worker: Worker) -> None:
+        for task in self._tasks.pop(worker.url, []):
+            task.cancel()
+        self._doubts.pop(worker.url, None)
+        self._probe_path.pop(worker.url, None)
+
+    def stop_all(self) -> list[asyncio.Task[None]]:
+        """Watch nothing from now on; the tasks that are ending."""
+        tasks = [task for group in self._tasks.values() for task in group] + [self._ticker]
+        for task in tasks:
+            task.cancel()
+        self._pool.close()
+        self._tasks.clear()
+        self._doubts.clear()
+        return tasks
+
+    async def close(self) -> None:
+        await asyncio.gather(*self.stop_all(), return_exceptions=True)
+
+    def _doubt(self, worker: Worker) -> None:
+        event = self._doubts.get(worker.url)
+        if event is not None:
+            event.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._registry.tick()
+
+    async def _keep(self, worker: Worker, run: Callable[[], Awaitable[None]]) -> None:
+        """A defect must not leave a worker unwatched: log it and begin anew."""
+        while True:
+            try:
+                await run()
+            except Exception:
+                logger.exception("watching worker %s failed; beginning anew", worker.url)
+                await asyncio.sleep(_FAST_S)
+
+    # Start-up and health ----------------------------------------------------------------------
+
+    async def _watch(self, worker: Worker) -> None:
+        started_s = time.monotonic()
+        while not await self._describe(worker):
+            self._go_on(worker)
+            waited_s = time.monotonic() - started_s
+            if waited_s > self._config.startup_timeout_s:
+                self._registry.report_problem(
+                    worker,
+                    "startup",
+                    f"not up after {self._config.startup_timeout_s:g} s "
+                    "(--worker-startup-timeout-secs); still trying",
+                )
+            # Soon at first, then at a twentieth of the time it already takes.
+            pause_s = max(_FAST_S, waited_s / 20)
+            await asyncio.sleep(min(pause_s, self._config.startup_check_interval_s))
+        worker.problems.pop("startup", None)
+        self._registry.set_healthy(worker, True)
+        self._registry.refresh(worker)
+        while True:
+            await self._pause(worker)
+            await self._check(worker)
+
+    def _go_on(self, worker: Worker) -> None:
+        """Raises: CancelledError, if it was stopped. In the moment a probe times out the probe
+        tells of the time-out only, and the task would outlive its end."""
+        if worker.url not in self._tasks:
+            raise asyncio.CancelledError
+
+    async def _pause(self, worker: Worker) -> None:
+        """Until the next regular check, or until something casts doubt on the worker."""
+        self._go_on(worker)
+        doubt = self._doubts[worker.url]
+        doubt.clear()
+        regular = self._config.health_enabled
+        try:
+            async with asyncio.timeout(self._config.health_interval_s if regular else None):
+                await doubt.wait()
+        except TimeoutError:
+            return
+
+    async def _check(self, worker: Worker) -> None:
+        """Probe until the verdict is clear; returns when the worker is healthy and described."""
+        failures = successes = 0
+        while True:
+            asked_s = time.monotonic()
+            problem = await self._probe(worker)
+            self._go_on(worker)
+            self.checks[worker.role, "failure" if problem else "success"] += 1
+            if problem is None:
+                failures, successes = 0, successes + 1
+                needed = 1 if worker.healthy else self._config.success_threshold
+                if successes >= needed and await self._recover(worker):
+                    return
+            else:
+                failures, successes = failures + 1, 0
+                if failures >= self._config.failure_threshold:
+                    self._registry.set_healthy(worker, False, problem.text)
+                    if problem.silent:
+                        self._registry.silenced(worker)
+            # A probe that timed out has been pause enough.
+            await asyncio.sleep(max(0.0, asked_s + _FAST_S - time.monotonic()))
+
+    async def _recover(self, worker: Worker) -> bool:
+        """After a time down the engine may be another one: read its limits again."""
+        doubtful = not worker.healthy or worker.info is None or worker.recheck
+        if doubtful and not await self._describe(worker):
+            return False
+        self._registry.set_healthy(worker, True)
+        self._registry.refresh(worker)
+        return True
+
+    async def _probe(self, worker: Worker) -> _Problem | None:
+        """What is wrong with the worker, if anything: one dead HTTP server is enough."""
+        problems = await asyncio.gather(
+            *(self._probe_server(worker, url) for url in worker.server_urls)
+        )
+        return next(filter(None, problems), None)
+
+    async def _probe_server(self, worker: Worker, url: str) -> _Problem | None:
+        configured = self._config.health_endpoint
+        paths = _RANK_PROBE_PATHS if worker.rust_server else _PROBE_PATHS
+        if configured:
+            paths = (configured,)
+        # Patience for a check that may cost the engine a forward pass, and for an engine whose
+        # ranks speak: its HTTP server may be busy with a large prompt.
+        limit_s = self._config.health_timeout_s
+        age_s = worker.report_age_s(time.monotonic())
+        patient = configured is not None or (age_s is not None and age_s < _DOUBT_TIMEOUT_S)
+        timeout_s = limit_s if patient else min(limit_s, _DOUBT_TIMEOUT_S)
+        known = self._probe_path.get(worker.url)
+        place = "" if url == worker.url else f" at {url}"
+        for path in (known,) if known is not None and known in paths else paths:
+            try:
+                status, _ = await self._get(url, path, timeout_s=timeout_s)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                if is_our_own(error):
+                    logger.error("cannot check %s: %s", url, error)
+                    return None
+                return _Problem(f"GET {path}{place}: {plain_error(error)}", silent=True)
+            if status == 404 and not configured and path != paths[-1]:
+                continue
+            self._probe_path[worker.url] = path
+            worker.heard_s = time.monotonic()
+            # An engine without any of the cheap checks has at least answered.
+            if status == 200 or (status == 404 and not configured):
+                return None
+            return _Problem(f"GET {path}{place}: {status}", silent=False)
+        return None
+
+    async def _describe(self, worker: Worker) -> bool:
+        """Read ``/server_info``; False (with a reported problem) while it cannot be used."""
+        try:
+            info = parse_server_info(await self._server_info(worker.url), worker.role)
+            await self._check_rank_servers(worker, info)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            text = f"waiting for it: /server_info: {plain_error(error)}"
+            self._registry.report_problem(worker, "unreachable", text)
+            return False
+        except (UnusableWorker, orjson.JSONDecodeError) as error:
+            self._registry.report_problem(worker, "unusable", str(error))
+            return False
+        first = worker.info is None
+        self._registry.described(worker, info)
+        if first:
+            logger.info(
+                "worker %s (%s): SGLang %s, dp_size %d, chunk %d tokens/rank, plugin %s",
+                worker.url,
+                worker.role,
+                info.version or "?",
+                info.dp_size,
+                info.chunk_tokens,
+                "yes" if info.sbs is not None else "no",
+            )
+        if self._described is not None:
+            self._described(worker, info)
+        return True
+
+    async def _server_info(self, url: str) -> dict[str, Any]:
+        """Raises: UnusableWorker, orjson.JSONDecodeError, or what :func:`ask` raises."""
+        # Answered by the schedulers between two passes: give them time for a long one.
+        status, data = await self._get(url, "/server_info", timeout_s=30.0)
+        if status == 404:
+            status, data = await self._get(url, "/get_server_info", timeout_s=30.0)
+        if status != 200:
+            raise UnusableWorker(f"/server_info answers {status}: {data[:200]!r}")
+        value: Any = orjson.loads(data)
+        if not isinstance(value, dict):
+            raise UnusableWorker("/server_info is not a JSON object")
+        return value
+
+    async def _check_rank_servers(self, worker: Worker, info: WorkerInfo) -> None:
+        """Each DP rank that serves HTTP itself must be where requests for it will be sent.
+
+        Raises:
+            RankOutOfReach: a rank is not.
+        """
+        boot_id = info.sbs.boot_id if info.sbs is not None else ""
+
+        async def check(rank: int) -> None:
+            url = rank_url(worker.url, rank)
+            try:
+                check_rank_server(await self._server_info(url), rank, boot_id)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise RankOutOfReach(not_a_rank(url, rank, plain_error(error))) from error
+            except (UnusableWorker, ValueError) as error:  # no JSON, or no port that could be
+                raise RankOutOfReach(not_a_rank(url, rank, str(error))) from error
+
+        ranks = range(1, info.dp_size if info.rust_server else 1)
+        for first in ranks[::_ASKED_AT_ONCE]:
+            await asyncio.gather(*map(check, ranks[first - 1 : first - 1 + _ASKED_AT_ONCE]))
+
+    async def _get(self, url: str, path: str, timeout_s: float | None = None) -> tuple[int, bytes]:
+        headers = (
+            {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else None
+        )
+        limit_s = timeout_s or self._config.health_timeout_s
+        return await ask(self._session, "GET", url + path, headers=headers, timeout_s=limit_s)
+
+    # Fallback signal --------------------------------------------------------------------------
+
+    async def _poll_loads(self, worker: Worker, interval_s: float) -> None:
+        """``/v1/loads`` while the instance works and sends no EndForward."""
+        backoff_s = interval_s
+        while True:
+            await asyncio.sleep(backoff_s)
+            if worker.active == 0 or not worker.usable or worker.reporting(time.monotonic()):
+                backoff_s = interval_s
+                continue
+            try:
+                answers = await asyncio.gather(
+                    *(
+                        fetch(
+                            *(self._pool, url, _LOADS, self._poll_headers),
+                            self._config.health_timeout_s,
+                        )
+                        for url in worker.server_urls
+                    )
+                )
+            except (UpstreamError, TimeoutError):
+                backoff_s = min(2 * backoff_s, 5.0)
+                continue
+            status = max(status for status, _ in answers)
+            pages = [data for _, data in answers]
+            event = parse_loads(worker, pages) if status == 200 else None
+            if event is None:
+                backoff_s = min(2 * backoff_s, 5.0)
+                self._registry.report_problem(
+                    worker, "loads", f"/v1/loads is of no use (status {status}): timers only"
+                )
+                continue
+            backoff_s = interval_s
+            worker.heard_s = time.monotonic()
+            worker.problems.pop("loads", None)
+            self._submit(event)
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task of its own, not part of the request that may have asked for it (its log says so)."""
+    return asyncio.create_task(work, context=contextvars.Context())
+
+
+def _rows_of_ranks(worker: Worker, pages: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Raises: KeyError, TypeError or ValueError for a rank of which no page says anything."""
+    lists = [orjson.loads(page)["loads"] for page in pages]
+    if worker.rust_server:
+        # Each rank's server speaks of itself alone, and may call itself 0.
+        return [loads[0] for _, loads in zip(range(worker.dp_size), lists, strict=True)]
+    ranks = {int(load["dp_rank"]): load for loads in lists for load in loads}
+    return [ranks[rank] for rank in range(worker.dp_size)]
+
+
+def parse_loads(worker: Worker, pages: Sequence[bytes]) -> LoadPolled | None:
+    """``/v1/loads`` (SGLang >= 0.5.14) of its HTTP servers as an event; ``None`` if they do not
+    cover every rank."""
+    try:
+        rows = _rows_of_ranks(worker, pages)
+        return LoadPolled(
+            instance=worker.url,
+            # total - used are the tokens that wait or bootstrap; older engines: waiting only.
+            queued_tokens=[
+                clamped_count(
+                    max(
+                        int(row.get("num_total_tokens", 0)) - int(row.get("num_used_tokens", 0)),
+                        int(row.get("num_waiting_uncached_tokens", 0)),
+                    )
+                )
+                for row in rows
+            ],
+            running_requests=[clamped_count(int(row.get("num_running_reqs", 0))) for row in rows],
+            kv_tokens=[clamped_count(int(row.get("num_used_tokens", 0))) for row in rows],
+        )
+    except (LookupError, TypeError, ValueError, ArithmeticError):
+        return None

@@ -1,0 +1,222 @@
+"""Which Kubernetes pods are workers, and what follows from a change of them.
+
+Owns reading a pod, and bringing the registry in line with the pods there are. Must not know how
+pods are found out (:mod:`.kubernetes_watch` does). The rules are those of ``sglang_router`` 0.3.2
+(``service_discovery.rs``): label selectors per role, one port for all, the bootstrap port in an
+annotation; and where they leave a worker in use that cannot serve, stricter ones:
+
+* a pod counts while it is Running, Ready and not being deleted; when that ends its worker is
+  removed as by ``DELETE /workers/{id}`` (what runs there ends normally), and comes back with it;
+* of a LeaderWorkerSet group only the leader counts: the other pods serve no HTTP;
+* an address belongs to a pod, not to its name: a new pod with the address of an old one is a new
+  worker;
+* workers of flags and of ``POST /workers`` are never touched, and a discovered one that somebody
+  removed stays away for as long as its pod stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sglang_sbs.router.engines.urls import bracketed, normalise_worker_url
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.scheduling.events import InstanceRole
+
+logger = logging.getLogger(__name__)
+
+BOOTSTRAP_PORT_ANNOTATION = "sglang.ai/bootstrap-port"
+"""Of prefill pods; without it the engine is asked."""
+LWS_WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Label that LeaderWorkerSet gives each pod of a group; the leader's is 0."""
+DISCOVERED = "discovered-by"
+"""Label of the workers that this module added, in ``GET /workers``."""
+_BY = "kubernetes"
+_POD, _UID = "pod", "pod-uid"
+
+_LABEL_KEY = re.compile(
+    r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryConfig:
+    """What pods to look for. A selector is a ``key=value,...`` string; empty: none of that role."""
+
+    prefill_selector: str = ""
+    decode_selector: str = ""
+    port: int = 80
+    namespace: str | None = None
+    """``None``: all namespaces."""
+
+    def selectors(self) -> list[tuple[InstanceRole, str]]:
+        """The roles that are looked for."""
+        both: list[tuple[InstanceRole, str]] = [
+            ("prefill", self.prefill_selector),
+            ("decode", self.decode_selector),
+        ]
+        return [(role, selector) for role, selector in both if selector]
+
+
+def parse_selector(words: Sequence[str]) -> str:
+    """``["app=sglang", "role=leader"]``, or the same in one word with spaces or commas.
+
+    Raises:
+        ValueError: not labels.
+    """
+    labels: dict[str, str] = {}
+    for item in re.split(r"[\s,]+", " ".join(words).strip()):
+        key, equals, value = item.partition("=")
+        if not equals or not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
+            raise ValueError(f"{item!r} is no label: write KEY=VALUE ..., e.g. app=sglang")
+        if labels.setdefault(key, value) != value:
+            raise ValueError(f"{key} cannot be {labels[key]!r} and {value!r} at once")
+    return ",".join(f"{key}={value}" for key, value in labels.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A pod that serves. ``pod`` is ``namespace/name``."""
+
+    url: str
+    role: InstanceRole
+    bootstrap_port: int | None
+    pod: str
+    uid: str
+    created: str = field(default="", compare=False)
+    """As Kubernetes writes it: sorts by time."""
+
+
+def read_pod(pod: Mapping[str, Any], role: InstanceRole, port: int) -> Found | None:
+    """The worker in a pod object of the API; ``None`` while it has none to use."""
+    metadata, status = pod.get("metadata") or {}, pod.get("status") or {}
+    address = status.get("podIP")
+    if not address or metadata.get("deletionTimestamp") or status.get("phase") != "Running":
+        return None
+    if (metadata.get("labels") or {}).get(LWS_WORKER_INDEX, "0") != "0":
+        return None
+    conditions = status.get("conditions") or ()
+    if not any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions):
+        return None
+    name = f"{metadata.get('namespace', '')}/{metadata.get('name', '')}"
+    return Found(
+        url=normalise_worker_url(f"http://{bracketed(address)}:{port}"),
+        role=role,
+        bootstrap_port=_bootstrap_port(metadata, name) if role == "prefill" else None,
+        pod=name,
+        uid=str(metadata.get("uid") or name),
+        created=str(metadata.get("creationTimestamp") or ""),
+    )
+
+
+def _bootstrap_port(metadata: Mapping[str, Any], name: str) -> int | None:
+    text = (metadata.get("annotations") or {}).get(BOOTSTRAP_PORT_ANNOTATION)
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= 65535:
+        return int(text)
+    logger.warning(
+        "pod %s: annotation %s is %r, not a port in 1..65535; asking the engine instead",
+        *(name, BOOTSTRAP_PORT_ANNOTATION, text),
+    )
+    return None
+
+
+def by_url(found: Iterable[Found]) -> dict[str, Found]:
+    """One pod per address: of two that claim the same, the younger (the other's end is on its
+    way). A pod that both selectors match is a prefill pod, as in ``sglang_router``."""
+    wanted: dict[str, Found] = {}
+    for pod in found:
+        other = wanted.get(pod.url)
+        if other is None or (pod.created, pod.role == "prefill") >= (
+            other.created,
+            other.role == "prefill",
+        ):
+            wanted[pod.url] = pod
+    return wanted
+
+
+def is_discovered(worker: Worker) -> bool:
+    """Whether it is here because of a pod."""
+    return worker.labels.get(DISCOVERED) == _BY
+
+
+class Members(Protocol):
+    """Who may change the set of workers."""
+
+    registry: Registry
+
+    def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        """Raises: ValueError."""
+
+    def remove_worker(self, worker: Worker) -> None: ...
+
+
+class PodMembership:
+    """Keeps the workers as the pods are; call :meth:`follow` whenever those may have changed."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._followed: dict[str, Found] = {}
+        self.registrations = {"success": 0, "failed": 0}
+        self.deregistrations = 0
+
+    @property
+    def workers(self) -> int:
+        """Discovered ones in use."""
+        return sum(map(is_discovered, self._members.registry))
+
+    def follow(self, found: Iterable[Found], *, complete: bool) -> None:
+        """``found``: all pods that serve, as far as known. ``complete``: nothing is missing among
+        them, so that a worker without a pod (of a router process before this one) is over."""
+        wanted = by_url(found)
+        for url, pod in list(self._followed.items()):
+            if wanted.get(url) != pod:
+                del self._followed[url]
+                self._remove(url)
+        for url, pod in wanted.items():
+            if url not in self._followed:
+                self._add(pod)
+        if complete:
+            for worker in self._members.registry:
+                if is_discovered(worker) and worker.url not in self._followed:
+                    self._remove(worker.url)
+
+    def _add(self, pod: Found) -> None:
+        registry = self._members.registry
+        known = registry.get(pod.url) or registry.by_alias(pod.url)
+        if known is not None and is_discovered(known):
+            if (
+                known.labels.get(_UID) == pod.uid
+                and known.role == pod.role
+                and known.configured_bootstrap_port == pod.bootstrap_port
+            ):
+                self._followed[pod.url] = pod  # of the process before this one
+                return
+            self._remove(known.url)
+        elif known is not None:
+            self._followed[pod.url] = pod
+            logger.info("pod %s: %s is a worker already, and stays one", pod.pod, known.url)
+            return
+        self._followed[pod.url] = pod
+        try:
+            worker = self._members.add_worker(pod.url, pod.role, pod.bootstrap_port)
+        except ValueError as error:
+            self.registrations["failed"] += 1
+            logger.error("pod %s cannot be a worker: %s", pod.pod, error)
+            return
+        worker.labels |= {DISCOVERED: _BY, _POD: pod.pod, _UID: pod.uid}
+        self.registrations["success"] += 1
+        logger.info("pod %s: worker %s (%s) added", pod.pod, pod.url, pod.role)
+
+    def _remove(self, url: str) -> None:
+        worker = self._members.registry.get(url)
+        if worker is None or not is_discovered(worker):
+            return
+        self.deregistrations += 1
+        logger.info("pod %s is gone or not ready", worker.labels.get(_POD))
+        self._members.remove_worker(worker)

@@ -1,0 +1,350 @@
+"""Workers found as Kubernetes pods: listing and watching them through the API server.
+
+Owns the list/watch protocol: one stream per role, filtered by the API server, taken up again after
+it ends, breaks or has become too old (410 Gone). Must not know what makes a pod a worker
+(:mod:`.kubernetes_pods`). Needs the package of the extra ``kubernetes`` and imports it only when
+asked to.
+
+While the API server cannot be reached the workers stay as they are: their health is checked anyway.
+Only a complete list, or a deletion that was seen, takes a worker away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import Metric
+
+from sglang_sbs.router.telemetry.worker_metrics import gauge, total
+from sglang_sbs.router.workers.kubernetes_pods import (
+    DiscoveryConfig,
+    Found,
+    Members,
+    PodMembership,
+    read_pod,
+)
+from sglang_sbs.scheduling.events import InstanceRole
+
+if TYPE_CHECKING:
+    from kubernetes_asyncio.client import ApiClient
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'sglang-sbs[kubernetes]'"
+PAGE_SIZE = 500
+"""Pods per answer of the API server to a list."""
+_SOURCE = "kubernetes"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchTiming:
+    """Seconds. A stream is asked for ``stream_s`` and given up as dead after ``silent_s`` more."""
+
+    stream_s: int = 60
+    silent_s: float = 15.0
+    list_s: float = 30.0
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 30.0
+
+
+class ApiError(RuntimeError):
+    """The API server refused."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status = status
+
+
+def is_installed() -> bool:
+    """Whether the client package is there."""
+    return importlib.util.find_spec("kubernetes_asyncio") is not None
+
+
+async def open_api() -> ApiClient:
+    """A client for the cluster of the kubeconfig file, or else for the one this process runs in.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    from kubernetes_asyncio import client, config
+
+    configuration = client.Configuration()
+    path = _kubeconfig()
+    try:
+        if path is not None:
+            await config.load_kube_config(config_file=path, client_configuration=configuration)
+        else:
+            config.load_incluster_config(client_configuration=configuration)
+    except (config.ConfigException, OSError) as error:
+        raise ValueError(
+            f"--service-discovery: no way to the Kubernetes API ({error}); run the router in a pod "
+            "with a service account, or name a kubeconfig file in KUBECONFIG"
+        ) from error
+    return client.ApiClient(configuration)
+
+
+def _kubeconfig() -> str | None:
+    named = os.environ.get("KUBECONFIG")
+    if named:
+        return named
+    usual = Path.home() / ".kube" / "config"
+    return str(usual) if usual.exists() else None
+
+
+class PodDiscovery:
+    """``await start()``, then the members follow the pods until ``await close()``."""
+
+    def __init__(
+        self, config: DiscoveryConfig, members: Members, timing: WatchTiming | None = None
+    ) -> None:
+        self._config = config
+        self._timing = timing or WatchTiming()
+        self._membership = PodMembership(members)
+        self._streams = [PodStream(self, role, selector) for role, selector in config.selectors()]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._api: ApiClient | None = None
+
+    async def start(self) -> None:
+        """Workers come in the background. Raises: ValueError, no way to any API server."""
+        self._api = api = await open_api()
+        logger.info(
+            "watching pods in %s at %s: %s",
+            self._config.namespace or "all namespaces",
+            api.configuration.host,
+            "; ".join(f"{role} {selector}" for role, selector in self._config.selectors()),
+        )
+        self._tasks = [asyncio.create_task(stream.run(api)) for stream in self._streams]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._api is not None:
+            await self._api.close()
+
+    @property
+    def config(self) -> DiscoveryConfig:
+        return self._config
+
+    @property
+    def timing(self) -> WatchTiming:
+        return self._timing
+
+    def changed(self) -> None:
+        """The pods of a stream may be others now."""
+        prefill = {
+            uid for s in self._streams if s.role == "prefill" for uid in s.pods
+        }  # matched by both selectors: prefill
+        found: list[Found] = []
+        for stream in self._streams:
+            for uid, pod in stream.pods.items():
+                if pod is not None and (stream.role == "prefill" or uid not in prefill):
+                    found.append(pod)
+        self._membership.follow(found, complete=all(s.listed for s in self._streams))
+
+    def families(self) -> Iterator[Metric]:
+        """For a scrape; the first three as ``sglang_router`` names them."""
+        workers = gauge("smg_discovery_workers_discovered", "Workers that are pods", "source")
+        workers.add_metric([_SOURCE], self._membership.workers)
+        added = total("smg_discovery_registrations", "Pods that became workers", "source", "result")
+        for result, count in self._membership.registrations.items():
+            added.add_metric([_SOURCE, result], count)
+        removed = total(
+            "smg_discovery_deregistrations",
+            "Workers whose pod went",
+            "source",
+        )
+        removed.add_metric([_SOURCE], self._membership.deregistrations)
+        current = gauge("sbs_discovery_current", "Pods of the role are listed and watched", "role")
+        lists = total("sbs_discovery_lists", "Complete lists of a role's pods", "role")
+        errors = total("sbs_discovery_errors", "Lists and watches that failed", "role")
+        for stream in self._streams:
+            current.add_metric([stream.role], float(stream.current))
+            lists.add_metric([stream.role], stream.lists)
+            errors.add_metric([stream.role], stream.errors)
+        yield from (workers, added, removed, current, lists, errors)
+
+
+class PodStream:
+    """The pods of one role, kept current."""
+
+    def __init__(self, discovery: PodDiscovery, role: InstanceRole, selector: str) -> None:
+        self.role = role
+        self.pods: dict[str, Found | None] = {}
+        """By uid; ``None``: matches, but does not serve."""
+        self.listed = False
+        self.current = False
+        self.lists = 0
+        self.errors = 0
+        self._discovery = discovery
+        self._selector = selector
+        self._version = ""
+        """Of the collection, up to which it is known; empty: it must be listed."""
+        self._complaint = ""
+
+    async def run(self, api: ApiClient) -> None:
+        """Until cancelled."""
+        timing = self._discovery.timing
+        pause_s = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            began_s = loop.time()
+            try:
+                if not self._version:
+                    await self._list(api)
+                await self._watch(api)
+                pause_s = 0.0
+                # Somebody else may have changed the workers meanwhile.
+                self._discovery.changed()
+            except Exception as error:
+                lived = loop.time() - began_s > 10 * timing.first_pause_s
+                pause_s = self._failed(error, 0.0 if lived else pause_s)
+            if loop.time() - began_s < timing.first_pause_s:
+                # Never a busy loop, whatever an API server or a proxy before it does.
+                pause_s = max(pause_s, timing.first_pause_s)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    def _failed(self, error: Exception, last_pause_s: float) -> float:
+        """Book it; returns how long to wait. What was missed is found by listing anew."""
+        timing = self._discovery.timing
+        self._version = ""
+        self.current = False
+        self.errors += 1
+        if isinstance(error, ApiError) and error.status == 410 and not last_pause_s:
+            logger.info("%s pods: the watch is too old, listing them again", self.role)
+            return timing.first_pause_s
+        text = _describe(error, self._selector, self._discovery.config.namespace)
+        if text != self._complaint:
+            self._complaint = text
+            logger.warning(
+                "%s pods cannot be watched, workers stay as they are: %s", self.role, text
+            )
+        return min(timing.longest_pause_s, 2 * last_pause_s or timing.first_pause_s)
+
+    async def _list(self, api: ApiClient) -> None:
+        pods: dict[str, Found | None] = {}
+        token: str | None = None
+        while True:
+            query: dict[str, Any] = {"limit": PAGE_SIZE}
+            if token:
+                query["_continue"] = token
+            page = await self._ask(api, **query)
+            metadata = page.get("metadata") or {}
+            for pod in page.get("items") or ():
+                uid, found = self._read(pod)
+                pods[uid] = found
+            token = metadata.get("continue")
+            if not token:
+                break
+        self.pods, self.listed = pods, True
+        self._version = str(metadata.get("resourceVersion") or "")
+        self.lists += 1
+        self._is_current()
+        self._discovery.changed()
+
+    async def _watch(self, api: ApiClient) -> None:
+        """One stream, to its end."""
+        from kubernetes_asyncio.client import ApiException
+        from kubernetes_asyncio.watch import Watch
+
+        timing = self._discovery.timing
+        method, positional = self._method(api)
+        async with Watch(return_type="object") as watch:
+            events = watch.stream(
+                method,
+                *positional,
+                label_selector=self._selector,
+                resource_version=self._version,
+                allow_watch_bookmarks=True,
+                timeout_seconds=timing.stream_s,
+                # To connect, and without a byte.
+                _request_timeout=(timing.silent_s, timing.stream_s + timing.silent_s),
+            )
+            try:
+                async for event in events:
+                    self._seen(event)
+            except ApiException as error:
+                raise ApiError(error.status or 0, str(error.reason)) from error
+
+    def _seen(self, event: Any) -> None:
+        """Raises: ValueError, an answer that is no watch event."""
+        if not isinstance(event, dict):
+            raise ValueError(f"not a watch event: {str(event)[:100]!r}")
+        kind, pod = event["type"], event["raw_object"]
+        self._version = str(pod["metadata"]["resourceVersion"])
+        self._is_current()
+        if kind == "BOOKMARK":
+            return
+        uid, found = self._read(pod)
+        if kind == "DELETED":
+            self.pods.pop(uid, None)
+        else:
+            self.pods[uid] = found
+        self._discovery.changed()
+
+    async def _ask(self, api: ApiClient, **query: Any) -> dict[str, Any]:
+        """One page of a list, as it is. Raises: ApiError, ValueError."""
+        method, positional = self._method(api)
+        response = await method(
+            *positional,
+            label_selector=self._selector,
+            _request_timeout=self._discovery.timing.list_s,
+            _preload_content=False,
+            **query,
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(response.release)
+            raw = await response.read()
+            if response.status != 200:
+                raise ApiError(response.status, _message(raw))
+        page = json.loads(raw)
+        if not isinstance(page, dict):
+            raise ValueError("not a list of pods")
+        return page
+
+    def _method(self, api: ApiClient) -> tuple[Any, tuple[str, ...]]:
+        from kubernetes_asyncio.client import CoreV1Api
+
+        core, namespace = CoreV1Api(api), self._discovery.config.namespace
+        if namespace is None:
+            return core.list_pod_for_all_namespaces, ()
+        return core.list_namespaced_pod, (namespace,)
+
+    def _read(self, pod: dict[str, Any]) -> tuple[str, Found | None]:
+        metadata = pod.get("metadata") or {}
+        uid = str(metadata.get("uid") or f"{metadata.get('namespace')}/{metadata.get('name')}")
+        return uid, read_pod(pod, self.role, self._discovery.config.port)
+
+    def _is_current(self) -> None:
+        if self._complaint:
+            self._complaint = ""
+            logger.info("%s pods are watched again", self.role)
+        self.current = True
+
+
+def _message(raw: bytes) -> str:
+    """What a Status object of the API says, or what came instead."""
+    try:
+        return str(json.loads(raw)["message"])
+    except (ValueError, KeyError, TypeError):
+        return raw[:200].decode("utf-8", "replace")
+
+
+def _describe(error: Exception, selector: str, namespace: str | None) -> str:
+    text = str(error) or type(error).__name__
+    if not isinstance(error, ApiError) or error.status not in (401, 403):
+        return f"{text} (selector {selector})"
+    wanted = f"a Role in namespace {namespace}" if namespace else "a ClusterRole"
+    text = f"{text}; the router's service account needs {wanted} to get, list and watch pods"
+    return text if namespace else f"{text}, or set --service-discovery-namespace"

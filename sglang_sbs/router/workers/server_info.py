@@ -1,0 +1,385 @@
+"""What an engine says about itself in ``GET /server_info``.
+
+Owns the meaning of SGLang's fields across versions, and the check that an engine can be used at
+all. Must not know how the answer was fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from sglang_sbs.router.workers.rank_contract import is_coupled, rank_choice_of
+from sglang_sbs.scheduling.events import InstanceRole, RankChoice
+
+MIN_VERSION = (0, 5, 6)
+"""First SGLang release this router knows how to speak to."""
+
+PLUGIN_VERSION = (0, 5, 11)
+"""First SGLang release that loads plugins."""
+CACHED_DETAILS_VERSION = (0, 5, 23)
+"""First SGLang release known to take ``return_cached_tokens_details``."""
+MAX_DP_SIZE = 4096
+"""More ranks than any engine has: a number above it is garbage, not a cluster."""
+_RUST_MARK = "rust_mm_transport"
+"""In an internal state: SGLang's Rust server, also where it does not name the DP rank (0.5.22)."""
+_MAX_TEXT = 256
+_MAX_ROUTERS = 16
+_MAX_COUNT = 1 << 40
+_MAX_GRAPHS = 256
+_BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
+
+
+NO_DP_ATTENTION = "no --enable-dp-attention"
+
+
+class UnusableWorker(ValueError):
+    """The engine answers, but requests must not be routed to it."""
+
+
+class RankOutOfReach(UnusableWorker):
+    """Its DP ranks serve HTTP themselves, and requests for some of them would go astray."""
+
+
+class SbsBlock(msgspec.Struct, frozen=True):
+    """What our engine plugin adds to ``/server_info``."""
+
+    boot_id: str = ""
+    bind: str = ""
+    """Where DP rank 0 listens (``tcp://HOST:PORT``; rank d at ``PORT + d``), in bind mode."""
+    routers: tuple[str, ...] = ()
+    """Endpoints the engine's publishers connect to."""
+    barrier: bool | None = None
+    """Whether its DP ranks gather before each pass; None: an older plugin does not say."""
+
+
+class KvEventsBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """What SGLang (>= 0.5.14) says of its KV events: rank d publishes at ``port + d``."""
+
+    port: int
+    replay_port: int | None = None
+    """Rank d answers at ``replay_port + d``; ``None``: lost events cannot be had again."""
+    topic: str = ""
+    block_tokens: int = 1
+    host: str = ""
+    """As the engine names it, for people; the worker's own host is connected to."""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits are per DP rank, 0 where the engine does not say."""
+
+    dp_size: int = 1
+    nodes: int = 1
+    """Hosts that its DP ranks are laid over, in order of rank; the first has the HTTP server."""
+    chunk_tokens: int = 0
+    max_prefill_tokens: int = 0
+    kv_capacity_tokens: int = 0
+    max_running_requests: int = 0
+    prefill_max_requests: int = 0
+    """In one pass; 0: no limit."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of its prefill CUDA graphs, ascending; empty without graphs."""
+    page_size: int = 1
+    """Tokens per KV block; under decode context parallelism several pages make one."""
+    bigram: bool = False
+    """The KV cache is keyed by pairs of tokens (EAGLE)."""
+    cached_details: bool = False
+    """OpenAI endpoints say what was cached when asked (``return_cached_tokens_details``)."""
+    completion_template: bool = False
+    """The prompt of ``/v1/completions`` becomes part of another one."""
+    max_request_tokens: int = 0
+    """The longest prompt it takes."""
+    cuts_prompts: bool = False
+    """It cuts longer ones instead of refusing them."""
+    version: str = ""
+    model_id: str = ""
+    bootstrap_port: int | None = None
+    load_balance_method: str = ""
+    coupled: bool = False
+    """Its release couples prefill and decode ranks (``rank_contract``)."""
+    rank_choice: RankChoice = "free"
+    """What can be chosen of its ranks as a decode instance."""
+    allocates_late: bool = False
+    """A decode instance that reserves KV when prefill is done with it, not before."""
+    sbs: SbsBlock | None = None
+    """``None``: the plugin is not installed or not configured there."""
+    radix_cache: bool = True
+    """Prompts find what earlier ones left in the KV cache."""
+    kv_events: KvEventsBlock | None = None
+    """``None``: what the cache holds is not published, or not so that it can be subscribed to."""
+    warnings: tuple[str, ...] = ()
+    overlap: bool = True
+    """Overlap scheduling, SGLang's default."""
+    no_barrier: str = ""
+    """Why its DP ranks make passes each for itself; empty: they make them together."""
+    rust_server: bool = False
+    """Every DP rank serves HTTP itself, and only for itself (``SGLANG_RUST_SERVER=1``)."""
+
+    @property
+    def ranks(self) -> str:
+        """The DP ranks in words."""
+        count = f"{self.dp_size} rank{'s' if self.dp_size > 1 else ''}"
+        return f"{count}, no barrier ({self.no_barrier})" if self.no_barrier else count
+
+
+def node_of_rank(info: WorkerInfo, dp_rank: int) -> int:
+    """``--node-rank`` of the process that speaks for a DP rank (``read_placement``)."""
+    return dp_rank * info.nodes // info.dp_size
+
+
+def parse_version(text: str) -> tuple[int, ...] | None:
+    """``(0, 5, 23)`` of ``0.5.23rc1``; ``None`` if the text is no release number."""
+    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(part or 0) for part in match.groups()) if match else None
+
+
+def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
+    """Read ``/server_info``.
+
+    Raises:
+        UnusableWorker: too old, or launched in another disaggregation mode than ``role``.
+    """
+    version = _text(data.get("version"))
+    numbers = parse_version(version)
+    # Builds from source call themselves 0.0.0: they are given the benefit of the doubt.
+    if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
+        wanted = ".".join(map(str, MIN_VERSION))
+        raise UnusableWorker(
+            f"runs SGLang {version}; this router speaks to SGLang {wanted} and later. Upgrade the "
+            "engine, to 0.5.10 or later if you can: before, prefill and decode DP ranks cannot be "
+            "chosen independently"
+        )
+    mode = data.get("disaggregation_mode")
+    if isinstance(mode, str) and mode not in ("", role):
+        raise UnusableWorker(
+            f"runs with --disaggregation-mode {mode} but is given to the router as --{role}. "
+            f"Relaunch it with --disaggregation-mode {role} or list it under the other flag"
+        )
+    rust_server = _check_rust_server(data, rank=0)
+    # From SGLang 0.5.22 on, dp_size is 1 under DP attention and attn_dp_size has the number.
+    attn_dp_size = _int(data.get("attn_dp_size"))
+    dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
+    if dp_size > MAX_DP_SIZE:
+        raise UnusableWorker(f"/server_info says dp_size {dp_size}, which cannot be")
+    warnings = []
+    sbs = _sbs_block(data.get("sbs"))
+    no_barrier = _why_no_barrier(data, dp_size, sbs)
+    if no_barrier == NO_DP_ATTENTION:
+        warnings.append(
+            f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
+            "replicas, so batching them into one forward pass gains nothing"
+        )
+    method = _text(data.get("load_balance_method"))
+    choice = rank_choice_of(numbers, method) if role == "decode" else "free"
+    if choice == "engine" and dp_size > 1:
+        warnings.append(_why_engine(version, method, numbers))
+    model = data.get("served_model_name") or data.get("model_path") or ""
+    chunk = _int(data.get("chunked_prefill_size"))
+    max_prefill = _int(data.get("max_prefill_tokens"))
+    kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
+    return WorkerInfo(
+        dp_size=dp_size,
+        nodes=_nodes(data) if attn_dp_size > 1 or data.get("enable_dp_attention") is True else 1,
+        # Without chunking a rank takes whole prompts up to --max-prefill-tokens per pass.
+        chunk_tokens=chunk if chunk > 0 else max(0, max_prefill),
+        max_prefill_tokens=max_prefill,
+        kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
+        max_running_requests=_max_running_requests(data, dp_size),
+        prefill_max_requests=max(0, _int(data.get("prefill_max_requests"))),
+        captured_tokens=_captured_tokens(data.get("cuda_graph_config")),
+        page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
+        bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
+        # The Rust server passes over the field, and no answer would read as nothing cached.
+        cached_details=(
+            numbers is not None and numbers >= CACHED_DETAILS_VERSION and not rust_server
+        ),
+        completion_template=bool(data.get("completion_template")),
+        max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
+        cuts_prompts=data.get("allow_auto_truncate") is True,
+        version=version,
+        model_id=_text(model),
+        bootstrap_port=_int(data.get("disaggregation_bootstrap_port")) or None,
+        load_balance_method=method,
+        coupled=is_coupled(numbers),
+        rank_choice=choice,
+        allocates_late=(
+            role == "decode"
+            and data.get("disaggregation_decode_allocation_policy") == "prefill_complete"
+        ),
+        overlap=data.get("disable_overlap_schedule") is not True,
+        rust_server=rust_server,
+        sbs=sbs,
+        no_barrier=no_barrier,
+        radix_cache=(
+            data.get("disable_radix_cache") is not True
+            and (role == "prefill" or data.get("disaggregation_decode_enable_radix_cache") is True)
+        ),
+        kv_events=kv_events,
+        warnings=tuple(text[: 2 * _MAX_TEXT] for text in warnings),
+    )
+
+
+def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) -> str:
+    """SGLang: ``prepare_mlp_sync_batch_raw`` of ``managers/scheduler_components/dp_attn.py``."""
+    if dp_size == 1:
+        return ""
+    if _int(data.get("dwdp_size")) > 1:
+        return f"--dwdp-size {_int(data.get('dwdp_size'))}"
+    if sbs is not None and sbs.barrier is False:
+        return "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
+    return NO_DP_ATTENTION if data.get("enable_dp_attention") is False else ""
+
+
+def _nodes(data: dict[str, Any]) -> int:
+    """Of the first pipeline stage, which speaks; stages are laid over nodes first
+    (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``)."""
+    nodes = _int(data.get("nnodes")) // max(1, _int(data.get("pp_size")))
+    return min(max(1, nodes), MAX_DP_SIZE)
+
+
+def not_a_rank(url: str, rank: int, why: str) -> str:
+    """What to tell of a DP rank that is not where requests for it would be sent."""
+    return (
+        f"DP rank {rank} does not serve at {url}: {why}. With SGLANG_RUST_SERVER=1 every rank "
+        "serves HTTP at the engine's --port plus its number: open those ports to the router, or "
+        "start the engine without SGLANG_RUST_SERVER"
+    )
+
+
+def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
+    """Whether what answered at the address of ``rank`` is that DP rank, of the engine ``boot_id``.
+
+    Raises:
+        RankOutOfReach: it is not.
+    """
+    if not _check_rust_server(data, rank):
+        raise RankOutOfReach("what answers is no DP rank of an engine with SGLANG_RUST_SERVER=1")
+    sbs = _sbs_block(data.get("sbs"))
+    if sbs is not None and boot_id and sbs.boot_id != boot_id:
+        raise RankOutOfReach("another engine answers")
+
+
+def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
+    """Whether SGLang's Rust server wrote this ``/server_info``: it alone names the DP rank that
+    answers (``deployment_info``, ``srt/rust_server/config.py``).
+
+    Raises:
+        RankOutOfReach: it answers for another rank than ``rank``, or other ranks answer elsewhere.
+    """
+    told = data.get("deployment_info")
+    if not isinstance(told, dict) or "dp_rank" not in told:
+        states = data.get("internal_states")
+        if isinstance(states, list) and any(_RUST_MARK in s for s in states if isinstance(s, dict)):
+            raise RankOutOfReach(
+                "it serves with SGLANG_RUST_SERVER=1 and does not say how many DP ranks it has. "
+                "Upgrade it to SGLang 0.5.23 or later, or start it without SGLANG_RUST_SERVER"
+            )
+        return False
+    if _int(told["dp_rank"]) != rank:
+        raise RankOutOfReach(
+            f"DP rank {_int(told['dp_rank'])} of an instance serves here (SGLANG_RUST_SERVER=1), "
+            f"not rank {rank}. Give the router the address of rank 0, which is the engine's "
+            "--port, once: it finds the other ranks at the ports behind it"
+        )
+    nodes = _int(told.get("nnodes")) // max(1, _int(data.get("pp_size")))
+    if _int(told.get("dp_size")) > 1 and nodes > 1:
+        raise RankOutOfReach(
+            f"its DP ranks are on {nodes} nodes and each serves HTTP on its own "
+            "(SGLANG_RUST_SERVER=1), but the router knows the address of one node. Start the "
+            "engine without SGLANG_RUST_SERVER, or one instance per node"
+        )
+    return True
+
+
+def _why_engine(version: str, method: str, numbers: tuple[int, ...] | None) -> str:
+    wanted = "follow_bootstrap_room" if numbers and numbers >= (0, 5, 8) else "round_robin"
+    return (
+        f"SGLang {version} with --load-balance-method {method} chooses decode DP ranks itself. "
+        f"Relaunch it with --load-balance-method {wanted}, and the router chooses among those that "
+        "go with the prefill rank; from SGLang 0.5.10 on, among all"
+    )
+
+
+def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
+    """Per rank: what the schedulers resolved if they say so, else the launch flag divided."""
+    states = data.get("internal_states")
+    if isinstance(states, list) and states and isinstance(states[0], dict):
+        for name in ("effective_max_running_requests_per_dp", "max_running_requests_per_dp"):
+            if _int(states[0].get(name)) > 0:
+                return _int(states[0].get(name))
+    return max(0, _int(data.get("max_running_requests"))) // dp_size
+
+
+def _captured_tokens(config: object) -> tuple[int, ...]:
+    """``cuda_graph_config`` (SGLang's ``model_executor/cuda_graph_config.py``) of the prefill
+    phase, whose ``bs`` are token counts."""
+    prefill = config.get("prefill") if isinstance(config, dict) else None
+    if not isinstance(prefill, dict) or prefill.get("backend") in (None, "disabled"):
+        return ()
+    sizes = prefill.get("bs")
+    if not isinstance(sizes, list):
+        return ()
+    return tuple(sorted({_int(size) for size in sizes[:_MAX_GRAPHS] if _int(size) > 0}))
+
+
+def _sbs_block(value: object) -> SbsBlock | None:
+    if not isinstance(value, dict):
+        return None
+    routers = value.get("routers")
+    return SbsBlock(
+        boot_id=_text(value.get("boot_id")),
+        bind=_text(value.get("bind")),
+        routers=tuple(map(_text, routers[:_MAX_ROUTERS])) if isinstance(routers, list) else (),
+        barrier=barrier if isinstance(barrier := value.get("barrier"), bool) else None,
+    )
+
+
+def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEventsBlock | None:
+    """SGLang's ``describe_kv_events_publisher``; what cannot be used becomes a warning."""
+    if not isinstance(value, dict) or value.get("publisher") != "zmq":
+        return None
+    port, replay_port = (
+        _int(value.get("endpoint_port_base")),
+        value.get("replay_endpoint_port_base"),
+    )
+    block_tokens = _int(value.get("block_size"))
+    ranks = _int(value.get("dp_size")) or dp_size
+    topic, host = value.get("topic"), value.get("endpoint_host")
+    if not _is_port_range(port, dp_size) or block_tokens < 1 or ranks != dp_size:
+        warnings.append(
+            f"its KV events cannot be subscribed to: port {port}, block_size {block_tokens}, "
+            f"dp_size {ranks} where the engine has {dp_size}"
+        )
+        return None
+    replay = _int(replay_port)
+    if replay_port is not None and (
+        not _is_port_range(replay, dp_size) or abs(replay - port) < dp_size
+    ):
+        warnings.append(
+            f"lost KV events cannot be had again: its replay ports from {replay_port} on are "
+            f"those of its KV events or none; let replay_endpoint in --kv-events-config begin at "
+            f"port {port + dp_size} or later"
+        )
+        replay = 0
+    return KvEventsBlock(
+        port=port,
+        replay_port=replay or None,
+        topic=_text(topic),
+        block_tokens=block_tokens,
+        host=_text(host),
+    )
+
+
+def _is_port_range(first: int, ports: int) -> bool:
+    return first >= 1 and first + ports - 1 <= 65535
+
+
+def _int(value: object) -> int:
+    return min(value, _MAX_COUNT) if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _text(value: object) -> str:
+    """No longer than anybody writes it: it goes to every front end, once a second."""
+    return value[:_MAX_TEXT] if isinstance(value, str) else ""

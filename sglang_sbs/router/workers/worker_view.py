@@ -1,0 +1,64 @@
+"""A worker as ``GET /workers`` shows it.
+
+Owns the names of the fields. Must not know how any of it came about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_sbs.router.workers.registry import Registry, Worker
+
+
+def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
+    """One entry of ``GET /workers``: sglang_router's fields, then ours."""
+    info = worker.info
+    age_s = worker.report_age_s(now_s)
+    return {
+        "id": worker.id,
+        "url": worker.url,
+        "model_id": info.model_id if info else "unknown",
+        "priority": worker.priority,
+        "cost": worker.cost,
+        "worker_type": worker.role,
+        "is_healthy": worker.healthy,
+        "load": worker.load,
+        "connection_mode": "HTTP",
+        "runtime_type": "sglang",
+        "bootstrap_port": worker.bootstrap_port,
+        "metadata": {
+            "disaggregation_mode": worker.role,
+            "served_model_name": info.model_id if info else "unknown",
+            "load_balance_method": info.load_balance_method if info else "",
+            "dp_size": str(worker.dp_size),
+        }
+        | worker.labels,
+        "disable_health_check": False,
+        "usable": worker.usable,
+        "circuit_breaker": worker.breaker.state,
+        "dp_size": info.dp_size if info else None,
+        "ranks": info.ranks if info else None,
+        "barrier": not info.no_barrier if info else None,
+        "rust_server": worker.rust_server,
+        "chunk_tokens": info.chunk_tokens if info else None,
+        "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
+        "max_running_requests": info.max_running_requests if info else None,
+        "prefill_max_requests": info.prefill_max_requests if info else None,
+        "page_size": info.page_size if info else None,
+        "kv_events": info is not None
+        and info.kv_events is not None
+        and not worker.kv_events_missing,
+        "version": info.version if info else None,
+        "plugin": info is not None and info.sbs is not None,
+        "signal": "endforward" if worker.reporting(now_s) else "polls",
+        "endforward_age_s": round(age_s, 3) if age_s is not None else None,
+        "endforward_messages": sum(worker.reports.values()),
+        "dispatches": worker.dispatches,
+        "failures": worker.failures,
+        "problems": dict(worker.problems),
+    }
+
+
+def problems_of(registry: Registry) -> list[tuple[str, str]]:
+    """What is wrong with workers, as URL and text."""
+    return [(worker.url, text) for worker in registry for text in worker.problems.values()]

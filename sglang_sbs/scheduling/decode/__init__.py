@@ -1,0 +1,1 @@
+"""What is believed of decode instances, and which DP rank a request gets."""

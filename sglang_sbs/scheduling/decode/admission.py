@@ -1,0 +1,123 @@
+"""Whether decode has room for a request, asked before its prefill is dispatched.
+
+Owns the reservation that keeps small requests from taking the room a large one waits for. Must not
+know rules for the choice of a rank, prefill, or time passing by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.decode.instance import DecodeInstance
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+
+RESERVE_AFTER_PASSES = 10.0
+"""Who was refused for so many mean forward times is old enough to have a rank kept for it."""
+MOST_ASKED = 64
+"""The oldest requests that are looked at for one that is that old."""
+
+
+class Reservation(NamedTuple):
+    """A rank that takes in nobody but one request until that fits."""
+
+    rid: str
+    instance: InstanceId
+    rank: int
+
+
+class DecodeAdmission:
+    """The room of all decode ranks, and who it is kept for."""
+
+    def __init__(self, total_tokens_of: Callable[[Request], int]) -> None:
+        """``total_tokens_of``: what a request will hold at its end, as far as anybody knows."""
+        self._total_tokens_of = total_tokens_of
+        self._instances: Sequence[DecodeInstance] = ()
+        self._room_tokens: int | None = None
+        """Of all ranks that are not reserved; None: to be worked out again."""
+        self.reserved: Reservation | None = None
+        self.least_refused_tokens = math.inf
+        """The smallest total length that was refused since :meth:`begin`."""
+
+    def begin(self, instances: Sequence[DecodeInstance], waiting: RequestQueue) -> None:
+        """A new look at the room of the instances that are up. ``waiting``: the queue."""
+        self._instances = instances
+        self._room_tokens = None
+        self.least_refused_tokens = math.inf
+        kept = self.reserved
+        if kept is not None and (
+            kept.rid not in waiting or all(kept.instance != one.id for one in instances)
+        ):
+            self.reserved = None
+
+    def changed(self) -> None:
+        """Requests left for decode ranks."""
+        self._room_tokens = None
+
+    def admits(self, request: Request) -> bool:
+        """Whether some rank that the request may use has room for all of it."""
+        reserved = self.reserved
+        if request.exclude or (reserved is not None and reserved.rid == request.rid):
+            room_tokens = max([self._room(d, request) for d in self._permitted(request)], default=0)
+        else:
+            if self._room_tokens is None:
+                rooms = [self._room(decode, request) for decode in self._instances]
+                self._room_tokens = max(rooms, default=0)
+            room_tokens = self._room_tokens
+        tokens = self._total_tokens_of(request)
+        if tokens <= room_tokens:
+            return True
+        self.refused(tokens)
+        return False
+
+    def refused(self, tokens: float) -> None:
+        """A request of this total length found no rank."""
+        self.least_refused_tokens = min(self.least_refused_tokens, tokens)
+
+    def may_admit_now(self, decode: DecodeInstance) -> bool:
+        """Whether one that was refused might fit, now that this instance has changed."""
+        return self.least_refused_tokens <= decode.room_tokens
+
+    def is_open(self, request: Request, decode: DecodeInstance, rank: int) -> bool:
+        """Whether the rank is not kept for another request."""
+        kept = self.reserved
+        return kept is None or kept.rid == request.rid or kept[1:] != (decode.id, rank)
+
+    def reserve(self, waiting: Iterable[Request], before_s: float) -> None:
+        """Keep the rank with most room for the oldest request that is refused, if it arrived
+        before this time and no rank is kept.
+
+        Ranks never empty by themselves while smaller requests take every bit that becomes free.
+        """
+        if self.reserved is not None or self.least_refused_tokens == math.inf:
+            return
+        for request in islice(waiting, MOST_ASKED):
+            if request.arrived_s > before_s:
+                return
+            if self.admits(request):
+                continue
+            rooms = [
+                (room, decode.id, rank)
+                for decode in self._permitted(request)
+                for rank, room in enumerate(decode.rooms())
+            ]
+            if rooms:
+                _, instance, rank = max(rooms)
+                self.reserved = Reservation(request.rid, instance, rank)
+                self._room_tokens = None
+            return
+
+    def _permitted(self, request: Request) -> Sequence[DecodeInstance]:
+        """A retry avoids the instances it failed on, while there are others."""
+        allowed = [decode for decode in self._instances if decode.id not in request.exclude]
+        return allowed or self._instances
+
+    def _room(self, decode: DecodeInstance, request: Request) -> int:
+        kept = self.reserved
+        if kept is None or kept.instance != decode.id or kept.rid == request.rid:
+            return decode.room_tokens
+        rooms = [room for rank, room in enumerate(decode.rooms()) if rank != kept.rank]
+        return max(rooms, default=0)

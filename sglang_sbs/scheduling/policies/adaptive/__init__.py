@@ -1,0 +1,1 @@
+"""The default policy: a batch leaves shortly before the instance is ready for it."""

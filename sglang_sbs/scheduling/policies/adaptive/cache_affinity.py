@@ -1,0 +1,310 @@
+"""What a cached prefix is worth when a batch is formed for one instance.
+
+Owns the choice between computing a prefix again and waiting for where it is cached, among instances
+and among the DP ranks of one. Must not know the queue, the trigger or how hits are found.
+:class:`CacheAffinity` is one decision, in which batches for several instances may be tried; each is
+a :class:`BatchAffinity`.
+
+Each rank is judged by when the request would be done there, plus what its computation costs others:
+``x`` uncached tokens take ``x * slope / dp`` of an instance's time (and their attention likewise),
+which delays everybody who waits for that instance, and at load ``rho`` those who come while it
+catches up. So prefixes are computed again on an idle cluster, and rather waited for when a queue
+would pay for it. All that share a prefix share the price of having it in one more place. Nobody
+waits for less than ``LEAST_HIT_SHARE`` of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefix.index import Upcoming, shared_blocks
+from sglang_sbs.scheduling.queue.request import Request
+
+RECOMPUTE_WEIGHT = 60.0
+"""Times load**2 / (1 - load), what a second of computing again counts: it is one rank's second, and
+the barrier makes the others wait for it."""
+QUEUE_WEIGHT = 20.0
+"""The same for each request that waits, per instance. Both were chosen together with the trigger's
+``AGAIN_WEIGHT`` (docs/cache.md)."""
+_TWINS = 4
+"""So many requests of a batch that begin alike are compared with the next one."""
+
+
+class _Home(NamedTuple):
+    """Where a request would be best, by what it costs everybody, seconds."""
+
+    cost_s: float
+    instance: InstanceId
+    rank: int
+
+
+@dataclass(slots=True)
+class _View:
+    """What one decision asks about an instance, worked out once."""
+
+    instance: PrefillInstance
+    start_s: float
+    """Of the next pass that what is sent now would be in."""
+    next_pass_s: float
+    backlog: list[int]
+    """Per rank, with the tokens of requests that were told to wait for it in this decision."""
+    emptiest: int
+
+
+class CacheAffinity:
+    """One decision."""
+
+    def __init__(
+        self,
+        instances: Sequence[PrefillInstance],
+        first: PrefillInstance,
+        start_of: Callable[[PrefillInstance], float],
+        *,
+        load: float,
+        waiting: int,
+    ) -> None:
+        """
+        Args:
+            instances: all there are.
+            first: the one that starts next of those a batch could go to.
+            start_of: predicted start of the pass a batch sent there now would be in.
+            load: share of the cluster's time that is in use, below 1.
+            waiting: requests that wait for a batch.
+        """
+        self._by_id = {instance.id: instance for instance in instances}
+        self.first = first
+        """May change from batch to batch."""
+        self._start_of = start_of
+        self._weight = RECOMPUTE_WEIGHT * load**2 / (1 - load) + QUEUE_WEIGHT * waiting / len(
+            instances
+        )
+        self._views: dict[InstanceId, _View] = {}
+        self._homes: dict[str, _Home] = {}
+        self._wanted: set[InstanceId] = set()
+        self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
+        self.wake_s: float | None = None
+        """When something will be cached that a request was told to wait for."""
+        self._sharing: Counter[int | None] = Counter()
+        """Requests that were looked at, by the prefix they share."""
+        self._looked_at: set[str] = set()
+        self.deferred = 0
+        """How often a request was left for another instance, or for one that computes the same."""
+
+    def view(self, instance: PrefillInstance) -> _View:
+        """What is known of the instance in this decision."""
+        view = self._views.get(instance.id)
+        if view is None:
+            backlog = [rank.ahead_tokens for rank in instance.ranks]
+            view = self._views[instance.id] = _View(
+                instance,
+                self._start_of(instance),
+                instance.next_pass_s(),
+                backlog,
+                backlog.index(min(backlog)),
+            )
+        return view
+
+    def look_at(self, request: Request) -> None:
+        """It waits, and has a prefix cached somewhere: what is computed again of it serves all that
+        share it."""
+        if request.rid not in self._looked_at:
+            self._looked_at.add(request.rid)
+            self._sharing[request.cached_until] += 1
+
+    def dispatched(self, instance: PrefillInstance) -> None:
+        """A batch leaves for the instance; the next one is decided at the same moment."""
+        self._views.pop(instance.id, None)
+
+    def is_wanted(self, instance: PrefillInstance) -> bool:
+        """Whether a request was told to wait for it."""
+        return instance.id in self._wanted
+
+    def is_coming(self, request: Request) -> bool:
+        """Whether it should wait for a rank that is computing some of it for another request."""
+        if not request.upcoming:
+            return False
+        known = self._coming.get(request.rid)
+        if known is None or known[0] != request.upcoming:
+            known = self._coming[request.rid] = request.upcoming, self._is_coming(request)
+        return known[1]
+
+    def _is_coming(self, request: Request) -> bool:
+        least_s = self.home_of(request).cost_s
+        for one in request.upcoming:
+            at = self._by_id.get(one.instance)
+            gain = one.tokens - request.hits.best_tokens
+            if at is None or gain < LEAST_HIT_SHARE * at.chunk_tokens:
+                continue
+            view = self.view(at)
+            start_s = max(one.visible_s, view.start_s)
+            if start_s + self.done_s(request, view, one.tokens, 0) < least_s:
+                known = (one.visible_s, self.wake_s)
+                self.wake_s = min(time_s for time_s in known if time_s is not None)
+                return True
+        return False
+
+    def home_of(self, request: Request) -> _Home:
+        """The best of the instances that have something of its prompt, and the first one."""
+        home = self._homes.get(request.rid)
+        if home is None:
+            hits = request.hits.by_instance
+            home = self.best_on(request, self.view(self.first))
+            for name in hits:
+                if name != self.first.id and name in self._by_id:
+                    home = min(home, self.best_on(request, self.view(self._by_id[name])))
+            self._homes[request.rid] = home
+            if home.instance in hits:
+                self._wanted.add(home.instance)
+                # Whoever asks next finds this one in front.
+                view = self.view(self._by_id[home.instance])
+                left = request.prompt_tokens - hits[home.instance][home.rank]
+                view.backlog[home.rank] += left
+                view.emptiest = view.backlog.index(min(view.backlog))
+        return home
+
+    def best_on(self, request: Request, view: _View) -> _Home:
+        """The best rank of an instance: the one that has most of it, or the emptiest."""
+        hits = request.hits.by_instance.get(view.instance.id)
+        cached = 0 if hits is None else hits[view.emptiest]
+        best_s = self.done_s(request, view, cached, view.backlog[view.emptiest])
+        best = view.emptiest
+        if hits is not None:
+            most = max(hits)
+            if most > cached:
+                backlog, rank = min(
+                    (view.backlog[d], d) for d, tokens in enumerate(hits) if tokens == most
+                )
+                cost_s = self.done_s(request, view, most, backlog)
+                if cost_s < best_s:
+                    best_s, best = cost_s, rank
+        return _Home(view.start_s + best_s, view.instance.id, best)
+
+    def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
+        """:meth:`alone_s`, plus what that costs others.
+
+        What is computed again is cached there afterwards, so others that share it pay as well.
+        """
+        instance = view.instance
+        model = instance.model
+        uncached = request.prompt_tokens - cached
+        again = uncached - request.uncached_tokens
+        attention_s = model.rank_s(0, again * (cached + again / 2))
+        again_s = (model.slope_s_per_token() * again + attention_s) / instance.dp_size
+        payers = max(1, self._sharing[request.cached_until])
+        return self.alone_s(request, view, cached, backlog) + self._weight * again_s / payers
+
+    @staticmethod
+    def alone_s(request: Request, view: _View, cached: int, backlog: int) -> float:
+        """From the start of the next pass until the request is done, behind a rank's backlog."""
+        instance = view.instance
+        model = instance.model
+        chunk = instance.chunk_tokens
+        uncached = request.prompt_tokens - cached
+        attention_s = model.rank_s(0, uncached * (cached + uncached / 2))
+        passes = -(-(backlog + paged(uncached, instance.page)) // chunk)
+        fill = min(chunk, backlog + uncached)
+        slope_s = model.slope_s_per_token() / instance.dp_size
+        pass_s = max(
+            view.next_pass_s,
+            model.fixed_s
+            + model.rank_s(fill, 0)
+            + slope_s * fill
+            + attention_s / -(-uncached // chunk),
+        )
+        return passes * pass_s
+
+
+class BatchAffinity:
+    """The batch that is tried for one instance."""
+
+    def __init__(
+        self, decision: CacheAffinity, instance: PrefillInstance, *, chooses_instance: bool = True
+    ) -> None:
+        """``chooses_instance``: False if somebody else has decided which of them it is."""
+        self._chooses_instance = chooses_instance
+        self._decision = decision
+        self._instance = instance
+        self._taken: dict[int, list[Request]] = {}
+        """Requests in the batch, by their first block."""
+        self.deferred = 0
+
+    def hits_of(self, request: Request) -> Sequence[int] | None:
+        """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
+        return request.hits.by_instance.get(self._instance.id)
+
+    def belongs_here(self, request: Request) -> bool:
+        """Whether it should be in this batch, rather than wait for where more of it is cached, or
+        for somebody who is computing the same.
+        """
+        if not request.blocks:
+            return True
+        if request.hits.best_tokens:
+            self._decision.look_at(request)
+        twins = self._taken.get(request.blocks[0])
+        if (
+            self._is_elsewhere(request)
+            or self._decision.is_coming(request)
+            or (twins is not None and self._is_taken(request, twins))
+        ):
+            self.deferred += 1
+            self._decision.deferred += 1
+            return False
+        if twins is None:
+            self._taken[request.blocks[0]] = [request]
+        elif len(twins) < _TWINS:
+            twins.append(request)
+        return True
+
+    def _is_elsewhere(self, request: Request) -> bool:
+        here = self._instance.id
+        gain = request.uncached_tokens_on(here) - request.uncached_tokens
+        if not self._chooses_instance or gain < LEAST_HIT_SHARE * self._instance.chunk_tokens:
+            return False
+        home = self._decision.home_of(request).instance
+        # Where nothing of it is cached, one instance is as good as the other.
+        return home != here and home in request.hits.by_instance
+
+    def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
+        """The rank of the instance for a request of which it has something; None: none now.
+
+        ``capacity``: C_avail of the ranks, after what the batch holds already.
+        """
+        here = self._instance
+        hits = request.hits.by_instance[here.id]
+        view = self._decision.view(here)
+        most, emptiest = max(hits), capacity.index(max(capacity))
+        ranks = {d for d, tokens in enumerate(hits) if tokens == most} | {emptiest}
+        best = min(
+            ranks,
+            key=lambda d: self._decision.done_s(
+                request, view, hits[d], here.chunk_tokens - capacity[d]
+            ),
+        )
+        need = request.prompt_tokens - hits[best]
+        # With most of it cached there, waiting for another pass would only lose its place.
+        first_tokens = first_part(paged(need, here.page), here.chunk_tokens)
+        if capacity[best] >= first_tokens or hits[best] > need:
+            return best
+        return None
+
+    def _is_taken(self, request: Request, twins: Sequence[Request]) -> bool:
+        """Whether it should be in the batch after this one, which finds what this one computes."""
+        decision = self._decision
+        here = decision.view(self._instance)
+        least_s = decision.best_on(request, here).cost_s
+        most = (request.prompt_tokens - 1) // request.block_tokens
+        for twin in twins:
+            tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
+            gain = tokens - request.hits.best_tokens
+            if gain >= LEAST_HIT_SHARE * self._instance.chunk_tokens:
+                after_s = here.start_s + decision.alone_s(twin, here, 0, 0)
+                if after_s + decision.done_s(request, here, tokens, 0) < least_s:
+                    return True
+        return False

@@ -1,0 +1,109 @@
+"""How long before the predicted end of a pass the next batch leaves, learned from what it cost.
+
+It is told, per launch, how each batch fared. One can fare badly in two ways that cost very
+different things, so two quantiles are tracked and the larger one counts:
+
+- It came after the pass had ended and found the instance *idle*. Everybody in it waits a moment
+  longer, and so does whoever comes later, by 1 / (1 - load) in all. Leaving earlier by as much
+  costs what arrives in between: it has to wait for the next instance instead. Both costs grow
+  with the same number of requests, so the best share of idle landings is (1 - load) / (2 - load):
+  a half when there is room, few when every moment counts.
+- A part of it was *left behind* by a launch that it was meant for. The engine runs that part at
+  once, in a pass all but empty, and whatever is sent next waits for it. That must be rare; leaving
+  early costs little in comparison.
+"""
+
+from __future__ import annotations
+
+import math
+
+from sglang_sbs.scheduling.prefill.observation import Observation
+
+TORN_SHARE = 0.05
+"""Times the part of the lead beyond the latency, in pass times: the share of batches that may be
+left behind in part. The wider requests come apart, the more it costs to wait for the last one."""
+IDLE_STEP = 0.006
+LEFT_BEHIND_STEP = 0.012
+"""Steps of the estimates, in pass times."""
+TORN_STEP = 0.05
+TORN_FORGET_S = 60.0
+"""Time constant: who avoids idle instances, as they tear, sees no more of them."""
+JOIN_SHARE = 0.15
+"""A single request may join until this share of what the lead has beyond the latency is left."""
+MARGIN_S = 0.003
+"""Never less than this above the latency, the resolution of everything that is measured here."""
+
+
+class DispatchLead:
+    """Robbins-Monro estimates of the two quantiles, seconds, and of how idle instances tear.
+
+    The quantiles forget as they learn: one step takes back another.
+    """
+
+    def __init__(self) -> None:
+        self._idle_s = self._left_behind_s = 0.0
+        self._torn_share = 0.0
+        """Usual share of a batch that the launch leaves behind which it causes on an idle
+        instance: its requests come one by one, and the engine starts with the first."""
+        self._torn_s = 0.0
+        """When that was last told."""
+
+    def lead_s(self, latency_s: float) -> float:
+        """The lead, given L_net."""
+        return max(self._idle_s, self._left_behind_s, latency_s + MARGIN_S)
+
+    def join_s(self, latency_s: float) -> float:
+        """Until so long before the end a single request may follow a batch that has left."""
+        return latency_s + JOIN_SHARE * (self.lead_s(latency_s) - latency_s)
+
+    @property
+    def whole(self) -> float:
+        """How far a batch may be trusted to start whole on an idle instance, 0 to 1. Where a
+        quarter of it is left behind, nothing is won by letting an instance fall idle."""
+        return max(0.0, 1 - 4 * self._torn_share)
+
+    def observe(
+        self,
+        seen: Observation,
+        now_s: float,
+        *,
+        ranks: int,
+        load: float,
+        latency_s: float,
+        pass_s: float,
+    ) -> None:
+        """One rank launched.
+
+        Only what was sent about one lead ahead says whether the lead is right: a request sent later
+        than that was expected to be late, one sent much earlier could not be.
+
+        Args:
+            seen: how its requests fared.
+            now_s: the time.
+            ranks: of the instance; each of them tells of the launch.
+            load: share of the time that goes into tokens, 0 to 1.
+            latency_s: L_net.
+            pass_s: mean forward time.
+        """
+        self._torn_share *= math.exp(-(now_s - self._torn_s) / TORN_FORGET_S)
+        self._torn_s = now_s
+        if seen.torn is not None:
+            self._torn_share += TORN_STEP * (seen.torn - self._torn_share)
+        lead_s = self.lead_s(latency_s)
+        landed = sum(1 for s in seen.landed_s if s <= 2 * lead_s)
+        idled = sum(1 for s in seen.idled_s if s >= 0.5 * lead_s)
+        left_behind = sum(1 for s in seen.left_behind_s if s >= 0.5 * lead_s)
+        count = landed + idled + left_behind
+        if count == 0:
+            return
+        beyond_s = max(MARGIN_S, self._left_behind_s - latency_s)
+        torn_share = TORN_SHARE * beyond_s / pass_s
+        idle_share = (1 - load) / (2 - load)
+        self._idle_s += IDLE_STEP * pass_s * (idled / count - idle_share)
+        self._left_behind_s += (
+            LEFT_BEHIND_STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
+        )
+        least_s = latency_s + MARGIN_S
+        most_s = max(least_s, pass_s)
+        self._idle_s = min(max(self._idle_s, least_s), most_s)
+        self._left_behind_s = min(max(self._left_behind_s, least_s), most_s)

@@ -1,0 +1,237 @@
+"""What the next passes of a prefill instance will hold, and what one more request would cost there.
+
+Owns the layout of prompts over the passes to come, and the choice of an instance for each request
+by it. Must not know when a batch leaves, or the policy.
+
+Why
+---
+With prompts of many chunks a share of tokens says little: the rank with most attention pairs sets
+the pace of a pass, so short prompts that share passes with the last chunks of a long one wait for
+seconds, while the next instance would have been done with them in a fraction. And a long prompt
+slows everybody down where it goes, for as many passes as it has chunks; least where the passes are
+long anyway. A rank computes its prompts first come first served, a chunk per pass, so which pass
+computes which part of which prompt follows from what waits there, and the forward model makes
+lengths of that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.queue.request import Request
+
+CHUNK_WEIGHT = 0.4
+"""A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
+MOST_PLANNED = 128
+"""Waiting requests looked at; the rest does not matter for the next pass."""
+NEAREST = 6
+"""Instances compared for each request, those that start next."""
+MOST_HOLDERS = 2
+"""Other instances compared because they have most of its prompt cached."""
+
+
+class Terms(NamedTuple):
+    """What the completion of a request is weighed against."""
+
+    waiting: float = 0.0
+    """How many requests a pass keeps waiting that are not here yet."""
+    again_weight: float = 0.0
+    """A second of computing what another rank has cached counts as so many."""
+    impatience: float = 1.0
+    """Its own completion counts as so many seconds. The same wherever it goes."""
+
+
+class _Pass:
+    """One pass to come."""
+
+    __slots__ = ("ends", "length_s", "pairs", "slowest_s", "tokens", "tokens_per_rank")
+
+    def __init__(self, dp_size: int) -> None:
+        self.tokens_per_rank = [0] * dp_size
+        self.pairs = [0.0] * dp_size
+        self.tokens = 0
+        """Of all ranks."""
+        self.slowest_s = 0.0
+        """Of the rank the others wait for, see ``ForwardModel.rank_s``."""
+        self.ends = 0.0
+        """Weights of the prompts that end in it."""
+        self.length_s = 0.0
+
+
+class PassForecast:
+    """The passes of one instance, from the next one that starts."""
+
+    def __init__(self, instance: PrefillInstance, start_s: float, *, closed: bool) -> None:
+        """
+        Args:
+            start_s: when the next pass starts.
+            closed: what is sent now is not in that one.
+        """
+        self.instance = instance
+        self._start_s = start_s
+        self._passes: list[_Pass] = []
+        self._ahead: list[int] = []
+        """Per rank: what is charged for those before the next request, and what a pass leaves
+        empty that holds as many requests as it may."""
+        self._requests = [0] * instance.dp_size
+        """Per rank: in the pass that the next one would begin in."""
+        for index, rank in enumerate(instance.ranks):
+            left = rank.backlog_tokens
+            self._ahead.append(0)
+            for prompt_tokens, computed in rank.prompts.waiting():
+                part = min(left, prompt_tokens - computed)
+                if part > 0:
+                    self._lay(index, part, computed, self._weight_of(prompt_tokens))
+                    left -= part
+            if left > 0:
+                self._lay(index, left, 0, 1.0)
+        if closed and self._passes:
+            self._ahead = [max(ahead, instance.chunk_tokens) for ahead in self._ahead]
+
+    @property
+    def full(self) -> bool:
+        """Nothing more fits into the next pass."""
+        return min(self._ahead) >= self.instance.chunk_tokens
+
+    def cost_s(self, request: Request, terms: Terms) -> float:
+        """When a request would be done on the best rank here, plus what it delays others by,
+        weighted, seconds."""
+        return min(self._cost_on_s(request, rank, terms) for rank in self._ranks_for(request))
+
+    def _ranks_for(self, request: Request) -> set[int]:
+        """The emptiest rank, and the emptiest of those that have most of it cached."""
+        emptiest = self._ahead.index(min(self._ahead))
+        hits = request.hits.by_instance.get(self.instance.id)
+        if hits is None:
+            return {emptiest}
+        most = max(hits)
+        holders = [d for d, tokens in enumerate(hits) if tokens == most]
+        return {emptiest, min(holders, key=self._ahead.__getitem__)}
+
+    def _cost_on_s(self, request: Request, rank: int, terms: Terms) -> float:
+        instance, passes = self.instance, self._passes
+        model, chunk = instance.model, instance.chunk_tokens
+        at = self._ahead[rank]
+        tokens = request.prompt_tokens
+        first = at // chunk
+        done_s = self._start_s + sum(one.length_s for one in passes[:first])
+        delayed = terms.waiting + sum(one.ends for one in passes[first:])
+        delays_s = 0.0
+        cached = context = request.hit_tokens(instance.id, rank)
+        for index in range(first, (at + tokens - context - 1) // chunk + 1):
+            part = min(chunk - at % chunk, tokens - context)
+            pairs = part * (context + part / 2)
+            if index < len(passes):
+                one = passes[index]
+                slowest_s = max(
+                    one.slowest_s,
+                    model.rank_s(one.tokens_per_rank[rank] + part, one.pairs[rank] + pairs),
+                )
+                length_s = model.pass_s((one.tokens + part) / instance.dp_size, slowest_s)
+                delays_s += (length_s - one.length_s) * delayed
+                delayed -= one.ends
+            else:
+                length_s = model.pass_s(part / instance.dp_size, model.rank_s(part, pairs))
+                delays_s += length_s * terms.waiting
+            done_s += length_s
+            context += part
+            at += part
+        again = tokens - cached - request.uncached_tokens
+        again_s = terms.again_weight * again * model.slope_s_per_token() / instance.dp_size
+        weight = terms.impatience * self._weight_of(request.uncached_tokens)
+        return done_s * weight + delays_s + again_s
+
+    def add(self, request: Request, terms: Terms) -> None:
+        """A request goes here."""
+        rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, terms))
+        cached = request.hit_tokens(self.instance.id, rank)
+        weight = self._weight_of(request.uncached_tokens)
+        self._lay(rank, request.prompt_tokens - cached, cached, weight)
+
+    def _weight_of(self, tokens: int) -> float:
+        return 1 + CHUNK_WEIGHT * ((tokens - 1) // self.instance.chunk_tokens)
+
+    def _lay(self, rank: int, tokens: int, context: int, weight: float) -> None:
+        instance, passes = self.instance, self._passes
+        model, chunk = instance.model, instance.chunk_tokens
+        at = self._ahead[rank]
+        ahead = at + paged(tokens, instance.page)
+        if instance.prefill_max_requests:
+            # Cut, it is the first one of the pass that it ends in.
+            own = self._requests[rank] if ahead // chunk == at // chunk else 0
+            own += ahead % chunk > 0
+            if own >= instance.prefill_max_requests:
+                ahead, own = (ahead // chunk + 1) * chunk, 0
+            self._requests[rank] = own
+        self._ahead[rank] = ahead
+        while tokens > 0:
+            index = at // chunk
+            while len(passes) <= index:
+                passes.append(_Pass(instance.dp_size))
+            one = passes[index]
+            part = min(chunk - at % chunk, tokens)
+            one.tokens_per_rank[rank] += part
+            one.pairs[rank] += part * (context + part / 2)
+            one.tokens += part
+            one.slowest_s = max(
+                one.slowest_s, model.rank_s(one.tokens_per_rank[rank], one.pairs[rank])
+            )
+            one.length_s = model.pass_s(one.tokens / instance.dp_size, one.slowest_s)
+            at += part
+            context += part
+            tokens -= part
+        passes[(at - 1) // chunk].ends += weight
+
+
+def homes(
+    nearest: Sequence[PassForecast],
+    forecast_of: Callable[[InstanceId], PassForecast | None],
+    requests: Iterable[Request],
+    terms_of: Callable[[Request], Terms],
+    may_go: Callable[[Request, PrefillInstance], bool],
+) -> dict[str, InstanceId]:
+    """Where each request costs least, by request id.
+
+    Each goes where it costs least after those before it, as if all left now.
+
+    Args:
+        nearest: instances that any request could go to, best first where they cost the same.
+        forecast_of: one that is not among them, for requests of which it has a part cached; None if
+            it may not be used. The same object each time.
+        requests: in the order in which they choose. Ends when the next passes of ``nearest`` are
+            all full.
+        terms_of: of a request that nobody shares a prefix with.
+        may_go: whether a request is allowed on an instance.
+    """
+    chosen: dict[str, InstanceId] = {}
+    names = {one.instance.id for one in nearest}
+    sharing: Counter[int | None] = Counter()
+    for count, request in enumerate(requests):
+        if count >= MOST_PLANNED or all(one.full for one in nearest):
+            break
+        allowed = [one for one in nearest if may_go(request, one.instance)]
+        hits = request.hits.by_instance
+        holders = sorted(hits.keys() - names, key=lambda name: (-max(hits[name]), name))
+        for name in holders[:MOST_HOLDERS]:
+            holder = forecast_of(name)
+            if holder is not None and may_go(request, holder.instance):
+                allowed.append(holder)
+        if allowed:
+            sharing[request.cached_until] += 1
+            terms = terms_of(request)
+            # What is computed again is there afterwards: all that share it pay for it.
+            weight = terms.again_weight / sharing[request.cached_until]
+            terms = terms._replace(again_weight=weight)
+            best = _cheapest(allowed, request, terms)
+            best.add(request, terms)
+            chosen[request.rid] = best.instance.id
+    return chosen
+
+
+def _cheapest(forecasts: Sequence[PassForecast], request: Request, terms: Terms) -> PassForecast:
+    return min(forecasts, key=lambda one: one.cost_s(request, terms))

@@ -1,0 +1,200 @@
+"""The policies that place a request the moment it arrives, for comparison and as fallbacks.
+
+Owns the baselines gateways and SGLang use today, and the strongest immediate one. Must not know the
+queue's bookkeeping or decode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.policy import (
+    Admissible,
+    Placement,
+    Plan,
+    PrefillPolicy,
+    permitted,
+)
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.interval import IntervalController
+from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+
+Place = tuple[PrefillInstance, int]
+"""A DP rank."""
+Worker = list[PrefillInstance]
+"""What a gateway chooses among: one instance, or where there is no barrier all that it is."""
+
+
+def workers_of(instances: Sequence[PrefillInstance]) -> list[Worker]:
+    """The workers that the instances are."""
+    workers: dict[str, Worker] = {}
+    for instance in instances:
+        workers.setdefault(instance.worker, []).append(instance)
+    return list(workers.values())
+
+
+def ranks_of(worker: Worker) -> int:
+    """How many DP ranks it has."""
+    return sum([instance.dp_size for instance in worker])
+
+
+def rank_of(worker: Worker, number: int) -> Place:
+    """One of them."""
+    return (worker[0], number) if len(worker) == 1 else (worker[number], 0)
+
+
+def requests_of(worker: Worker) -> int:
+    """Unfinished ones."""
+    return sum([len(rank.outstanding) for instance in worker for rank in instance.ranks])
+
+
+class ImmediatePolicy(PrefillPolicy):
+    """Places every request when it arrives; subclasses choose where."""
+
+    holds = False
+
+    def plan(
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        now_s: float,
+    ) -> Plan:
+        request = queue.oldest
+        if request is None:
+            return Plan()
+        candidates = [i for i in instances if permitted(request, i, instances)]
+        instance, rank = self.choose(request, candidates, now_s)
+        return Plan([Placement(request, instance, rank)], reason="immediate")
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        """The instance and DP rank of the next request."""
+        raise NotImplementedError
+
+
+class RoundRobin(ImmediatePolicy):
+    """Instances in turn; within an instance, DP ranks in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._next_rank: dict[str, int] = {}
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = workers_of(instances)
+        worker = workers[self._next % len(workers)]
+        self._next += 1
+        name = worker[0].worker
+        number = self._next_rank.get(name, 0) % ranks_of(worker)
+        self._next_rank[name] = number + 1
+        return rank_of(worker, number)
+
+
+class Random(ImmediatePolicy):
+    """A random instance and a random DP rank: gateway `random` over SGLang's room mod dp."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        return self.any_rank_of(self._random.choice(workers_of(instances)))
+
+    def any_rank_of(self, worker: Worker) -> Place:
+        """As SGLang places what names no rank."""
+        return rank_of(worker, self._random.randrange(ranks_of(worker)))
+
+
+class RandomRank(Random):
+    """Instances in turn, a random DP rank: gateway `round_robin` over SGLang's room mod dp."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._next = 0
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = workers_of(instances)
+        worker = workers[self._next % len(workers)]
+        self._next += 1
+        return self.any_rank_of(worker)
+
+
+class LeastRequests(ImmediatePolicy):
+    """The instance with the fewest unfinished requests, then its DP rank with the fewest."""
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        worker = min(workers_of(instances), key=requests_of)
+        places = [rank_of(worker, number) for number in range(ranks_of(worker))]
+        return min(places, key=lambda place: len(place[0].ranks[place[1]].outstanding))
+
+
+class LeastTokens(ImmediatePolicy):
+    """The DP rank with the fewest unfinished prompt tokens, over all instances."""
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        return min(
+            ((i, d) for i in instances for d in range(i.dp_size)),
+            key=lambda place: place[0].ranks[place[1]].outstanding.total,
+        )
+
+
+class PowerOfTwo(Random):
+    """The less loaded of two random instances by unfinished requests, a random DP rank: gateway
+    `power_of_two` over SGLang's room mod dp."""
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = workers_of(instances)
+        pair = self._random.sample(workers, min(2, len(workers)))
+        return self.any_rank_of(min(pair, key=requests_of))
+
+
+class StaleTokens(Random):
+    """The instance with the fewest unfinished prompt tokens, a random DP rank, as a gateway sees it
+    that polls loads every ``stale_s`` and keeps no books in between: all arrivals of one interval
+    herd to the same instance."""
+
+    def __init__(self, seed: int, stale_s: float) -> None:
+        super().__init__(seed)
+        self._stale_s = stale_s
+        self._polled_s = float("-inf")
+        self._tokens: dict[str, int] = {}
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        workers = {worker[0].worker: worker for worker in workers_of(instances)}
+        if now_s - self._polled_s >= self._stale_s:
+            self._polled_s = now_s
+            self._tokens = {
+                name: sum(rank.outstanding.total for one in worker for rank in one.ranks)
+                for name, worker in workers.items()
+            }
+        name = min(workers, key=lambda one: self._tokens.get(one, 0))
+        return self.any_rank_of(workers[name])
+
+
+class Eta(ImmediatePolicy):
+    """The DP rank with the earliest predicted finish, knowing pass ends and rank loads: the
+    strongest policy that does not wait."""
+
+    def __init__(self, interval: IntervalController) -> None:
+        self._interval = interval
+
+    def choose(self, request: Request, instances: Sequence[PrefillInstance], now_s: float) -> Place:
+        best: tuple[float, int] | None = None
+        chosen: tuple[PrefillInstance, int] | None = None
+        latency_s = self._interval.latency_s
+        for instance in instances:
+            free_s = max(0.0, instance.free_at_s(now_s, latency_s) - now_s)
+            mean_fill = (instance.backlog_tokens + request.prompt_tokens) / instance.dp_size
+            slope = instance.model.slope_s_per_token(1.0)
+            pass_s = instance.model.fixed_s + slope * min(instance.chunk_tokens, mean_fill)
+            # A pass that ends before the request can arrive is not the one to wait for.
+            start_s = free_s + pass_s if instance.passes and free_s < latency_s else free_s
+            charged = paged(request.prompt_tokens, instance.page)
+            for index, rank in enumerate(instance.ranks):
+                ahead = rank.ahead_tokens
+                passes = (ahead + charged - 1) // instance.chunk_tokens + 1
+                key = (start_s + passes * pass_s, ahead)
+                if best is None or key < best:
+                    best, chosen = key, (instance, index)
+        assert chosen is not None
+        return chosen

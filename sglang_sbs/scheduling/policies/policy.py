@@ -1,0 +1,85 @@
+"""The interface every prefill policy implements.
+
+Owns :class:`PrefillPolicy` and :class:`Plan`. Must not know the queue's bookkeeping, decode, or how
+instances keep their state true.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.observation import Observation
+from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+
+Admissible = Callable[[Request], bool]
+"""Whether some decode rank has room for the request now."""
+
+
+class Placement(NamedTuple):
+    """One request on one prefill DP rank."""
+
+    request: Request
+    instance: PrefillInstance
+    rank: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to dispatch now, and when to ask again if nothing happens before."""
+
+    placements: list[Placement] = field(default_factory=list)
+    reason: str = ""
+    wake_s: float | None = None
+    passed_over: list[Request] = field(default_factory=list)
+    """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
+
+
+class PrefillPolicy(ABC):
+    """Decides which waiting requests leave now, for which instance and DP rank.
+
+    By default first come first served, and indifferent to everything it is told.
+    """
+
+    holds: bool
+    """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
+
+    def key_of(self, request: Request) -> float:
+        """Its place in the queue's order, smallest first; asked once, when it arrives."""
+        return request.arrived_s
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:  # noqa: B027
+        """These are the prefill instances that are up now."""
+
+    def on_arrival(self, tokens: int, now_s: float) -> None:  # noqa: B027
+        """A request of this many prompt tokens was queued."""
+
+    def on_dispatched(self, now_s: float) -> None:  # noqa: B027
+        """A batch left."""
+
+    def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:  # noqa: B027
+        """A rank launched, one of so many of its instance."""
+
+    def on_forward_learned(self) -> None:  # noqa: B027
+        """The forward model of some instance has changed."""
+
+    @abstractmethod
+    def plan(
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        now_s: float,
+    ) -> Plan:
+        """One decision. Called again until it places nothing; neither ``queue`` nor ``instances``
+        is ever empty."""
+
+
+def permitted(
+    request: Request, instance: PrefillInstance, instances: Sequence[PrefillInstance]
+) -> bool:
+    """A retry avoids the instances it failed on, while there are others."""
+    return instance.id not in request.exclude or all(i.id in request.exclude for i in instances)

@@ -1,0 +1,1 @@
+"""What is believed of prefill instances: ranks, passes, and when the next one ends."""

@@ -1,0 +1,650 @@
+"""What the scheduler believes about one prefill instance, and how reports correct it.
+
+Owns the passes in flight with their predicted ends, C_avail, readiness (quiescence, EndForward)
+and the forward model. The books of a rank are in ``rank``, the samples in ``observation``,
+how long silence may last in ``watchdog``. Must not know the queue, other instances or the policy.
+
+How the belief is kept true
+---------------------------
+A dispatched request is *in flight* until the rank reports that it accepted it (``rids``), then it
+is part of the rank's reported queue (absolute numbers, never summed up here), and with a launch it
+leaves both and is part of a :class:`Pass`. EndForward ends the pass. So every report replaces
+belief by fact, and a lost one is healed by the next. Until that comes, what another rank says of
+the same pass is believed of this one too (``rank``). Latency and lead are learned from a
+rank's own messages only.
+
+Without reports (no plugin, or the instance fell silent) the same state is kept by assumption: a
+backlog is *presumed* launched after the usual latency, first come first served up to the chunk, and
+the pass is presumed over when one of its requests is answered. A later report overrides that.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sglang_sbs.scheduling.events import InstanceId, InstanceUp
+from sglang_sbs.scheduling.paging import whole_pages
+from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
+from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
+from sglang_sbs.scheduling.prefill.passes import Pass, accepted, with_id
+from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank, Sent
+from sglang_sbs.scheduling.prefill.report_limits import MOST_PASSES, DeviceTime, within_limits
+from sglang_sbs.scheduling.prefill.watchdog import Watchdog
+from sglang_sbs.scheduling.report_cursor import SILENT_S
+from sglang_sbs.wire import EndForward
+
+Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
+"""Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
+at fixed intervals (paper section 4.1.2, graceful degradation)."""
+
+LOST_S = 2.0
+"""What a rank that speaks has not named this long after it was sent, and no less than the watchdog
+waits, does not count any more: a connection hangs, or the engine dropped it."""
+
+
+class PrefillInstance:
+    """Belief about one prefill instance with ``dp_size`` ranks."""
+
+    def __init__(
+        self,
+        up: InstanceUp,
+        *,
+        t_default_s: float,
+        default_chunk_tokens: int,
+        worker: InstanceId = "",
+    ) -> None:
+        """``worker``: whose rank it is, where each rank is an instance
+        (:mod:`sglang_sbs.scheduling.lone_ranks`)."""
+        self.id: InstanceId = up.instance
+        self.worker = worker or up.instance
+        self.dp_size = up.dp_size
+        self.chunk_tokens = default_chunk_tokens
+        self.page = 1
+        """Tokens per page that a request is charged of the chunk."""
+        self.prefill_max_requests = 0
+        """Of a rank in one pass; 0: no limit."""
+        self.overlap = up.overlap
+        self.ranks = [PrefillRank() for _ in range(up.dp_size)]
+        self._set_room(up)
+        self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
+        self.model.captured_tokens = up.captured_tokens
+        self.passes: list[Pass] = []
+        self.tier: Tier = "none"
+        self.ready = True
+        """EndForward (or quiescence) since the last dispatch."""
+        self.watchdog = Watchdog(t_default_s)
+        self._device = DeviceTime(t_default_s)
+        self.gap_s = 0.005
+        """Smoothed pause between the end of a pass and the launch of the next."""
+        self.free_since_s = float("-inf")
+        self.last_dispatch_s = float("-inf")
+        self.passes_ended = 0
+        self._outstanding = 0
+        self._batch: Sent | None = None
+        """The newest one."""
+        self.backlog_tokens = 0
+        """Dispatched or queued and in no pass yet, all ranks."""
+        self.charged_tokens = 0
+        """What that costs of the chunks to come."""
+        self.has_flight = False
+        """Whether any request is dispatched and not yet accepted."""
+        self._least_ahead_tokens: int | None = None
+        """Remembered until the ledgers change, as are the next."""
+        self.marginal: tuple[float, float, float] | None = None
+        """For who divides what waits (``water_level``)."""
+        self._next_pass_s: float | None = None
+        self._longest_prompt_tokens: int | None = None
+        self._presumed_id = -1
+        """Newest pass that some rank has told of for all."""
+
+    def set_limits(self, up: InstanceUp) -> None:
+        """Chunk, page, overlap scheduling and graphs as the engine has them."""
+        self._set_room(up)
+        self.model.captured_tokens = up.captured_tokens
+
+    def _set_room(self, up: InstanceUp) -> None:
+        self.page = max(1, up.charged_page or up.page_size)
+        self.chunk_tokens = whole_pages(up.chunk_tokens or self.chunk_tokens, self.page)
+        self.capacity_tokens = self.chunk_tokens * self.dp_size
+        """Of a pass with a full chunk on every rank."""
+        self.overlap = up.overlap
+        # A limit that no chunk can hold is none.
+        most = up.prefill_max_requests
+        self.prefill_max_requests = most if 0 < most * self.page < self.chunk_tokens else 0
+        for rank in self.ranks:
+            rank.set_limits(self.page, self.chunk_tokens, self.prefill_max_requests)
+
+    # Questions ----------------------------------------------------------------------------
+
+    def c_avail(self, passes: int = 1) -> list[int]:
+        """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens; for
+        several, what fits into them together and no more than a chunk. Charged, as all that is
+        weighed against it must be. Nothing where a pass holds as many requests as it may."""
+        room = [passes * self.chunk_tokens - rank.ahead_tokens for rank in self.ranks]
+        return room if passes == 1 else [min(self.chunk_tokens, tokens) for tokens in room]
+
+    def places(self, passes: int = 1) -> list[int] | None:
+        """Requests per rank that the same pass still takes; None: any number."""
+        most = self.prefill_max_requests
+        if not most:
+            return None
+        return [max(0, min(most, passes * most - rank.backlog_requests)) for rank in self.ranks]
+
+    def capacity_of(self, mean_tokens: float) -> float:
+        """Tokens of a pass that takes as many requests of this mean length as it may."""
+        if not self.prefill_max_requests:
+            return self.capacity_tokens
+        return min(self.capacity_tokens, self.dp_size * self.prefill_max_requests * mean_tokens)
+
+    def full_pass(self, mean_tokens: float) -> tuple[float, float]:
+        """The same, and the predicted forward time of such a pass."""
+        tokens = self.capacity_of(mean_tokens)
+        return tokens, self.model.predict_s([round(tokens / self.dp_size)] * self.dp_size)
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Of the prompts that are not computed yet; cached or not."""
+        if self._longest_prompt_tokens is None:
+            self._longest_prompt_tokens = max([rank.prompts.longest_tokens for rank in self.ranks])
+        return self._longest_prompt_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """Whether C_avail is positive on some rank."""
+        if self._least_ahead_tokens is None:
+            self._least_ahead_tokens = min([rank.ahead_tokens for rank in self.ranks])
+        return self._least_ahead_tokens < self.chunk_tokens
+
+    @property
+    def idle(self) -> bool:
+        """Quiescence: no pass runs and nothing waits for one."""
+        return not self.passes and self.backlog_tokens == 0
+
+    @property
+    def launching(self) -> bool:
+        """No pass runs but there is a backlog, so one is about to start without us knowing it."""
+        return not self.passes and self.backlog_tokens > 0
+
+    def free_at_s(self, now_s: float, latency_s: float) -> float:
+        """Predicted end of everything already launched or about to be."""
+        if self.passes:
+            return self.passes[-1].end_s
+        if self.launching:
+            start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
+            return start_s + self.next_pass_s()
+        return now_s
+
+    def forms_at_s(self, now_s: float, latency_s: float) -> float:
+        """When the batch is formed that what is sent now could still be in.
+
+        Under overlap scheduling a pass that follows another without a gap is formed when that one
+        starts: with something left over behind a pass that is queued, at the end of the running
+        one. Else it is formed when the instance is free.
+        """
+        if self.overlap and len(self.passes) > 1 and self.backlog_tokens:
+            return self.passes[-1].start_s
+        return self.free_at_s(now_s, latency_s)
+
+    @property
+    def has_outstanding(self) -> bool:
+        """Whether any dispatched request is not prefilled yet."""
+        return self._outstanding > 0
+
+    @property
+    def joins_batch(self) -> bool:
+        """Whether the newest batch left while another was on its way."""
+        return self._batch is not None and self._batch.joins
+
+    # Time ---------------------------------------------------------------------------------
+
+    def advance(self, now_s: float, latency_s: float) -> float | None:
+        """Let presumed launches and ends happen, and the watchdog fire, up to ``now_s``.
+
+        Returns:
+            When to call again even if nothing is heard; None for never.
+        """
+        if self.watchdog.due_s is not None and self.watchdog.due_s <= now_s:
+            self._on_silence(now_s)
+        if not self.launching and (self.tier == "endforward" or not self.passes):
+            return self.watchdog.due_s
+        if self.tier != "endforward":
+            while self.passes and not self.passes[0].rids and self.passes[0].end_s <= now_s:
+                # No request finishes in this pass (chunks only), so no answer will end it.
+                self.free_since_s = self.passes.pop(0).end_s
+                self.ready = True
+        launch_s = self._presumed_launch_s(latency_s)
+        if launch_s is not None and launch_s <= now_s:
+            sends = self.has_flight
+            self._presume_launch(now_s, launch_s)
+            self._recount()
+            if sends:
+                # Presuming is not hearing: what others are said to have queued buys no time.
+                self._watch(now_s)
+            launch_s = None
+        times = [one for one in (self.watchdog.due_s, launch_s) if one is not None]
+        if self.tier != "endforward" and self.passes and not self.passes[0].rids:
+            times.append(self.passes[0].end_s)
+        return min(times, default=None)
+
+    # Own actions --------------------------------------------------------------------------
+
+    def dispatched(
+        self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
+    ) -> None:
+        """A request leaves for a rank; arms the watchdog if none did before it."""
+        if self._batch is None or self._batch.at_s != now_s:
+            self._batch = Sent(now_s, self.idle, self.has_flight, 0)
+        self._batch.requests += 1
+        self.ranks[rank].sent[rid] = self._batch
+        self.has_flight = True
+        self.adopted(rid, rank, prompt_tokens, now_s, cached_tokens)
+
+    def adopted(
+        self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
+    ) -> None:
+        """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
+        is_first = not self.has_outstanding
+        target = self.ranks[rank]
+        flight, requests = target.flight, len(target.outstanding)
+        self.backlog_tokens -= flight.total
+        self.charged_tokens -= flight.charged
+        tokens = max(1, prompt_tokens - cached_tokens)
+        flight.add(rid, tokens)
+        target.outstanding.add(rid, tokens)
+        target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
+        target.has_cached = target.has_cached or cached_tokens > 0
+        target.received_tokens += tokens
+        self._next_pass_s = self._longest_prompt_tokens = None
+        self._least_ahead_tokens = self.marginal = None
+        self.backlog_tokens += flight.total
+        self.charged_tokens += flight.charged
+        self._outstanding += len(target.outstanding) - requests
+        if is_first:
+            self._watch(now_s)
+        self.last_dispatch_s = now_s
+        self.ready = False
+
+    def prefilled(self, rid: str, rank: int, now_s: float) -> Observation:
+        """The engine answered for this request (or it is over): it holds no prefill capacity now.
+
+        Without EndForward this is also the sign that the pass it was presumed in has ended.
+        """
+        ended = next((i for i, running in enumerate(self.passes) if rid in running.rids), None)
+        self.dropped(rid, rank)
+        if self.tier == "endforward":
+            return Observation()
+        if self.has_outstanding:
+            self._watch(now_s)
+        if ended is None:
+            return Observation()
+        if self.tier != "load_poll":
+            self.tier = "http"
+        del self.passes[:ended]
+        return self._end_presumed(now_s)
+
+    def dropped(self, rid: str, rank: int) -> None:
+        """The request left the rank without telling us anything about a pass."""
+        if rank >= self.dp_size:
+            return  # it went to an instance of another size that had this name
+        self.ranks[rank].gone(rid)
+        for running in self.passes:
+            # No answer will end the pass for this request; without any it ends by time.
+            running.rids.pop(rid, None)
+        self._recount()
+        if not self._owes_signal:
+            self.watchdog.due_s = None
+        if not self.has_outstanding and self.tier != "endforward" and not self.passes:
+            self.ready = True
+
+    # Reports ------------------------------------------------------------------------------
+
+    def on_report(self, report: EndForward, now_s: float, latency_s: float) -> Observation:
+        """Replace belief by what a rank says. Old and duplicate messages change nothing.
+
+        ``latency_s``: L_net, which tells what was at the rank when the pass before ended.
+        """
+        if not 0 <= report.dp_rank < self.dp_size:
+            return Observation()
+        rank = self.ranks[report.dp_rank]
+        taken = rank.cursor.take(report, now_s)
+        if taken is None:
+            return Observation()
+        if taken.restarted:
+            self._on_restart(rank)
+        self._device.heard(now_s)
+        report = self._plausible(rank, report)
+        rank.clean = False
+        self.tier = "endforward"
+        launched_id = report.forward_id
+        if report.kind != "launch":
+            launched_id += report.inflight_passes
+        rank.heard(launched_id)
+        launch_s = self._launched_s(report, now_s)
+        if report.kind == "launch":
+            self._learn_gap(rank, report, launch_s, latency_s)
+        learned = self._acknowledge(rank, report, taken.lost_requests, launch_s)
+        learned.restarted = taken.restarted
+        rank.give_up(now_s - max(LOST_S, self.watchdog.timeout_s))
+        rank.on_queue(report, self.chunk_tokens)
+        rank.idle = report.idle
+        for running in self.passes:
+            if running.forward_id is None:
+                running.queued[report.dp_rank] = 0
+        if report.kind == "launch":
+            self._on_launch(report, now_s)
+        elif report.kind == "forward":
+            learned.forward_s = self._on_end(rank, report, now_s)
+        rank.presume_again(self.chunk_tokens)
+        if report.kind in ("launch", "forward") and report.forward_id > self._presumed_id:
+            self._presume_of_all(report)
+        rests = report.kind in ("idle", "heartbeat")
+        if rests and all(running.forward_id is None for running in self.passes):
+            self._forget_silent(now_s - SILENT_S)
+        self._recount()
+        if rests and all(r.idle for r in self.ranks):
+            self._on_quiescent(now_s)
+        self._watch(now_s)
+        return learned
+
+    def on_load_poll(self, queued_tokens: list[int], now_s: float) -> None:
+        """Coarse fallback: what a load poll says is queued beyond what we know we sent."""
+        if self.tier == "endforward" or len(queued_tokens) != self.dp_size:
+            return
+        self.tier = "load_poll"
+        for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
+            rank.on_poll(tokens, self.chunk_tokens)
+        self._recount()
+        if any(queued_tokens):
+            self._watch(now_s)
+            if not self.passes:
+                # It waits for something: a pass of which we do not know runs until now at least.
+                self.free_since_s = now_s
+        if not any(queued_tokens) and not self.has_outstanding:
+            self._on_quiescent(now_s)
+
+    def reset(self) -> None:
+        """Forget everything believed to be queued or running."""
+        for rank in self.ranks:
+            rank.forget()
+        self._recount()
+        self.passes.clear()
+        self.watchdog.due_s = None
+        self.ready = True
+
+    def down(self) -> None:
+        """The instance cannot be reached: nothing sent there counts any more."""
+        self.reset()
+        for rank in self.ranks:
+            rank.clean = True
+            rank.prompts.clear()
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _recount(self) -> None:
+        """After anything that changed a rank's ledgers."""
+        self._next_pass_s = self._longest_prompt_tokens = None
+        self._least_ahead_tokens = self.marginal = None
+        self.backlog_tokens = sum([rank.backlog_tokens for rank in self.ranks])
+        self.charged_tokens = sum([rank.charged_tokens for rank in self.ranks])
+        self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
+        self.has_flight = any(rank.sent for rank in self.ranks)
+
+    @property
+    def _owes_signal(self) -> bool:
+        """An answer to a request, the end of a pass, or that it is free: also while nothing of ours
+        is there, as it may have said so last and be silent since."""
+        return bool(self.has_outstanding or self.passes or self.backlog_tokens or not self.ready)
+
+    def _watch(self, now_s: float) -> None:
+        """Something was heard or is believed anew: the watchdog waits for what comes next."""
+        if not self._owes_signal:
+            self.watchdog.due_s = None
+        elif not self.passes:
+            # Of others' requests it only speaks once a second.
+            wait_s = 0.0 if self.has_outstanding else LOST_S
+            self.watchdog.arm(now_s, busy_until_s=now_s + wait_s, launched=False)
+        else:
+            first = self.passes[0]
+            launched = first.forward_id is not None
+            self.watchdog.arm(now_s, busy_until_s=first.end_s, launched=launched)
+
+    def _on_restart(self, rank: PrefillRank) -> None:
+        """Another boot id: forward ids start anew, and what the rank held is gone."""
+        if not rank.clean:
+            rank.forget()
+            rank.prompts.clear()
+        self._forget_ids()
+
+    def _forget_ids(self) -> None:
+        """Forward ids start anew."""
+        self.passes.clear()
+        self._presumed_id = -1
+        for rank in self.ranks:
+            rank.new_boot()
+
+    def _plausible(self, rank: PrefillRank, report: EndForward) -> EndForward:
+        """What the engine can mean. What it or another said before may have been forged, too."""
+        if rank.contradicts(report):
+            self._forget_ids()
+        most = 2 * self.chunk_tokens
+        if report.extend_tokens > most or max(report.tokens_per_rank or [0]) > most:
+            # Without chunking a rank takes whole prompts.
+            most = max(most, self.longest_prompt_tokens)
+        return within_limits(report, most, self.dp_size)
+
+    def _forget_silent(self, before_s: float) -> None:
+        """Ranks of which nothing was heard since, while others spoke: what they said is no fact."""
+        silent = [rank for rank in self.ranks if (rank.cursor.reported_s or before_s) < before_s]
+        if silent:
+            newest = max([rank.newest_id for rank in self.ranks if rank not in silent], default=-1)
+            if max([rank.newest_id for rank in silent]) > newest:
+                self._forget_ids()  # the others would be ahead of it
+            for rank in silent:
+                rank.queued_tokens = 0
+                rank.idle = True
+
+    def _on_silence(self, now_s: float) -> None:
+        """Safety path of the paper: silence for T_timeout after a dispatch resets the state."""
+        self.watchdog.on_fire()
+        self.reset()
+        self.tier = "interval"
+        self.free_since_s = now_s
+
+    def _presume_of_all(self, report: EndForward) -> None:
+        """The barrier: the first to tell of a pass tells of all ranks in it."""
+        if report.tokens_per_rank is not None:
+            self._presumed_id = report.forward_id
+            for rank, tokens in zip(self.ranks, report.tokens_per_rank, strict=True):
+                rank.presume(report.forward_id, tokens, self.chunk_tokens)
+
+    def _presumed_launch_s(self, latency_s: float) -> float | None:
+        if not self.launching:
+            return None
+        start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
+        # A plugin reports launches: give its message time before believing it lost.
+        grace_s = 0.5 * self.model.predict_s([0]) if self.tier == "endforward" else 0.0
+        return start_s + grace_s
+
+    def _presume_launch(self, now_s: float, start_s: float) -> None:
+        """Believe that the backlog was launched: FCFS per rank, up to the chunk."""
+        tokens = []
+        rids: dict[str, int] = {}
+        sent_s: dict[str, float] = {}
+        queued = []
+        for index, rank in enumerate(self.ranks):
+            of_queue, of_flight, landed = rank.take_chunk(self.chunk_tokens)
+            queued.append(of_queue)
+            tokens.append(of_queue + of_flight)
+            for rid, sent in landed.items():
+                sent_s[rid] = self.last_dispatch_s if sent is None else sent.at_s
+                rids[rid] = index
+        pairs = self._pairs(tokens)
+        end_s = max(now_s, start_s + self.model.predict_s(tokens, pairs))
+        self.passes.append(Pass(start_s, end_s, tokens, None, rids, queued, pairs, sent_s))
+
+    def _acknowledge(
+        self, rank: PrefillRank, report: EndForward, lost_requests: int, launch_s: float
+    ) -> Observation:
+        sent = [one for rid in report.rids if (one := rank.land(rid)) is not None]
+        if report.kind in ("heartbeat", "idle"):
+            rank.taken = [*rank.taken, *sent][-MOST_TAKEN:]
+        elif report.kind == "launch":
+            sent, rank.taken = [*rank.taken, *sent], []
+        learned = Observation()
+        if report.kind == "launch" and not self._is_over(report.forward_id):
+            learned = observe_launch(
+                sent,
+                rank.sent.values(),
+                launch_s=launch_s,
+                free_since_s=self.free_since_s,
+                gap_s=self.gap_s,
+                has_room=self._has_room_beside(report),
+                bootstrapping_requests=report.bootstrapping_requests,
+                there_s=_there_s(report),
+            )
+        # By the counter, that many of the oldest were accepted as well.
+        rank.acknowledge_lost(accepted(self.passes, report.rids, report.dp_rank, lost_requests))
+        return learned
+
+    def _has_room_beside(self, report: EndForward) -> bool:
+        """Whether a page would have fitted into the reported pass, whatever its requests were."""
+        if 0 < self.prefill_max_requests <= report.batch_size:
+            return False
+        charged = report.extend_tokens + report.batch_size * (self.page - 1)
+        return charged + self.page <= self.chunk_tokens
+
+    def _is_over(self, forward_id: int) -> bool:
+        """Another rank has said so: the message about its launch is late, nobody knows how much."""
+        return forward_id <= max([rank.last_forward_id for rank in self.ranks])
+
+    def _launched_s(self, report: EndForward, now_s: float) -> float:
+        """When the reported pass was launched. The barrier: its first rank to say so knows best,
+        the messages of the others may have taken longer."""
+        heard_s = now_s - report.age_s
+        known = with_id(self.passes, report.forward_id)
+        return heard_s if known is None else min(heard_s, known.start_s)
+
+    def _learn_gap(
+        self, rank: PrefillRank, report: EndForward, launch_s: float, latency_s: float
+    ) -> None:
+        """Only from a launch that did not have to wait for a request to come."""
+        if not self.passes_ended or self.passes:
+            return
+        sent = (rank.sent.get(rid) for rid in report.rids)
+        there_s = self.free_since_s - 1.5 * latency_s
+        if rank.queued_tokens or any(one is not None and one.at_s <= there_s for one in sent):
+            pause_s = launch_s - self.free_since_s
+            if 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
+                self.gap_s += 0.1 * (pause_s - self.gap_s)
+
+    def _on_launch(self, report: EndForward, now_s: float) -> None:
+        self._drop_presumed()
+        if self._is_over(report.forward_id):
+            return
+        for rank in self.ranks:
+            # The barrier: no rank is idle while a pass runs. Its own next report says otherwise.
+            rank.idle = False
+        tokens = self._vector(report)
+        known = with_id(self.passes, report.forward_id)
+        if known is not None:
+            if not known.tokens[report.dp_rank]:
+                mine = self.ranks[report.dp_rank].prompts.compute(tokens[report.dp_rank])
+                known.pairs[report.dp_rank] = mine
+            known.tokens[report.dp_rank] = tokens[report.dp_rank]
+            known.end_s = known.start_s + self.model.predict_s(known.tokens, known.pairs)
+            return
+        start_s = now_s - report.age_s
+        if self.passes:
+            start_s = max(start_s, self.passes[-1].end_s)
+        pairs = self._compute(tokens)
+        end_s = start_s + self.model.predict_s(tokens, pairs)
+        self.passes.append(Pass(start_s, end_s, tokens, report.forward_id, pairs=pairs))
+        del self.passes[:-MOST_PASSES]
+
+    def _on_end(self, rank: PrefillRank, report: EndForward, now_s: float) -> float | None:
+        newest = max(r.last_forward_id for r in self.ranks)
+        if report.forward_id != newest:
+            self._forget_silent(now_s - report.age_s - report.forward_s - SILENT_S)
+            newest = max(r.last_forward_id for r in self.ranks)
+        rank.last_forward_id = max(rank.last_forward_id, report.forward_id)
+        self._drop_presumed()
+        if report.forward_id <= newest:
+            return None
+        ended = with_id(self.passes, report.forward_id)
+        if ended is None:
+            tokens = self._vector(report)
+            pairs = self._compute(tokens)
+        else:
+            tokens, pairs = ended.tokens, ended.pairs
+        self.passes = [p for p in self.passes if (p.forward_id or 0) > report.forward_id]
+        end_s = now_s - report.age_s
+        self.ready = True
+        self.free_since_s = end_s
+        self._rechain(end_s)
+        if sum(tokens) == 0 or report.forward_s <= 0 or not self._device.spend(report.forward_s):
+            return None
+        self.passes_ended += 1
+        self.model.observe(tokens, report.forward_s, pairs)
+        self.watchdog.on_pass(report.forward_s)
+        return report.forward_s
+
+    def _end_presumed(self, now_s: float) -> Observation:
+        ended = self.passes.pop(0)
+        forward_s = max(1e-3, now_s - ended.start_s)
+        self.ready = True
+        self.free_since_s = now_s
+        self._rechain(now_s)
+        self.passes_ended += 1
+        self.model.observe(ended.tokens, forward_s, self._compute(ended.tokens))
+        self.watchdog.on_pass(forward_s)
+        return Observation(forward_s=forward_s)
+
+    def _rechain(self, start_s: float) -> None:
+        """Re-anchor what is behind a pass that just ended."""
+        for running in self.passes:
+            running.start_s = start_s
+            running.end_s = start_s = start_s + self.model.predict_s(running.tokens, running.pairs)
+
+    def _on_quiescent(self, now_s: float) -> None:
+        self.passes.clear()
+        self.free_since_s = min(self.free_since_s, now_s)
+        # What was sent a moment ago is not seen yet: the instance is not free for another batch.
+        if self.backlog_tokens == 0:
+            self.ready = True
+
+    def _drop_presumed(self) -> None:
+        """A report supersedes presumed passes; what no rank acknowledged is in flight again."""
+        presumed = [p for p in self.passes if p.forward_id is None]
+        if not presumed:
+            return
+        self.passes = [p for p in self.passes if p.forward_id is not None]
+        for index, rank in enumerate(self.ranks):
+            rank.take_back(index, presumed)
+
+    def _vector(self, report: EndForward) -> list[int]:
+        if report.tokens_per_rank is not None:
+            return list(report.tokens_per_rank)
+        tokens = [0] * self.dp_size
+        tokens[report.dp_rank] = report.extend_tokens
+        return tokens
+
+    def next_pass_s(self) -> float:
+        """Predicted forward time of a pass with what waits for it now."""
+        if self._next_pass_s is None:
+            tokens = [rank.next_tokens(self.chunk_tokens) for rank in self.ranks]
+            self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
+        return self._next_pass_s
+
+    def _pairs(self, tokens: list[int]) -> list[float]:
+        """Attention pairs of the next tokens of each rank."""
+        return [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+
+    def _compute(self, tokens: list[int]) -> list[float]:
+        """The same for tokens that a pass has taken now."""
+        return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
+
+
+def _there_s(report: EndForward) -> float:
+    """How long before its launch the last request had come that the pass starts; 0: not told."""
+    queued_s = [one.queued_s for one in report.started]
+    return report.launch_s - max(queued_s) if queued_s and min(queued_s) > 0 else 0.0

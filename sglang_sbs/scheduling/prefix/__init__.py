@@ -1,0 +1,1 @@
+"""Which DP rank holds which KV blocks."""

@@ -1,0 +1,556 @@
+"""Which prefill DP rank holds which KV blocks: L_hit(r, d) for the cache-aware mode.
+
+Owns the table of blocks and holders, the blocks of requests that were just sent, and the
+approximate books of instances without KV events. Must not know how blocks are named or heard of,
+nor what a hit is worth.
+
+How it works
+------------
+A block is named after its tokens and all before them (SGLang's KV events do that), so a prompt is a
+list of names, and what a rank has of it are the leading ones it holds. The table maps a name to a
+bit mask of ranks. A cache drops leaves before their parents, so the ranks that hold the k-th block
+hold all before it, and where each of them ends is found by halving: a prompt of a thousand blocks
+takes some ten steps for each different depth.
+
+What a rank holds comes from
+
+- its KV events, which are the truth a moment later (``prefix_source`` "events");
+- requests that were sent there: their blocks are claimed from the predicted end of their pass on,
+  as later ones will find them. With events the claim lapses soon after prefill, when the events
+  must have said it; without ("approximate") it is all there is: it lapses after a time, the oldest
+  go when the rank's KV capacity is used up, and an answer that reports fewer cached tokens than
+  were claimed corrects that capacity, or clears the rank if nothing of it was there.
+
+Claims are entered and taken back in order, and a long one some blocks at a time: the rest follows
+with the next calls of :meth:`PrefixIndex.advance`, for which ``unfinished`` asks.
+
+A rank that lost everything (restart, flush) gets another bit, and the old one is swept out of the
+table some entries at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
+from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
+
+CONFIRMED_S = 2.0
+"""With KV events: so long after prefill a claim stands without having been published."""
+APPROXIMATE_TTL_S = 600.0
+DEFAULT_CAPACITY_TOKENS = 262_144
+"""KV capacity of a rank that does not tell."""
+_UPCOMING = 8
+"""So many requests with the same beginning that are on their way are looked at, newest ones."""
+_SWEEP = 2_000
+"""Entries looked at per call."""
+_STEPS = 4_096
+"""Of claims, per call; a prompt in pages of one token has more blocks than that."""
+_MOST_CLAIMS = 8
+"""Unfinished ones from which on more is done per call, so that they cannot pile up."""
+
+
+class Upcoming(NamedTuple):
+    """A rank that is going to hold the beginning of a prompt."""
+
+    instance: InstanceId
+    rank: int
+    tokens: int
+    visible_s: float
+
+
+class Hits(NamedTuple):
+    """What the ranks have of one prompt, in tokens."""
+
+    by_instance: dict[InstanceId, list[int]]
+    """Per DP rank; instances that have nothing of it are not in it."""
+    best_tokens: int
+
+
+NO_HITS = Hits({}, 0)
+
+
+@dataclass(slots=True)
+class _Rank:
+    bit: int
+    claims: OrderedDict[int, float] = field(default_factory=OrderedDict)
+    """Blocks that nobody published, with the time when they lapse; oldest claim first."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """One instance."""
+
+    id: InstanceId
+    source: PrefixSource
+    block_tokens: int
+    capacity_blocks: int
+    ranks: list[_Rank]
+    is_up: bool = True
+
+
+@dataclass(slots=True)
+class _Sent:
+    place: _Place
+    rank: int
+    blocks: Sequence[int]
+    visible_s: float
+    visible: bool = False
+
+
+class PrefixIndex:
+    """Block names are any integers; times are the driver's seconds and must not decrease."""
+
+    def __init__(self, *, max_blocks: int = 2_000_000) -> None:
+        """``max_blocks``: bound of the table, some 200 bytes each with hundreds of ranks."""
+        self.version = 0
+        """Counts changes: what :meth:`find` found before may differ now."""
+        self.upcoming_version = 0
+        """The same for :meth:`upcoming`."""
+        self._device = BlockTable(max_blocks)
+        self._host = BlockTable(max_blocks)
+        self._places: dict[InstanceId, _Place] = {}
+        self._rank_of: dict[int, tuple[_Place, int]] = {}
+        """By bit."""
+        self._live: dict[int, int] = {}
+        """Bits of the ranks in use, by block size."""
+        self._free_bits: list[int] = []
+        self._next_bit = 1
+        self._retired = 0
+        self._sweeping = 0
+        self._to_sweep: list[int] = []
+        self._sent: dict[str, _Sent] = {}
+        self._upcoming: list[tuple[float, str]] = []
+        """When requests that were sent become visible; a heap."""
+        self._by_root: dict[int, list[_Sent]] = {}
+        """Those that are not, by their first block."""
+        self._lapsing: deque[tuple[float, _Place, _Rank, Sequence[int]]] = deque()
+        self._claiming: deque[Iterator[int]] = deque()
+        """Claims that begin or end, by age; each gives the steps it took since asked last."""
+        self._watched: dict[int, list[str]] = {}
+        self._appeared: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._device) + len(self._host)
+
+    @property
+    def pending_requests(self) -> int:
+        """Requests sent and not yet prefilled."""
+        return len(self._sent)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether :meth:`advance` has something left to do right now."""
+        return bool(self._claiming)
+
+    def source_of(self, instance: InstanceId) -> PrefixSource:
+        """How it is known what the instance has."""
+        place = self._places.get(instance)
+        return "off" if place is None else place.source
+
+    # Instances ----------------------------------------------------------------------------
+
+    def up(
+        self,
+        instance: InstanceId,
+        *,
+        dp_size: int,
+        block_tokens: int,
+        source: PrefixSource,
+        capacity_tokens: int = 0,
+    ) -> None:
+        """An instance may be used, or changed. One of another shape starts with nothing."""
+        known = self._places.get(instance)
+        capacity_blocks = max(1, (capacity_tokens or DEFAULT_CAPACITY_TOKENS) // block_tokens)
+        if known is not None:
+            shape = (known.source, known.block_tokens, len(known.ranks))
+            if shape == (source, block_tokens, dp_size):
+                known.capacity_blocks = capacity_blocks
+                self._enable(known)
+                return
+            self.gone(instance)
+        if source == "off":
+            return
+        place = _Place(instance, source, block_tokens, capacity_blocks, [])
+        self._places[instance] = place
+        place.ranks = [_Rank(self._take_bit(place, rank)) for rank in range(dp_size)]
+
+    def down(self, instance: InstanceId) -> None:
+        """Not to be used for now; what it has is not forgotten."""
+        place = self._places.get(instance)
+        if place is not None:
+            self._changed()
+            place.is_up = False
+            for rank in place.ranks:
+                self._live[place.block_tokens] &= ~rank.bit
+
+    def gone(self, instance: InstanceId) -> None:
+        """The instance is not part of the cluster any more."""
+        place = self._places.pop(instance, None)
+        if place is not None:
+            for rank in place.ranks:
+                self._retire(place, rank)
+
+    def clear(self, instance: InstanceId, rank: int) -> None:
+        """The rank holds nothing (any more), as far as we know."""
+        place = self._places.get(instance)
+        if place is None or not 0 <= rank < len(place.ranks):
+            return
+        self._retire(place, place.ranks[rank])
+        place.ranks[rank] = _Rank(self._take_bit(place, rank))
+
+    # KV events ----------------------------------------------------------------------------
+
+    def stored(
+        self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
+    ) -> None:
+        """The rank holds these blocks."""
+        held = self._published(instance, rank, blocks, tier)
+        if held is not None:
+            self._set(self._device if tier == "device" else self._host, blocks, held.bit)
+
+    def removed(
+        self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
+    ) -> None:
+        """The rank evicted these blocks from that tier."""
+        held = self._published(instance, rank, blocks, tier)
+        if held is not None:
+            self._unset(self._device if tier == "device" else self._host, blocks, held.bit)
+
+    # Requests -----------------------------------------------------------------------------
+
+    def sent(
+        self,
+        rid: str,
+        instance: InstanceId,
+        rank: int,
+        blocks: Sequence[int],
+        block_tokens: int,
+        visible_s: float,
+    ) -> None:
+        """A request was dispatched; its blocks can be found by others from ``visible_s`` on."""
+        place = self._places.get(instance)
+        if place is None or not blocks or place.block_tokens != block_tokens:
+            return
+        sent = self._sent[rid] = _Sent(place, rank, blocks, visible_s)
+        heappush(self._upcoming, (visible_s, rid))
+        self._by_root.setdefault(blocks[0], []).append(sent)
+        self.upcoming_version += 1
+
+    def prefilled(
+        self,
+        rid: str,
+        now_s: float,
+        *,
+        expected_tokens: int = 0,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """Its prefill is done.
+
+        Args:
+            rid: of a request that was :meth:`sent`; others change nothing.
+            now_s: the time.
+            expected_tokens: L_hit it was placed with.
+            cached_tokens: what the engine says it found, if it does.
+        """
+        sent = self._sent.get(rid)
+        if sent is None:
+            return
+        place = sent.place
+        held = self._held(sent)
+        found_tokens = expected_tokens if cached_tokens is None else cached_tokens
+        if held is not None and place.source == "approximate" and found_tokens < expected_tokens:
+            self._correct(place, sent.rank, found_tokens)
+        self._show(sent, now_s)
+        self._work()
+        del self._sent[rid]
+        if held is not None and place.source == "events":
+            self._lapsing.append((now_s + CONFIRMED_S, place, held, sent.blocks))
+
+    def dropped(self, rid: str) -> None:
+        """It ended otherwise; after :meth:`prefilled` this changes nothing."""
+        sent = self._sent.pop(rid, None)
+        if sent is None:
+            return
+        if not sent.visible:
+            self._not_upcoming(sent)
+            return
+        held = self._held(sent)
+        if held is not None:
+            self._claiming.append(self._unclaimed(sent.place, held, sent.blocks))
+            self._work()
+
+    def find(self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int) -> Hits:
+        """What each rank has of a prompt. A rank computes at least its last token."""
+        count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
+        live = self._live.get(block_tokens, 0)
+        if count <= 0 or not live:
+            return NO_HITS
+        by_instance: dict[InstanceId, list[int]] = {}
+        best = 0
+        for depth, ranks in self._depths(blocks, count, live):
+            best = max(best, depth)
+            for bit in bits_of(ranks):
+                place, rank = self._rank_of[bit]
+                hits = by_instance.get(place.id)
+                if hits is None:
+                    hits = by_instance[place.id] = [0] * len(place.ranks)
+                hits[rank] = depth * block_tokens
+        return Hits(by_instance, best * block_tokens) if best else NO_HITS
+
+    def upcoming(
+        self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int
+    ) -> list[Upcoming]:
+        """Ranks that are computing some of a prompt right now, for another request."""
+        count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
+        if count <= 0:
+            return []
+        out = []
+        for sent in self._by_root.get(blocks[0], ())[-_UPCOMING:]:
+            place = sent.place
+            if place.is_up and self._places.get(place.id) is place:
+                shared = shared_blocks(blocks, sent.blocks, count)
+                out.append(Upcoming(place.id, sent.rank, shared * block_tokens, sent.visible_s))
+        return out
+
+    def watch(self, block: int, rid: str) -> None:
+        """Tell by :meth:`take_appeared` when some rank holds this block, which none does now."""
+        self._watched.setdefault(block, []).append(rid)
+
+    def unwatch(self, block: int, rid: str) -> None:
+        """Not of interest any more."""
+        rids = self._watched.get(block)
+        if rids is not None and rid in rids:
+            rids.remove(rid)
+            if not rids:
+                del self._watched[block]
+
+    def take_appeared(self) -> list[str]:
+        """Who waited for blocks that came since the last call."""
+        appeared, self._appeared = self._appeared, []
+        return appeared
+
+    def advance(self, now_s: float) -> None:
+        """Let claims begin and lapse, and sweep a little. Cheap when there is nothing to do."""
+        upcoming = self._upcoming
+        while upcoming and upcoming[0][0] <= now_s:
+            sent = self._sent.get(heappop(upcoming)[1])
+            if sent is not None:
+                self._show(sent, now_s)
+        lapsing = self._lapsing
+        while lapsing and lapsing[0][0] <= now_s:
+            _, place, held, blocks = lapsing.popleft()
+            self._claiming.append(self._unclaimed(place, held, blocks))
+        if self._claiming:
+            self._work()
+        if self._retired or self._sweeping:
+            self._sweep()
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _depths(self, blocks: Sequence[int], count: int, live: int) -> list[tuple[int, int]]:
+        """Leading blocks and the ranks (bits) that hold exactly so many of them."""
+        device = self._device.get
+        host = self._host.get if self._host else None
+        first = device(blocks[0])
+        if host is not None:
+            first |= host(blocks[0])
+        first &= live
+        if not first:
+            return []
+        depths = []
+        # Ranks that hold the block at ``low``, and those of them that hold the one at ``high``.
+        parts = [(0, first, count, 0)]
+        while parts:
+            low, at_low, high, at_high = parts.pop()
+            ends = at_low & ~at_high
+            if not ends:
+                continue
+            if high == low + 1:
+                depths.append((high, ends))
+                continue
+            middle = (low + high) // 2
+            mask = device(blocks[middle])
+            if host is not None:
+                mask |= host(blocks[middle])
+            mask &= at_low
+            parts.append((low, at_low, middle, mask))
+            parts.append((middle, mask, high, at_high & mask))
+        return depths
+
+    def _not_upcoming(self, sent: _Sent) -> None:
+        self.upcoming_version += 1
+        root = sent.blocks[0]
+        others = [one for one in self._by_root.get(root, ()) if one is not sent]
+        if others:
+            self._by_root[root] = others
+        else:
+            self._by_root.pop(root, None)
+
+    def _published(
+        self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
+    ) -> _Rank | None:
+        """The rank that published something about these blocks, which settles its claims of them;
+        None if it is none to be listened to."""
+        place = self._places.get(instance)
+        if place is None or place.source != "events" or not 0 <= rank < len(place.ranks):
+            return None
+        held = place.ranks[rank]
+        if tier == "device" and held.claims:
+            for block in blocks:
+                held.claims.pop(block, None)
+        return held
+
+    def _held(self, sent: _Sent) -> _Rank | None:
+        """The rank a request went to, if it is still the same."""
+        place = sent.place
+        if self._places.get(place.id) is not place or not 0 <= sent.rank < len(place.ranks):
+            return None
+        return place.ranks[sent.rank]
+
+    def _show(self, sent: _Sent, now_s: float) -> None:
+        """Claim the blocks of a request for its rank."""
+        if not sent.visible:
+            sent.visible = True
+            self._not_upcoming(sent)
+        held = self._held(sent)
+        if held is None:
+            return
+        claim = self._claimed if sent.place.source == "events" else self._presumed
+        self._claiming.append(claim(sent.place, held, sent.blocks, now_s))
+
+    def _work(self) -> None:
+        """Go on with the oldest claims."""
+        steps = _STEPS * (1 + len(self._claiming) // _MOST_CLAIMS)
+        while self._claiming and steps > 0:
+            took = next(self._claiming[0], None)
+            if took is None:
+                self._claiming.popleft()
+            else:
+                steps -= took
+
+    def _claimed(
+        self, place: _Place, held: _Rank, blocks: Sequence[int], now_s: float
+    ) -> Iterator[int]:
+        """The rank will publish these blocks."""
+        for part in slices_of(blocks):
+            if not self._is_current(place, held):
+                return
+            new = [block for block in part if not self._device.get(block) & held.bit]
+            self._set(self._device, new, held.bit)
+            held.claims.update(dict.fromkeys(new, now_s))
+            yield len(part)
+
+    def _presumed(
+        self, place: _Place, held: _Rank, blocks: Sequence[int], now_s: float
+    ) -> Iterator[int]:
+        """The rank has these blocks now, and will not publish that."""
+        claims = held.claims
+        for part in slices_of(blocks):
+            if not self._is_current(place, held):
+                return
+            self._set(self._device, part, held.bit)
+            yield len(part)
+        # The root last: of one prompt, what is claimed first lapses first, and leaves must do so.
+        for part in reversed(slices_of(blocks)):
+            for block in part:
+                claims.pop(block, None)
+            claims.update(dict.fromkeys(reversed(part), now_s + APPROXIMATE_TTL_S))
+            yield len(part)
+        while lapsed := take_lapsed(claims, now_s, place.capacity_blocks):
+            if not self._is_current(place, held):
+                return
+            self._unset(self._device, lapsed, held.bit)
+            yield len(lapsed)
+
+    def _correct(self, place: _Place, rank: int, cached_tokens: int) -> None:
+        """An approximate rank had less than was claimed."""
+        if cached_tokens < place.block_tokens:
+            self.clear(place.id, rank)  # a restart or a flush
+        else:
+            # It evicts earlier than its capacity says: other things take space as well.
+            place.capacity_blocks = max(1, len(place.ranks[rank].claims) * 9 // 10)
+
+    def _unclaimed(self, place: _Place, held: _Rank, blocks: Sequence[int]) -> Iterator[int]:
+        """Take back what was claimed of these blocks and never published."""
+        claims = held.claims
+        # The end first: what is left of a prompt is its beginning.
+        for part in reversed(slices_of(blocks)):
+            if not self._is_current(place, held):
+                return
+            mine = [block for block in part if block in claims]
+            for block in mine:
+                del claims[block]
+            self._unset(self._device, mine, held.bit)
+            yield len(part)
+
+    def _is_current(self, place: _Place, held: _Rank) -> bool:
+        """Whether that is still the rank: its bit may be another one's now."""
+        known, rank = self._rank_of.get(held.bit, (None, 0))
+        return known is place and place.ranks[rank] is held
+
+    def _set(self, table: BlockTable, blocks: Sequence[int], bit: int) -> None:
+        new, changed = table.add(blocks, bit)
+        self.version += changed
+        if self._watched:
+            for block in new:
+                self._appeared += self._watched.pop(block, ())
+
+    def _unset(self, table: BlockTable, blocks: Sequence[int], bits: int) -> None:
+        self.version += table.take(blocks, bits)
+
+    def _take_bit(self, place: _Place, rank: int) -> int:
+        if self._free_bits:
+            bit = self._free_bits.pop()
+        else:
+            bit = self._next_bit
+            self._next_bit <<= 1
+        self._rank_of[bit] = place, rank
+        live = self._live.get(place.block_tokens, 0)
+        self._live[place.block_tokens] = live | bit if place.is_up else live
+        return bit
+
+    def _changed(self) -> None:
+        """Which ranks are in use."""
+        self.version += 1
+        self.upcoming_version += 1
+
+    def _enable(self, place: _Place) -> None:
+        self._changed()
+        place.is_up = True
+        for rank in place.ranks:
+            self._live[place.block_tokens] |= rank.bit
+
+    def _retire(self, place: _Place, rank: _Rank) -> None:
+        self._changed()
+        self._rank_of.pop(rank.bit)
+        self._live[place.block_tokens] &= ~rank.bit
+        self._retired |= rank.bit
+
+    def _sweep(self) -> None:
+        if not self._sweeping:
+            self._sweeping, self._retired = self._retired, 0
+            self._to_sweep = [*self._device, *self._host]
+        some = self._to_sweep[-_SWEEP:]
+        del self._to_sweep[-_SWEEP:]
+        for table in (self._device, self._host):
+            self._unset(table, some, self._sweeping)
+        if not self._to_sweep:
+            self._free_bits += bits_of(self._sweeping)
+            self._sweeping = 0
+
+
+def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """How many blocks two prompts have in common. A block names all before it, so by halving."""
+    low, high = 0, min(len(one), len(other), most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

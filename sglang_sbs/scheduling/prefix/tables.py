@@ -1,0 +1,124 @@
+"""Tables of many blocks: worked through in parts, and kept within bounds.
+
+Owns what :mod:`.index` does to a whole table or list. Must not know ranks or requests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, islice
+
+SLICE = 2_048
+"""Blocks that are worked on without a pause."""
+_PARTS = 64
+_SLOTS = 1 << 10
+_DROPPED_SHARE = 64
+"""A full part drops one block in so many."""
+
+
+class BlockTable:
+    """Which ranks hold a block: a mask of bits by block, bounded.
+
+    It is many dicts of different sizes. A single one of a million blocks takes a quarter of a
+    second when it grows; of these one grows at a time.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        parts = 1 if max_blocks < SLICE * _PARTS else _PARTS
+        self._parts: list[dict[int, int]] = [{} for _ in range(parts)]
+        # The largest gets three times as many as the smallest: a dict grows by no more than that.
+        shares = [3 ** (part / parts) for part in range(parts)]
+        ends = [round(end * _SLOTS / sum(shares)) for end in accumulate(shares)]
+        self._part_of_slot = bytes(bisect_right(ends, slot) for slot in range(_SLOTS))
+        self._blocks = 0
+        self._full = 0
+        """The part in which room is made next."""
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._parts)
+
+    def get(self, block: int) -> int:
+        """The ranks that hold it; 0: none does."""
+        return self._parts[self._part_of_slot[block % _SLOTS]].get(block, 0)
+
+    def add(self, blocks: Sequence[int], bit: int) -> tuple[list[int], int]:
+        """The rank holds these; which nobody held before, and how many changed."""
+        parts, of_slot = self._parts, self._part_of_slot
+        new = []
+        changed = 0
+        for block in blocks:
+            part = parts[of_slot[block % _SLOTS]]
+            mask = part.get(block, 0)
+            if not mask:
+                while self._blocks >= self._max_blocks:
+                    self._make_room()
+                part[block] = bit
+                self._blocks += 1
+                new.append(block)
+            elif not mask & bit:
+                part[block] = mask | bit
+                changed += 1
+        return new, changed + len(new)
+
+    def take(self, blocks: Sequence[int], bits: int) -> int:
+        """Those ranks do not hold these; how many changed."""
+        parts, of_slot = self._parts, self._part_of_slot
+        changed = 0
+        for block in blocks:
+            part = parts[of_slot[block % _SLOTS]]
+            mask = part.get(block, 0)
+            if mask & bits:
+                changed += 1
+                if left := mask & ~bits:
+                    part[block] = left
+                else:
+                    del part[block]
+                    self._blocks -= 1
+        return changed
+
+    def _make_room(self) -> None:
+        """Drop the oldest of a part, but of those that several ranks hold only half.
+
+        Many at once: a dict finds its oldest entry in linear time.
+        """
+        part = self._parts[self._full]
+        self._full = (self._full + 1) % len(self._parts)
+        before = len(part)
+        spare = True
+        for block in list(islice(part, 1 + before // _DROPPED_SHARE)):
+            mask = part[block]
+            spare = not spare
+            if not (spare and mask & (mask - 1)):
+                del part[block]
+        self._blocks -= before - len(part)
+
+
+def slices_of(blocks: Sequence[int]) -> list[Sequence[int]]:
+    """Parts of at most ``SLICE`` blocks, in order."""
+    return [blocks[at : at + SLICE] for at in range(0, len(blocks), SLICE)]
+
+
+def take_lapsed(claims: OrderedDict[int, float], now_s: float, most: int) -> list[int]:
+    """Some of the oldest claims, taken out: they are over, or there are more than ``most``."""
+    lapsed: list[int] = []
+    for block, until_s in islice(claims.items(), SLICE):
+        if until_s > now_s and len(claims) - len(lapsed) <= most:
+            break
+        lapsed.append(block)
+    for block in lapsed:
+        del claims[block]
+    return lapsed
+
+
+def bits_of(mask: int) -> Iterator[int]:
+    """Each bit that is set, lowest first."""
+    while mask:
+        bit = mask & -mask
+        mask ^= bit
+        yield bit

@@ -1,0 +1,172 @@
+"""Shares the passes among tenants: weighted deficit round robin over the order of the queue.
+
+A tenant's deficit is kept as what it was served: tokens over its weight. That number divided by the
+quantum is the round the tenant is in. Tenants of an earlier round go first; within a round the one
+whose next request is most urgent does. So a request that exceeds the quantum is paid for in later
+rounds, as in deficit round robin (Shreedhar and Varghese, 1995), and two tenants that both wait are
+never further apart than a quantum and their largest request.
+
+A tenant that had nothing waiting starts where the others are now (as in start-time fair queueing),
+so nobody saves up turns. When nothing waits at all, everything is forgotten.
+
+Tenants are names that strangers send: at most :data:`MOST_TENANTS` are told apart.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_sbs.scheduling.queue.request import Request
+
+QUANTUM_TOKENS = 2048
+"""Tokens of a turn of a tenant with weight 1."""
+MOST_TENANTS = 1024
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
+"""What is further apart is no share any more."""
+MOST_TENANT_CHARS = 64
+SHARED = ""
+"""The tenant of requests without one, and of all tenants beyond the limit together."""
+
+Entry = tuple[float, int, "Request"]
+"""A request's key, its arrival number, and itself."""
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Weights of tenants, written ``gold=3,free=0.5``.
+
+    Raises:
+        ValueError: the message says what to write instead.
+    """
+    weights: dict[str, float] = {}
+    for word in text.split(","):
+        name, equals, number = word.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        known = 0 < len(name) <= MOST_TENANT_CHARS and name not in weights
+        if not equals or not known or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+            raise ValueError(
+                f"{word!r}: write NAME=WEIGHT, each name once, with a weight between "
+                f"{LEAST_WEIGHT:g} and {MOST_WEIGHT:g}, as in gold=3,free=0.5"
+            )
+        weights[name] = weight
+    return weights
+
+
+class TenantTurns:
+    """The requests that wait, by tenant, and what each tenant was served.
+
+    Costs nothing until the first request with a tenant comes, and again when the queue has been
+    empty: until then the owner need not tell it of any.
+    """
+
+    def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
+        """``weights``: of tenants by name; 1 for all others."""
+        self.active = False
+        """Whether a request with a tenant has come since the queue was empty."""
+        self._weights = weights
+        self._waiting: dict[str, list[Entry]] = {}
+        """By tenant, in the order of their keys; no empty lists."""
+        self._served: dict[str, float] = {}
+        """Tokens over weight, since everything was forgotten."""
+        self._now = 0.0
+        """What the tenant served last had been served before: where newcomers start."""
+
+    def begin(self, waiting: Iterable[Entry]) -> None:
+        """The first request with a tenant comes; these wait already."""
+        self.active = True
+        for _, _, request in waiting:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """A request waits, with its key. May change the name of its tenant, see the module."""
+        if request.tenant not in self._served and len(self._served) >= MOST_TENANTS:
+            self._forget_idle()
+            if len(self._served) >= MOST_TENANTS:
+                request.tenant = SHARED
+        tenant = request.tenant
+        waiting = self._waiting.get(tenant)
+        if waiting is None:
+            waiting = self._waiting[tenant] = []
+            self._served[tenant] = max(self._now, self._served.get(tenant, 0.0))
+        insort(waiting, (request.key, request.order, request))
+
+    def remove(self, request: Request) -> None:
+        """It waits no longer. To be told with the key it had."""
+        waiting = self._waiting[request.tenant]
+        del waiting[bisect_left(waiting, (request.key, request.order))]
+        if not waiting:
+            del self._waiting[request.tenant]
+        if not self._waiting:
+            self.active = False
+            self._served.clear()
+            self._now = 0.0
+
+    def charge(self, request: Request) -> None:
+        """A waiting request is about to be served."""
+        served = self._served[request.tenant]
+        self._now = max(self._now, served)
+        self._served[request.tenant] = served + self._price(request)
+
+    @property
+    def tenants(self) -> int:
+        """How many have requests waiting; 0 while it is not active."""
+        return len(self._waiting)
+
+    @property
+    def several(self) -> bool:
+        """Whether requests of more than one tenant wait."""
+        return len(self._waiting) > 1
+
+    def in_turn(self) -> Iterator[Request]:
+        """All waiting requests in the order in which they take their turns. Not to be changed
+        meanwhile; what was served does not change by it."""
+        turns = [
+            (self._served[tenant] // QUANTUM_TOKENS, *waiting[0][:2], tenant, 0)
+            for tenant, waiting in self._waiting.items()
+        ]
+        heapq.heapify(turns)
+        served = self._served.copy()
+        while turns:
+            _, _, _, tenant, position = turns[0]
+            waiting = self._waiting[tenant]
+            request = waiting[position][2]
+            yield request
+            served[tenant] += self._price(request)
+            position += 1
+            if position == len(waiting):
+                heapq.heappop(turns)
+                continue
+            following = served[tenant] // QUANTUM_TOKENS, *waiting[position][:2], tenant, position
+            heapq.heapreplace(turns, following)
+
+    def ahead_share(self, request: Request) -> float:
+        """How many requests of all tenants have their turn before one that would wait with its
+        key, as if all were of one size."""
+        waiting = self._waiting.get(request.tenant, ())
+        own = bisect_left(waiting, (request.key, request.order))
+        per_weight = own / self._weight_of(request.tenant)
+        return own + sum(
+            min(len(others), per_weight * self._weight_of(tenant))
+            for tenant, others in self._waiting.items()
+            if tenant != request.tenant
+        )
+
+    def _price(self, request: Request) -> float:
+        return max(1, request.uncached_tokens) / self._weight_of(request.tenant)
+
+    def _weight_of(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _forget_idle(self) -> None:
+        """Those that would start where newcomers do; if there are none, all that are idle."""
+        idle = [tenant for tenant in self._served if tenant not in self._waiting]
+        behind = [tenant for tenant in idle if self._served[tenant] <= self._now]
+        for tenant in behind or idle:
+            del self._served[tenant]

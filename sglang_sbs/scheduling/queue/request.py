@@ -1,0 +1,324 @@
+"""The scheduler's record of one request and the queue of those that wait.
+
+Owns arrival order, the policy's order, deadlines and the pending/new distinction of Algorithm 2.
+Must not know instances or how a request is placed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sglang_sbs.scheduling.events import InstanceId, RequestArrived
+from sglang_sbs.scheduling.prefix.index import NO_HITS, Hits, PrefixIndex, Upcoming
+from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS, TenantTurns
+from sglang_sbs.scheduling.queue.priority import clamped_priority, clamped_slo_s
+
+_SPARE_ENTRIES = 64
+"""Of a heap, of requests that are gone, before it is cleared of them."""
+
+_Heap = list[tuple[float, int, str]]
+"""What it is ordered by, then a request's order and rid."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, from arrival to end. Sizes in tokens, times in seconds."""
+
+    rid: str
+    order: int
+    """Arrival number: the FCFS key."""
+    prompt_tokens: int
+    max_new_tokens: int | None
+    arrived_s: float
+    deadline_s: float
+    exclude: tuple[InstanceId, ...] = ()
+    blocks: Sequence[int] = ()
+    """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""
+    block_tokens: int = 0
+    session: str = ""
+    priority: int = 0
+    """Larger is more urgent, as are the next two bounded."""
+    ttft_slo_s: float | None = None
+    tenant: str = ""
+    hits: Hits = NO_HITS
+    """L_hit per rank, as of when it was last looked up."""
+    upcoming: Sequence[Upcoming] = ()
+    """Ranks that will have some of it, as of then."""
+    hits_version: int = -1
+    upcoming_version: int = -1
+    cached_tokens: int = 0
+    """L_hit of the rank it was sent to."""
+    decode_hits: dict[int, int] = field(default_factory=dict)
+    """While decode ranks are chosen: tokens of the prompt in their caches, by position."""
+    total_tokens: int = 0
+    """Prompt plus expected output: what it will occupy in decode."""
+    key: float = 0.0
+    """Place in the policy's order, smallest first; fixed at arrival."""
+    waited_batches: int = 0
+    """How many left without it that it could have been in. 0 means newly arrived."""
+    waited_cycles: float = 0.0
+    """``r.wait`` of Algorithm 2. As many batches as there are instances are a cycle."""
+    prefill: tuple[InstanceId, int] | None = None
+    decode: tuple[InstanceId, int] | None = None
+    dispatched_s: float = 0.0
+    prefilled: bool = False
+    uncached_tokens: int = field(init=False)
+    """L(r) - L_hit(r, d) on the rank that has most of it."""
+
+    def __post_init__(self) -> None:
+        self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
+
+    @classmethod
+    def arrived(cls, event: RequestArrived, order: int, now_s: float, timeout_s: float) -> Request:
+        """What was announced, within bounds. ``timeout_s``: if it brings no deadline."""
+        return cls(
+            rid=event.rid,
+            order=order,
+            prompt_tokens=max(1, event.prompt_tokens),
+            max_new_tokens=event.max_new_tokens,
+            arrived_s=now_s,
+            deadline_s=now_s + timeout_s if event.deadline_s is None else event.deadline_s,
+            exclude=event.exclude,
+            blocks=event.blocks if event.block_tokens > 0 else (),
+            block_tokens=event.block_tokens,
+            session=event.session,
+            priority=clamped_priority(event.priority),
+            ttft_slo_s=clamped_slo_s(event.ttft_slo_s),
+            tenant=event.tenant[:MOST_TENANT_CHARS],
+        )
+
+    def hit_tokens(self, instance: InstanceId, rank: int) -> int:
+        """L_hit(r, d)."""
+        hits = self.hits.by_instance.get(instance)
+        return hits[rank] if hits is not None else 0
+
+    @property
+    def cached_until(self) -> int | None:
+        """The last block of it that some rank has: requests with the same one share a prefix that
+        is worth having."""
+        if not self.hits.best_tokens:
+            return None
+        return self.blocks[self.hits.best_tokens // self.block_tokens - 1]
+
+    def uncached_tokens_on(self, instance: InstanceId) -> int:
+        """L(r) - L_hit(r, d) on the best rank of one instance."""
+        hits = self.hits.by_instance.get(instance)
+        return self.prompt_tokens - max(hits) if hits is not None else self.prompt_tokens
+
+
+@dataclass(slots=True)
+class RequestQueue:
+    """Requests that wait for an assignment; iterates in arrival order.
+
+    What ranks have of their prompts is looked up again as they are passed, so whoever iterates sees
+    present hits, and ``tokens`` follows. A request's place in the policy's order follows when a
+    longer part of its prompt is cached somewhere (:meth:`reorder`).
+    """
+
+    key_of: Callable[[Request], float] = lambda request: request.arrived_s
+    """The policy's order; must not change while a request waits and its hits stay the same."""
+    prefix: PrefixIndex | None = None
+    turns: TenantTurns = field(default_factory=TenantTurns)
+    """Whose requests come next, where those of several tenants wait."""
+    tokens: int = 0
+    """Uncached prompt tokens waiting."""
+    _requests: dict[str, Request] = field(default_factory=dict)
+    _ordered: list[tuple[float, int, Request]] = field(default_factory=list)
+    _deadlines: _Heap = field(default_factory=list)
+    _longest: _Heap = field(default_factory=list)
+    """By prompt tokens (negative)."""
+    _over_limit: set[str] = field(default_factory=set)
+    _watches: dict[str, int] = field(default_factory=dict)
+    """The first block of a prompt that nobody has."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return map(self._looked_up, self._requests.values())
+
+    def look_at(self, request: Request) -> None:
+        """Give a request that is about to be added its hits and its key."""
+        self.look_up(request)
+        request.key = self.key_of(request)
+
+    def add(self, request: Request) -> None:
+        """Append; arrival order is the order of calls."""
+        self.look_at(request)
+        self._requests[request.rid] = request
+        if self.turns.active or request.tenant:
+            self._share(request)
+        insort(self._ordered, (request.key, request.order, request))
+        self.tokens += request.uncached_tokens
+        if request.blocks:
+            self._watch(request)
+        self._push(self._deadlines, request.deadline_s, request)
+        self._push(self._longest, -request.prompt_tokens, request)
+
+    def remove(self, rid: str) -> Request | None:
+        """Take out a request, wherever it stands; None if it does not wait here."""
+        request = self._requests.pop(rid, None)
+        if request is not None:
+            self.tokens -= request.uncached_tokens
+            self._over_limit.discard(rid)
+            if self.prefix is not None and rid in self._watches:
+                self.prefix.unwatch(self._watches.pop(rid), rid)
+            del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
+            if self.turns.active:
+                self.turns.remove(request)
+        return request
+
+    def dispatch(self, request: Request) -> None:
+        """Take out a waiting request that is served now: its tenant has had a turn."""
+        if self.turns.active:
+            self.turns.charge(request)
+        self.remove(request.rid)
+
+    def _share(self, request: Request) -> None:
+        if not self.turns.active:
+            self.turns.begin(self._ordered)
+        self.turns.add(request)
+
+    def ahead_tokens(self, request: Request) -> float:
+        """About how many of the waiting tokens would be served before a request with its key."""
+        if not self._ordered:
+            return 0.0
+        if self.turns.several:
+            ahead = self.turns.ahead_share(request)
+        else:
+            ahead = bisect_left(self._ordered, (request.key, request.order))
+        return self.tokens * min(1.0, ahead / len(self._ordered))
+
+    @property
+    def oldest(self) -> Request | None:
+        """The request that has waited longest."""
+        return next(iter(self), None)
+
+    def in_order(self) -> Iterator[Request]:
+        """All waiting requests in the policy's order, in turn where several tenants wait. Not to be
+        changed meanwhile."""
+        if self.turns.several:
+            return map(self._looked_up, self.turns.in_turn())
+        return (self._looked_up(request) for _, _, request in self._ordered)
+
+    def first(self, count: int) -> Iterator[Request]:
+        """The first of :meth:`in_order`, with hits as they were looked up last."""
+        return (request for _, _, request in self._ordered[:count])
+
+    def look_up(self, request: Request) -> None:
+        """What ranks have of its prompt now."""
+        prefix = self.prefix
+        if prefix is None or not request.blocks:
+            return
+        if request.hits_version != prefix.version:
+            request.hits_version = prefix.version
+            request.hits = prefix.find(request.blocks, request.block_tokens, request.prompt_tokens)
+            request.uncached_tokens = request.prompt_tokens - request.hits.best_tokens
+        if request.upcoming_version != prefix.upcoming_version:
+            request.upcoming_version = prefix.upcoming_version
+            request.upcoming = prefix.upcoming(
+                request.blocks, request.block_tokens, request.prompt_tokens
+            )
+
+    def reorder(self) -> None:
+        """Give requests their new place of which more is cached than when they got the old one."""
+        if self.prefix is None:
+            return
+        for rid in self.prefix.take_appeared():
+            request = self._requests.get(rid)
+            if request is None:
+                continue
+            self._watches.pop(rid, None)
+            del self._ordered[bisect_left(self._ordered, (request.key, request.order))]
+            shared = self.turns.active
+            if shared:
+                self.turns.remove(request)
+            self._looked_up(request)
+            request.key = self.key_of(request)
+            if shared:
+                self._share(request)
+            insort(self._ordered, (request.key, request.order, request))
+            self._watch(request)
+
+    def _watch(self, request: Request) -> None:
+        if self.prefix is None or not request.block_tokens:
+            return
+        held = request.hits.best_tokens // request.block_tokens
+        if held < len(request.blocks):
+            block = request.blocks[held]
+            self._watches[request.rid] = block
+            self.prefix.watch(block, request.rid)
+
+    def _looked_up(self, request: Request) -> Request:
+        if request.blocks:
+            before = request.uncached_tokens
+            self.look_up(request)
+            self.tokens += request.uncached_tokens - before
+        return request
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Prompt tokens of the longest that waits, cached or not."""
+        longest = self._top(self._longest)
+        return int(-longest) if longest is not None else 0
+
+    def next_deadline_s(self) -> float | None:
+        """The earliest deadline of a waiting request."""
+        return self._top(self._deadlines)
+
+    def expired(self, now_s: float) -> list[Request]:
+        """Remove and return the requests whose deadline has passed."""
+        out = []
+        while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
+            request = self.remove(heapq.heappop(self._deadlines)[2])
+            if request is not None:
+                out.append(request)
+        return out
+
+    def _push(self, heap: _Heap, key: float, request: Request) -> None:
+        """Enter one that waits. Those that left stay in a heap until they come to its top, which
+        not everybody asks for, or until they are most of it."""
+        if len(heap) > 2 * len(self._requests) + _SPARE_ENTRIES:
+            heap[:] = [entry for entry in heap if self._waits(entry)]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (key, request.order, request.rid))
+
+    def _top(self, heap: _Heap) -> float | None:
+        """The smallest key of one that waits."""
+        while heap and not self._waits(heap[0]):
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
+
+    def _waits(self, entry: tuple[float, int, str]) -> bool:
+        """Whether it is of a request that waits, not of an earlier one of the same name."""
+        request = self._requests.get(entry[2])
+        return request is not None and request.order == entry[1]
+
+    def count_batch(self, passed_over: Iterable[Request], instances: int, n_limit: int) -> None:
+        """Phase 3 of Algorithm 2, for what could have been in a batch and was not.
+
+        Its cycle is a batch, of which few leave in the time of a pass in the paper's cluster. With
+        64 instances a request that only waits for the next pass would be over ``n_limit``; so a
+        cycle is one batch of each of the ``instances``.
+        """
+        for request in passed_over:
+            request.waited_batches += 1
+            request.waited_cycles += 1 / instances
+            if request.waited_cycles > n_limit and request.rid in self._requests:
+                self._over_limit.add(request.rid)
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether a request that still waits has waited more than N_limit cycles."""
+        return bool(self._over_limit)
+
+
+def uncached_tokens_of(requests: Iterable[Request]) -> int:
+    """Sum of L(r) - L_hit(r)."""
+    return sum(r.uncached_tokens for r in requests)

@@ -1,0 +1,1 @@
+"""The simulated cluster: engines, their caches, and the time their passes take."""

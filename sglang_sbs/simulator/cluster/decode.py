@@ -1,0 +1,394 @@
+"""Decode in steps: DP ranks behind a barrier, one token per request and step.
+
+Owns the closed-loop decode experiment of the paper (section 5.2.2). The scheduler it drives is the
+router's own, and so is what it sees: a prefill instance is busy with one pass of ``batch_steps``
+decode steps after another, requests arrive as others finish, and a policy that holds requests sends
+them as one gang shortly before the pass ends. A request joins its decode rank when the pass that
+takes it in is launched, so that nothing but the choice of decode ranks differs between policies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sglang_sbs.scheduling import (
+    Dispatch,
+    Event,
+    ForwardEnded,
+    InstanceUp,
+    PrefillDone,
+    RequestArrived,
+    RequestEnded,
+    Scheduler,
+    SchedulerConfig,
+    TimerFired,
+    WakeAt,
+)
+from sglang_sbs.scheduling.decode.rules import DecodeBoard, DecodeLoad, potential
+from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import Kind
+
+_SAMPLE_STEPS = 5
+_PREFILL, _DECODE = "p", "d"
+_PREFILL_CHUNK_TOKENS = 1 << 40
+"""Whatever was sent fits the next pass."""
+
+
+class StepCost(msgspec.Struct, frozen=True, kw_only=True):
+    """T_step = fixed_ms + request_ms * max_d(B_d) + token_ms * max_d(K_d)."""
+
+    fixed_ms: float = 24.6
+    request_ms: float = 0.195
+    token_ms: float = 2.7e-5
+
+
+STEP_COSTS = {
+    "h100": StepCost(),
+    "mtp": StepCost(fixed_ms=26.0, request_ms=0.36, token_ms=5.5e-5),
+    "low-overhead": StepCost(fixed_ms=10.0, request_ms=0.30, token_ms=6e-5),
+}
+"""``h100``: fitted to measured kernels (DeepSeek-V3, EP32). ``mtp``: as with multi-token
+prediction. ``low-overhead``: a step with little fixed cost."""
+
+
+REQUESTS_PER_RANK = 35
+"""Of the paper's decode experiment."""
+
+
+class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The experiment: ``concurrency`` requests at all times over ``ranks`` ranks."""
+
+    ranks: int = 32
+    concurrency: int = 32 * REQUESTS_PER_RANK
+    steps: int = 12000
+    warm_up_steps: int = 3000
+    batch_steps: int = 8
+    """A prefill pass takes so many decode steps; what it took in joins decode together."""
+    input_mean: float = 1200.0
+    input_cv: float = 3.5
+    output_mean: float = 1000.0
+    output_cv: float = 1.5
+    longest: int = 32768
+    cost: StepCost = StepCost()
+    report_steps: int = 2
+    """Every rank reports its state after so many steps."""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class DecodeOutcome:
+    """Samples after the warm-up."""
+
+    kv_mean: list[float] = field(default_factory=list)
+    kv_sd: list[float] = field(default_factory=list)
+    kv_max: list[int] = field(default_factory=list)
+    running_max: list[int] = field(default_factory=list)
+    bands: list[tuple[float, list[int]]] = field(default_factory=list)
+    """(time_s, K of every rank) for the picture."""
+    tokens: int = 0
+    completed: int = 0
+    """Requests that finished."""
+    time_s: float = 0.0
+    balanced_s: float = 0.0
+    """What the same steps would have taken with B and K equal on all ranks."""
+
+    def row(self) -> dict[str, float]:
+        """KV band (mean -/+ one standard deviation over ranks), peak, CV and throughput, also what
+        it would be with the same requests in perfect balance: no placement can do better."""
+        mean = statistics.mean(self.kv_mean)
+        sd = statistics.mean(self.kv_sd)
+        return {
+            "kv_sigma_low": mean - sd,
+            "kv_sigma_high": mean + sd,
+            "kv_cv": sd / mean,
+            "kv_peak": max(self.kv_max),
+            "batch_max": statistics.mean(self.running_max),
+            "tokens_per_s": self.tokens / self.time_s,
+            "balanced_tokens_per_s": self.tokens / self.balanced_s,
+        }
+
+
+@dataclass(slots=True)
+class _Rank:
+    running: int = 0
+    kv_tokens: int = 0
+    seq: int = 0
+    accepted: list[str] = field(default_factory=list)
+    accepted_total: int = 0
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """The prefill instance, one DP rank: a pass takes all that was sent before its launch."""
+
+    sent: list[tuple[str, int]] = field(default_factory=list)
+    running: list[tuple[str, int]] = field(default_factory=list)
+    launch_s: float = 0.0
+    forward_id: int = 0
+    seq: int = 0
+    accepted_requests: int = 0
+    accepted_tokens: int = 0
+    computed_tokens: int = 0
+
+    def launch(self, now_s: float) -> EndForward:
+        self.running, self.sent = self.sent, []
+        self.launch_s = now_s
+        self.forward_id += 1
+        self.accepted_requests += len(self.running)
+        self.accepted_tokens += self._tokens
+        return self._message("launch", now_s, rids=[rid for rid, _ in self.running])
+
+    def finish(self, now_s: float) -> EndForward:
+        self.computed_tokens += self._tokens
+        message = self._message("forward", now_s, rids=[])
+        self.running = []
+        return message
+
+    def idle(self, now_s: float) -> EndForward:
+        return self._message("idle", now_s, rids=[])
+
+    @property
+    def _tokens(self) -> int:
+        return sum(tokens for _, tokens in self.running)
+
+    def _message(self, kind: Kind, now_s: float, rids: list[str]) -> EndForward:
+        ended = kind == "forward"
+        self.seq += 1
+        return EndForward(
+            instance_id=_PREFILL,
+            boot_id=_PREFILL,
+            role="prefill",
+            dp_rank=0,
+            dp_size=1,
+            seq=self.seq - 1,
+            kind=kind,
+            forward_id=self.forward_id,
+            mode="extend" if self.running else "idle",
+            launch_s=self.launch_s if self.running else 0.0,
+            end_s=now_s if ended else 0.0,
+            forward_s=now_s - self.launch_s if ended else 0.0,
+            extend_tokens=self._tokens,
+            tokens_per_rank=[self._tokens],
+            chunk_tokens=_PREFILL_CHUNK_TOKENS,
+            accepted_requests=self.accepted_requests,
+            accepted_tokens=self.accepted_tokens,
+            computed_tokens=self.computed_tokens,
+            rids=rids,
+        )
+
+
+class DecodeSimulation:
+    """Closed loop: whenever a request finishes, another arrives."""
+
+    def __init__(self, spec: DecodeSpec, config: SchedulerConfig) -> None:
+        self._spec = spec
+        self._rng = random.Random(spec.seed)
+        self._scheduler = Scheduler(config)
+        self._ranks = [_Rank() for _ in range(spec.ranks)]
+        self._prefill = _Prefill()
+        self._finish: list[tuple[int, str]] = []
+        self._live: dict[str, tuple[int, int, int]] = {}
+        """rid -> (rank, input, output)."""
+        self._lengths: dict[str, tuple[int, int]] = {}
+        self._arrived = 0
+        self._completed = 0
+        self._now_s = 0.0
+        self._step = 0
+        self._wake_s = math.inf
+        self._placed: list[Dispatch] = []
+        self._weights: Sequence[float] | None = None
+        self._foresight_steps = 0
+
+    def run(self, skew: float = 0.0, foresight_steps: int = 0) -> DecodeOutcome:
+        """Simulate.
+
+        Args:
+            skew: above 0 ranks are drawn, whatever the scheduler chose, with weights from
+                ``1 - skew`` to ``1 + skew``: the persistent imbalance of hashing or sticky
+                placement.
+            foresight_steps: above 0 ranks are chosen by the potential, with the knowledge of what
+                will end within so many steps and thus of the room that it leaves.
+        """
+        spec = self._spec
+        self._foresight_steps = foresight_steps
+        if skew:
+            last = max(1, spec.ranks - 1)
+            self._weights = [1 - skew + 2 * skew * i / last for i in range(spec.ranks)]
+        self._tell(
+            InstanceUp(
+                instance=_PREFILL, role="prefill", dp_size=1, chunk_tokens=_PREFILL_CHUNK_TOKENS
+            )
+        )
+        self._tell(InstanceUp(instance=_DECODE, role="decode", dp_size=spec.ranks))
+        outcome = DecodeOutcome()
+        completed_before = 0
+        for step in range(spec.steps):
+            self._step = step
+            if self._wake_s <= self._now_s:
+                self._wake_s = math.inf
+                self._tell(TimerFired())
+            self._arrive(spec.concurrency if step == 0 else self._finish_due(step))
+            if step % spec.batch_steps == 0:
+                self._next_pass(spread_ages=step == 0)
+            running_max = max(rank.running for rank in self._ranks)
+            kv_max = max(rank.kv_tokens for rank in self._ranks)
+            cost = spec.cost
+            step_ms = cost.fixed_ms + cost.request_ms * running_max + cost.token_ms * kv_max
+            self._now_s += step_ms / 1e3
+            if step == spec.warm_up_steps:
+                completed_before = self._completed
+            if step >= spec.warm_up_steps:
+                outcome.tokens += sum(rank.running for rank in self._ranks)
+                outcome.completed = self._completed - completed_before
+                outcome.time_s += step_ms / 1e3
+                outcome.balanced_s += self._balanced_ms() / 1e3
+                if step % _SAMPLE_STEPS == 0:
+                    self._sample(outcome, running_max, kv_max)
+            for rank in self._ranks:
+                rank.kv_tokens += rank.running
+            if step % spec.report_steps == 0:
+                self._report()
+        return outcome
+
+    def _balanced_ms(self) -> float:
+        cost = self._spec.cost
+        running = sum(rank.running for rank in self._ranks)
+        kv = sum(rank.kv_tokens for rank in self._ranks)
+        ranks = len(self._ranks)
+        return cost.fixed_ms + (cost.request_ms * running + cost.token_ms * kv) / ranks
+
+    def _sample(self, outcome: DecodeOutcome, running_max: int, kv_max: int) -> None:
+        kv = [rank.kv_tokens for rank in self._ranks]
+        outcome.kv_mean.append(statistics.fmean(kv))
+        outcome.kv_sd.append(statistics.pstdev(kv))
+        outcome.kv_max.append(kv_max)
+        outcome.running_max.append(running_max)
+        outcome.bands.append((self._now_s, kv))
+
+    def _finish_due(self, step: int) -> int:
+        finished = 0
+        while self._finish and self._finish[0][0] <= step:
+            _, rid = heapq.heappop(self._finish)
+            index, prompt, output = self._live.pop(rid)
+            self._ranks[index].running -= 1
+            self._ranks[index].kv_tokens -= prompt + output
+            self._tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=output))
+            finished += 1
+        self._completed += finished
+        return finished
+
+    def _arrive(self, count: int) -> None:
+        for _ in range(count):
+            rid = f"r{self._arrived}"
+            self._arrived += 1
+            prompt = self._length(self._spec.input_mean, self._spec.input_cv)
+            output = max(2, self._length(self._spec.output_mean, self._spec.output_cv))
+            self._lengths[rid] = (prompt, output)
+            self._tell(RequestArrived(rid=rid, prompt_tokens=prompt))
+
+    def _next_pass(self, *, spread_ages: bool) -> None:
+        """End the running prefill pass and launch the next with all that was sent meanwhile."""
+        prefill = self._prefill
+        if prefill.running:
+            done = [rid for rid, _ in prefill.running]
+            self._tell(ForwardEnded(instance=_PREFILL, report=prefill.finish(self._now_s)))
+            for rid in done:
+                self._tell(PrefillDone(rid=rid))
+            if not prefill.sent:
+                self._tell(ForwardEnded(instance=_PREFILL, report=prefill.idle(self._now_s)))
+        if prefill.sent:
+            self._tell(ForwardEnded(instance=_PREFILL, report=prefill.launch(self._now_s)))
+        placed, self._placed = self._placed, []
+        if self._foresight_steps:  # longest first, as the scheduler does
+            placed.sort(key=lambda command: -self._lengths[command.rid][0])
+        for command in placed:
+            self._join(command, spread_ages)
+
+    def _join(self, command: Dispatch, spread_ages: bool) -> None:
+        """A prefilled request starts decoding."""
+        prompt, output = self._lengths.pop(command.rid)
+        index = command.decode_rank
+        if self._weights is not None:
+            index = self._rng.choices(range(len(self._ranks)), self._weights)[0]
+        elif self._foresight_steps:
+            index = self._foreseen_rank(command.rid, prompt)
+        age = int(self._rng.random() * output) if spread_ages else 0
+        rank = self._ranks[index]
+        rank.running += 1
+        rank.kv_tokens += prompt + age
+        rank.accepted.append(command.rid)
+        rank.accepted_total += 1
+        self._live[command.rid] = (index, prompt, output)
+        heapq.heappush(self._finish, (self._step + output - age, command.rid))
+
+    def _foreseen_rank(self, rid: str, prompt: int) -> int:
+        """What ends soon hardly counts any more in K; all that runs counts in B, as in the step."""
+        kv_tokens = [float(rank.kv_tokens) for rank in self._ranks]
+        for end_step, live in self._finish:
+            left = end_step - self._step
+            if left < self._foresight_steps:
+                its_rank, its_prompt, its_output = self._live[live]
+                soon = 1 - left / self._foresight_steps
+                kv_tokens[its_rank] -= soon * (its_prompt + its_output)
+        loads = [
+            DecodeLoad(rank.running, int(kv))
+            for rank, kv in zip(self._ranks, kv_tokens, strict=True)
+        ]
+        request = Request(
+            rid=rid,
+            order=0,
+            prompt_tokens=prompt,
+            max_new_tokens=None,
+            arrived_s=self._now_s,
+            deadline_s=math.inf,
+        )
+        index = potential(request, DecodeBoard(loads), lambda _: True)
+        assert index is not None
+        return index
+
+    def _length(self, mean: float, cv: float) -> int:
+        sigma = math.sqrt(math.log(1 + cv * cv))
+        drawn = self._rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
+        return int(min(max(drawn, 8), self._spec.longest))
+
+    def _report(self) -> None:
+        for index, rank in enumerate(self._ranks):
+            self._tell(
+                ForwardEnded(
+                    instance=_DECODE,
+                    report=EndForward(
+                        instance_id=_DECODE,
+                        boot_id=_DECODE,
+                        role="decode",
+                        dp_rank=index,
+                        dp_size=len(self._ranks),
+                        seq=rank.seq,
+                        kind="forward",
+                        forward_id=self._step,
+                        running_requests=rank.running,
+                        kv_tokens=rank.kv_tokens,
+                        accepted_requests=rank.accepted_total,
+                        rids=rank.accepted,
+                    ),
+                )
+            )
+            rank.seq += 1
+            rank.accepted = []
+
+    def _tell(self, event: Event) -> None:
+        for command in self._scheduler.handle(event, self._now_s):
+            match command:
+                case Dispatch():
+                    self._placed.append(command)
+                    prompt, _ = self._lengths[command.rid]
+                    self._prefill.sent.append((command.rid, prompt))
+                case WakeAt():
+                    self._wake_s = command.time_s

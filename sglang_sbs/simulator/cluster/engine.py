@@ -1,0 +1,368 @@
+"""A simulated SGLang prefill instance with DP attention: chunked prefill behind a barrier.
+
+Owns the engine's queues, passes and EndForward messages. Must not know the scheduler, the router
+or the workload, nor when things happen: its owner calls :meth:`SimulatedPrefill.step` where SGLang
+begins an iteration of its event loop, and :meth:`SimulatedPrefill.finish` where a pass ends.
+
+What it reproduces of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_policy.py``):
+
+- Requests are ingested only at the start of an iteration; an idle instance launches on the first
+  request it sees. A request is schedulable once its handshake with decode is done.
+- Each rank fills its chunk first come first served, each request charged in whole pages, and cuts
+  the last one that does not fit; the rest of it goes first in the next pass (one chunked request
+  per rank). All ranks pass the barrier together. With ``--prefill-max-requests`` a rank takes no
+  more requests than that into a pass, the rest of a cut one counted.
+- With prefill CUDA graphs a pass takes the time of the padded one (``padded``).
+- Overlap (``event_loop_overlap_disagg_prefill``): an iteration forms a batch, hands it to the
+  device, and then waits for the pass *before* it. So with something left over at the launch of a
+  pass, the next one is queued behind it at once, whatever little that is, and runs without a gap;
+  what arrives later has to wait for the one after. With nothing left over, the loop waits for the
+  pass to end and launches what has come by then after a gap.
+- Without overlap (``event_loop_normal_disagg_prefill``) an iteration waits for its own pass.
+- With a radix cache (``kv_cache``) a request is matched when it is first put into a batch
+  (``init_next_round_input``), and only what it does not find is computed. Its blocks are there for
+  others from the forming of the next batch on while it is cut, and from the end of the pass that
+  completes it (``checkpoint_kv_cache``): requests of one pass with a new prefix in common compute
+  it each, as the default policy ``fcfs`` does not look (``lpm`` would hold all but one of them
+  back). One that finds no room for its whole prompt waits, and those behind it too. What waits is
+  reported as whole prompts, which is what ``fcfs`` knows of it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.prefill.forward_model import padded
+from sglang_sbs.simulator.cluster.cost import PassCost
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache, BlockEvents, Blocks, Hold
+from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import Kind
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request at a rank."""
+
+    rid: str
+    prompt_tokens: int
+    remaining: int
+    blocks: Blocks = ()
+    cached_tokens: int = 0
+    """What it found in the cache when it was first scheduled."""
+    hold: Hold | None = None
+    """Of the rank's cache, from then on."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens it has KV of once the passes it is in are over."""
+        return self.prompt_tokens - self.remaining
+
+
+class Completed(NamedTuple):
+    """A request whose prompt ends in a pass."""
+
+    request: Waiting
+    dp_rank: int
+
+
+@dataclass(slots=True)
+class DevicePass:
+    """A pass on the device, running or queued behind the one before."""
+
+    forward_id: int
+    launch_s: float
+    """When it was handed to the device."""
+    start_s: float
+    end_s: float
+    tokens: list[int]
+    """Extend tokens per rank."""
+    requests: list[int]
+    """Requests per rank."""
+    completed: list[Completed]
+    cached_tokens: list[int]
+    """Per rank: found in the cache by the requests that are first scheduled in it."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """One DP rank."""
+
+    waiting: deque[Waiting] = field(default_factory=deque)
+    waiting_tokens: int = 0
+    """Of ``waiting``, with what is left of the chunked request."""
+    bootstrapping: dict[str, Waiting] = field(default_factory=dict)
+    bootstrapping_tokens: int = 0
+    unreported: list[str] = field(default_factory=list)
+    seq: int = 0
+    accepted_requests: int = 0
+    accepted_tokens: int = 0
+    computed_tokens: int = 0
+    cache: BlockCache | None = None
+
+
+class SimulatedPrefill:
+    """Driven by its owner: :meth:`deliver`, :meth:`handshaken`, :meth:`step`, :meth:`finish`."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        dp_size: int,
+        chunk_tokens: int,
+        cost: PassCost,
+        jitter: float,
+        rng: random.Random,
+        page_size: int = 1,
+        prefill_max_requests: int = 0,
+        captured_tokens: Sequence[int] = (),
+        overlap: bool = False,
+        boot_id: str = "",
+        caches: Sequence[BlockCache] = (),
+        first_pass_s: float = 0.0,
+        lone_rank: tuple[int, int] | None = None,
+    ) -> None:
+        """``prefill_max_requests``: 0 for no limit. ``captured_tokens``: token counts of its
+        prefill CUDA graphs, ascending. ``caches``: one per rank; empty for an engine without a
+        radix cache. ``first_pass_s``: what its first pass takes on top (kernels are compiled,
+        graphs captured). ``lone_rank``: rank and DP size in its messages, if it is one rank of an
+        instance without a barrier."""
+        self.name = name
+        self.boot_id = boot_id or name
+        self.dp_size = dp_size
+        self.chunk_tokens = chunk_tokens
+        self.page_size = page_size
+        self._captured_tokens = captured_tokens
+        self._most_requests = prefill_max_requests or chunk_tokens
+        self.overlap = overlap
+        self.ranks = [Rank(cache=caches[d] if caches else None) for d in range(dp_size)]
+        self.device: deque[DevicePass] = deque()
+        """At most two with overlap, one without; the first one runs."""
+        self.asleep = True
+        """The loop has nothing to do until a request comes."""
+        self._inbox: list[tuple[int, Waiting]] = []
+        self._early: set[str] = set()
+        """Handshake done before the rank read the request from its socket."""
+        self._last_launched = False
+        self._cost = cost
+        self._jitter = jitter
+        self._rng = rng
+        self._forward_id = 0
+        self._free_s = -math.inf
+        self._first_pass_s = first_pass_s
+        self.lone_rank = lone_rank
+
+    def deliver(
+        self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
+    ) -> None:
+        """A request reached the rank's socket; it is ingested by the next iteration."""
+        self._inbox.append((rank, Waiting(rid, tokens, tokens, blocks)))
+        if handshaken:
+            self._early.add(rid)
+
+    def handshaken(self, rid: str, rank: int) -> None:
+        """Decode has room for the request and has said so: it may be scheduled."""
+        request = self.ranks[rank].bootstrapping.pop(rid, None)
+        if request is None:
+            self._early.add(rid)
+            return
+        self.ranks[rank].bootstrapping_tokens -= request.remaining
+        self._enqueue(self.ranks[rank], request)
+
+    def step(self, launch_s: float) -> tuple[DevicePass | None, list[EndForward]]:
+        """The first half of an iteration: ingest, form a batch and hand it to the device.
+
+        Args:
+            launch_s: when the device gets it, that is now plus the time preparing it takes.
+
+        Returns:
+            The pass if one was launched, and what the ranks say. Afterwards the owner asks
+            :meth:`waits_for`.
+        """
+        self._ingest()
+        launched = self._launch(launch_s) if any(rank.waiting for rank in self.ranks) else None
+        if launched is not None:
+            messages = [self._message(d, "launch", launch_s, launched) for d in range(self.dp_size)]
+            self.device.append(launched)
+            return launched, messages
+        if self.device:
+            return None, []
+        if any(rank.bootstrapping or rank.waiting for rank in self.ranks):
+            return None, [
+                self._message(d, "heartbeat", launch_s, None) for d in range(self.dp_size)
+            ]
+        if self.asleep:
+            return None, []
+        return None, [self._message(d, "idle", launch_s, None) for d in range(self.dp_size)]
+
+    def waits_for(self, launched: DevicePass | None) -> DevicePass | None:
+        """The second half of the iteration: the pass at whose end the next one begins.
+
+        None: it begins at once if something was launched; else the loop sleeps.
+        """
+        wait = self._last_launched or (launched is not None and not self.overlap)
+        self._last_launched = launched is not None and self.overlap
+        self.asleep = launched is None and not wait
+        return self.device[0] if wait else None
+
+    def finish(self, now_s: float) -> tuple[DevicePass, list[EndForward]]:
+        """The device is done with the running pass."""
+        ended = self.device.popleft()
+        for rank, tokens in zip(self.ranks, ended.tokens, strict=True):
+            rank.computed_tokens += tokens
+        for request, index in ended.completed:
+            if request.hold is not None:
+                cache = self.ranks[index].cache
+                assert cache is not None
+                cache.publish(request.hold, request.prompt_tokens)
+        return ended, [self._message(d, "forward", now_s, ended) for d in range(self.dp_size)]
+
+    def sent(self, completed: Completed) -> None:
+        """The KV of a completed request has reached decode: its blocks may be evicted."""
+        cache = self.ranks[completed.dp_rank].cache
+        if cache is not None and completed.request.hold is not None:
+            cache.end(completed.request.hold)
+
+    def take_block_events(self) -> list[tuple[int, BlockEvents]]:
+        """What the ranks publish of their caches, once per pass: (DP rank, events)."""
+        taken = (
+            (index, rank.cache.take_events())
+            for index, rank in enumerate(self.ranks, self.lone_rank[0] if self.lone_rank else 0)
+            if rank.cache is not None
+        )
+        return [(index, events) for index, events in taken if events is not None]
+
+    def _ingest(self) -> None:
+        for index, request in self._inbox:
+            rank = self.ranks[index]
+            rank.unreported.append(request.rid)
+            rank.accepted_requests += 1
+            rank.accepted_tokens += request.prompt_tokens
+            if request.rid in self._early:
+                self._early.discard(request.rid)
+                self._enqueue(rank, request)
+            else:
+                rank.bootstrapping[request.rid] = request
+                rank.bootstrapping_tokens += request.remaining
+        self._inbox.clear()
+
+    def _enqueue(self, rank: Rank, request: Waiting) -> None:
+        rank.waiting.append(request)
+        rank.waiting_tokens += request.remaining
+
+    def _launch(self, launch_s: float) -> DevicePass | None:
+        """None if no rank has room in its cache for anything that waits."""
+        tokens, requests, pairs, cached = [], [], [], []
+        completed: list[Completed] = []
+        for index, rank in enumerate(self.ranks):
+            used, count, rank_pairs, hit = self._fill(index, rank, completed)
+            tokens.append(used)
+            requests.append(count)
+            pairs.append(rank_pairs)
+            cached.append(hit)
+        if not any(requests):
+            return None
+        computed = padded(tokens, self._captured_tokens)
+        forward_s = self._cost.pass_s(computed, pairs, requests)
+        if self._jitter:
+            forward_s *= math.exp(self._rng.gauss(0.0, self._jitter))
+        if self._forward_id == 0:
+            forward_s += self._first_pass_s
+        self._forward_id += 1
+        start_s = max(launch_s, self._free_s)
+        self._free_s = start_s + forward_s
+        return DevicePass(
+            self._forward_id, launch_s, start_s, self._free_s, tokens, requests, completed, cached
+        )
+
+    def _fill(
+        self, index: int, rank: Rank, completed: list[Completed]
+    ) -> tuple[int, int, float, int]:
+        """Tokens, requests, attention pairs and cached tokens of the rank's batch."""
+        page, cache = self.page_size, rank.cache
+        room, tokens, count, pairs, cached = self.chunk_tokens, 0, 0, 0.0, 0
+        while rank.waiting and room > 0 and count < self._most_requests:
+            request = rank.waiting[0]
+            hit = 0 if cache is None else _look_up(cache, request)
+            part = request.remaining - hit
+            if part > room:
+                part = room // page * page
+            if part == 0:
+                break
+            if cache is not None and request.hold is None:
+                request.hold = cache.start(
+                    request.blocks, hit // cache.block_tokens, request.prompt_tokens
+                )
+                if request.hold is None:
+                    break
+                request.cached_tokens = hit
+                request.remaining -= hit
+                rank.waiting_tokens -= hit
+                cached += hit
+            pairs += part * (request.computed_tokens + part / 2)
+            request.remaining -= part
+            tokens += part
+            count += 1
+            room -= -(-part // page) * page
+            if request.remaining:
+                break
+            completed.append(Completed(request, index))
+            rank.waiting.popleft()
+        rank.waiting_tokens -= tokens
+        return tokens, count, pairs, cached
+
+    def _message(
+        self, index: int, kind: Kind, now_s: float, about: DevicePass | None
+    ) -> EndForward:
+        """``about``: the pass that was launched or has ended; it is not in ``device``."""
+        rank = self.ranks[index]
+        first = rank.waiting[0] if rank.waiting else None
+        remainder = first.remaining if first and first.remaining < first.prompt_tokens else 0
+        ended = about is not None and kind == "forward"
+        message = EndForward(
+            instance_id=self.name,
+            boot_id=self.boot_id,
+            role="prefill",
+            dp_rank=self.lone_rank[0] if self.lone_rank else index,
+            dp_size=self.lone_rank[1] if self.lone_rank else self.dp_size,
+            seq=rank.seq,
+            kind=kind,
+            forward_id=self._forward_id if about is None else about.forward_id,
+            mode="extend" if about is not None and about.tokens[index] else "idle",
+            launch_s=0.0 if about is None else about.launch_s,
+            end_s=about.end_s if about is not None and ended else 0.0,
+            forward_s=about.end_s - about.start_s if about is not None and ended else 0.0,
+            extend_tokens=0 if about is None else about.tokens[index],
+            cached_tokens=0 if about is None else about.cached_tokens[index],
+            batch_size=0 if about is None else about.requests[index],
+            tokens_per_rank=None if about is None or self.lone_rank else list(about.tokens),
+            inflight_passes=len(self.device),
+            inflight_tokens=sum(one.tokens[index] for one in self.device),
+            inflight_requests=sum(one.requests[index] for one in self.device),
+            waiting_requests=len(rank.waiting) - (remainder > 0),
+            waiting_tokens=rank.waiting_tokens - remainder,
+            bootstrapping_requests=len(rank.bootstrapping),
+            bootstrapping_tokens=rank.bootstrapping_tokens,
+            chunk_remainder_tokens=remainder,
+            chunk_tokens=self.chunk_tokens,
+            accepted_requests=rank.accepted_requests,
+            accepted_tokens=rank.accepted_tokens,
+            computed_tokens=rank.computed_tokens,
+            rids=rank.unreported,
+        )
+        rank.seq += 1
+        rank.unreported = []
+        return message
+
+
+def _look_up(cache: BlockCache, request: Waiting) -> int:
+    """Tokens the cache has of a request that is about to be scheduled for the first time. What is
+    computed of one that is cut becomes part of the cache."""
+    if request.hold is not None:
+        cache.publish(request.hold, request.computed_tokens)
+        return 0
+    return cache.match(request.blocks, request.prompt_tokens) * cache.block_tokens

@@ -1,0 +1,517 @@
+"""The discrete-event cluster: arrivals, network, prefill instances and the real scheduler.
+
+Owns simulated time. The scheduler it drives is the router's own object; everything the router would
+do (deliver a dispatch, report EndForward, fire timers, try a failed request again) happens here
+with a latency. What cluster it is, the spec says (:mod:`.spec`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sglang_sbs.scheduling import (
+    Dispatch,
+    Event,
+    ForwardEnded,
+    InstanceDown,
+    InstanceUp,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    Scheduler,
+    SchedulerConfig,
+    TimerFired,
+    WakeAt,
+)
+from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
+from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
+from sglang_sbs.simulator.cluster.engine import Completed, SimulatedPrefill
+from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks
+from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TopologyChange, joins_late
+from sglang_sbs.simulator.workloads.arrivals import Arrival
+from sglang_sbs.wire import EndForward
+
+DECODE = "decode"
+_MOST_WAKES = 1000
+_MAX_ATTEMPTS = 5
+_BACKOFF_S = 0.05
+_BACKOFF_GROWTH = 1.5
+"""The router's defaults (``--retry-max-retries`` and its neighbours)."""
+
+
+def simulate(
+    arrivals: Sequence[Arrival | tuple[float, int]],
+    config: SchedulerConfig,
+    spec: ClusterSpec,
+    *,
+    observe: Callable[[Scheduler, float], None] | None = None,
+    drain_s: float = 600.0,
+) -> Outcome:
+    """Run arrivals through the scheduler on the simulated cluster.
+
+    Args:
+        arrivals: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared.
+        config: of the scheduler under test.
+        spec: the cluster.
+        observe: called after every event, for invariants.
+        drain_s: simulated time after the last arrival before it gives up on what is unfinished.
+
+    Raises:
+        ValueError: a prompt that no rank has KV for.
+    """
+    longest = max((arrival[1] for arrival in arrivals), default=0)
+    if spec.block_tokens and longest > spec.kv_capacity_tokens:
+        raise ValueError(
+            f"kv_capacity_tokens must be at least {longest}, the longest prompt, "
+            f"not {spec.kv_capacity_tokens}"
+        )
+    return _Simulation(arrivals, config, spec, observe, drain_s).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival | tuple[float, int]],
+        config: SchedulerConfig,
+        spec: ClusterSpec,
+        observe: Callable[[Scheduler, float], None] | None,
+        drain_s: float,
+    ) -> None:
+        self._spec = spec
+        self._rng = random.Random(spec.seed)
+        self._lengths = random.Random(f"lengths {spec.seed}")
+        self._scheduler = Scheduler(config)
+        self._observe = observe
+        self._instances = dict(spec.prefill)
+        self._boots = dict.fromkeys(self._instances, 0)
+        self._engines: dict[str, list[SimulatedPrefill]] = {}
+        """Those that are alive; without a barrier one for each DP rank."""
+        self._front_free_s = dict.fromkeys(self._instances, 0.0)
+        self._feedback = FeedbackChannel(spec)
+        self._decode = [
+            DecodeRank(
+                spec.decode_kv_capacity_tokens or math.inf,
+                spec.decode_max_running_requests or math.inf,
+                spec.output_tokens,
+            )
+            for _ in range(spec.decode_dp_size)
+        ]
+        self._gang = (-1, 1.0)
+        """Number of the batch and its latency factor."""
+        self._outcome = Outcome([])
+        self._computed: set[int] = set()
+        """Blocks that some rank has computed."""
+        self._attempts: dict[str, RequestRecord] = {}
+        """Attempts under way, by the request id that the scheduler and the engines know."""
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._pushed = 0
+        self._now_s = 0.0
+        self._wake_s: float | None = None
+        self._woken_s = -math.inf
+        self._wakes = 0
+        """At that very time: the timers of a sound scheduler come to an end."""
+        self._arrivals = arrivals
+        self._end_s = (arrivals[-1][0] if arrivals else 0.0) + drain_s
+
+    def run(self) -> Outcome:
+        for name in self._instances:
+            if not joins_late([c for c in self._spec.changes if c.instance == name]):
+                self._up(name)
+        self._tell(
+            InstanceUp(
+                instance=DECODE,
+                role="decode",
+                dp_size=self._spec.decode_dp_size,
+                kv_capacity_tokens=self._spec.decode_kv_capacity_tokens,
+                max_running_requests=self._spec.decode_max_running_requests,
+            )
+        )
+        for change in self._spec.changes:
+            self._at(change.at_s, lambda c=change: self._change(c))  # type: ignore[misc]
+        if self._arrivals:
+            self._at(self._arrivals[0][0], lambda: self._arrive(0))
+        while self._heap:
+            time_s, _, action = heapq.heappop(self._heap)
+            if time_s > self._end_s:
+                break
+            self._now_s = time_s
+            action()
+        self._outcome.duration_s = self._now_s
+        return self._outcome
+
+    # Topology -----------------------------------------------------------------------------
+
+    def _change(self, change: TopologyChange) -> None:
+        match change.action:
+            case "up":
+                self._up(change.instance)
+            case "drain":
+                self._tell(InstanceDown(instance=change.instance))
+            case "down":
+                self._die(change.instance)
+
+    def _up(self, name: str) -> None:
+        one, spec = self._instances[name], self._spec
+        if name not in self._engines:
+            self._engines[name] = self._boot(name, one)
+        self._tell(
+            InstanceUp(
+                instance=name,
+                role="prefill",
+                dp_size=one.dp_size,
+                chunk_tokens=one.chunk_tokens,
+                page_size=spec.block_tokens or spec.page_size,
+                kv_capacity_tokens=spec.kv_capacity_tokens if spec.block_tokens else 0,
+                prefix_source=spec.prefix_source if spec.block_tokens else "off",
+                overlap=spec.overlap,
+                charged_page=spec.page_size,
+                barrier=spec.barrier,
+                prefill_max_requests=spec.prefill_max_requests,
+                captured_tokens=spec.captured_tokens,
+            )
+        )
+
+    def _boot(self, name: str, one: InstanceSpec) -> list[SimulatedPrefill]:
+        spec, boot = self._spec, self._boots[name]
+        if boot and spec.publishes_blocks:
+            # Its publisher counts anew, which the subscriber takes for an empty cache.
+            for rank in range(one.dp_size):
+                self._tell(BlocksCleared(instance=name, dp_rank=rank))
+        self._boots[name] += 1
+        index = list(self._instances).index(name)
+        engines = spec.engines(one)
+        return [
+            SimulatedPrefill(
+                name,
+                dp_size=one.dp_size // engines,
+                chunk_tokens=one.chunk_tokens,
+                cost=spec.cost if one.speed == 1 else spec.cost.at_speed(one.speed),
+                jitter=spec.pass_jitter,
+                rng=random.Random(
+                    spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)
+                ),
+                page_size=spec.page_size,
+                prefill_max_requests=spec.prefill_max_requests,
+                captured_tokens=spec.captured_tokens,
+                overlap=spec.overlap,
+                boot_id=f"{name}-{boot}",
+                caches=[
+                    BlockCache(
+                        spec.kv_capacity_tokens, spec.block_tokens, events=spec.publishes_blocks
+                    )
+                    for _ in range(one.dp_size // engines if spec.block_tokens else 0)
+                ],
+                first_pass_s=spec.first_pass_s,
+                lone_rank=None if spec.barrier else (number, one.dp_size),
+            )
+            for number in range(engines)
+        ]
+
+    def _engine_of(self, name: str, rank: int) -> tuple[SimulatedPrefill, int] | None:
+        """The living engine of a DP rank, and which of its ranks that is."""
+        engines = self._engines.get(name)
+        if engines is None:
+            return None
+        return (engines[0], rank) if self._spec.barrier else (engines[rank], 0)
+
+    def _lives(self, engine: SimulatedPrefill) -> bool:
+        return engine in self._engines.get(engine.name, ())
+
+    def _die(self, name: str) -> None:
+        """Every connection to the instance breaks, so its requests fail at once; that it is gone
+        is noticed later."""
+        del self._engines[name]
+        lost = [
+            rid
+            for rid, record in self._attempts.items()
+            if record.prefill is not None
+            and record.prefill[0] == name
+            and not record.prefilled_s <= self._now_s
+        ]
+        for rid in lost:
+            self._fail(rid)
+        self._at(self._now_s + self._spec.detection_s, lambda: self._notice(name))
+
+    def _notice(self, name: str) -> None:
+        if name not in self._engines:
+            self._tell(InstanceDown(instance=name))
+
+    def _fail(self, rid: str) -> None:
+        """An attempt broke on its prefill instance: again, as the router does, or give up."""
+        record = self._attempts.pop(rid)
+        assert record.prefill is not None and record.decode is not None
+        record.excluded = tuple(dict.fromkeys((*record.excluded, record.prefill[0])))
+        record.prefilled_s = math.nan
+        decode = self._decode[record.decode[1]]
+        decode.release(rid, record)
+        self._handshake(decode.admit())
+        self._tell(RequestEnded(rid=rid, outcome="failed"))
+        if record.attempts >= _MAX_ATTEMPTS:
+            record.ends += 1
+            return
+        pause_s = _BACKOFF_S * _BACKOFF_GROWTH ** (record.attempts - 1)
+        self._outcome.retries += 1
+        self._at(self._now_s + pause_s, lambda: self._attempt(record))
+
+    # Requests -----------------------------------------------------------------------------
+
+    def _at(self, time_s: float, action: Callable[[], None]) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (max(time_s, self._now_s), self._pushed, action))
+
+    def _tell(self, event: Event) -> None:
+        batches: dict[tuple[int, str], list[Dispatch]] = {}
+        for command in self._scheduler.handle(event, self._now_s):
+            match command:
+                case Dispatch():
+                    batches.setdefault((command.batch, command.prefill), []).append(command)
+                case Refuse():
+                    record = self._attempts.pop(command.rid)
+                    record.refused = command.cause
+                    record.ends += 1
+                case WakeAt():
+                    self._wake_s = command.time_s
+                    self._at(command.time_s, self._wake)
+        for batch in batches.values():
+            self._send(batch)
+        if self._observe is not None:
+            self._observe(self._scheduler, self._now_s)
+
+    def _wake(self) -> None:
+        if self._wake_s is None or self._wake_s > self._now_s:
+            return
+        self._wakes = self._wakes + 1 if self._woken_s == self._now_s else 1
+        self._woken_s = self._now_s
+        if self._wakes > _MOST_WAKES:
+            raise RuntimeError(
+                f"the scheduler asks for the time it has, {self._now_s} s, again and again"
+            )
+        self._wake_s = None
+        self._tell(TimerFired())
+
+    def _arrive(self, index: int) -> None:
+        if index + 1 < len(self._arrivals):
+            self._at(self._arrivals[index + 1][0], lambda: self._arrive(index + 1))
+        tokens = self._arrivals[index][1]
+        record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
+        if error := self._spec.length_error:
+            record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
+        self._outcome.requests.append(record)
+        self._attempt(record)
+
+    def _attempt(self, record: RequestRecord) -> None:
+        rid = f"{record.rid}.{record.attempts}" if record.attempts else record.rid
+        record.attempts += 1
+        self._attempts[rid] = record
+        blocks = self._blocks_of(record)
+        arrival = self._arrivals[record.index]
+        if not isinstance(arrival, Arrival):
+            arrival = Arrival(*arrival, 0)
+        self._tell(
+            RequestArrived(
+                rid=rid,
+                prompt_tokens=record.told_tokens,
+                max_new_tokens=self._spec.max_new_tokens,
+                exclude=record.excluded,
+                blocks=list(blocks),
+                block_tokens=self._spec.block_tokens if blocks else 0,
+                session=arrival.session,
+                priority=arrival.priority,
+                ttft_slo_s=self._spec.ttft_slo_s,
+                tenant=arrival.tenant,
+            )
+        )
+
+    def _blocks_of(self, record: RequestRecord) -> Blocks:
+        arrival = self._arrivals[record.index]
+        return arrival.blocks if self._spec.block_tokens and isinstance(arrival, Arrival) else ()
+
+    def _send(self, batch: Sequence[Dispatch]) -> None:
+        """What leaves for one instance at the same time."""
+        reach_s = [self._reach_s(command) for command in batch]
+        whole_s = max(reach_s)
+        for command, at_s in zip(batch, reach_s, strict=True):
+            self._at(
+                max(at_s, min(whole_s, min(reach_s) + self._spec.gang_gate_s)),
+                lambda rid=command.rid: self._deliver(rid),  # type: ignore[misc]
+            )
+
+    def _reach_s(self, command: Dispatch) -> float:
+        """When a request that leaves now is at its ranks."""
+        record = self._attempts[command.rid]
+        record.dispatched_s = self._now_s
+        record.prefill = (command.prefill, command.prefill_rank)
+        record.decode = (command.decode, command.decode_rank)
+        record.predicted_tokens = command.cached_tokens
+        latency_s = self._spec.dispatch_latency_s
+        if self._spec.gang_jitter:
+            if command.batch != self._gang[0]:
+                self._gang = command.batch, math.exp(self._rng.gauss(0.0, self._spec.gang_jitter))
+            latency_s *= self._gang[1]
+        if self._spec.dispatch_jitter:
+            latency_s *= math.exp(self._rng.gauss(0.0, self._spec.dispatch_jitter))
+        reach_s = self._now_s + latency_s
+        if self._spec.dispatch_serial_s:
+            free_s = max(self._now_s, self._front_free_s[command.prefill])
+            self._front_free_s[command.prefill] = free_s + self._spec.dispatch_serial_s
+            reach_s += free_s + self._spec.dispatch_serial_s - self._now_s
+        return reach_s
+
+    def _deliver(self, rid: str) -> None:
+        """Both legs have reached their ranks."""
+        record = self._attempts.get(rid)
+        if record is None:
+            return  # it failed on the way
+        assert record.prefill is not None and record.decode is not None
+        name, rank = record.prefill
+        at = self._engine_of(name, rank)
+        if at is None:
+            self._fail(rid)
+            return
+        engine, rank = at
+        decode = self._decode[record.decode[1]]
+        decode.waiting.append((rid, record))
+        admitted = decode.admit()
+        at_once = record.reserved and not self._spec.handshake_s
+        self._outcome.bootstrap_waits += not record.reserved
+        engine.deliver(rid, rank, record.prompt_tokens, self._blocks_of(record), handshaken=at_once)
+        if not at_once:
+            self._handshake(admitted)
+        self._step_if_asleep(engine)
+
+    def _handshake(self, admitted: list[str]) -> None:
+        for rid in admitted:
+            self._at(
+                self._now_s + self._spec.handshake_s,
+                lambda r=rid: self._handshaken(r),  # type: ignore[misc]
+            )
+
+    def _handshaken(self, rid: str) -> None:
+        record = self._attempts.get(rid)
+        if record is None:
+            return  # it failed meanwhile
+        assert record.prefill is not None
+        at = self._engine_of(*record.prefill)
+        assert at is not None
+        engine, rank = at
+        engine.handshaken(rid, rank)
+        self._step_if_asleep(engine)
+
+    def _step_if_asleep(self, engine: SimulatedPrefill) -> None:
+        if engine.asleep:
+            engine.asleep = False
+            self._at(self._now_s, lambda: self._step(engine))
+
+    def _step(self, engine: SimulatedPrefill) -> None:
+        """One iteration of the engine's event loop."""
+        if not self._lives(engine):
+            return  # dead
+        prepare_s = self._spec.prepare_s
+        while True:
+            launch_s = self._now_s + prepare_s
+            launched, messages = engine.step(launch_s)
+            self._report(engine.name, messages, prepare_s if launched is not None else 0.0)
+            self._outcome.queued_passes += launched is not None and len(engine.device) > 1
+            waits_for = engine.waits_for(launched)
+            if waits_for is not None:
+                self._at(max(launch_s, waits_for.end_s), lambda: self._finish(engine))
+                return
+            if launched is None:
+                return
+            if prepare_s:
+                self._at(launch_s, lambda: self._step(engine))
+                return
+
+    def _finish(self, engine: SimulatedPrefill) -> None:
+        if not self._lives(engine):
+            return  # dead
+        ended, messages = engine.finish(self._now_s)
+        self._outcome.passes.append(
+            PassRecord(
+                engine.name, ended.start_s, ended.end_s, sum(ended.tokens), max(ended.tokens)
+            )
+        )
+        self._report(engine.name, messages)
+        self._publish(engine)
+        first_s = self._now_s + self._spec.first_token_s
+        for completed in ended.completed:
+            self._complete(engine, completed, first_s)
+        pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
+        self._at(self._now_s + pause_s, lambda: self._step(engine))
+
+    def _complete(self, engine: SimulatedPrefill, completed: Completed, first_s: float) -> None:
+        """A prompt is computed; ``first_s``: when its KV is at decode."""
+        request = completed.request
+        record = self._attempts[request.rid]
+        record.prefilled_s = first_s
+        record.cached_tokens = request.cached_tokens
+        if request.hold is not None:
+            block_tokens = self._spec.block_tokens
+            new = request.blocks[request.cached_tokens // block_tokens :]
+            known = sum(block in self._computed for block in new)
+            record.recomputed_tokens = known * block_tokens
+            self._computed.update(new)
+            if self._spec.first_token_s:
+                self._at(first_s, lambda: self._sent(engine, completed))
+            else:
+                engine.sent(completed)
+        self._at(
+            first_s + self._spec.feedback_latency_s,
+            lambda: self._prefilled(
+                request.rid, None if request.hold is None else request.cached_tokens
+            ),
+        )
+
+    def _sent(self, engine: SimulatedPrefill, completed: Completed) -> None:
+        engine.sent(completed)
+        self._step_if_asleep(engine)
+
+    def _prefilled(self, rid: str, cached_tokens: int | None) -> None:
+        if rid not in self._attempts:
+            return  # its instance died before the KV was over
+        self._tell(PrefillDone(rid=rid, cached_tokens=cached_tokens))
+        self._at(self._now_s + self._spec.decode_s, lambda: self._end(rid))
+
+    def _end(self, rid: str) -> None:
+        record = self._attempts.pop(rid)
+        record.ends += 1
+        assert record.decode is not None
+        decode = self._decode[record.decode[1]]
+        decode.release(rid, record)
+        self._handshake(decode.admit())
+        self._tell(
+            RequestEnded(rid=rid, outcome="completed", completion_tokens=self._spec.output_tokens)
+        )
+
+    def _report(self, instance: str, messages: list[EndForward], delay_s: float = 0.0) -> None:
+        for message in messages:
+            sent_s = self._now_s + delay_s
+            for at_s in self._feedback.arrivals_s(instance, message.dp_rank, sent_s):
+                # A delay beyond the usual latency is not part of the age: nobody can see it.
+                aged = msgspec.structs.replace(message, age_s=self._spec.feedback_latency_s)
+                event = ForwardEnded(instance=instance, report=aged)
+                self._at(at_s, lambda e=event: self._tell(e))  # type: ignore[misc]
+
+    def _publish(self, engine: SimulatedPrefill) -> None:
+        """KV events: once per pass, and none is lost, as they can be asked for again."""
+        for rank, events in engine.take_block_events():
+            removed = BlocksRemoved(instance=engine.name, dp_rank=rank, blocks=events.removed)
+            stored = BlocksStored(instance=engine.name, dp_rank=rank, blocks=events.stored)
+            for event in (removed, stored):
+                if event.blocks:
+                    self._at(
+                        self._now_s + self._spec.feedback_latency_s,
+                        lambda e=event: self._hear_of_blocks(engine, e),  # type: ignore[misc]
+                    )
+
+    def _hear_of_blocks(self, engine: SimulatedPrefill, event: Event) -> None:
+        if self._lives(engine):
+            self._tell(event)

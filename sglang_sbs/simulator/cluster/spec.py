@@ -1,0 +1,227 @@
+"""The simulated cluster as data: its instances, latencies, faults and scripted topology changes.
+
+Owns :class:`ClusterSpec` and its checks. Must not know how any of it is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from sglang_sbs.scheduling.events import PrefixSource
+from sglang_sbs.simulator.cluster.cost import PassCost
+
+KV_CAPACITY_TOKENS = 500_000
+"""Of a DeepSeek-V3 prefill rank on H800, calculated: 32 GPUs per instance, attention TP 4 x DP 8,
+EP 32 (the paper's). Of 80 GB, SGLang keeps 0.8 for weights and KV (``mem_fraction_static``). The
+weights take 28 GB of it (FP8: a 32nd of 288 experts per layer 23 GB, a quarter of the rest), a
+token of MLA's KV 61 layers x 576 x 2 bytes = 70272, on each of the four GPUs."""
+Action = Literal["up", "drain", "down"]
+"""``up``: the instance joins, comes back from a drain, or starts anew after a death (InstanceUp).
+``drain``: no new requests, those it has run to their end (InstanceDown, as for a worker that is
+removed from the router). ``down``: it dies with everything in it (InstanceDown)."""
+ACTIONS: tuple[str, ...] = get_args(Action)
+_ALLOWED: dict[str, tuple[str, ...]] = {
+    "up": ("drain", "down"),
+    "drain": ("up", "down"),
+    "down": ("up",),
+}
+"""What may come after what."""
+_SHARES = ("length_error", "endforward_loss", "endforward_duplicates")
+
+
+class TopologyError(ValueError):
+    """Changes that cannot follow one another, or of no instance; the message names the change."""
+
+
+class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One prefill instance."""
+
+    dp_size: int = 8
+    chunk_tokens: int = 3072
+    """C_chunk per DP rank."""
+    speed: float = 1.0
+    """Its passes take the cost model's time divided by this."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)}")
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of a pass with a full chunk on every rank."""
+        return self.dp_size * self.chunk_tokens
+
+
+class TopologyChange(msgspec.Struct, frozen=True):
+    """What happens to an instance at a time; an instance whose first change is ``up`` joins then,
+    all others are there from the start."""
+
+    at_s: float
+    action: Action
+    instance: str
+
+
+class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The simulated cluster; times in seconds."""
+
+    cost: PassCost
+    prefill_instances: int = 3
+    dp_size: int = 8
+    chunk_tokens: int = 3072
+    instances: tuple[InstanceSpec, ...] = ()
+    """Prefill instances that differ; instead of the three fields above."""
+    changes: tuple[TopologyChange, ...] = ()
+    """Instances are called p0, p1, ..."""
+    detection_s: float = 0.2
+    """From the death of an instance until the scheduler hears of it. What is sent there meanwhile
+    fails and is tried again elsewhere."""
+    decode_dp_size: int = 32
+    dispatch_latency_s: float = 0.005
+    """Router to the rank's socket: HTTP, tokenization, handshake."""
+    dispatch_jitter: float = 0.0
+    """Lognormal sigma of the dispatch latency, per request."""
+    feedback_latency_s: float = 0.002
+    """EndForward to the router."""
+    gang_jitter: float = 0.0
+    """As ``dispatch_jitter``, shared by the requests of a batch, which leave back to back."""
+    dispatch_serial_s: float = 0.0
+    """Part of the dispatch that an instance spends on one request after the other."""
+    gang_gate_s: float = 0.0
+    """What arrives of a batch waits so long at most for the rest of it: the plugin's gang gate.
+    0: engines without one start with whatever is there."""
+    launch_gap_s: float = 0.0
+    """Engine work between the end of a pass and the launch of the next."""
+    prepare_s: float = 0.0
+    """Part of it after requests were taken in: what comes later has to wait. An idle instance
+    spends it too, on top of the dispatch latency."""
+    overlap: bool = False
+    """One-batch lookahead of SGLang's overlap scheduling. False: a pass takes all that waits when
+    the one before it ends."""
+    barrier: bool = True
+    """All DP ranks of an instance make each pass together. False: each makes passes of its own (as
+    under DWDP), which take as long as one in which all ranks have as much."""
+    page_size: int = 1
+    """Tokens per KV page; a request is charged whole pages of the chunk. The scheduler is told."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of the engines' prefill CUDA graphs, ascending. The scheduler is told."""
+    prefill_max_requests: int = 0
+    """Most requests of a rank in one pass; 0: no limit. The scheduler is told."""
+    block_tokens: int = 0
+    """Tokens per block of the radix caches, which the scheduler is told as the page size of KV
+    events; whatever it is, the chunk is charged in pages of ``page_size``. 0:
+    the engines have no radix cache (``--disable-radix-cache``), and unbounded KV."""
+    kv_capacity_tokens: int = KV_CAPACITY_TOKENS
+    """Per prefill DP rank, cached or in use; only with a radix cache."""
+    prefix_source: PrefixSource = "events"
+    """How the scheduler knows what the ranks have cached."""
+    handshake_s: float = 0.0
+    """From a request's arrival at the rank, or from when decode has room, until it may run."""
+    first_token_s: float = 0.0
+    """From the end of the prefill to the first token at the router: KV transfer, admission."""
+    pass_jitter: float = 0.0
+    """Lognormal sigma of the forward time."""
+    first_pass_s: float = 0.0
+    """What the first pass of an engine that starts takes on top: kernels, graphs."""
+    length_error: float = 0.0
+    """The scheduler is told each prompt length times a uniform factor in 1 -/+ this."""
+    endforward_loss: float = 0.0
+    """Share of EndForward messages that never arrive."""
+    endforward_delay_s: float = 0.0
+    """Mean of an exponential delay on top of ``feedback_latency_s``, unknown to the scheduler.
+    Messages of one rank stay in order, those of different ranks do not."""
+    endforward_duplicates: float = 0.0
+    """Share of EndForward messages that arrive once more, later and in any order."""
+    plugin: bool = True
+    """Without it the scheduler hears HTTP answers only."""
+    decode_s: float = 1.0
+    """How long a request stays in decode."""
+    decode_kv_capacity_tokens: int = 0
+    """Per decode rank; 0: unbounded. A request that does not fit waits in the prefill's bootstrap
+    queue, as decode reserves its KV before the prefill."""
+    output_tokens: int = 200
+    """What every request generates. Decode reserves room for it beside the prompt."""
+    decode_max_running_requests: int = 0
+    """Per decode rank; 0: unbounded."""
+    max_new_tokens: int | None = None
+    """What requests ask for; None: they do not say."""
+    ttft_slo_s: float | None = None
+    """The SLO that every request brings; None: none does."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _SHARES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        if self.length_error == 1:
+            raise ValueError("length_error must be less than 1: a prompt has at least one token")
+        if self.prefix_source not in get_args(PrefixSource):
+            raise ValueError(
+                f"prefix_source must be one of {', '.join(get_args(PrefixSource))}, "
+                f"not {self.prefix_source!r}"
+            )
+        if self.block_tokens < 0:
+            raise ValueError(f"block_tokens must be 0 or greater, not {self.block_tokens}")
+        if self.kv_capacity_tokens <= 0:
+            raise ValueError(
+                f"kv_capacity_tokens must be greater than 0, not {self.kv_capacity_tokens}"
+            )
+        _check_changes(self.changes, [name for name, _ in self.prefill])
+
+    def engines(self, one: InstanceSpec) -> int:
+        """How many passes an instance makes at a time."""
+        return 1 if self.barrier else one.dp_size
+
+    @property
+    def publishes_blocks(self) -> bool:
+        """Whether the ranks publish KV events and somebody listens."""
+        return self.block_tokens > 0 and self.prefix_source == "events"
+
+    @property
+    def cluster_kv_tokens(self) -> int:
+        """KV capacity of all prefill ranks."""
+        return self.kv_capacity_tokens * sum(one.dp_size for _, one in self.prefill)
+
+    @property
+    def prefill(self) -> tuple[tuple[str, InstanceSpec], ...]:
+        """The prefill instances with their names."""
+        same = InstanceSpec(dp_size=self.dp_size, chunk_tokens=self.chunk_tokens)
+        listed = self.instances or (same,) * self.prefill_instances
+        return tuple((f"p{index}", one) for index, one in enumerate(listed))
+
+    def up_s(self, instance: str, from_s: float, to_s: float) -> float:
+        """Within a window, for how long new requests may go to an instance."""
+        mine = [change for change in self.changes if change.instance == instance]
+        up = not joins_late(mine)
+        total_s, since_s = 0.0, from_s
+        for change in mine:
+            at_s = min(max(change.at_s, from_s), to_s)
+            total_s += (at_s - since_s) * up
+            up, since_s = change.action == "up", at_s
+        return total_s + (to_s - since_s) * up
+
+
+def joins_late(changes: Sequence[TopologyChange]) -> bool:
+    """Whether an instance with these changes is absent at the start."""
+    return bool(changes) and changes[0].action == "up"
+
+
+def _check_changes(changes: Sequence[TopologyChange], names: Sequence[str]) -> None:
+    last: dict[str, str] = {}
+    time_s = 0.0
+    for change in changes:
+        label = f"{change.at_s:g}:{change.action}:{change.instance}"
+        if change.instance not in names:
+            raise TopologyError(f"{label}: no such instance; there are {', '.join(names)}")
+        if change.at_s < time_s:
+            raise TopologyError(f"{label}: topology changes must be in the order of time")
+        before = last.get(change.instance)
+        if before is not None and change.action not in _ALLOWED[before]:
+            raise TopologyError(
+                f"{label}: after {before} comes {' or '.join(_ALLOWED[before])}, "
+                f"not {change.action}"
+            )
+        time_s, last[change.instance] = change.at_s, change.action

@@ -1,0 +1,1 @@
+"""What is simulated to answer a question, and how the answer is shown."""

@@ -1,0 +1,267 @@
+"""``sglang-sbs simulate plan``: how many prefill instances, with what chunk, a workload needs.
+
+Owns the question, the table and the picture. The capacity search is :mod:`.sweep`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_sbs.simulator.experiments.sweep import (
+    POLICY_CONFIGS,
+    EmptyWindowError,
+    Job,
+    Row,
+    Task,
+    max_load,
+)
+from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
+from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
+from sglang_sbs.simulator.options.common import (
+    add_common,
+    add_prefill_runs,
+    check_outputs,
+    check_prefill_runs,
+    cost_words,
+    instance_counts,
+    names,
+    numbers,
+    open_console,
+    positive_number,
+    run_with_progress,
+    seeds,
+    write_json,
+)
+from sglang_sbs.simulator.workloads.arrivals import TraceError
+from sglang_sbs.simulator.workloads.scenario import PREFILL_SCENARIOS, ScenarioError, make_scenario
+
+TRACE_SEEDS = 5
+"""Windows of a trace that are simulated unless told otherwise."""
+DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,random_rank"
+
+_EPILOG = """\
+The rate is the workload's own: a trace's mean rate, 171 QPS for paper-3k (57 per instance of the
+paper's three), unless --qps says otherwise. A trace is replayed at other rates by compressing its
+time, so its bursts stay what they are. Each seed is another window of --duration seconds of it;
+which one it is matters in a trace with bursts. So the tables show the mean over seeds, and after it
+the least and the most. The rows of --json have them as max_qps_least and max_qps_most.
+
+examples:
+  sglang-sbs simulate plan --trace requests.jsonl --slo-ttft 2 --prefill 1..4 --growth 2,4
+  sglang-sbs simulate plan --scenario paper-3k --slo-ttft 0.8 --prefill 2..6 \\
+      --chunks 3072,6144 --policies sbs,random_rank --plot plan.html
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``sglang-sbs simulate plan``."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-sbs simulate plan",
+        usage="%(prog)s (--trace FILE | --scenario NAME) --slo-ttft S [options]",
+        description="How many prefill instances and what chunk a workload needs under each policy.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    workload = parser.add_mutually_exclusive_group(required=True)
+    workload.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake jsonl or Azure csv")
+    workload.add_argument("--scenario", help=", ".join(PREFILL_SCENARIOS))
+    parser.add_argument(
+        "--slo-ttft",
+        type=positive_number,
+        required=True,
+        help="mean TTFT in seconds, of requests of which none is refused",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=instance_counts,
+        default=[2, 3, 4, 5, 6],
+        metavar="N..M",
+        help="prefill instances to try (2..6)",
+    )
+    parser.add_argument("--qps", type=positive_number, help="the rate to plan for (its own)")
+    parser.add_argument(
+        "--growth", type=numbers, default=[2.0], help="plan for these multiples of it, too (2)"
+    )
+    add_prefill_runs(parser, DEFAULT_POLICIES)
+    add_common(
+        parser,
+        default_seeds=None,
+        seeds_help="seeds per cell; of a trace each is another window of it (default "
+        f"{TRACE_SEEDS} for traces, else 1)",
+    )
+    add_cluster(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, write; exit code 2 for bad arguments."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)
+    costs = cost_words(args.cost, parser)
+    if len(costs) != 1:
+        parser.error("--cost: a plan is made for one cost model")
+    check_prefill_runs(args, parser)
+    check_outputs(args, parser)
+    name = args.scenario if args.trace is None else f"trace:{args.trace}"
+    try:
+        scenario = make_scenario(name, **cluster_fields(args))
+    except (ScenarioError, TraceError) as error:
+        parser.error(str(error))
+    args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
+    tasks: list[Task] = []
+    for chunk in args.chunks or [scenario.spec.chunk_tokens]:
+        for instances in args.prefill:
+            spec = {
+                **cluster_fields(args),
+                "prefill_instances": instances,
+                "chunk_tokens": chunk,
+            }
+            for seed in seeds(args):
+                for policy in policies:
+                    job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
+                    tasks.append((max_load, (job, args.slo_ttft)))
+    console = open_console()
+    try:
+        rows = run_with_progress(tasks, console, args.workers)
+    except EmptyWindowError as error:
+        parser.error(f"--duration: {error}")
+    own_qps = args.qps or scenario.workload_qps
+    rates = [("now", own_qps)]
+    rates += [(f"x {factor:g}", factor * own_qps) for factor in args.growth if factor != 1.0]
+    cells = over_seeds(rows)
+    rows = [{**row, **spread_of(cells, row)} for row in rows]
+    tables = [capacity_table(cells, args.slo_ttft), needs_table(cells, rates)]
+    for table in tables:
+        table.print(console)
+    if args.plot is not None:
+        _plot(args.plot, name, cells, rates, tables, args.slo_ttft)
+        console.print(f"written: {args.plot}")
+    if args.json is not None:
+        write_json(rows, args.json, console)
+    return 0
+
+
+def over_seeds(rows: Sequence[Row]) -> list[Row]:
+    """One row per policy, instances and chunk: the mean capacity over seeds, least and most."""
+    keys = dict.fromkeys((r["policy"], r["prefill_instances"], r["chunk_tokens"]) for r in rows)
+    cells = []
+    for policy, instances, chunk in keys:
+        key = (policy, instances, chunk)
+        mine = [r for r in rows if (r["policy"], r["prefill_instances"], r["chunk_tokens"]) == key]
+        cells.append(
+            {
+                "policy": policy,
+                "prefill_instances": instances,
+                "chunk_tokens": chunk,
+                "max_qps": mean_of(mine, "max_qps"),
+                "max_qps_least": min(r["max_qps"] for r in mine),
+                "max_qps_most": max(r["max_qps"] for r in mine),
+                "seeds": len(mine),
+            }
+        )
+    return cells
+
+
+def spread_of(cells: Sequence[Row], row: Row) -> Row:
+    """The least and the most of the cell that a row is of."""
+    keys = ("policy", "prefill_instances", "chunk_tokens")
+    (cell,) = (c for c in cells if all(c[key] == row[key] for key in keys))
+    return {key: cell[key] for key in ("max_qps_least", "max_qps_most")}
+
+
+def best_chunk(cells: Sequence[Row], policy: str, instances: int, capacity: str = "max_qps") -> Row:
+    """The cell with the largest capacity; the smaller chunk if two are equal.
+
+    Args:
+        capacity: the field that is the capacity: its mean over seeds, or the least or the most.
+    """
+    mine = [c for c in cells if (c["policy"], c["prefill_instances"]) == (policy, instances)]
+    return max(mine, key=lambda c: (c[capacity], -c["chunk_tokens"]))
+
+
+def capacity_table(cells: Sequence[Row], slo_ttft_s: float) -> ResultTable:
+    """Max QPS by policy and instances, at the best chunk; with several seeds the least and the most
+    of them, too."""
+    counts = sorted({c["prefill_instances"] for c in cells})
+    table = ResultTable(
+        f"max QPS of the cluster at mean TTFT {slo_ttft_s:g} s (at the best chunk)"
+        f"{_over(cells, 'least-most')}",
+        ["policy", *(f"{n} instances" for n in counts)],
+    )
+    for policy in dict.fromkeys(c["policy"] for c in cells):
+        best = [best_chunk(cells, policy, n) for n in counts]
+        table.rows.append([policy, *map(_capacity_words, best)])
+    return table
+
+
+def _capacity_words(cell: Row) -> str:
+    spread = f", {cell['max_qps_least']:.1f}-{cell['max_qps_most']:.1f}"
+    return f"{cell['max_qps']:.1f}{spread if cell['seeds'] > 1 else ''} ({cell['chunk_tokens']})"
+
+
+def _over(cells: Sequence[Row], spread: str) -> str:
+    """What a title says of several seeds."""
+    seeds = max(c["seeds"] for c in cells)
+    return f": mean over {seeds} seeds, {spread}" if seeds > 1 else ""
+
+
+def needed(
+    cells: Sequence[Row], policy: str, rate_qps: float, capacity: str = "max_qps"
+) -> Row | None:
+    """The fewest instances (at their best chunk) that carry the rate; None if none tried does."""
+    for instances in sorted({c["prefill_instances"] for c in cells}):
+        best = best_chunk(cells, policy, instances, capacity)
+        if best[capacity] >= rate_qps:
+            return best
+    return None
+
+
+def needs_table(cells: Sequence[Row], rates: Sequence[tuple[str, float]]) -> ResultTable:
+    """Instances and chunk per policy and rate; where seeds differ, the fewest and the most, too."""
+    counts = sorted({c["prefill_instances"] for c in cells})
+    table = ResultTable(
+        f"prefill instances needed (chunk){_over(cells, 'fewest-most of a seed')}",
+        ["policy", *(f"{label}: {rate:.4g} QPS" for label, rate in rates)],
+    )
+    for policy in dict.fromkeys(c["policy"] for c in cells):
+        words = []
+        for _, rate in rates:
+            mean, fewest, most = (
+                _count_words(needed(cells, policy, rate, capacity), counts)
+                for capacity in ("max_qps", "max_qps_most", "max_qps_least")
+            )
+            found = needed(cells, policy, rate)
+            chunk = f" ({found['chunk_tokens']})" if found is not None else ""
+            words.append(f"{mean}{chunk}{f', {fewest} - {most}' if fewest != most else ''}")
+        table.rows.append([policy, *words])
+    return table
+
+
+def _count_words(found: Row | None, counts: Sequence[int]) -> str:
+    """How many of the ``counts`` tried."""
+    if found is None:
+        return f"more than {counts[-1]}"
+    fewest = found["prefill_instances"] == counts[0] > 1
+    return f"{found['prefill_instances']}{' or fewer' if fewest else ''}"
+
+
+def _plot(
+    path: Path,
+    name: str,
+    cells: Sequence[Row],
+    rates: Sequence[tuple[str, float]],
+    tables: Sequence[ResultTable],
+    slo_ttft_s: float,
+) -> None:
+    from sglang_sbs.simulator.experiments import plots
+    from sglang_sbs.simulator.experiments.page import Part, Picture, write_page
+
+    figure = plots.capacity_by_instances(cells, rates, slo_ttft_s)
+    if path.suffix != ".html":
+        plots.save(figure, path)
+        return
+    parts: list[Part] = [*tables, Picture("Capacity by prefill instances", plots.png_of(figure))]
+    write_page(path, f"Capacity plan for {name}", parts)

@@ -1,0 +1,309 @@
+"""Runs scenarios under policies: one row per run, and the search for the capacity at an SLO.
+
+Owns the rows' fields. Must not know how they are printed or drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from multiprocessing import active_children
+from typing import Any
+
+import msgspec
+
+from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
+from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord
+from sglang_sbs.simulator.cluster.simulation import simulate
+from sglang_sbs.simulator.cluster.spec import ClusterSpec
+from sglang_sbs.simulator.workloads.arrivals import Arrival
+from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
+from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
+from sglang_sbs.simulator.workloads.scenario import Scenario, make_scenario
+
+Row = dict[str, Any]
+WARM_UP_S = 20.0
+_MOST_LOAD = 100.0
+"""No capacity is searched above it: an engine this fast would never break the SLO."""
+NO_FLOW_CONTROL: dict[str, Any] = {
+    "n_limit": 1_000_000,
+    "default_timeout_s": 1e9,
+    "max_queue_requests": 10_000_000,
+}
+"""A simulation measures waiting, not refusing."""
+
+POLICY_CONFIGS: dict[str, dict[str, Any]] = {
+    "sbs": {"policy": "sbs", "trigger": "adaptive"},
+    "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
+    "sbs_equal": {"policy": "sbs", "trigger": "adaptive"},
+    "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
+    **{
+        name: {"policy": name}
+        for name in (
+            "eta",
+            "random_rank",
+            "random",
+            "round_robin",
+            "power_of_two",
+            "least_requests",
+            "least_tokens",
+            "stale_tokens",
+            "cache_aware",
+            "session",
+        )
+    },
+}
+"""Policies by the name they have here."""
+SEES_ALL_EQUAL = "sbs_equal"
+"""``sbs`` that is told of no priorities and no tenants."""
+READS_CACHES = ("sbs", "sbs_equal", "sbs_paper")
+"""Policies that are told what the ranks have cached. ``sbs_basic`` is ``sbs`` without that; the
+others know nothing of caches, or only what they sent where."""
+
+
+Task = tuple[Callable[..., Row], tuple[Any, ...]]
+"""A function of this package and its arguments, to be called in some process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run; plain data, so that it can go to another process."""
+
+    scenario: str
+    policy: str
+    load: float
+    seed: int
+    duration_s: float = 80.0
+    cost: str = "mixed"
+    """As :func:`~sglang_sbs.simulator.cluster.cost.find_cost` takes it."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    classes: Classes = field(default_factory=Classes)
+
+    def at_load(self, load: float) -> Job:
+        """The same run at another load."""
+        return replace(self, load=load)
+
+
+def scheduler_config(policy: str, seed: int = 0, **more: Any) -> SchedulerConfig:
+    """The configuration of a policy as named in :data:`POLICY_CONFIGS`."""
+    return SchedulerConfig(**{**NO_FLOW_CONTROL, **POLICY_CONFIGS[policy], "seed": seed, **more})
+
+
+def run_job(job: Job) -> Row:
+    """Simulate and summarise."""
+    return run(scenario_of(job), job)
+
+
+def scenario_of(job: Job) -> Scenario:
+    """The scenario on the job's cluster."""
+    return make_scenario(job.scenario, cost=find_cost(job.cost), **dict(job.spec))
+
+
+def run(scenario: Scenario, job: Job) -> Row:
+    """As :func:`run_job`, with the scenario at hand."""
+    arrivals = arrivals_of(scenario, job)
+    outcome = run_arrivals(scenario, job, arrivals)
+    slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
+    classes = class_summary(_counted(outcome), arrivals, slo_s)
+    return {
+        "scenario": job.scenario,
+        "policy": job.policy,
+        "cost": cost_name(job.cost),
+        "load": job.load,
+        "qps": job.load * scenario.nominal_qps,
+        "seed": job.seed,
+        "chunk_tokens": scenario.spec.chunk_tokens,
+        "prefill_instances": len(scenario.spec.prefill),
+        **summary(outcome, scenario),
+        **cache_summary(outcome, arrivals, scenario.spec),
+        **({"slo_s": slo_s, "classes": classes} if classes else {}),
+    }
+
+
+def arrivals_of(scenario: Scenario, job: Job) -> list[Arrival]:
+    """The requests of a run."""
+    arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
+    return job.classes.of(arrivals, job.seed)
+
+
+def run_outcome(scenario: Scenario, job: Job) -> Outcome:
+    """The simulation itself."""
+    return run_arrivals(scenario, job, arrivals_of(scenario, job))
+
+
+def run_arrivals(scenario: Scenario, job: Job, arrivals: Sequence[Arrival]) -> Outcome:
+    """The same, with the arrivals at hand."""
+    spec = msgspec.structs.replace(
+        scenario.spec,
+        seed=job.seed,
+        prefix_source=scenario.spec.prefix_source if job.policy in READS_CACHES else "off",
+    )
+    return simulate(
+        equal(arrivals) if job.policy == SEES_ALL_EQUAL else arrivals,
+        scheduler_config(job.policy, job.seed, **dict(job.config)),
+        spec,
+        drain_s=120.0,
+    )
+
+
+def summary(outcome: Outcome, scenario: Scenario) -> Row:
+    """Latency of what arrived after the warm-up; passes from then until the last arrival."""
+    counted = _counted(outcome)
+    ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
+    last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
+    passes = [p for p in outcome.passes if p.start_s >= WARM_UP_S and p.end_s <= last_s]
+    engines = {name: scenario.spec.engines(one) for name, one in scenario.spec.prefill}
+    capacity = {name: one.capacity_tokens / engines[name] for name, one in scenario.spec.prefill}
+    offered = sum(capacity[p.instance] for p in passes)
+    busy_s = sum(p.end_s - p.start_s for p in passes)
+    window_s = sum(
+        count * scenario.spec.up_s(name, WARM_UP_S, last_s)
+        for name, count in engines.items()
+        if last_s > WARM_UP_S
+    )
+    nan = math.nan
+    return {
+        "ttft_mean_s": sum(ttft_s) / len(ttft_s) if ttft_s else nan,
+        "ttft_p50_s": ttft_s[len(ttft_s) // 2] if ttft_s else nan,
+        "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))] if ttft_s else nan,
+        "chunk_utilization": (sum(p.tokens for p in passes) / offered if passes else nan),
+        "bubble_share": max(0.0, 1 - busy_s / window_s) if window_s > 0 else nan,
+        "completed": len(ttft_s),
+        "rejected": sum(r.refused is not None for r in counted),
+        "unfinished": sum(r.ends == 0 for r in counted),
+    }
+
+
+def _counted(outcome: Outcome) -> list[RequestRecord]:
+    return [r for r in outcome.requests if r.arrived_s >= WARM_UP_S]
+
+
+def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], spec: ClusterSpec) -> Row:
+    """Prompt tokens of the requests that arrived after the warm-up and were prefilled.
+
+    ``computed_tokens``: what was not found in the cache of the rank. ``recomputed_tokens``: those
+    of them in full blocks that some rank of the cluster had computed before. ``hit_rate``: found,
+    as a share of all. ``optimal_tokens``: what one clairvoyant cache with the capacity of all ranks
+    would leave to compute (:mod:`sglang_sbs.simulator.workloads.optimum`), warmed up by the same
+    arrivals.
+    """
+    best = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
+    counted = [
+        r for r in outcome.requests if r.arrived_s >= WARM_UP_S and not math.isnan(r.prefilled_s)
+    ]
+    prompt_tokens = sum(r.prompt_tokens for r in counted)
+    cached_tokens = sum(r.cached_tokens for r in counted)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "computed_tokens": prompt_tokens - cached_tokens,
+        "recomputed_tokens": sum(r.recomputed_tokens for r in counted),
+        "optimal_tokens": prompt_tokens - sum(best[r.index] for r in counted),
+        "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else math.nan,
+    }
+
+
+class EmptyWindowError(ValueError):
+    """There is nothing to measure; the message names the run and what to change."""
+
+
+def max_load(
+    job: Job, slo_ttft_s: float, low: float = 0.2, high: float = 2.0, tolerance: float = 0.01
+) -> Row:
+    """The largest load that is served within the SLO, by bisection.
+
+    Served within the SLO: none of the requests after the warm-up is refused or left over, and their
+    mean TTFT is at most ``slo_ttft_s``. A load that has no such requests says nothing about
+    capacity, and never is the result.
+
+    Args:
+        low, high: where to look first; above ``high`` only if all of that meets the SLO.
+        tolerance: how close the result is to the true one, as a share of it.
+
+    Raises:
+        EmptyWindowError: whatever the load, nothing arrives after the warm-up.
+    """
+    scenario = scenario_of(job)
+    rows: dict[float, Row] = {}
+
+    def meets(load: float) -> bool:
+        arrivals = scenario.at_load(load, job.duration_s, job.seed)
+        if not any(arrival.at_s >= WARM_UP_S for arrival in arrivals):
+            return True
+        row = rows[load] = run(scenario, job.at_load(load))
+        served = row["unfinished"] == row["rejected"] == 0
+        return bool(served and row["ttft_mean_s"] <= slo_ttft_s)
+
+    def bisect(low: float, high: float) -> tuple[float, bool]:
+        """The largest load found, and whether a larger one was seen to break the SLO."""
+        broken = False
+        while high - low > tolerance * max(high, 0.1):
+            middle = (low + high) / 2
+            if meets(middle):
+                low = middle
+            else:
+                high, broken = middle, True
+        return low, broken
+
+    if not meets(low):
+        low, _ = bisect(0.0, low)
+    else:
+        low, broken = bisect(low, high)
+        while not broken and high < _MOST_LOAD and meets(high):
+            low, broken = bisect(high, 2 * high)
+            high *= 2
+    if not rows:
+        raise EmptyWindowError(
+            f"{job.scenario}, seed {job.seed}: nothing arrives between the warm-up of "
+            f"{WARM_UP_S:g} s and the end at {job.duration_s:g} s, at whatever load; simulate "
+            "more seconds, or other seeds"
+        )
+    # No load meets the SLO: the row says what the lightest one tried gives, and a capacity of 0.
+    within = low if low in rows else 0.0
+    at_limit = rows[within or min(rows)]
+    max_qps = within * scenario.nominal_qps
+    return {**at_limit, "slo_ttft_s": slo_ttft_s, "max_qps": max_qps}
+
+
+def run_all(
+    jobs: Iterable[Task],
+    on_row: Callable[[Row], None] = lambda _row: None,
+    workers: int | None = None,
+) -> list[Row]:
+    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs.
+
+    The first error, or an interrupt, ends it: no further job is begun, and none is waited for.
+    """
+    listed = list(jobs)
+    rows: list[Row | None] = [None] * len(listed)
+    if workers == 1:
+        for index, (call, args) in enumerate(listed):
+            rows[index] = row = call(*args)
+            on_row(row)
+        return [row for row in rows if row is not None]
+    others = set(active_children())
+    # A terminal interrupts the workers, too: they leave the word to this process.
+    pool = ProcessPoolExecutor(
+        workers or len(os.sched_getaffinity(0)),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        futures = {pool.submit(call, *args): i for i, (call, args) in enumerate(listed)}
+        for done in as_completed(futures):
+            row = done.result()
+            rows[futures[done]] = row
+            on_row(row)
+    except BaseException:
+        mine = set(active_children()) - others
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in mine:
+            process.terminate()
+        raise
+    pool.shutdown()
+    return [row for row in rows if row is not None]

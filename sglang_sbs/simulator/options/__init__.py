@@ -1,0 +1,1 @@
+"""Flags that the ``simulate`` commands share."""

@@ -1,0 +1,1 @@
+"""Who sends what, when: arrivals, conversations, classes, named scenarios."""

@@ -1,0 +1,82 @@
+"""Gives simulated requests priorities, tenants and SLOs, and says how each of them fared."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
+from sglang_sbs.simulator.cluster.outcome import RequestRecord
+from sglang_sbs.simulator.workloads.arrivals import Arrival
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Who sends the requests of a workload; shares are of their number."""
+
+    high_share: float = 0.0
+    low_share: float = 0.0
+    tenants: Mapping[str, float] = field(default_factory=dict)
+    """How much each sends, as parts of their sum; empty: nobody is told apart."""
+
+    @property
+    def differ(self) -> bool:
+        """Whether there is more than one kind of request."""
+        return bool(self.high_share or self.low_share or self.tenants)
+
+    def of(self, arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
+        """The same requests, with what is drawn for each; the rest of them does not change."""
+        if not self.differ:
+            return list(arrivals)
+        rng = random.Random(f"classes {seed}")
+        names, weights = list(self.tenants), list(self.tenants.values())
+        out = []
+        for arrival in arrivals:
+            drawn = rng.random()
+            high = drawn < self.high_share
+            low = not high and drawn < self.high_share + self.low_share
+            tenant = rng.choices(names, weights)[0] if names else ""
+            out.append(arrival._replace(priority=int(high) - int(low), tenant=tenant))
+        return out
+
+
+def equal(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """The same requests, all of one kind."""
+    return [arrival._replace(priority=0, tenant="") for arrival in arrivals]
+
+
+def class_summary(
+    records: Sequence[RequestRecord], arrivals: Sequence[Arrival], slo_s: float
+) -> Row:
+    """TTFT and goodput of each class and each tenant, by name.
+
+    ``goodput`` is the share of requests whose first token came within ``slo_s``, of all that
+    arrived. Empty where all are of one kind.
+    """
+    groups: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        arrival = arrivals[record.index]
+        groups.setdefault(class_of(arrival.priority), []).append(record)
+        if arrival.tenant:
+            groups.setdefault(f"tenant {arrival.tenant}", []).append(record)
+    if len(groups) <= 1:
+        return {}
+    ranks: dict[str, int] = {name: rank for rank, name in enumerate(reversed(CLASSES))}
+    ordered = sorted(groups, key=lambda name: (ranks.get(name, len(ranks)), name))
+    return {name: _summary(groups[name], slo_s) for name in ordered}
+
+
+def _summary(records: Sequence[RequestRecord], slo_s: float) -> Row:
+    ttft_s = sorted(r.ttft_s for r in records if not math.isnan(r.ttft_s))
+    return {
+        "ttft_mean_s": sum(ttft_s) / len(ttft_s) if ttft_s else math.nan,
+        "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))] if ttft_s else math.nan,
+        "goodput": sum(one <= slo_s for one in ttft_s) / len(records),
+        "completed": len(ttft_s),
+        "rejected": sum(r.refused is not None for r in records),
+    }

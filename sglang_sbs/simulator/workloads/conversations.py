@@ -1,0 +1,62 @@
+"""A synthetic workload of conversations: prompts that grow by turns and share system prompts.
+
+Owns how conversations grow and who shares what. Must not know the cluster.
+
+A turn's prompt is the system prompt, all turns before it with their answers, and a new message; the
+next one comes after the answer was read. Everything a turn sends is a prefix of the next.
+"""
+
+from __future__ import annotations
+
+import random
+
+from sglang_sbs.simulator.workloads.arrivals import Arrival
+
+PAGE_TOKENS = 64
+"""SGLang's page size for DeepSeek-V3 with FlashMLA."""
+_MEAN_TURNS = 5.0
+_MEAN_THINK_S = 10.0
+_MEAN_OUTPUT_TOKENS = 400
+_SYSTEM_PROMPTS = 20
+_SYSTEM_TOKENS = (200, 4000)
+_MESSAGE_TOKENS = (5.5, 1.2)
+"""Lognormal: median 245, mean 500."""
+LONGEST_TOKENS = 65_536
+"""A conversation ends before a prompt would be longer."""
+_NAMES_PER_CONVERSATION = 1 << 20
+
+
+def conversations(qps: float, duration_s: float, seed: int) -> list[Arrival]:
+    """Turns of conversations that begin at random, from time 0 on, as the caches are cold then: the
+    rate comes near ``qps`` within a minute.
+
+    The k-th of 20 system prompts is used in proportion to 1 / k. Turns are geometric with a mean of
+    5, the pause between two is exponential with a mean of 10 s, whatever the load.
+    """
+    rng = random.Random(seed)
+    lengths = random.Random("system prompts")
+    system = [lengths.randint(*_SYSTEM_TOKENS) for _ in range(_SYSTEM_PROMPTS)]
+    popularity = [1 / (k + 1) for k in range(_SYSTEM_PROMPTS)]
+    turns: list[Arrival] = []
+    number, begins_s = _SYSTEM_PROMPTS, 0.0
+    while (begins_s := begins_s + rng.expovariate(qps / _MEAN_TURNS)) < duration_s:
+        (which,) = rng.choices(range(_SYSTEM_PROMPTS), popularity)
+        at_s, tokens = begins_s, system[which]
+        shared = tokens // PAGE_TOKENS
+        while True:
+            tokens += max(1, round(rng.lognormvariate(*_MESSAGE_TOKENS)))
+            if tokens > LONGEST_TOKENS:
+                break
+            output_tokens = 1 + int(rng.expovariate(1 / _MEAN_OUTPUT_TOKENS))
+            if at_s < duration_s:
+                blocks = tuple(
+                    (which if page < shared else number) * _NAMES_PER_CONVERSATION + page
+                    for page in range(tokens // PAGE_TOKENS)
+                )
+                turns.append(Arrival(at_s, tokens, output_tokens, blocks, str(number)))
+            if rng.random() < 1 / _MEAN_TURNS:
+                break
+            tokens += output_tokens
+            at_s += rng.expovariate(1 / _MEAN_THINK_S)
+        number += 1
+    return sorted(turns)

@@ -1,0 +1,64 @@
+"""The fewest prompt tokens that could be computed: one clairvoyant cache for the whole cluster.
+
+Owns that bound. Must not know policies, ranks or time.
+
+The bound. One cache has the KV capacity of all DP ranks together, every prompt finds in it what any
+prompt before it had, at once, and the cache knows the future: it evicts the block whose next use is
+farthest away (Belady), and keeps none that is not used again. A block is only used with all blocks
+before it, so of two with the same next use the deeper one goes first, and what is kept of a prompt
+is always its beginning. No placement on ranks with caches of their own computes less, unless it
+serves the prompts in another order than they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from sglang_sbs.simulator.workloads.arrivals import Arrival
+
+
+def optimal_cached_tokens(
+    arrivals: Sequence[Arrival], block_tokens: int, capacity_tokens: int
+) -> list[int]:
+    """Tokens of each prompt that need not be computed, in the order of the arrivals.
+
+    As in the engine (:mod:`sglang_sbs.simulator.cluster.kv_cache`), full blocks only, and the last
+    token is always computed.
+
+    Args:
+        arrivals: in time order.
+        block_tokens: 0: no cache.
+        capacity_tokens: of all ranks.
+    """
+    if not block_tokens:
+        return [0] * len(arrivals)
+    usable = [arrival.blocks[: (arrival.prompt_tokens - 1) // block_tokens] for arrival in arrivals]
+    uses: dict[int, list[int]] = {}
+    """By block: the arrivals that could use it, the next one last."""
+    for index in range(len(usable) - 1, -1, -1):
+        for block in usable[index]:
+            uses.setdefault(block, []).append(index)
+    capacity = capacity_tokens // block_tokens
+    kept: dict[int, int] = {}
+    """Block to its next use."""
+    farthest: list[tuple[int, int, int]] = []
+    """Heap of (- next use, - depth, block); entries that ``kept`` contradicts are out of date."""
+    cached = []
+    for arrival, blocks in zip(arrivals, usable, strict=True):
+        hit = next((i for i, block in enumerate(blocks) if block not in kept), len(blocks))
+        cached.append(hit * block_tokens)
+        for block in blocks:
+            uses[block].pop()
+        for depth, block in enumerate(arrival.blocks):
+            later = uses.get(block)
+            if later:
+                kept[block] = later[-1]
+                heappush(farthest, (-later[-1], -depth, block))
+            else:
+                kept.pop(block, None)
+        while len(kept) > capacity:
+            next_use, _, block = heappop(farthest)
+            if kept.get(block) == -next_use:
+                del kept[block]
+    return cached

@@ -1,0 +1,318 @@
+"""The named scenarios of ``sglang-sbs simulate``: a cluster shape, a workload, a scale of load.
+
+Owns what load 1.0 means in each. Must not know policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from sglang_sbs.simulator.cluster.cost import COSTS, PassCost
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
+from sglang_sbs.simulator.workloads.arrivals import (
+    MOONCAKE_BLOCK_TOKENS,
+    MOST_PROMPT_TOKENS,
+    Arrival,
+    LengthOf,
+    on_off,
+    read_trace,
+    replayed,
+    synthetic,
+    truncated_pareto,
+    uniform_like,
+    with_long,
+    with_own_blocks,
+)
+from sglang_sbs.simulator.workloads.conversations import LONGEST_TOKENS, PAGE_TOKENS, conversations
+from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
+
+DECODE = "paper-decode"
+"""It is no :class:`Scenario`: there is no prefill in it
+(:mod:`sglang_sbs.simulator.cluster.decode`)."""
+PREFILL_SCENARIOS = (
+    "paper-3k",
+    "paper-5k",
+    "paper-long",
+    "fixed:TOKENS",
+    "uniform:LEAST-MOST",
+    "one-long",
+    "onoff",
+    "sessions",
+    "trace:FILE",
+)
+SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
+_PAPER_INSTANCES = 3
+LoadCounts = Literal["prompt", "uncached"]
+LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
+_SHORT = uniform_like(3000)
+_SHORT_MEAN_TOKENS = 1000.5
+_OWN_LENGTHS = ("paper-", "fixed:", "uniform:", "one-long", "onoff")
+"""Scenarios whose prompts share nothing."""
+_LONG = truncated_pareto(3072, 65536, 6700.0)
+_LONG_TOKENS = 65536
+_LONG_EVERY_S = 15.0
+"""``one-long``: 2.5 % of what load 1.0 computes."""
+_PHASE_S = 0.5
+"""``onoff``: on for so long, then off."""
+_SAMPLE = 20.0, 500.0, 0
+"""Conversations that load 1.0 is calculated of: rate, seconds, seed."""
+
+
+NETWORK = {"dispatch_serial_s": 5e-4, "dispatch_jitter": 0.15, "gang_gate_s": 0.04}
+"""How the requests of a batch reach an instance, unless told otherwise: one after the other, with
+jitter, and gathered by the plugin's gang gate. ``scripts/measure-gangs`` shows it of real engines:
+on a host that is not overloaded half of the batches of four or five requests are there within one
+or two milliseconds."""
+
+
+class ScenarioError(ValueError):
+    """An unknown scenario; the message lists the known ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A workload on a cluster."""
+
+    name: str
+    spec: ClusterSpec
+    nominal_qps: float
+    """Requests per second of the whole cluster at load 1.0."""
+    arrivals: Callable[[float, float, int], list[Arrival]]
+    """(qps, duration_s, seed) -> requests."""
+    slo_ttft_s: float
+    """Mean time to first token of the capacity search."""
+    workload_qps: float
+    """The rate the workload itself has: a trace's mean rate; of the paper's, load 1.0 on its three
+    prefill instances."""
+
+    def at_load(self, load: float, duration_s: float, seed: int) -> list[Arrival]:
+        """The workload at a share of the nominal rate."""
+        return self.arrivals(load * self.nominal_qps, duration_s, seed)
+
+
+def make_scenario(
+    name: str,
+    *,
+    cost: PassCost = COSTS["mixed"],
+    prefill_instances: int = 3,
+    instances: Sequence[Mapping[str, Any]] = (),
+    burstiness: float = 1.0,
+    load_counts: LoadCounts = "prompt",
+    **spec: Any,
+) -> Scenario:
+    """Build a scenario by name; further keywords go to :class:`ClusterSpec`.
+
+    Args:
+        instances: instead of ``prefill_instances`` equal ones, the fields of an
+            :class:`InstanceSpec` each; those left out are as for equal instances.
+        burstiness: coefficient of variation of the gaps between arrivals; traces and conversations
+            have their own.
+        load_counts: what load 1.0 is of, where prompts share prefixes. ``prompt``: all their
+            tokens. ``uncached``: what a clairvoyant cache leaves of them, see
+            :func:`uncached_qps`.
+
+    Load 1.0 is 57 QPS per prefill instance in ``paper-3k``, 70 in ``paper-5k`` (the baseline
+    peaks of the paper, which are only physical as figures per instance), as many tokens per second
+    as in ``paper-3k`` where all prompts have one length (``fixed:TOKENS``), the rate of full chunks
+    in ``paper-long``, ``sessions`` and in traces, and that of passes full of tokens or of requests
+    (``prefill_max_requests``) where lengths lie evenly between two (``uniform:LEAST-MOST``).
+    ``one-long`` and ``onoff`` have the cluster, lengths and loads of ``paper-3k``; in the first a
+    prompt of 64K comes on top now and then, in the second all come in every other half second.
+    Where instances differ, one counts as what its full chunks are worth.
+
+    Raises:
+        ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
+        TraceError: the trace cannot be read.
+        ValueError: not a cluster.
+    """
+
+    def cluster(chunk_tokens: int, block_tokens: int = 0) -> ClusterSpec:
+        shape = {"chunk_tokens": chunk_tokens, "block_tokens": block_tokens, **NETWORK, **spec}
+        equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
+        return ClusterSpec(
+            cost=cost,
+            prefill_instances=len(instances) or prefill_instances,
+            instances=tuple(InstanceSpec(**(equal | dict(one))) for one in instances),
+            **shape,
+        )
+
+    def worth(shape: ClusterSpec) -> float:
+        if not instances:
+            return prefill_instances
+        one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
+        return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
+
+    def bursty(length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
+        return lambda qps, duration_s, seed: with_own_blocks(
+            synthetic(qps, duration_s, length_of, seed, burstiness=burstiness),
+            spec.get("block_tokens", 0),
+        )
+
+    def nominal_qps(shape: ClusterSpec, some: Sequence[Arrival]) -> float:
+        if load_counts == "uncached":
+            return uncached_qps(shape, some)
+        return full_chunk_tokens_per_s(shape) * len(some) / sum(a.prompt_tokens for a in some)
+
+    def check_room(shape: ClusterSpec, longest_tokens: int) -> None:
+        if shape.block_tokens and shape.kv_capacity_tokens < longest_tokens:
+            raise ScenarioError(
+                f"--kv-tokens {shape.kv_capacity_tokens}: the longest prompt has {longest_tokens}"
+            )
+
+    given = spec.get("block_tokens", 0)
+    if given and not name.startswith(_OWN_LENGTHS):
+        raise ScenarioError(f"--block-tokens {given}: {name} has blocks of its own, or none")
+    if load_counts != "prompt" and name.startswith(_OWN_LENGTHS):
+        raise ScenarioError(f"{name}: nothing is cached there, load 1.0 is the paper's")
+    if name == DECODE:
+        raise ScenarioError(
+            f"{DECODE} has no prefill instances; those that have: {', '.join(PREFILL_SCENARIOS)}"
+        )
+    match name.partition(":"):
+        case ("paper-3k", "", ""):
+            shape = cluster(3072)
+            qps = 57.0 * worth(shape)
+            return Scenario(name, shape, qps, bursty(_SHORT), 0.8, 57.0 * _PAPER_INSTANCES)
+        case ("paper-5k", "", ""):
+            shape = cluster(5120)
+            qps = 70.0 * worth(shape)
+            return Scenario(name, shape, qps, bursty(_SHORT), 1.0, 70.0 * _PAPER_INSTANCES)
+        case ("paper-long", "", ""):
+            shape = cluster(16384)
+            qps = full_chunk_tokens_per_s(shape) / 6700.0
+            own_qps = qps * _PAPER_INSTANCES / worth(shape)
+            return Scenario(name, shape, qps, bursty(_LONG), 4.0, own_qps)
+        case ("one-long", "", ""):
+            shape = cluster(3072)
+            check_room(shape, _LONG_TOKENS)
+            short = bursty(_SHORT)
+
+            def some_long(qps: float, duration_s: float, seed: int) -> list[Arrival]:
+                arrivals = short(qps, duration_s, seed)
+                return with_long(arrivals, duration_s, _LONG_TOKENS, _LONG_EVERY_S)
+
+            return Scenario(
+                name, shape, 57.0 * worth(shape), some_long, 0.8, 57.0 * _PAPER_INSTANCES
+            )
+        case ("onoff", "", ""):
+            if burstiness != 1.0:
+                raise ScenarioError("onoff has its own bursts; leave the burstiness out")
+            shape = cluster(3072)
+            return Scenario(
+                name,
+                shape,
+                57.0 * worth(shape),
+                lambda q, d, s: on_off(q, d, _SHORT, s, phase_s=_PHASE_S),
+                0.8,
+                57.0 * _PAPER_INSTANCES,
+            )
+        case ("fixed", ":", text):
+            tokens = _length(text)
+            shape = cluster(3072)
+            check_room(shape, tokens)
+            rate = 57.0 * _SHORT_MEAN_TOKENS / tokens
+            some_length = bursty(lambda _: tokens)
+            return Scenario(
+                name, shape, rate * worth(shape), some_length, 0.8, rate * _PAPER_INSTANCES
+            )
+        case ("uniform", ":", text):
+            least, most = _lengths(text)
+            shape = cluster(3072)
+            check_room(shape, most)
+            rate = full_passes_per_s(shape, (least + most) / 2)
+            between = bursty(lambda rng: rng.randint(least, most))
+            return Scenario(name, shape, rate, between, 0.8, rate * _PAPER_INSTANCES / worth(shape))
+        case ("sessions", "", ""):
+            if burstiness != 1.0:
+                raise ScenarioError("sessions have their own bursts; leave the burstiness out")
+            shape = cluster(16384, PAGE_TOKENS)
+            some = conversations(*_SAMPLE)
+            check_room(shape, LONGEST_TOKENS)
+            qps = nominal_qps(shape, some)
+            own_qps = qps * _PAPER_INSTANCES / worth(shape)
+            return Scenario(name, shape, qps, conversations, 4.0, own_qps)
+        case ("trace", ":", file) if file:
+            if burstiness != 1.0:
+                raise ScenarioError("a trace has its own bursts; leave the burstiness out")
+            trace = read_trace(Path(file))
+            has_blocks = any(arrival.blocks for arrival in trace)
+            shape = cluster(
+                4096 if file.lower().endswith(".csv") else 16384,
+                MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
+            )
+            check_room(shape, max(arrival.prompt_tokens for arrival in trace))
+            rate = len(trace) / max(1e-9, trace[-1].at_s)
+            return Scenario(
+                name,
+                shape,
+                nominal_qps(shape, trace),
+                lambda q, d, s: replayed(trace, q / rate, d, s),
+                4.0,
+                rate,
+            )
+    raise ScenarioError(f"no scenario {name!r}; one of {', '.join(SCENARIOS)}")
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_PROMPT_TOKENS:
+        raise ScenarioError(
+            f"fixed:{text}: write how many tokens every prompt has, 1 to {MOST_PROMPT_TOKENS}, "
+            "as in fixed:1600"
+        )
+    return int(text)
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    """``LEAST-MOST`` of ``uniform:``."""
+    try:
+        least, most = map(_length, text.split("-"))
+    except ValueError:
+        least, most = 1, 0
+    if least > most:
+        raise ScenarioError(
+            f"uniform:{text}: write the shortest and the longest prompt in tokens, 1 to "
+            f"{MOST_PROMPT_TOKENS}, as in uniform:100-300"
+        )
+    return least, most
+
+
+def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
+    """Requests of this mean length per second when every pass is as full as the engine lets it."""
+    rate = 0.0
+    for _, one in spec.prefill:
+        most = one.chunk_tokens / mean_tokens
+        requests = min(most, spec.prefill_max_requests or most)
+        pass_s = spec.cost.pass_s([round(requests * mean_tokens)], [0.0], [round(requests)])
+        rate += one.dp_size * one.speed * requests / pass_s
+    return rate
+
+
+def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
+    """What the cluster computes when every pass has a full chunk on every rank."""
+    return sum(
+        one.capacity_tokens * one.speed / spec.cost.full_chunk_s(one.chunk_tokens)
+        for _, one in spec.prefill
+    )
+
+
+def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
+    """The rate that keeps the cluster busy if it computes only what it has to, perfectly balanced.
+
+    What has to be computed is what the clairvoyant cache of :mod:`.optimum` leaves. A token takes
+    its share of a full chunk, and the time of its attention to all before it, cached or not. No
+    policy serves more for long.
+    """
+    cached = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
+    tokens = sum(a.prompt_tokens - hit for a, hit in zip(arrivals, cached, strict=True))
+    pairs = sum((a.prompt_tokens**2 - hit**2) / 2 for a, hit in zip(arrivals, cached, strict=True))
+    rate = 0.0
+    for _, one in spec.prefill:
+        token_s = spec.cost.full_chunk_s(one.chunk_tokens) / one.chunk_tokens
+        rank_s = (tokens * token_s + pairs * spec.cost.pair_s) / len(arrivals)
+        rate += one.dp_size * one.speed / rank_s
+    return rate

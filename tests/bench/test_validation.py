@@ -1,0 +1,174 @@
+"""Calibration recovers what a simulated cluster was made with, from its event log alone."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import statistics
+
+import msgspec
+import pytest
+
+from benchmarks.fitting.calibration import calibrate, fit_cost
+from benchmarks.fitting.recorded_runs import recorded_runs
+from benchmarks.fitting.recording import read_recording
+from benchmarks.fitting.validation import by_cell, compare, virtual_gpu_pass_cost
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import EventLogWriter
+from sglang_sbs.simulator import ClusterSpec, PassCost, simulate
+from sglang_sbs.simulator.cluster import simulation
+from sglang_sbs.simulator.cluster.cost import CostError, load_cost, save_cost
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+
+SPEC = ClusterSpec(
+    cost=PassCost(fixed_s=0.2, mean_s=1.3e-4, max_s=2.7e-4, pair_s=5e-8),
+    prefill_instances=3,
+    dp_size=2,
+    chunk_tokens=1024,
+    decode_dp_size=2,
+    overlap=True,
+    dispatch_latency_s=0.012,
+    gang_jitter=0.4,
+    dispatch_jitter=0.1,
+    launch_gap_s=0.025,
+    prepare_s=0.006,
+    first_token_s=0.05,
+    feedback_latency_s=0.004,
+    decode_s=0.16,
+    max_new_tokens=8,
+)
+
+
+def arrivals(seed: int, qps: float = 18.0, requests: int = 600):
+    rng = random.Random(seed)
+    out, now_s = [], 0.0
+    for _ in range(requests):
+        now_s += rng.expovariate(qps)
+        out.append((now_s, 1 + int(rng.betavariate(1, 2) * 1024)))
+    return out
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Run a simulation and write the event log a router would have written."""
+
+    def run(policy: str, seed: int, spec: ClusterSpec = SPEC):
+        config = SchedulerConfig(policy=policy, n_limit=10**6)
+        writer = EventLogWriter(tmp_path / f"{policy}-load0.6-seed{seed}.events", config)
+
+        class Recorded(Scheduler):
+            def handle(self, event, now_s):
+                commands = super().handle(event, now_s)
+                writer.write(now_s, event, commands)
+                return commands
+
+        monkeypatch.setattr(simulation, "Scheduler", Recorded)
+        outcome = simulate(arrivals(seed), config, spec)
+        monkeypatch.undo()
+        close = writer.close()
+        assert not inspect.isawaitable(close)
+        return outcome, read_recording(tmp_path / f"{policy}-load0.6-seed{seed}.events")
+
+    return run
+
+
+def test_a_recording_attributes_every_request_to_its_passes(record):
+    outcome, recording = record("least_tokens", 1)
+    assert len(recording.passes) == len(outcome.passes)
+    truth = {r.rid: r.prefilled_s - SPEC.first_token_s for r in outcome.requests}
+    for request in recording.requests.values():
+        assert request.last_pass.end_s == pytest.approx(
+            truth[request.rid] + SPEC.feedback_latency_s, abs=1e-6
+        )
+
+
+def test_the_pass_cost_is_recovered(record):
+    _, recording = record("round_robin", 1)
+    cost, errors = fit_cost(recording.passes)
+    for name in ("fixed_s", "mean_s", "max_s", "pair_s"):
+        assert getattr(cost, name) == pytest.approx(getattr(SPEC.cost, name), rel=0.05), name
+    assert errors.passes == len(recording.passes)
+    assert errors.p95_share < 0.02
+
+
+def test_the_latencies_are_recovered(record):
+    recordings = [record(policy, 1)[1] for policy in ("sbs", "round_robin", "least_tokens")]
+    found = calibrate(recordings)
+    late_s = SPEC.feedback_latency_s  # a clock offset takes the fastest message as instant
+    assert found.dispatch_latency_s == pytest.approx(SPEC.dispatch_latency_s + late_s, rel=0.3)
+    assert 0.2 < found.gang_jitter < 0.6
+    assert found.dispatch_jitter < 0.25
+    assert found.launch_gap_s == pytest.approx(SPEC.launch_gap_s, rel=0.1)
+    assert found.prepare_s == pytest.approx(SPEC.prepare_s, rel=0.1)
+    assert found.first_token_s == pytest.approx(SPEC.first_token_s, abs=0.001)
+    assert found.decode_s == pytest.approx(SPEC.decode_s, abs=0.001)
+
+
+def test_what_was_fitted_on_one_seed_predicts_another(record):
+    known = [record(policy, 1)[1] for policy in ("sbs", "least_tokens")]
+    calibration = calibrate(known)
+    cells = []
+    for policy in ("sbs", "least_tokens"):
+        outcome, recording = record(policy, 2)
+        cell = compare(recording, calibration, policy=policy, load=0.6, seed=2, skip=0, repeats=3)
+        late_s = SPEC.feedback_latency_s
+        real_s = statistics.fmean(r.ttft_s for r in outcome.requests) + late_s
+        assert cell.real_ttft_mean_s == pytest.approx(real_s)
+        assert cell.ratio == pytest.approx(1, abs=0.1)
+        cells.append(cell)
+    assert by_cell(cells) == {(0.6, c.policy): pytest.approx(c.ratio) for c in cells}
+
+
+def test_passes_of_single_ranks_are_not_taken_for_passes_of_all(record):
+    with pytest.raises(ValueError, match=r"eta-load0\.6-seed1\.events has passes of p0, whose DP"):
+        record("eta", 1, msgspec.structs.replace(SPEC, barrier=False))
+
+
+def test_recorded_runs_are_found_by_name(record, tmp_path):
+    record("sbs", 1)
+    (run,) = recorded_runs(tmp_path)
+    assert (run.policy, run.load, run.seed) == ("sbs", 0.6, 1)
+    with pytest.raises(ValueError, match="has no POLICY-loadLOAD-seedSEED"):
+        recorded_runs(tmp_path / "empty")
+
+
+def test_the_virtual_gpu_cost_is_the_same_in_the_simulator():
+    cost = VirtualGpuCost(
+        prefill_base_s=0.2, prefill_per_max_token_s=3e-4, prefill_per_total_token_s=1e-4
+    )
+    same = virtual_gpu_pass_cost(cost, 2)
+    for tokens in ([0, 10], [700, 300], [1024, 1024]):
+        assert same.pass_s(tokens, [0.0, 0.0]) == pytest.approx(cost.prefill_s(tokens))
+
+
+def test_a_cost_file_is_read_back(tmp_path):
+    save_cost(SPEC.cost, tmp_path / "cost.json")
+    assert load_cost(tmp_path / "cost.json") == SPEC.cost
+    (tmp_path / "wrapped.json").write_text('{"cost": {"fixed_s": 0.1}, "rows": []}')
+    assert load_cost(tmp_path / "wrapped.json") == PassCost(fixed_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"fixed_s": 1, "slope": 2}', "unknown field 'slope'; known: fixed_s, mean_s"),
+        ('{"mean_s": 1e-4}', "missing required field `fixed_s`"),
+        ('{"fixed_s": "fast"}', "fixed_s"),
+        ('{"fixed_s": -1}', "fixed_s must be a finite number of seconds >= 0, not -1"),
+        ('{"fixed_s": 0}', "a pass would take no time"),
+        ('{"fixed_s": 0, "pair_s": 1e-8}', "set fixed_s, mean_s or max_s"),
+    ],
+)
+def test_a_bad_cost_file_is_refused_with_its_name_and_the_field(tmp_path, text, message):
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises(CostError, match=r"cost\.json") as error:
+        load_cost(path)
+    assert message in str(error.value)
+
+
+def test_a_cost_needs_passes():
+    with pytest.raises(CostError, match="at least two different prefill passes"):
+        fit_cost([])

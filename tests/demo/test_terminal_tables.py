@@ -1,0 +1,61 @@
+"""What demo and bench print is whole in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from sglang_sbs.demo import cli, compare_policies
+from sglang_sbs.demo.load import Sample
+from sglang_sbs.demo.passes import EngineRecord, ForwardPass
+from sglang_sbs.demo.runs import Run
+from sglang_sbs.scheduling import POLICIES
+
+
+@pytest.fixture
+def terminal() -> Console:
+    return Console(file=io.StringIO(), width=80)
+
+
+def printed(terminal: Console) -> str:
+    assert isinstance(terminal.file, io.StringIO)
+    return terminal.file.getvalue()
+
+
+def run_of(policy: str) -> Run:
+    engines = EngineRecord(chunk_tokens=512)
+    for rank in ("p0/0", "p2/31", "d0/31"):
+        engines.prefill_ranks[rank] = 12_345
+        engines.endforward[rank] = 123_456
+    engines.passes = [
+        ForwardPass(instance="p0", start_s=i, end_s=i + 0.9, tokens=(512, 512)) for i in range(9)
+    ]
+    return Run(policy, [Sample(0.0, 100, ttft_s=123.456)] * 1000, engines)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_tables_of_the_demo(policy: str, terminal: Console) -> None:
+    cli._print_runs([run_of("sbs"), run_of(policy)], terminal)
+    check(printed(terminal), policy, "1000/1000", "123456", "12345 (123456)")
+
+
+@pytest.mark.parametrize("policy", compare_policies.POLICY_NAMES)
+def test_the_tables_of_the_bench(policy: str, terminal: Console) -> None:
+    passes = {"passes": 12_345, "chunk_utilization": 1.0, "active_ranks": 1.0}
+    passes |= {"gap_ms_p50": 12_345.6, "bubble_share": 0.999, "idle_share": 0.999}
+    ttft = {"mean": 123_456.0, "p99": 123_456.0}
+    rows = [
+        {"policy": name, "load": 1.3, "seed": 1, "ttft_ms": ttft, "failed": 99, "passes": passes}
+        for name in dict.fromkeys(["sbs", policy])
+    ]
+    compare_policies._print(rows, list(dict.fromkeys(["sbs", policy])), [1.3], terminal)
+    check(printed(terminal), policy, "123456", "12345.6", "99.9%")
+
+
+def check(text: str, *whole: str) -> None:
+    assert "…" not in text
+    for word in whole:
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 80

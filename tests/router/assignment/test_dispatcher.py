@@ -1,0 +1,267 @@
+"""The dispatcher: futures, timers, order of events, and a log that replays."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang_sbs.router.assignment.dispatcher import Dispatcher
+from sglang_sbs.router.errors import Refused, RouterError
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig
+from sglang_sbs.scheduling.eventlog import EventLogWriter, read_event_log
+from sglang_sbs.scheduling.events import (
+    Command,
+    Dispatch,
+    Event,
+    InstanceUp,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    TimerFired,
+    WakeAt,
+)
+
+
+def dispatch(rid: str) -> Dispatch:
+    return Dispatch(
+        rid=rid,
+        prefill="http://p:1",
+        prefill_rank=0,
+        decode="http://d:1",
+        decode_rank=0,
+        batch=1,
+        held_s=0.0,
+        reason="test",
+    )
+
+
+class Scripted:
+    """Answers each event with what ``answers`` says."""
+
+    def __init__(self, answers: Any) -> None:
+        self.events: list[Event] = []
+        self._answers = answers
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        self.events.append(event)
+        return list(self._answers(event, now_s))
+
+    def snapshot(self, now_s: float) -> Any:
+        return None
+
+
+async def test_a_request_waits_until_a_timer_releases_it() -> None:
+    def answers(event: Event, now_s: float) -> list[Command]:
+        if isinstance(event, RequestArrived):
+            return [WakeAt(time_s=now_s + 10), WakeAt(time_s=now_s + 0.01)]
+        return [dispatch("a")] if isinstance(event, TimerFired) else []
+
+    scheduler = Scripted(answers)
+    dispatcher = Dispatcher(scheduler)
+    assignment = await asyncio.wait_for(dispatcher.assign("a", prompt_tokens=5), 5)
+    assert assignment.prefill == "http://p:1"
+    assert dispatcher.waiting == 0
+    assert dispatcher.open == 1
+    dispatcher.ended("a", "completed")
+    dispatcher.ended("a", "failed")
+    assert scheduler.events[-1] == RequestEnded(rid="a", outcome="completed")
+    assert dispatcher.open == 0
+
+
+async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
+    def answers(event: Event, now_s: float) -> list[Command]:
+        if isinstance(event, RequestArrived) and event.rid == "c":
+            return [dispatch("b"), dispatch("a"), dispatch("c")]
+        return []
+
+    dispatcher = Dispatcher(Scripted(answers))
+    order: list[str] = []
+
+    async def one(rid: str) -> None:
+        await dispatcher.assign(rid, prompt_tokens=1)
+        order.append(rid)
+
+    await asyncio.gather(one("a"), one("b"), one("c"))
+    assert sorted(order) == ["a", "b", "c"]
+
+
+async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
+    def at(rid: str, prefill: str, rank: int, batch: int) -> Dispatch:
+        return msgspec.structs.replace(
+            dispatch(rid), prefill=prefill, prefill_rank=rank, batch=batch
+        )
+
+    def answers(event: Event, now_s: float) -> list[Command]:
+        if not isinstance(event, RequestArrived) or event.rid != "f":
+            return []
+        return [
+            *(at("a", "p0", 0, 1), at("b", "p0", 1, 1), at("c", "p0", 1, 1)),
+            *(at("d", "p1", 0, 1), at("e", "p0", 0, 2), WakeAt(time_s=now_s + 9)),
+            Refuse(rid="f", cause="queue_full", retry_after_s=1, message="full"),
+        ]
+
+    dispatcher = Dispatcher(Scripted(answers))
+    told = await asyncio.gather(
+        *(dispatcher.assign(rid, prompt_tokens=1) for rid in "abcdef"), return_exceptions=True
+    )
+    parts = [one.gang for one in told if isinstance(one, Dispatch)]
+    assert all(part is not None for part in parts)
+    assert [(part.members, part.ranks) for part in parts if part] == [
+        *((1, 2), (2, 2), (2, 2), (1, 1), (1, 1)),
+    ]
+    tags = [part.tag for part in parts if part]
+    assert tags[0] == tags[1] == tags[2]
+    assert len({tags[0], *tags[3:]}) == 3
+    assert isinstance(told[5], Refused)
+
+
+async def test_refusals_raise_and_end_the_request() -> None:
+    def answers(event: Event, now_s: float) -> list[Command]:
+        if isinstance(event, RequestArrived):
+            return [Refuse(rid=event.rid, cause="queue_full", retry_after_s=2, message="full")]
+        return []
+
+    scheduler = Scripted(answers)
+    dispatcher = Dispatcher(scheduler)
+    with pytest.raises(Refused) as error:
+        await dispatcher.assign("a", prompt_tokens=1)
+    assert error.value.status == 429
+    dispatcher.ended("a", "failed")
+    dispatcher.prefill_done("a")
+    assert len(scheduler.events) == 1
+
+
+@pytest.mark.parametrize("dispatched_first", [False, True])
+async def test_cancelling_ends_it_as_aborted_also_in_the_instant_of_dispatch(
+    dispatched_first: bool,
+) -> None:
+    scheduler = Scripted(lambda event, now_s: [])
+    dispatcher = Dispatcher(scheduler)
+    task = asyncio.create_task(dispatcher.assign("a", prompt_tokens=1))
+    await asyncio.sleep(0)
+    if dispatched_first:
+        scheduler._answers = lambda event, now_s: (
+            [dispatch("a")] if isinstance(event, TimerFired) else []
+        )
+        dispatcher.submit(TimerFired())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert scheduler.events[-1] == RequestEnded(rid="a", outcome="aborted")
+    assert dispatcher.open == dispatcher.waiting == 0
+
+
+async def test_events_that_arise_while_handling_one_come_after_it() -> None:
+    dispatcher: Dispatcher
+    depth = 0
+    deepest = 0
+
+    def answers(event: Event, now_s: float) -> list[Command]:
+        nonlocal depth, deepest
+        depth += 1
+        deepest = max(deepest, depth)
+        if len(scheduler.events) < 5:
+            dispatcher.submit(TimerFired())
+        depth -= 1
+        return []
+
+    scheduler = Scripted(answers)
+    dispatcher = Dispatcher(scheduler)
+    dispatcher.submit(TimerFired())
+    assert len(scheduler.events) == 5
+    assert deepest == 1
+
+
+async def test_the_event_log_replays_to_the_same_commands(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    config = SchedulerConfig(policy="least_tokens")
+    log = EventLogWriter(path, config)
+    dispatcher = Dispatcher(Scheduler(config), event_log=log)
+    for role, url in (("prefill", "http://p:1"), ("decode", "http://d:1")):
+        dispatcher.submit(InstanceUp(instance=url, role=role, dp_size=2, chunk_tokens=1024))  # type: ignore[arg-type]
+    for number in range(20):
+        rid = f"r{number}"
+        await asyncio.wait_for(dispatcher.assign(rid, prompt_tokens=100 + number), 5)
+        dispatcher.prefill_done(rid, 100, 0)
+        dispatcher.ended(rid, "completed", 5)
+    dispatcher.close()
+    header, *records = read_event_log(path)
+    assert header.config == config
+    replayed = Scheduler(header.config)
+    dispatches = 0
+    for record in records:
+        assert record.event is not None
+        assert replayed.handle(record.event, record.now_s) == record.commands
+        dispatches += sum(isinstance(command, Dispatch) for command in record.commands)
+    assert dispatches == 20
+
+
+def test_a_torn_log_gives_its_whole_records(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    log = EventLogWriter(path, SchedulerConfig())
+    log.write(time.monotonic(), TimerFired(), [])
+    log.close()
+    path.write_bytes(path.read_bytes()[:-3])
+    assert len(list(read_event_log(path))) == 1
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="not an sglang-sbs event log"):
+        list(read_event_log(path))
+
+
+async def test_a_request_the_scheduler_forgot_is_ended_in_the_end() -> None:
+    scheduler = Scripted(lambda event, now_s: [])
+    dispatcher = Dispatcher(scheduler, give_up_s=0.01)
+    with pytest.raises(RouterError, match="scheduler failed"):
+        await dispatcher.assign("r", prompt_tokens=1)
+    assert scheduler.events[-1] == RequestEnded(rid="r", outcome="failed")
+    assert (dispatcher.open, dispatcher.waiting) == (0, 0)
+
+
+async def test_a_scheduler_that_failed_is_asked_again_and_fills_no_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fired = asyncio.Event()
+
+    def answers(event: Event, now_s: float) -> list[Command]:
+        if isinstance(event, TimerFired):
+            fired.set()
+            return []
+        raise RuntimeError("defect")
+
+    dispatcher = Dispatcher(Scripted(answers))
+    for number in range(50):
+        dispatcher.submit(InstanceUp(instance=f"p{number}", role="prefill", dp_size=1))
+    await asyncio.wait_for(fired.wait(), 10)
+    assert dispatcher.scheduler_errors == 50
+    assert len([r for r in caplog.records if "scheduler failed" in r.message]) == 1
+    dispatcher.close()
+
+
+async def test_a_full_disk_ends_the_event_log_and_nothing_else(tmp_path: Path) -> None:
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None: ...
+        def close(self) -> None: ...
+
+    for broken_at in ("write", "flush"):
+        log = EventLogWriter(tmp_path / "log", SchedulerConfig())
+        log._file = Full()  # type: ignore[assignment]
+        scheduler = Scripted(
+            lambda event, now_s: [dispatch(event.rid)] if isinstance(event, RequestArrived) else []
+        )
+        dispatcher = Dispatcher(scheduler, event_log=log)
+        if broken_at == "write":
+            log._buffer += bytes(100_000)
+        else:
+            dispatcher.submit(TimerFired())
+            dispatcher.flush_log()
+        assert (await dispatcher.assign("r", prompt_tokens=1)).rid == "r"
+        dispatcher.flush_log()
+        dispatcher.close()

@@ -1,0 +1,65 @@
+"""What requests are told of the gang they leave with, or follow."""
+
+from __future__ import annotations
+
+from sglang_sbs.router.assignment.gang_parts import GangParts
+from sglang_sbs.scheduling.events import Dispatch, WakeAt
+from sglang_sbs.wire.gangs import GangPart
+
+
+def leave(rid: str, rank: int, batch: int, *, joins: bool = False, to: str = "p0") -> Dispatch:
+    return Dispatch(
+        rid=rid,
+        prefill=to,
+        prefill_rank=rank,
+        decode="d0",
+        decode_rank=0,
+        batch=batch,
+        held_s=0.0,
+        reason="",
+        joins=joins,
+    )
+
+
+def parts_of(gangs: GangParts, *commands: Dispatch) -> list[GangPart]:
+    told = gangs.told([*commands, WakeAt(time_s=1.0)])
+    assert told[-1] == WakeAt(time_s=1.0)
+    return [one.gang for one in told if isinstance(one, Dispatch) and one.gang is not None]
+
+
+def test_who_leaves_together_is_told_how_many_they_are():
+    a, b, c = parts_of(GangParts(), leave("a", 0, 7), leave("b", 0, 7), leave("c", 1, 7))
+    assert a.tag == b.tag == c.tag
+    assert [(one.members, one.ranks) for one in (a, b, c)] == [(2, 2), (2, 2), (1, 2)]
+
+
+def test_who_leaves_later_for_the_same_pass_follows_the_gang():
+    gangs = GangParts()
+    first, _ = parts_of(gangs, leave("a", 0, 7), leave("b", 1, 7))
+    for number in (8, 9):
+        assert parts_of(gangs, leave("late", 3, number, joins=True)) == [GangPart(first.tag, 0, 2)]
+
+
+def test_a_gang_of_another_instance_is_not_followed():
+    gangs = GangParts()
+    parts_of(gangs, leave("a", 0, 7))
+    first, second = parts_of(
+        gangs, leave("b", 0, 8, joins=True, to="p1"), leave("c", 0, 8, joins=True, to="p1")
+    )
+    assert first == second == GangPart(first.tag, 2, 1)
+
+
+def test_the_newest_gang_is_followed():
+    gangs = GangParts()
+    parts_of(gangs, leave("a", 0, 7), leave("b", 1, 7))
+    newest, _ = parts_of(gangs, leave("c", 0, 8), leave("d", 0, 8))
+    assert parts_of(gangs, leave("e", 0, 9, joins=True)) == [GangPart(newest.tag, 0, 1)]
+
+
+def test_a_single_request_is_not_followed():
+    """The engine holds it for nobody."""
+    gangs = GangParts()
+    parts_of(gangs, leave("a", 0, 7), leave("b", 1, 7))
+    parts_of(gangs, leave("c", 0, 8))
+    (part,) = parts_of(gangs, leave("d", 1, 9, joins=True))
+    assert (part.members, part.ranks) == (1, 1)

@@ -1,0 +1,511 @@
+"""The session between front ends and scheduler, without sockets or processes: faults on command."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from link_harness import HOLDING, IMMEDIATE, FakeLine, FrontEnd, OneAtATime, World, too_many_files
+from router_harness import until
+
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+from sglang_sbs.router.errors import Refused, RouterError, transport_failure
+from sglang_sbs.router.processes import front_end_sessions as hub_module
+from sglang_sbs.router.processes import scheduler_link as link_module
+from sglang_sbs.router.processes.messages import Adopted, Unwelcome
+from sglang_sbs.scheduling import Command, Dispatch
+from sglang_sbs.scheduling.events import (
+    Event,
+    RequestAdopted,
+    RequestArrived,
+    RequestEnded,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(link_module, "LOST_AFTER_S", 0.1)
+    monkeypatch.setattr(link_module, "_CALL_S", 0.2)
+    monkeypatch.setattr(hub_module, "TICK_S", 0.01)
+    monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
+    monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    for front_end in made.front_ends:
+        front_end.link.close()
+    made.crash()
+
+
+async def test_a_request_from_arrival_to_end(world: World) -> None:
+    side = await world.boot()
+    front_end = await world.front_end()
+    assignment = await front_end.ask("a")
+    assert assignment.prefill.startswith("http://p")
+    assert side.books == (0, 1, 2)
+    assert side.hub.find_owner("a", "prefill") == assignment.prefill
+    front_end.link.prefill_done("a", 10, 0)
+    await until(lambda: side.books == (0, 1, 1))
+    front_end.link.ended("a", "completed", 5)
+    front_end.link.ended("a", "failed")
+    await until(lambda: side.books == (0, 0, 0))
+    assert side.hub.requests == front_end.link.open == 0
+    assert side.hub.foreign == 0
+    assert not front_end.alone.dispatches
+
+
+async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_go_of_them(
+    world: World,
+) -> None:
+    side = await world.boot()
+    heard = []
+    handle = side.scheduler.handle
+
+    def listen(event: Event, now_s: float) -> list[Command]:
+        heard.append(event)
+        return handle(event, now_s)
+
+    side.scheduler.handle = listen  # type: ignore[method-assign]
+    front_end = await world.front_end()
+    blocks = [-(1 << 63), 5, (1 << 63) - 1]
+    await front_end.link.assign(
+        "a", prompt_tokens=200, blocks=blocks, block_tokens=64, session="talk"
+    )
+    (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
+    assert (arrival.blocks, arrival.block_tokens, arrival.session) == (blocks, 64, "talk")
+    assert front_end.link._requests["a"].arrival.blocks == []
+
+
+async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None:
+    side = await world.boot()
+    heard = []
+    handle = side.scheduler.handle
+
+    def listen(event: Event, now_s: float) -> list[Command]:
+        heard.append(event)
+        return handle(event, now_s)
+
+    side.scheduler.handle = listen  # type: ignore[method-assign]
+    front_end = await world.front_end()
+    await front_end.link.assign("a", prompt_tokens=2, priority=-2, ttft_slo_s=0.5, tenant="gold")
+    (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
+    assert (arrival.priority, arrival.ttft_slo_s, arrival.tenant) == (-2, 0.5, "gold")
+
+
+async def test_refusals_come_through_and_cancelling_withdraws(world: World) -> None:
+    side = await world.boot(HOLDING)
+    front_end = await world.front_end()
+    with pytest.raises(Refused):
+        await front_end.link.assign("long", prompt_tokens=1 << 30)
+    placed = [await front_end.ask(f"placed {number}") for number in range(1)]
+    waiting = front_end.ask("waiting")
+    await until(lambda: side.books[0] == 1)
+    waiting.cancel()
+    await until(lambda: side.books[0] == 0)
+    assert front_end.link.open == side.hub.requests == len(placed)
+
+
+async def test_what_waits_is_placed_at_once_when_the_scheduler_is_silent(world: World) -> None:
+    side = await world.boot(HOLDING)
+    front_end = await world.front_end()
+    running = await front_end.ask("running")
+    waiting = [front_end.ask(f"waiting {number}") for number in range(4)]
+    await until(lambda: side.books[0] == 4)
+    world.net.frozen = True
+    placed = await asyncio.gather(*waiting)
+    assert front_end.alone.dispatches == 4
+    # By its own books: the busy rank is the last choice.
+    assert all(
+        d.prefill_rank != running.prefill_rank or d.prefill != running.prefill for d in placed[:3]
+    )
+    late = await front_end.ask("late")
+    front_end.link.ended("waiting 0", "completed", 1)
+    world.net.thaw()
+    await until(lambda: front_end.link.connected)
+    # The scheduler forgot what it believed and knows what is.
+    await until(lambda: side.books == (0, 5, 10))
+    assert side.hub.find_owner("late", "prefill") == late.prefill
+    for rid in ("running", "waiting 1", "waiting 2", "waiting 3", "late"):
+        front_end.link.ended(rid, "completed", 1)
+    await until(lambda: side.books == (0, 0, 0))
+
+
+async def test_a_scheduler_that_was_only_slow_is_given_longer_and_a_new_one_is_not(
+    world: World,
+) -> None:
+    await world.boot()
+    front_end = await world.front_end()
+    patience_s = [front_end.link._patience_s]
+    for _ in range(2):
+        world.net.frozen = True
+        await until(lambda: not front_end.link.connected)
+        world.net.thaw()
+        await until(lambda: front_end.link.connected)
+        patience_s.append(front_end.link._patience_s)
+    assert patience_s == pytest.approx([0.1, 0.2, 0.4])
+    world.crash()
+    await until(lambda: not front_end.link.connected)
+    await world.boot()
+    await until(lambda: front_end.link.connected)
+    assert front_end.link._patience_s == 0.1
+
+
+async def test_a_restarted_scheduler_learns_everything_from_its_front_ends(world: World) -> None:
+    await world.boot()
+    front_ends = [await world.front_end() for _ in range(2)]
+    for number, front_end in enumerate(front_ends):
+        for request in range(600):  # more than one message of them
+            await front_end.ask(f"{number}/{request}", 1)
+        front_end.link.prefill_done(f"{number}/0")
+    world.crash()
+    await until(lambda: not any(front_end.link.connected for front_end in front_ends))
+    during = await front_ends[0].ask("during")
+    side = await world.boot()
+    await until(lambda: side.hub.front_ends == 2 and side.hub.requests == 1201)
+    assert side.books == (0, 1201, 2 * 1201 - 2)
+    assert side.hub.find_owner("during", "decode") == during.decode
+    for number, front_end in enumerate(front_ends):
+        for request in range(600):
+            front_end.link.ended(f"{number}/{request}", "completed", 1)
+    front_ends[0].link.ended("during", "completed", 1)
+    await until(lambda: side.books == (0, 0, 0))
+
+
+async def test_a_silent_front_end_loses_its_requests_and_gets_them_back(world: World) -> None:
+    side = await world.boot()
+    front_ends = [await world.front_end() for _ in range(2)]
+    for front_end in front_ends:
+        await front_end.ask(f"of {id(front_end)}")
+    stopped = front_ends[0].link
+    line = stopped._line
+    assert isinstance(line, FakeLine)
+    line.tell = lambda message: True  # type: ignore[method-assign]
+    await until(lambda: side.hub.front_ends == 1)
+    assert side.books == (0, 1, 2)
+    ended = [event for event in side.events if isinstance(event, RequestEnded)]
+    del line.tell
+    # It did not notice; the next thing it says is answered that it is unknown.
+    await until(lambda: side.hub.front_ends == 2)
+    await until(lambda: side.books == (0, 2, 4))
+    assert not ended
+
+
+async def test_a_front_end_that_parts_leaves_nothing(world: World) -> None:
+    side = await world.boot()
+    front_end = await world.front_end()
+    await front_end.ask("a")
+    front_end.link.close()
+    await until(lambda: side.hub.front_ends == 0)
+    assert side.books == (0, 0, 0)
+
+
+async def test_the_end_of_a_session_ends_all_its_requests_whatever_the_scheduler_makes_of_it(
+    world: World,
+) -> None:
+    side = await world.boot()
+    scheduler = OneAtATime()
+    side.hub.pump = SchedulerPump(scheduler, decided=side.hub.decided, failed=side.hub.failed)
+    front_end = await world.front_end()
+    asked = [front_end.ask(rid) for rid in "abcd"]
+    await until(lambda: len(scheduler.waiting) == 4)
+    front_end.link.close()
+    await until(lambda: sorted(scheduler.ended) == ["a", "b", "c", "d"])
+    assert side.hub.requests == side.hub.front_ends == 0
+    assert sum(worker.active for worker in side.registry) == 0
+    for task in asked:
+        task.cancel()
+
+
+async def test_workers_are_one_set_for_all(world: World) -> None:
+    side = await world.boot()
+    one, other = [await world.front_end() for _ in range(2)]
+    worker_id = await one.link.add_worker("http://p9:1", "prefill", 9000)
+    assert one.registry.by_id(worker_id) is not None
+    await until(lambda: other.registry.by_id(worker_id) is not None)
+    with pytest.raises(ValueError, match="already"):
+        await other.link.add_worker("http://p9:1", "prefill", 9000)
+    await other.link.remove_worker(worker_id)
+    await until(lambda: one.registry.by_id(worker_id) is None)
+    with pytest.raises(ValueError, match="no worker"):
+        await other.link.remove_worker(worker_id)
+    await one.link.remove_worker(side.registry.of_role("prefill")[0].id)
+    before = {worker.url: worker.id for worker in side.registry}
+    world.crash()
+    await until(lambda: not one.link.connected)
+    with pytest.raises(RouterError) as error:
+        await one.link.add_worker("http://p8:1", "prefill", 9000)
+    assert error.value.code == "scheduler_unavailable"
+    # Its flags name two prefill workers; the front ends know better.
+    after = await world.boot()
+    await until(lambda: after.hub.front_ends == 2)
+    assert {worker.url: worker.id for worker in after.registry} == before
+
+
+async def test_blame_goes_to_the_scheduler_and_its_verdict_to_everybody(world: World) -> None:
+    side = await world.boot()
+    one, other = [await world.front_end() for _ in range(2)]
+    url = side.registry.of_role("prefill")[0].url
+    failure = transport_failure("prefill", url, "refused", unreachable=True)
+    one.registry.leg_failed(failure)
+    mirrored = other.registry.get(url)
+    assert mirrored is not None
+    await until(lambda: not mirrored.healthy)
+    assert side.registry.get(url).failures == 1  # type: ignore[union-attr]
+    # Alone, a front end judges for itself.
+    world.crash()
+    await until(lambda: not one.link.connected)
+    second = side.registry.of_role("prefill")[1].url
+    one.registry.leg_failed(transport_failure("prefill", second, "refused", unreachable=True))
+    with pytest.raises(Refused, match="prefill"):
+        await one.ask("nowhere to go")
+
+
+async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
+    side = await world.boot()
+    one, other = [await world.front_end() for _ in range(2)]
+    silenced: list[str] = []
+    other.registry.silenced = lambda worker: silenced.append(worker.url)
+    worker = side.registry.of_role("decode")[0]
+    side.registry.silenced(worker)
+    await until(lambda: silenced == [worker.url])
+    assert await one.link.abort_elsewhere("x") == 2
+    assert (one.aborted, other.aborted) == ([], ["x"])
+    assert await side.hub.metrics_pages() == ["# front end 0\n", "# front end 1\n"]
+
+
+async def test_another_version_is_refused_and_the_front_end_serves_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await world.boot()
+    monkeypatch.setattr(link_module, "VERSION", 99)
+    front_end = FrontEnd(world.net)
+    world.front_ends.append(front_end)
+    assert not await front_end.link.start(0.2)
+    assert caplog.text.count("speaks version 99") == 1
+    with pytest.raises(Refused):
+        await front_end.ask("no workers known")
+
+
+def failing(times: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Like ``function``, but the first calls fail."""
+    left = iter(range(times))
+
+    def call(*args: Any) -> Any:
+        if next(left, None) is not None:
+            raise too_many_files()
+        return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("noticed", ["silent", "takes nothing", "unknown there"])
+async def test_without_descriptors_for_a_new_line_requests_are_placed_and_it_is_tried_again(
+    world: World, caplog: pytest.LogCaptureFixture, noticed: str
+) -> None:
+    side = await world.boot(HOLDING)
+    front_end = await world.front_end()
+    running = await front_end.ask("running")
+    waiting = [front_end.ask(f"waiting {number}") for number in range(4)]
+    await until(lambda: side.books[0] == 4)
+    line = front_end.link._line
+    assert isinstance(line, FakeLine)
+    world.net.full = True
+    match noticed:
+        case "silent":
+            world.net.cut = True
+        case "takes nothing":
+            world.crash()
+        case _:
+            line.receive(Unwelcome())
+    late = front_end.ask("late")  # its arrival may be what finds out
+    assert len(await asyncio.gather(*waiting, late)) == 5
+    assert front_end.alone.dispatches == 5
+    assert not front_end.link.connected
+    front_end.link.ended("waiting 0", "completed", 1)
+    with pytest.raises(RouterError, match="no connection to the scheduler"):
+        await front_end.link.abort_elsewhere("x")
+    world.net.mend()
+    if world.net.side is None:
+        side = await world.boot()
+    not_made = world.net.not_made
+    await until(lambda: world.net.not_made > not_made + 3)
+    assert not front_end.link.connected
+    assert caplog.text.count("OSError: [Errno 24] Too many open files") == 1
+    world.net.full = False
+    await until(lambda: front_end.link.connected)
+    await until(lambda: side.books == (0, 5, 10) and side.hub.front_ends == 1)
+    assert side.hub.find_owner("running", "prefill") == running.prefill
+
+
+@pytest.mark.parametrize("step", ["connect", "close", "fallback", "books", "alone changed"])
+async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    side = await world.boot(HOLDING)
+    front_end = await world.front_end()
+    link = front_end.link
+    told: list[bool] = []
+    link.alone_changed = told.append
+    await front_end.ask("running")
+    waiting = front_end.ask("waiting")
+    await until(lambda: side.books[0] == 1)
+    owner, name = {
+        "connect": (link, "_connect"),
+        "close": (link._line, "close"),
+        "fallback": (link, "_fallback"),
+        "books": (front_end.registry, "announcements"),
+        "alone changed": (link, "alone_changed"),
+    }[step]
+    monkeypatch.setattr(owner, name, failing(2, getattr(owner, name)))
+    world.crash()
+    assert (await waiting).prefill
+    assert (await front_end.ask("late")).prefill
+    await until(lambda: told == [True])
+    side = await world.boot()
+    await until(lambda: link.connected)
+    await until(lambda: side.books == (0, 3, 6) and side.hub.front_ends == 1)
+    assert told == [True, False]
+
+
+async def test_a_heartbeat_that_fails_is_followed_by_another(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = await world.boot(HOLDING)
+    front_end = await world.front_end()
+    await front_end.ask("running")
+    waiting = front_end.ask("waiting")
+    await until(lambda: side.books[0] == 1)
+    monkeypatch.setattr(front_end.registry, "states", failing(3, front_end.registry.states))
+    monkeypatch.setattr(front_end.link._line, "drain", failing(1 << 30, lambda: None))
+    assert (await waiting).prefill
+    await until(lambda: caplog.text.count("heartbeat failed") >= 4)
+    await until(lambda: front_end.link.connected)
+    await until(lambda: side.books == (0, 2, 4) and side.hub.front_ends == 1)
+
+
+async def test_a_welcome_that_cannot_be_answered_leaves_no_request_without_a_scheduler(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.boot(HOLDING)
+    front_end = await world.front_end()
+    await front_end.ask("running")
+    world.crash()
+    await until(lambda: not front_end.link.connected)
+    monkeypatch.setattr(front_end.registry, "follow", failing(2, front_end.registry.follow))
+    side = await world.boot(IMMEDIATE)
+    asked = [front_end.ask(f"{number}") for number in range(3)]
+    await until(lambda: front_end.link.connected)
+    assert len(await asyncio.gather(*asked)) == 3
+    await until(lambda: side.books == (0, 4, 8))
+
+
+async def test_an_arrival_that_cannot_be_said_is_not_kept(world: World) -> None:
+    side = await world.boot()
+    front_end = await world.front_end()
+    line = front_end.link._line
+    assert isinstance(line, FakeLine)
+    line.tell = failing(2, line.tell)  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="Too many"):
+        await front_end.link.assign("a", prompt_tokens=10)
+    assert front_end.link.open == 0
+    assert (await front_end.ask("b")).prefill
+    await until(lambda: side.books == (0, 1, 2))
+
+
+async def test_a_front_end_that_cannot_make_its_first_line_does_not_start(world: World) -> None:
+    world.net.full = True
+    front_end = FrontEnd(world.net)
+    world.front_ends.append(front_end)
+    with pytest.raises(OSError, match="Too many"):
+        await front_end.link.start(5.0)
+
+
+async def test_messages_of_strangers_change_nothing(world: World) -> None:
+    side = await world.boot()
+    heard: list[Any] = []
+    line = world.net.connect(heard.append)
+    assert line.tell(RequestEnded(rid="a", outcome="completed"))
+    await until(lambda: heard == [Unwelcome()])
+    front_ends = [await world.front_end() for _ in range(2)]
+    await front_ends[0].ask("a")
+    thief = front_ends[1].link._line
+    assert thief is not None
+    thief.tell(RequestEnded(rid="a", outcome="completed"))
+    stolen = RequestAdopted(
+        rid="a",
+        prompt_tokens=1,
+        prefill="http://p0:1",
+        prefill_rank=0,
+        decode="http://d0:1",
+        decode_rank=0,
+    )
+    thief.tell(Adopted(requests=[stolen]))
+    await until(lambda: side.hub.foreign == 1)
+    assert side.books == (0, 1, 2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_every_request_is_answered_and_ends_once(
+    world: World, seed: int
+) -> None:
+    chance = random.Random(seed)
+    side = await world.boot(chance.choice([IMMEDIATE, HOLDING]))
+    front_ends = [await world.front_end() for _ in range(2)]
+    running: dict[str, FrontEnd] = {}
+    asked: list[asyncio.Task[Dispatch]] = []
+
+    async def ask(front_end: FrontEnd, rid: str) -> Dispatch:
+        assignment = await front_end.link.assign(rid, prompt_tokens=10)
+        running[rid] = front_end
+        return assignment
+
+    for step in range(120):
+        front_end = chance.choice(front_ends)
+        rid = f"{seed}/{step}"
+        match chance.randrange(12):
+            case 0:
+                world.net.frozen = True
+            case 1:
+                world.net.thaw()
+            case 2:
+                world.crash()
+            case 3 if world.net.side is None:
+                world.net.thaw()
+                side = await world.boot(IMMEDIATE)
+            case 4:
+                world.net.mend() if world.net.cut else setattr(world.net, "cut", True)
+            case 5 if running:
+                ended = chance.choice(list(running))
+                running.pop(ended).link.ended(ended, "completed", 3)
+            case 6 if running:
+                done = chance.choice(list(running))
+                running[done].link.prefill_done(done)
+            case 7:
+                world.net.full = not world.net.full
+            case _:
+                asked.append(asyncio.create_task(ask(front_end, rid)))
+        await asyncio.sleep(chance.choice([0, 0, 0.005, 0.03]))
+    world.net.full = False
+    world.net.mend()
+    world.net.thaw()
+    if world.net.side is None or side.scheduler.config is HOLDING:
+        world.crash()
+        side = await world.boot(IMMEDIATE)
+    await asyncio.wait(asked, timeout=20)
+    assert all(task.done() for task in asked)
+    refused = sum(task.exception() is not None for task in asked)
+    assert refused == 0
+    await until(lambda: all(f.link.connected for f in front_ends))
+    await until(lambda: side.books[1] == len(running))
+    for rid, owner in running.items():
+        owner.link.ended(rid, "completed", 3)
+    await until(lambda: side.books == (0, 0, 0))
+    assert side.hub.requests == 0
+    assert sum(f.link.open for f in front_ends) == 0

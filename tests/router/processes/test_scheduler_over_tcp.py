@@ -1,0 +1,177 @@
+"""Scheduler and front ends as separate programs over tcp: who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+from router_harness import TIMEOUT_S, until
+from router_processes import Group, site, start_group
+from test_front_ends import complete
+
+from sglang_sbs.router.processes.messages import (
+    VERSION,
+    Alive,
+    FromScheduler,
+    Hello,
+    ToScheduler,
+    encode,
+)
+from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
+from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in, keys_of
+
+HELLO = Hello(version=VERSION, front_end="me", name="a test")
+
+
+@pytest.fixture
+def keys() -> CurveKeys:
+    return keys_of(secrets.token_hex(32))
+
+
+class Door:
+    """A scheduler's socket that notes who says what."""
+
+    def __init__(self, keys: CurveKeys | None) -> None:
+        self.taken: list[ToScheduler] = []
+        self.socket = SchedulerSocket(self._take)
+        self.endpoint = self.socket.open("tcp://127.0.0.1:*", keys)
+
+    def _take(self, identity: bytes, message: ToScheduler) -> None:
+        self.taken.append(message)
+        self.socket.tell(identity, Alive())
+
+    async def knock(self, keys: CurveKeys | None, seconds: float = TIMEOUT_S) -> bool:
+        """Whether a front end with these keys is answered."""
+        heard: asyncio.Future[FromScheduler] = asyncio.get_running_loop().create_future()
+        line = FrontEndSocket(self.endpoint, keys, heard.set_result)
+        try:
+            async with asyncio.timeout(seconds):
+                while not line.tell(HELLO):  # noqa: ASYNC110 - ZMQ connects without an event
+                    await asyncio.sleep(0.01)
+                await heard
+        except TimeoutError:
+            return False
+        finally:
+            line.close()
+        return True
+
+
+@pytest.fixture
+async def door(keys: CurveKeys) -> AsyncIterator[Door]:
+    opened = Door(keys)
+    yield opened
+    opened.socket.close()
+
+
+async def test_only_the_same_secret_is_let_in(door: Door, keys: CurveKeys) -> None:
+    assert not await door.knock(None, 0.5)
+    assert not await door.knock(keys_of(secrets.token_hex(32)), 0.5)
+    assert not door.taken
+    assert await door.knock(keys)
+    assert door.taken == [HELLO]
+
+
+async def test_knowing_the_servers_public_key_is_not_enough(door: Door, keys: CurveKeys) -> None:
+    public, secret = zmq.curve_keypair()
+    stranger = CurveKeys(keys.server_public, b"", public, secret)
+    assert not await door.knock(stranger, 0.5)
+    assert not door.taken
+    assert door.socket.counts["refused"] >= 1
+
+
+async def test_a_front_end_with_keys_speaks_to_no_other_scheduler(keys: CurveKeys) -> None:
+    impostor = Door(keys_of(secrets.token_hex(32)))
+    try:
+        assert not await impostor.knock(keys, 0.5)
+        assert not impostor.taken
+    finally:
+        impostor.socket.close()
+
+
+async def test_a_socket_that_cannot_be_made_leaves_no_descriptor_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(zmq.ZMQError) as raised:
+        FrontEndSocket("tcp://without-a-port", None, lambda message: None)
+    # While the error is still held, and with it all that was in scope.
+    assert len(os.listdir("/proc/self/fd")) <= before, raised.value
+
+
+async def test_garbage_is_counted_and_dropped(door: Door, keys: CurveKeys) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    keys.connect(peer)
+    peer.connect(door.endpoint)
+    try:
+        good = encode(HELLO)
+        for frames in (
+            [b"x"],
+            [b"", b""],
+            [good[0], b"\xc1"],
+            [b"other", good[1]],
+            [*good, b"more"],
+            [good[0], b"\x81\xa4type\xa8NoSuchOne"],
+            [good[0], b"\x80\x04\x95pickle"],
+        ):
+            peer.send_multipart(frames)
+        peer.send_multipart(good)
+        await until(lambda: door.taken)
+        assert door.taken == [HELLO]
+        assert door.socket.counts["malformed"] == 7
+    finally:
+        peer.close(0)
+        context.term()
+
+
+def test_a_secret_must_be_long_and_readable(tmp_path: Path) -> None:
+    with pytest.raises(SecretError, match="openssl rand"):
+        keys_of("short")
+    with pytest.raises(SecretError, match="cannot read"):
+        keys_in(tmp_path / "none")
+    path = tmp_path / "secret"
+    path.write_text(secrets.token_hex(32) + "\n")
+    assert keys_in(path) == keys_of(path.read_text().strip())
+
+
+async def test_front_ends_of_another_machine_need_no_workers_but_the_secret(
+    tmp_path: Path,
+) -> None:
+    """And they serve on while the scheduler's machine is away."""
+    path = tmp_path / "secret"
+    path.write_text(secrets.token_hex(32))
+    path.chmod(0o600)
+    key = ("--sbs-key-file", str(path))
+    async with site() as engines:
+
+        async def schedule(endpoint: str) -> Group:
+            role = (*key, "--sbs-role", "scheduler", "--sbs-scheduler", endpoint)
+            return await start_group(*engines.flags, *role, ready="scheduler: policy")
+
+        scheduler = await schedule("tcp://127.0.0.1:*")
+        endpoint = scheduler.find("scheduler: policy")[0].split(" at ")[1].split(",")[0]
+        role = (*key, "--sbs-role", "front-end", "--sbs-scheduler", endpoint)
+        front_ends = await start_group(*role, "--port", "0", "--workers", "2")
+
+        async def all_served() -> bool:
+            asked = (engines.generate(front_ends.url) for _ in range(12))
+            return all(map(complete, await asyncio.gather(*asked)))
+
+        try:
+            assert sorted(front_ends.pids) == ["front end 0", "front end 1"]
+            assert await all_served()
+            scheduler.process.kill()
+            await front_ends.says("lost the scheduler", times=2)
+            assert await all_served()
+            await scheduler.end()
+            scheduler = await schedule(endpoint)
+            await front_ends.says("connected to the restarted scheduler", times=2)
+            assert await all_served()
+        finally:
+            await front_ends.end()
+            await scheduler.end()
+        assert scheduler.process.returncode == front_ends.process.returncode == 0

@@ -1,0 +1,600 @@
+"""Workers: what /server_info means, when they may be used, what is said about trouble."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url, respelled
+from sglang_sbs.router.errors import leg_status_failure, transport_failure
+from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
+from sglang_sbs.router.workers.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.workers.registry import (
+    MISSED_AFTER_S,
+    QUIET_S,
+    SILENT_AFTER_S,
+    Registry,
+    Worker,
+)
+from sglang_sbs.router.workers.server_info import (
+    SbsBlock,
+    UnusableWorker,
+    WorkerInfo,
+    parse_server_info,
+)
+from sglang_sbs.router.workers.worker_view import describe_worker
+from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
+from sglang_sbs.wire import EndForward
+
+INFO: dict[str, Any] = {
+    "version": "0.5.23",
+    "disaggregation_mode": "prefill",
+    "dp_size": 1,
+    "attn_dp_size": 8,
+    "chunked_prefill_size": 3072,
+    "max_total_num_tokens": 50_000,
+    "max_running_requests": 1024,
+    "page_size": 64,
+    "served_model_name": "ds",
+    "disaggregation_bootstrap_port": 8998,
+}
+
+
+# /server_info -----------------------------------------------------------------------------------
+
+
+def test_attn_dp_size_counts_where_dp_size_is_one() -> None:
+    assert parse_server_info(INFO, "prefill").dp_size == 8
+    assert parse_server_info(INFO | {"attn_dp_size": 1, "dp_size": 4}, "prefill").dp_size == 4
+    assert parse_server_info({"version": "0.5.23"}, "prefill").dp_size == 1
+
+
+def test_overlap_scheduling_is_on_unless_the_engine_says_otherwise() -> None:
+    assert parse_server_info(INFO, "prefill").overlap
+    assert not parse_server_info(INFO | {"disable_overlap_schedule": True}, "prefill").overlap
+
+
+def test_limits_are_per_rank() -> None:
+    info = parse_server_info(INFO, "prefill")
+    assert info.chunk_tokens == 3072
+    assert info.max_running_requests == 128
+    states = [{"effective_max_running_requests_per_dp": 100}]
+    info = parse_server_info(INFO | {"internal_states": states}, "prefill")
+    assert info.max_running_requests == 100
+    assert (info.kv_capacity_tokens, info.page_size, info.bootstrap_port) == (50_000, 64, 8998)
+
+
+@pytest.mark.parametrize(
+    ("said", "most"), [(4, 4), (None, 0), (0, 0), (-3, 0), ("8", 0), (True, 0), (1 << 50, 1 << 40)]
+)
+def test_the_most_requests_of_a_pass_are_per_rank_as_they_stand(said: object, most: int) -> None:
+    info = parse_server_info(INFO | {"prefill_max_requests": said}, "prefill")
+    assert info.prefill_max_requests == most, "eight ranks, and nothing is divided"
+
+
+def test_only_a_prefill_worker_is_announced_with_its_most_requests() -> None:
+    setup = Setup()
+    for url, role in (("http://p:1", "prefill"), ("http://d:1", "decode")):
+        worker = setup.up(url, role)
+        setup.registry.described(worker, WorkerInfo(dp_size=2, prefill_max_requests=4))
+    told = {e.instance: e.prefill_max_requests for e in setup.events if isinstance(e, InstanceUp)}
+    assert told == {"http://p:1": 4, "http://d:1": 0}
+
+
+def test_only_a_decode_worker_allocates_late() -> None:
+    data = INFO | {"disaggregation_decode_allocation_policy": "prefill_complete"}
+    assert not parse_server_info(data, "prefill").allocates_late
+    data["disaggregation_mode"] = "decode"
+    assert parse_server_info(data, "decode").allocates_late
+    data["disaggregation_decode_allocation_policy"] = "early"
+    assert not parse_server_info(data, "decode").allocates_late
+    setup = Setup()
+    worker = setup.registry.add("http://d:1", "decode")
+    setup.registry.described(worker, WorkerInfo(dp_size=2, allocates_late=True))
+    setup.registry.set_healthy(worker, True)
+    assert [e.allocates_late for e in setup.events if isinstance(e, InstanceUp)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("config", "captured"),
+    [
+        ({"prefill": {"backend": "breakable", "bs": [512, 256]}}, (256, 512)),
+        ({"prefill": {"backend": "disabled", "bs": [256]}}, ()),
+        ({"prefill": {"bs": [256]}}, ()),
+        ({"prefill": {"backend": "full", "bs": [-4, "8", True, 16, 1 << 50]}}, (16, 1 << 40)),
+        ({"prefill": {"backend": "full", "bs": None}}, ()),
+        ({"prefill": {"backend": "full", "bs": list(range(1, 9999))}}, tuple(range(1, 257))),
+        ({"prefill": []}, ()),
+        ("full", ()),
+        (None, ()),
+    ],
+)
+def test_prefill_graphs_are_read_where_they_are_in_use(config: object, captured: tuple) -> None:
+    info = parse_server_info(INFO | {"cuda_graph_config": config}, "prefill")
+    assert info.captured_tokens == captured
+
+
+def test_without_chunking_a_pass_is_limited_by_max_prefill_tokens() -> None:
+    data = INFO | {"chunked_prefill_size": -1, "max_prefill_tokens": 16384}
+    assert parse_server_info(data, "prefill").chunk_tokens == 16384
+
+
+@pytest.mark.parametrize("version", ["0.5.4", "0.5.5.post3", "0.4.10.post2"])
+def test_engines_too_old_to_be_spoken_to_are_refused(version: str) -> None:
+    with pytest.raises(UnusableWorker, match=rf"{version}.*0\.5\.6"):
+        parse_server_info(INFO | {"version": version}, "prefill")
+
+
+@pytest.mark.parametrize(
+    "version", ["0.5.6.post2", "0.5.10", "0.5.23rc1", "0.6.0", "1.0", "0.0.0.dev0", "", "main"]
+)
+def test_newer_and_unreleased_engines_are_used(version: str) -> None:
+    assert parse_server_info(INFO | {"version": version}, "prefill").version == version
+
+
+def test_a_worker_under_the_wrong_flag_is_refused() -> None:
+    with pytest.raises(UnusableWorker, match=r"--disaggregation-mode prefill.*--decode"):
+        parse_server_info(INFO, "decode")
+    with pytest.raises(UnusableWorker, match="--disaggregation-mode null"):
+        parse_server_info(INFO | {"disaggregation_mode": "null"}, "decode")
+
+
+def test_the_plugins_block_is_read() -> None:
+    block = {"boot_id": "b", "bind": "tcp://*:7700", "routers": ["tcp://r:7600"], "wire_version": 1}
+    sbs = parse_server_info(INFO | {"sbs": block}, "prefill").sbs
+    assert sbs is not None
+    assert (sbs.boot_id, sbs.bind, sbs.routers) == ("b", "tcp://*:7700", ("tcp://r:7600",))
+    assert parse_server_info(INFO | {"sbs": "?"}, "prefill").sbs is None
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks"),
+    [
+        ({}, "8 ranks"),
+        ({"dwdp_size": 1, "enable_dp_attention": True, "sbs": {"barrier": True}}, "8 ranks"),
+        ({"sbs": {"barrier": "no"}}, "8 ranks"),
+        ({"dwdp_size": 8, "sbs": {"barrier": False}}, "8 ranks, no barrier (--dwdp-size 8)"),
+        (
+            {"sbs": {"barrier": False}},
+            "8 ranks, no barrier (SGLANG_SCHEDULER_SKIP_ALL_GATHER)",
+        ),
+        (
+            {"attn_dp_size": 1, "dp_size": 4, "enable_dp_attention": False},
+            "4 ranks, no barrier (no --enable-dp-attention)",
+        ),
+        ({"attn_dp_size": 1, "enable_dp_attention": False, "sbs": {"barrier": False}}, "1 rank"),
+    ],
+)
+def test_an_engine_whose_ranks_make_passes_of_their_own_is_told_apart(
+    said: dict[str, Any], ranks: str
+) -> None:
+    setup = Setup()
+    worker = setup.registry.add("http://p:1", "prefill")
+    setup.registry.described(worker, parse_server_info(INFO | said, "prefill"))
+    setup.registry.set_healthy(worker, True)
+    (announced,) = setup.events
+    assert isinstance(announced, InstanceUp)
+    shown = describe_worker(worker, 0.0)
+    assert shown["ranks"] == ranks
+    assert shown["barrier"] == announced.barrier == ("no barrier" not in ranks)
+
+
+# URLs -------------------------------------------------------------------------------------------
+
+
+def test_one_spelling_per_worker() -> None:
+    assert normalise_worker_url("HTTP://Host:30000/") == "http://host:30000"
+    assert normalise_worker_url("host") == "http://host:80"
+    assert normalise_worker_url("http://[FE80::1]:7") == "http://[fe80::1]:7"
+    assert alias_key("http://localhost:5") == alias_key("http://127.0.0.1:5")
+    assert alias_key("http://localhost:5") != alias_key("http://localhost:6")
+    for bad in ("ftp://x", "http://", "http://x:99999", "http://x/generate"):
+        with pytest.raises(ValueError, match="worker URL"):
+            normalise_worker_url(bad)
+
+
+# Breaker ----------------------------------------------------------------------------------------
+
+
+def test_the_breaker_opens_on_consecutive_failures_and_closes_on_successes() -> None:
+    breaker = Breaker(BreakerConfig(failure_threshold=3, success_threshold=2, timeout_s=10))
+    for _ in range(2):
+        assert not breaker.failed(0, may_open=True)
+    breaker.succeeded()
+    for _ in range(2):
+        assert not breaker.failed(0, may_open=True)
+    assert breaker.failed(5, may_open=True)
+    assert not breaker.try_half_open(14)
+    assert breaker.try_half_open(15)
+    breaker.succeeded()
+    assert breaker.state == "half_open"
+    breaker.succeeded()
+    assert breaker.state == "closed"
+
+
+def test_one_failure_reopens_a_half_open_breaker() -> None:
+    breaker = Breaker(BreakerConfig(failure_threshold=1, timeout_s=10))
+    assert breaker.failed(0, may_open=True)
+    assert breaker.try_half_open(10)
+    assert breaker.failed(11, may_open=True)
+    assert breaker.state == "open"
+
+
+# Registry ---------------------------------------------------------------------------------------
+
+
+class Setup:
+    def __init__(self, threshold: int = 2) -> None:
+        self.events: list[Event] = []
+        self.now_s = 100.0
+        self.doubted: list[str] = []
+        self.registry = Registry(
+            self.events.append,
+            BreakerConfig(failure_threshold=threshold, timeout_s=10),
+            lambda: self.now_s,
+        )
+        self.registry.doubted = lambda worker: self.doubted.append(worker.url)
+
+    def up(self, url: str, role: Any = "prefill", **info: Any) -> Worker:
+        worker = self.registry.add(url, role)
+        self.registry.described(worker, WorkerInfo(**({"dp_size": 2, "chunk_tokens": 512} | info)))
+        self.registry.set_healthy(worker, True)
+        return worker
+
+
+def report(rank: int = 0, boot: str = "b1", **fields: Any) -> EndForward:
+    values: dict[str, Any] = {
+        "instance_id": "",
+        "boot_id": boot,
+        "role": "prefill",
+        "dp_rank": rank,
+        "dp_size": 2,
+        "seq": 0,
+        "kind": "forward",
+    }
+    return EndForward(**values | fields)
+
+
+def test_a_worker_is_announced_once_described_and_healthy() -> None:
+    setup = Setup()
+    worker = setup.registry.add("http://p:1", "prefill", 8998)
+    assert setup.events == []
+    setup.registry.set_healthy(worker, True)
+    assert setup.events == []
+    setup.registry.described(worker, WorkerInfo(dp_size=2, chunk_tokens=512, page_size=16))
+    setup.registry.refresh(worker)
+    assert setup.events == [
+        InstanceUp(
+            instance="http://p:1",
+            role="prefill",
+            dp_size=2,
+            chunk_tokens=512,
+            page_size=16,
+            overlap=True,
+        )
+    ]
+    assert not setup.registry.ready
+    setup.up("http://d:1", "decode")
+    assert setup.registry.ready
+
+
+def test_changed_limits_are_announced_again() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.registry.described(worker, WorkerInfo(dp_size=2, chunk_tokens=512))
+    assert len(setup.events) == 1
+    setup.registry.described(worker, WorkerInfo(dp_size=2, chunk_tokens=1024))
+    assert isinstance(setup.events[-1], InstanceUp)
+    assert setup.events[-1].chunk_tokens == 1024
+
+
+def test_a_refused_connection_takes_the_worker_down_at_once() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.registry.leg_failed(transport_failure("prefill", worker.url, "refused", unreachable=True))
+    assert setup.events[-1] == InstanceDown(instance=worker.url)
+    assert setup.doubted == [worker.url]
+
+
+def test_the_breaker_never_opens_on_the_last_worker_of_its_role() -> None:
+    setup = Setup(threshold=2)
+    first, second = setup.up("http://p:1"), setup.up("http://p:2")
+    failure = leg_status_failure("prefill", first.url, 500, b"")
+    for _ in range(2):
+        setup.registry.leg_failed(failure)
+    assert setup.events[-1] == InstanceDown(instance=first.url)
+    for _ in range(5):
+        setup.registry.leg_failed(leg_status_failure("prefill", second.url, 500, b""))
+    assert second.usable
+    setup.now_s += 10
+    setup.registry.tick()
+    assert isinstance(setup.events[-1], InstanceUp)
+    assert setup.events[-1].instance == first.url
+
+
+def test_client_errors_blame_nobody() -> None:
+    setup = Setup(threshold=1)
+    worker = setup.up("http://p:1")
+    setup.up("http://p:2")
+    setup.registry.leg_failed(leg_status_failure("prefill", worker.url, 400, b""))
+    assert worker.usable
+    assert worker.failures == 0
+
+
+def test_a_new_boot_id_means_down_until_described_again() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    assert setup.registry.reported(worker, report(0))
+    assert setup.registry.reported(worker, report(1))
+    setup.now_s += QUIET_S
+    assert setup.registry.reported(worker, report(0, boot="b2"))
+    assert setup.events[-1] == InstanceDown(instance=worker.url)
+    assert setup.doubted == [worker.url]
+    # A straggler of the old boot changes nothing, the other rank of the new one neither.
+    assert not setup.registry.reported(worker, report(1, boot="b1"))
+    assert setup.registry.reported(worker, report(1, boot="b2"))
+    assert len(setup.events) == 2
+    setup.registry.described(worker, WorkerInfo(dp_size=2))
+    setup.registry.refresh(worker)
+    assert isinstance(setup.events[-1], InstanceUp)
+
+
+def test_while_a_boot_speaks_no_other_takes_its_place() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    for _ in range(5):
+        assert setup.registry.reported(worker, report(0))
+        assert not setup.registry.reported(worker, report(0, boot="forged"))
+        setup.now_s += 1.0
+    assert worker.announced
+    assert not any(isinstance(event, InstanceDown) for event in setup.events)
+
+
+def test_a_boot_that_was_taken_to_be_over_is_believed_when_no_other_speaks() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    assert setup.registry.reported(worker, report(0))
+    setup.now_s += QUIET_S  # a long pass
+    # Of the wrong size, so that not even the forged boot is believed to speak from then on.
+    assert not setup.registry.reported(worker, report(0, boot="forged", role="decode"))
+    assert not setup.registry.reported(worker, report(0))
+    setup.now_s += SILENT_AFTER_S
+    assert setup.registry.reported(worker, report(0))
+    assert setup.registry.reported(worker, report(1))
+    assert not setup.registry.reported(worker, report(0, boot="forged"))
+
+
+def test_reports_with_another_dp_size_are_ignored_and_explained() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    assert not setup.registry.reported(worker, report(0, dp_size=4))
+    assert "dp_size 4" in worker.problems["dp_size"]
+    assert setup.registry.reported(worker, report(0))
+    assert worker.problems == {}
+
+
+def test_reports_that_are_ignored_are_no_signal() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.registry.reported(worker, report(0, dp_size=4))
+    setup.registry.reported(worker, report(0, role="decode"))
+    assert not worker.reporting(setup.now_s)  # so that load polls go on
+    assert "role decode" in worker.problems["role"]
+    assert describe_worker(worker, setup.now_s)["signal"] == "polls"
+
+
+def test_a_boot_that_server_info_does_not_confirm_takes_nothing_down() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+    silenced: list[Worker] = []
+    setup.registry.silenced = silenced.append
+    assert setup.registry.reported(worker, report(0))
+    assert not setup.registry.reported(worker, report(0, boot="evil"))
+    assert (setup.doubted, worker.recheck) == ([worker.url], True)
+    setup.registry.described(worker, WorkerInfo(dp_size=2, sbs=SbsBlock(boot_id="b1")))
+    assert "SGLANG_SBS_INSTANCE_ID" in worker.problems["stranger"]
+    assert not setup.registry.reported(worker, report(0, boot="evil"))
+    assert setup.registry.reported(worker, report(0))
+    for number in range(100):  # a flood of boots asks the engine no more than now and then
+        setup.registry.reported(worker, report(0, boot=f"evil{number}"))
+    assert setup.doubted == [worker.url]
+    assert worker.usable
+    assert silenced == []
+
+
+def test_a_boot_that_server_info_confirms_is_a_restart() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+    silenced: list[Worker] = []
+    setup.registry.silenced = silenced.append
+    assert setup.registry.reported(worker, report(0))
+    assert not setup.registry.reported(worker, report(0, boot="b2"))
+    setup.registry.described(worker, WorkerInfo(dp_size=2, sbs=SbsBlock(boot_id="b2")))
+    setup.registry.refresh(worker)
+    assert [type(event) for event in setup.events[-2:]] == [InstanceDown, InstanceUp]
+    assert silenced == [worker]
+    assert setup.registry.reported(worker, report(0, boot="b2"))
+    assert not setup.registry.reported(worker, report(1, boot="b1"))
+
+
+def test_decode_is_told_another_spelling_of_a_prefill_host_that_was_not_away_for_long() -> None:
+    setup = Setup()
+    prefill = setup.up("http://10.0.0.1:1", sbs=SbsBlock(boot_id="b0"))
+    decode = setup.up("http://10.0.0.2:1", role="decode", sbs=SbsBlock(boot_id="b0"))
+
+    def restart(worker: Worker, boot: str, away_s: float) -> str:
+        setup.registry.reported(worker, report(0, boot=boot[0] + str(int(boot[1:]) - 1)))
+        setup.now_s += away_s
+        info = WorkerInfo(dp_size=2, sbs=SbsBlock(boot_id=boot))
+        setup.registry.described(worker, info)
+        return worker.bootstrap_host
+
+    assert prefill.bootstrap_host == "10.0.0.1"
+    assert restart(prefill, "b1", 4.0) == "0xa.0.0.1"
+    assert restart(prefill, "b2", 4.0) == "0x0a.0.0.1"
+    assert restart(prefill, "b3", MISSED_AFTER_S) == "0x0a.0.0.1"
+    assert restart(decode, "b1", 4.0) == "10.0.0.2"
+    state = state_of(prefill, setup.now_s)
+    mirror = MirroredRegistry(lambda event: None, BreakerConfig())
+    mirror.follow([state])
+    (seen,) = mirror
+    assert seen.bootstrap_host == "0x0a.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "prefill-0.pd.svc", "::1", "fe80::a:1"])
+def test_every_spelling_of_a_host_means_the_same_and_is_another(host: str) -> None:
+    spelled = [respelled(host, n) for n in range(30)]
+    assert spelled[0] == host
+    assert len(set(spelled)) == 30
+    for text in spelled:
+        if ":" in host:
+            assert ip_address(text) == ip_address(host)
+        elif host[0].isdigit():
+            assert socket.inet_aton(text) == socket.inet_aton(host)
+        else:
+            assert text.lower() == host
+
+
+def test_a_problem_that_comes_and_goes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    for _ in range(50):
+        setup.registry.reported(worker, report(0, dp_size=4))
+        setup.registry.reported(worker, report(0))
+    assert len([r for r in caplog.records if "dp_size 4" in r.getMessage()]) == 1
+    setup.now_s += 1000
+    setup.registry.reported(worker, report(0, dp_size=4))
+    assert len([r for r in caplog.records if "dp_size 4" in r.getMessage()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"version": "0.5.23"}, ["pip install .", "SGLANG_SBS_ROUTERS"]),
+        ({"version": "0.5.10"}, ["0.5.10 loads no plugins", "sglang-sbs patch apply", "0.5.11"]),
+        (
+            {"version": "0.5.23", "sbs": SbsBlock(boot_id="b", routers=("tcp://old:7600",))},
+            ["speaks to tcp://old:7600", "--sbs-endforward-bind"],
+        ),
+    ],
+)
+def test_the_reason_of_a_missing_signal_is_named(info: dict[str, Any], words: list[str]) -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", **info)
+    worker.dispatches = 3
+    setup.registry.tick()
+    for word in words:
+        assert word in worker.problems["signal"]
+
+
+def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+    assert setup.registry.reported(worker, report())
+    assert len(setup.events) == 1
+    assert setup.registry.reported(worker, report(seq=1, barrier=False))
+    assert setup.registry.reported(worker, report(seq=2, barrier=False))
+    assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False]
+    assert "no barrier" in describe_worker(worker, 0.0)["ranks"]
+    again = WorkerInfo(dp_size=2, chunk_tokens=512, sbs=SbsBlock(boot_id="b1"))
+    setup.registry.described(worker, again)
+    assert len(setup.events) == 2
+    state = state_of(worker, 0.0)
+    mirror = MirroredRegistry(lambda event: None, BreakerConfig())
+    mirror.follow([state])
+    assert [one.barrier for one in mirror.announcements()] == [False]
+    setup.registry.described(worker, msgspec.structs.replace(again, sbs=SbsBlock(boot_id="b2")))
+    setup.registry.refresh(worker)
+    assert isinstance(setup.events[-1], InstanceUp)
+    assert setup.events[-1].barrier
+
+
+@pytest.mark.parametrize(
+    "info", [{"sbs": SbsBlock(boot_id="b1", barrier=True)}, {"dp_size": 1}], ids=["told", "one"]
+)
+def test_endforward_does_not_overrule_what_server_info_says(info: dict[str, Any]) -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", **info)
+    size = worker.dp_size
+    assert setup.registry.reported(worker, report(barrier=False, dp_size=size))
+    assert len(setup.events) == 1
+    assert describe_worker(worker, 0.0)["barrier"]
+
+
+def test_dp_attention_missing_is_a_problem_of_the_worker() -> None:
+    setup = Setup()
+    data = INFO | {"attn_dp_size": 1, "dp_size": 8, "enable_dp_attention": False}
+    worker = setup.registry.add("http://p:1", "prefill")
+    setup.registry.described(worker, parse_server_info(data, "prefill"))
+    assert "--enable-dp-attention" in worker.problems["launch0"]
+    with pytest.raises(UnusableWorker, match="dp_size"):
+        parse_server_info(INFO | {"attn_dp_size": 10**9}, "prefill")
+
+
+def test_a_missing_signal_is_explained_after_a_few_dispatches() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.registry.tick()
+    assert worker.problems == {}
+    worker.dispatches = 3
+    setup.registry.tick()
+    assert "pip install" in worker.problems["signal"]
+    assert describe_worker(worker, setup.now_s)["signal"] == "polls"
+    setup.registry.reported(worker, report(0))
+    setup.registry.tick()
+    assert worker.problems["signal"] == "no EndForward from rank 1"
+    setup.registry.reported(worker, report(1))
+    setup.registry.tick()
+    assert worker.problems == {}
+    assert describe_worker(worker, setup.now_s)["signal"] == "endforward"
+    setup.now_s += 6
+    setup.registry.tick()
+    assert worker.problems["signal"] == "no EndForward from rank 0, 1"
+    assert set(setup.doubted) == {worker.url}
+
+
+def test_removed_workers_are_announced_down_and_forgotten() -> None:
+    setup = Setup()
+    worker = setup.up("http://localhost:1")
+    assert setup.registry.by_alias("http://127.0.0.1:1") is worker
+    setup.registry.remove(worker)
+    assert setup.events[-1] == InstanceDown(instance=worker.url)
+    assert setup.registry.by_alias("http://127.0.0.1:1") is None
+    setup.registry.add("http://localhost:1", "prefill")
+    with pytest.raises(ValueError, match="registered already"):
+        setup.registry.add("http://LOCALHOST:1/", "decode")
+
+
+def test_a_worker_that_should_say_something_and_does_not_is_asked() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    setup.now_s = 100.0
+    setup.registry.tick()
+    assert setup.doubted == []  # idle, and without the plugin: nothing is expected
+    worker.active = 1
+    setup.registry.tick()
+    assert setup.doubted == [worker.url]
+    setup.registry.tick()
+    assert setup.doubted == [worker.url]  # it was asked just now
+    setup.now_s += QUIET_S
+    setup.registry.reported(worker, report(0))
+    setup.registry.tick()
+    assert setup.doubted == [worker.url]  # it speaks
+    worker.active = 0
+    setup.now_s += QUIET_S
+    setup.registry.tick()
+    assert setup.doubted == [worker.url] * 2  # the plugin reports while idle, too
+
+
+def test_a_check_that_costs_a_forward_pass_is_not_made_because_of_silence() -> None:
+    setup = Setup()
+    setup.registry.asks_cheaply = False
+    worker = setup.up("http://p:1")
+    worker.active = 1
+    setup.now_s = 100.0
+    setup.registry.tick()
+    assert setup.doubted == []

@@ -1,0 +1,174 @@
+"""Where a request costs least when prompts of many chunks are about."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_scheduler import Driver
+
+from sglang_sbs.scheduling import InstanceDown, InstanceUp
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast, Terms, homes
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefix.index import Hits
+from sglang_sbs.scheduling.queue.request import Request
+
+CHUNK = 1000
+DEFAULT = Terms(again_weight=1.0)
+FIXED_S, TOKEN_S, PAIR_S = 0.1, 1e-4, 1e-7
+
+
+def instance(name: str = "p0", dp_size: int = 2) -> PrefillInstance:
+    """Has learned T = 0.1 s + max over ranks of (0.1 ms per token + 0.1 us per pair)."""
+    up = InstanceUp(instance=name, role="prefill", dp_size=dp_size, chunk_tokens=CHUNK)
+    it = PrefillInstance(up, t_default_s=0.2, default_chunk_tokens=CHUNK)
+    rng = random.Random(1)
+    for _ in range(400):
+        tokens = [rng.randrange(1, CHUNK) for _ in range(dp_size)]
+        pairs = [rng.choice([0.0, 1e6, 5e6]) * rng.random() for _ in range(dp_size)]
+        slowest_s = max(TOKEN_S * n + PAIR_S * p for n, p in zip(tokens, pairs, strict=True))
+        it.model.observe(tokens, FIXED_S + slowest_s, pairs)
+    return it
+
+
+def forecast(it: PrefillInstance, start_s: float = 0.0, *, closed: bool = False) -> PassForecast:
+    return PassForecast(it, start_s, closed=closed)
+
+
+def request(rid: str, tokens: int) -> Request:
+    return Request(rid, 0, tokens, None, 0.0, 60.0)
+
+
+def at(
+    name: str,
+    forecasts,
+    queue,
+    *,
+    may_go=True,
+    far=lambda _name: None,
+    terms=DEFAULT,
+) -> set[str]:
+    """Those that cost least there."""
+    home_of = homes(forecasts, far, queue, lambda _: terms, lambda _r, _i: may_go)
+    return {rid for rid, home in home_of.items() if home == name}
+
+
+def pass_s(tokens: int, context: int = 0) -> float:
+    return FIXED_S + TOKEN_S * tokens + PAIR_S * tokens * (context + tokens / 2)
+
+
+def test_on_an_empty_instance_a_request_costs_its_passes():
+    one = forecast(instance(), start_s=5.0)
+    assert one.cost_s(request("r", 500), Terms()) == pytest.approx(5.0 + pass_s(500), rel=0.02)
+    chunks_s = pass_s(1000) + pass_s(1000, 1000) + pass_s(500, 2000)
+    weight = one.cost_s(request("r", 2500), Terms()) / (5.0 + chunks_s)
+    assert weight > 1, "the delays of long prompts are the tail"
+
+
+def test_a_short_prompt_that_joins_a_long_one_waits_for_its_chunk():
+    it = instance()
+    it.dispatched("long", 0, 5000, now_s=0.0)
+    it.ranks[0].prompts.compute(3000)
+    it.ranks[0].flight.reduce("long", 3000)
+    cost_s = forecast(it).cost_s(request("r", 200), Terms())
+    assert cost_s >= 0.9 * pass_s(1000, 2000)
+    assert forecast(instance()).cost_s(request("r", 200), Terms()) < 0.5 * cost_s
+
+
+def test_who_is_delayed_counts():
+    alone, busy = instance(), instance()
+    for index in range(4):
+        busy.dispatched(f"r{index}", index % 2, 100, now_s=0.0)
+    two_s = 2 * (pass_s(100) - FIXED_S)
+    expected_s = two_s + pass_s(600) + 4 * (pass_s(600) - FIXED_S)
+    assert forecast(busy).cost_s(request("r", 600), Terms()) == pytest.approx(expected_s, rel=0.02)
+    assert forecast(alone).cost_s(request("r", 600), Terms(waiting=2.0)) == pytest.approx(
+        3 * pass_s(600), rel=0.02
+    )
+
+
+def test_a_closed_pass_takes_nothing_more():
+    it = instance()
+    it.dispatched("r", 0, 300, now_s=0.0)
+    open_s, closed_s = (
+        forecast(it, closed=closed).cost_s(request("r", 100), Terms()) for closed in (False, True)
+    )
+    assert closed_s == pytest.approx(pass_s(300) + pass_s(100), rel=0.05)
+    assert open_s < closed_s
+
+
+def test_short_prompts_keep_away_from_the_instance_of_a_long_one_but_wait_no_longer_than_it_pays():
+    slow, free = instance("slow"), instance("free")
+    slow.dispatched("long", 0, 30_000, now_s=0.0)
+    slow.ranks[0].prompts.compute(20_000)
+    queue = [request(f"r{i}", 100) for i in range(4)]
+
+    def stay(free_at_s: float) -> set[str]:
+        return at("slow", [forecast(slow), forecast(free, free_at_s)], queue)
+
+    assert stay(0.5) == set()
+    assert stay(60.0) == {"r0", "r1", "r2", "r3"}
+
+
+def test_each_chooses_after_those_before_it():
+    here, there = instance("here", 1), instance("there", 1)
+    queue = [request(f"r{i}", 900) for i in range(2)]
+    assert at("here", [forecast(here), forecast(there, 0.05)], queue) == {"r0"}
+    assert at("here", [forecast(here), forecast(there)], queue, may_go=False) == set()
+
+
+def test_who_has_waited_long_may_delay_others_more():
+    busy, free = instance("busy"), instance("free")
+    for index in range(6):
+        busy.dispatched(f"r{index}", index % 2, 100, now_s=0.0)
+
+    def goes_to_busy(impatience: float) -> bool:
+        forecasts = [forecast(busy), forecast(free, 0.3)]
+        return bool(at("busy", forecasts, [request("r", 500)], terms=Terms(0, 1, impatience)))
+
+    assert not goes_to_busy(1.0)
+    assert goes_to_busy(3.0)
+
+
+def test_it_goes_where_most_of_it_is_cached_unless_that_takes_longer():
+    near, holder = instance("near"), instance("holder")
+    one = request("r", 9000)
+    one.blocks, one.block_tokens = range(90), 100
+    one.hits, one.uncached_tokens = Hits({"holder": [0, 8500]}, 8500), 500
+
+    def goes_to_holder(at_s: float, again_weight: float = 1.0) -> bool:
+        far = {"holder": forecast(holder, at_s)}.get
+        return bool(
+            at("holder", [forecast(near)], [one], far=far, terms=Terms(again_weight=again_weight))
+        )
+
+    assert goes_to_holder(1.0)
+    assert not goes_to_holder(20.0)
+    assert goes_to_holder(20.0, again_weight=100.0)
+
+
+def test_on_the_rank_that_holds_it_only_the_rest_is_computed():
+    it = instance()
+    one = request("r", 2500)
+    one.blocks, one.block_tokens = range(25), 100
+    one.hits, one.uncached_tokens = Hits({"p0": [0, 2000]}, 2000), 500
+    assert forecast(it).cost_s(one, Terms()) == pytest.approx(pass_s(500, 2000), rel=0.02)
+
+
+def test_long_prompts_leave_the_other_instance_to_the_short_ones():
+    it = Driver(policy="sbs", trigger="adaptive").up(prefill=2)
+    first = it.arrive("long", 20_000)
+    assert [one.prefill for one in first] == ["p0"]
+    assert [one.prefill for one in it.arrive("short", 100)] == ["p1"]
+
+
+def test_what_suits_nowhere_leaves_when_it_is_overdue():
+    it = Driver(policy="sbs", trigger="adaptive", max_hold_s=1.0)
+    for name, chunk_tokens in (("small", 1000), ("large", 4000), ("gone", 1000)):
+        it.tell(InstanceUp(instance=name, role="prefill", dp_size=2, chunk_tokens=chunk_tokens))
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
+    it.tell(InstanceDown(instance="gone"))
+    it.arrive("many chunks", 9000)
+    it.arrive("retry", 3000, exclude=("large",))
+    it.wait(1.5)
+    assert {one.rid: one.prefill for one in it.dispatched}["retry"] == "small"

@@ -1,0 +1,141 @@
+"""Tenants take turns by weight; names are bounded, and nobody saves up."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_sbs.scheduling.events import RequestArrived
+from sglang_sbs.scheduling.queue.fairness import MOST_TENANTS, QUANTUM_TOKENS, SHARED, TenantTurns
+from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+
+
+def request(number: int, tenant: str, tokens: int = 100, at_s: float | None = None) -> Request:
+    event = RequestArrived(rid=f"r{number}", prompt_tokens=tokens, tenant=tenant)
+    return Request.arrived(event, number, float(number) if at_s is None else at_s, 1e6)
+
+
+def queue_of(requests: list[Request], weights: dict[str, float] | None = None) -> RequestQueue:
+    queue = RequestQueue(turns=TenantTurns(weights or {}))
+    for one in requests:
+        queue.add(one)
+    return queue
+
+
+def serve(queue: RequestQueue, count: int) -> list[Request]:
+    served = []
+    for _ in range(count):
+        one = next(iter(queue.in_order()))
+        queue.dispatch(one)
+        served.append(one)
+    return served
+
+
+def test_without_tenants_nothing_is_kept_and_the_order_is_that_of_the_keys():
+    queue = queue_of([request(number, "") for number in range(5)])
+    assert not queue.turns.active
+    assert [one.order for one in queue.in_order()] == [0, 1, 2, 3, 4]
+
+
+def test_one_tenant_is_like_none():
+    queue = queue_of([request(number, "a") for number in range(5)])
+    assert not queue.turns.several
+    assert [one.order for one in queue.in_order()] == [0, 1, 2, 3, 4]
+
+
+def test_a_flood_of_one_tenant_does_not_keep_another_waiting():
+    flood = [request(number, "flood", 1000) for number in range(50)]
+    queue = queue_of([*flood, request(50, "late", 1000)])
+    first = serve(queue, 4)
+    assert "late" in {one.tenant for one in first}
+
+
+def test_two_to_one_is_two_to_one():
+    requests = [request(number, "ab"[number % 2], 500) for number in range(200)]
+    served = serve(queue_of(requests, {"a": 2.0}), 90)
+    shares = [sum(one.tenant == name for one in served) for name in "ab"]
+    assert abs(shares[0] - 2 * shares[1]) <= 3 * QUANTUM_TOKENS / 500
+
+
+def test_within_a_round_the_most_urgent_goes_first():
+    requests = [request(0, "a"), request(1, "b"), request(2, "a")]
+    assert [one.order for one in queue_of(requests).in_order()] == [0, 1, 2]
+
+
+def test_turns_are_not_saved_up_while_nothing_waits():
+    queue = queue_of([request(number, "busy", 1000) for number in range(100)])
+    queue.add(request(100, "other", 1000))
+    serve(queue, 60)  # the other one has had its turn, and is idle since
+    for number in range(101, 121):
+        queue.add(request(number, "other", 1000))
+    tenants = [one.tenant for one in serve(queue, 20)]
+    assert 7 <= tenants.count("other") <= 13
+
+
+def test_everything_is_forgotten_when_nothing_waits():
+    queue = queue_of([request(0, "a"), request(1, "b")])
+    serve(queue, 2)
+    assert not queue.turns.active
+    assert queue.turns._served == {}
+
+
+def test_strangers_with_many_names_share_a_turn():
+    queue = queue_of([request(number, f"t{number}") for number in range(3 * MOST_TENANTS)])
+    assert len(queue.turns._served) <= MOST_TENANTS + 1
+    shared = [one for one in queue.in_order() if one.tenant == SHARED]
+    assert len(shared) >= MOST_TENANTS
+    assert len(list(queue.in_order())) == 3 * MOST_TENANTS
+
+
+names = st.sampled_from(["", "a", "b", "c"])
+steps = st.lists(
+    st.tuples(st.sampled_from(["add", "serve", "leave"]), names, st.integers(1, 5000)),
+    max_size=120,
+)
+
+
+@settings(deadline=None)
+@given(steps)
+def test_the_order_has_everybody_once_and_one_tenants_requests_by_key(steps):
+    queue = RequestQueue()
+    for number, (step, tenant, size) in enumerate(steps):
+        waiting = list(queue.in_order())
+        if step == "add":
+            queue.add(request(number, tenant, size))
+        elif waiting and step == "serve":
+            queue.dispatch(waiting[size % len(waiting)])
+        elif waiting:
+            queue.remove(waiting[size % len(waiting)].rid)
+        order = list(queue.in_order())
+        assert sorted(one.rid for one in order) == sorted(one.rid for one in queue)
+        for name in {one.tenant for one in order}:
+            keys = [one.key for one in order if one.tenant == name]
+            assert keys == sorted(keys)
+
+
+@settings(deadline=None)
+@given(
+    st.fixed_dictionaries({"a": st.floats(0.1, 10.0), "b": st.floats(0.1, 10.0)}),
+    st.lists(st.integers(1, 8000), min_size=60, max_size=120),
+)
+def test_no_tenant_starves(weights, sizes):
+    """While all of them wait, what two tenants were served differs, over their weights, by no more
+    than a quantum and the largest request of each."""
+    requests = [request(n, "abc"[n % 3], size) for n, size in enumerate(sizes)]
+    queue = queue_of(requests, weights)
+    weight_of = {"a": weights["a"], "b": weights["b"], "c": 1.0}
+    served = dict.fromkeys("abc", 0.0)
+    largest = {
+        name: max(one.prompt_tokens for one in requests if one.tenant == name) / weight
+        for name, weight in weight_of.items()
+    }
+    while True:
+        waiting = {one.tenant for one in queue}
+        if waiting != set("abc"):
+            break
+        (one,) = serve(queue, 1)
+        served[one.tenant] += one.prompt_tokens / weight_of[one.tenant]
+        for name in "abc":
+            for other in "abc":
+                ahead = served[name] - served[other]
+                assert ahead <= QUANTUM_TOKENS + largest[name] + largest[other] + 1e-6

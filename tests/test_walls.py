@@ -1,0 +1,194 @@
+"""Which room may import which: the table is ``walls.toml``, with every exception by name.
+
+The list of exceptions can only shrink: one that is not needed any more has to go, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests" / "walls.toml"
+PACKAGE = "sglang_sbs"
+FOLDERS = (PACKAGE, "benchmarks", "tools")
+
+
+@dataclass(frozen=True)
+class Import:
+    """``file`` imports ``module``; ``for_types``: under TYPE_CHECKING only."""
+
+    file: str
+    line: int
+    module: str
+    for_types: bool
+
+    @property
+    def exception(self) -> str:
+        """As the list of exceptions names it."""
+        return f"{self.file} -> {self.module}"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {dotted(path): path for path in paths}
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: str, source: str, known: set[str]) -> Iterator[Import]:
+    """Of modules in ``known``, wherever in the file they are."""
+    tree = ast.parse(source)
+    typing_only = {
+        id(inside)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inside in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name if name in known else node.module for name in names]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        for name in dict.fromkeys(found):
+            if name in known:
+                yield Import(file, node.lineno, name, id(node) in typing_only)
+
+
+@cache
+def all_imports() -> tuple[Import, ...]:
+    known = set(modules())
+    return tuple(
+        one
+        for path in modules().values()
+        for one in imports_of(str(path.relative_to(ROOT)), path.read_text(), known)
+    )
+
+
+@dataclass(frozen=True)
+class Walls:
+    """``may_import``: by room. The lists name exceptions as ``file -> module``."""
+
+    may_import: dict[str, list[str]]
+    exceptions: list[str]
+    exceptions_for_types: list[str]
+
+    def room(self, module: str) -> str | None:
+        """The longest name in the table that begins the module's."""
+        parts = module.removeprefix(f"{PACKAGE}.").split(".")
+        names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next((name for name in names if name in self.may_import), None)
+
+    def allowed(self, room: str) -> set[str]:
+        """The rooms that this one may import, with wildcards filled in."""
+        found = set()
+        for name in self.may_import[room]:
+            whole = name.removesuffix(".*")
+            found.add(name)
+            if whole != name:
+                inside = {r for r in self.may_import if r == whole or r.startswith(f"{whole}.")}
+                found |= inside - {room}
+        return {name for name in found if not name.endswith(".*")}
+
+    def forbids(self, one: Import) -> bool:
+        """Leaving exceptions aside."""
+        if one.module == PACKAGE:
+            return False
+        here = self.room(one.file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        there = self.room(one.module)
+        if here is None or there is None:
+            return True
+        return there != here and there not in self.allowed(here)
+
+    def broken(self, for_types: bool) -> list[Import]:
+        """What the table forbids."""
+        return [one for one in all_imports() if one.for_types == for_types and self.forbids(one)]
+
+
+@cache
+def walls() -> Walls:
+    table = tomllib.loads(TABLE.read_text())
+    lists = table.get("exceptions", {})
+    return Walls(table["may_import"], lists.get("imports", []), lists.get("for_types", []))
+
+
+@pytest.mark.parametrize("for_types", [False, True], ids=["imports", "for types"])
+def test_every_import_is_allowed(for_types: bool) -> None:
+    here = walls()
+    excused = here.exceptions_for_types if for_types else here.exceptions
+    assert [
+        f"{one.file}:{one.line} imports {one.module}"
+        for one in here.broken(for_types)
+        if one.exception not in excused
+    ] == []
+
+
+@pytest.mark.parametrize("for_types", [False, True], ids=["imports", "for types"])
+def test_every_exception_is_needed(for_types: bool) -> None:
+    here = walls()
+    excused = here.exceptions_for_types if for_types else here.exceptions
+    needed = {one.exception for one in here.broken(for_types)}
+    assert [one for one in excused if one not in needed] == []
+    assert len(set(excused)) == len(excused)
+
+
+def test_nothing_in_the_package_needs_the_checkout() -> None:
+    assert [
+        f"{one.file}:{one.line} imports {one.module}"
+        for one in all_imports()
+        if one.file.startswith(f"{PACKAGE}/") and not one.module.startswith(PACKAGE)
+    ] == []
+
+
+def test_every_module_has_a_room_and_every_room_is_there() -> None:
+    here, known = walls(), set(modules())
+    named = {name.removesuffix(".*") for names in here.may_import.values() for name in names}
+    assert {
+        name
+        for name in named | set(here.may_import)
+        if name not in known and f"{PACKAGE}.{name}" not in known
+    } == set()
+    assert named <= set(here.may_import)
+    assert [name for name in known - {PACKAGE} if here.room(name) is None] == []
+
+
+def test_the_table_has_no_circle() -> None:
+    here = walls()
+    left = {room: here.allowed(room) for room in here.may_import}
+    while left:
+        free = {room for room, needs in left.items() if not needs & set(left)}
+        assert free, f"a circle among {sorted(left)}"
+        left = {room: needs for room, needs in left.items() if room not in free}
+
+
+def test_a_broken_wall_would_be_noticed() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from sglang_sbs.router.server import Router\n"
+        "def lazily():\n"
+        "    import sglang_sbs.router.errors\n"
+        "    from sglang_sbs.router import lanes, server\n"
+    )
+    file = "sglang_sbs/engine/hooks.py"
+    found = [one for one in imports_of(file, source, set(modules())) if walls().forbids(one)]
+    assert [(one.line, one.module, one.for_types) for one in found] == [
+        (3, "sglang_sbs.router.server", True),
+        (5, "sglang_sbs.router.errors", False),
+        (6, "sglang_sbs.router.lanes", False),
+        (6, "sglang_sbs.router.server", False),
+    ]

@@ -1,0 +1,1 @@
+"""``scripts/check-patches``: every patch on the very release it is for."""
