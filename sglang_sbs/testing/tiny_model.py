@@ -4,7 +4,7 @@ Owns: `config.json`, tokenizer files and float32 weights of the tiny model, all 
 constants in this file. Must not know who serves it, and imports neither torch nor transformers, so
 that the router, mock engines and the demo can use its tokenizer.
 
-    python -m sglang_sbs.testing.tiny_model /tmp/tiny-model
+    python -m sglang_sbs.testing.tiny_model out/tiny-model
 
 The weights are real, not SGLang's `--load-format dummy` ones: dummy values depend on how the
 model is sharded and are so small (1e-3) that greedy output is one token whatever the prompt.
@@ -244,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_sbs.testing.tiny_model",
         description="Write the tiny Qwen3-MoE model folder that tests and the demo serve.",
-        epilog="Example: python -m sglang_sbs.testing.tiny_model /tmp/tiny-model",
+        epilog="Example: python -m sglang_sbs.testing.tiny_model out/tiny-model",
     )
     parser.add_argument("directory", nargs="?", type=Path, help="default: the user's cache")
     options = parser.parse_args()

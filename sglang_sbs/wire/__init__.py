@@ -1,4 +1,7 @@
-"""Message types on every socket, versioned and append-only. Knows nothing of who sends them."""
+"""What engines and routers say to each other, versioned and append-only, and the keys of sockets.
+
+Knows nothing of who sends it.
+"""
 
 from sglang_sbs.wire.endforward import (
     TOPIC,

@@ -55,7 +55,7 @@ def keys_of(secret: str) -> CurveKeys:
             f"needs at least {MIN_SECRET_CHARS} characters; make one with: openssl rand -hex 32"
         )
     if not zmq.has("curve"):
-        raise SecretError("this pyzmq was built without CURVE: install the wheel from PyPI")
+        raise SecretError("this pyzmq was built without CURVE: install its binary wheel")
 
     def pair(role: str) -> tuple[bytes, bytes]:
         raw = hmac.digest(secret.encode(), f"sglang-sbs {role}".encode(), hashlib.sha256)

@@ -88,8 +88,8 @@ FEATURES: tuple[Feature, ...] = (
         "gang-gate",
         "Gang gate",
         "A prefill pass waits for the late requests of a batch, so that a batch is one pass.",
-        "SGLANG_SBS_GANG_GATE_MS=20 on every node of the prefill engines named, and the plugin "
-        "there",
+        "the plugin on every node of the prefill engines named; on several nodes with attention TP "
+        "also SGLANG_SBS_GANG_GATE_MS=40 on each",
         rules.gang_gate,
     ),
     Feature(

@@ -61,7 +61,7 @@ def _not_implemented(name: str) -> Handler:
 
 
 class Surface:
-    """Also the :class:`~.direct.Service` of the serving port."""
+    """Also the :class:`~sglang_sbs.router.client.serving_port.Service` of the serving port."""
 
     def __init__(self, server: RouterServer) -> None:
         self._server = server
@@ -142,22 +142,22 @@ class Surface:
 
     @property
     def draining(self) -> bool:
-        """See :class:`~.direct.Service`."""
+        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
         return self._server.draining
 
     def takes(self, head: RequestHead) -> bool:
-        """See :class:`~.direct.Service`."""
+        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
         return (
             head.content_length <= self._options.max_payload_bytes
             and self._access.refusal("POST", head.path, head.fields, "") is None
         )
 
     def identify(self, head: RequestHead) -> str:
-        """See :class:`~.direct.Service`."""
+        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
         return request_id(head.path, head.fields, self._id_names)
 
     async def serve(self, head: RequestHead, identifier: str, client: Client) -> Answer | None:
-        """See :class:`~.direct.Service`."""
+        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
         current_request_id.set(identifier)
         path = head.path
         started_s = time.monotonic()
@@ -179,7 +179,7 @@ class Surface:
             self._answered("POST", path, status, error_code, started_s, duration)
 
     def head_lines(self, head: RequestHead, identifier: str) -> bytes:
-        """See :class:`~.direct.Service`."""
+        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
         lines = {"x-request-id": identifier} | self._cross_origin("POST", head.fields.get("origin"))
         text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         return text.encode("latin-1", "replace")

@@ -151,7 +151,7 @@ class DirectPort:
 
 
 class _Connection(asyncio.Protocol):
-    """A client's connection, and the :class:`~.clients.Client` of the request being served."""
+    """A client's connection, and the :class:`~.client.Client` of the request being served."""
 
     __slots__ = (
         "_body_left",
@@ -367,7 +367,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def content_length(self) -> int:
-        """See :class:`~.clients.Client`."""
+        """See :class:`~.client.Client`."""
         return self._head.content_length if self._head is not None else 0
 
     @property
@@ -376,17 +376,17 @@ class _Connection(asyncio.Protocol):
         return self
 
     def is_eof(self) -> bool:
-        """See :class:`~.clients.Body`."""
+        """See :class:`~.client.Body`."""
         return self._body_left == 0
 
     def read_nowait(self) -> bytes:
-        """See :class:`~.clients.Body`."""
+        """See :class:`~.client.Body`."""
         pieces, self._pieces = self._pieces, []
         self._read_on()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def readany(self) -> bytes:
-        """See :class:`~.clients.Body`."""
+        """See :class:`~.client.Body`."""
         if not self._pieces and self._body_left:
             self._more = self._loop.create_future()
             try:
@@ -396,7 +396,7 @@ class _Connection(asyncio.Protocol):
         return self.read_nowait()
 
     def head(self, content_type: str) -> bytes:
-        """See :class:`~.clients.Client`."""
+        """See :class:`~.client.Client`."""
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\n"
         return head.encode("latin-1", "replace") + self._common_lines()
 
@@ -409,7 +409,7 @@ class _Connection(asyncio.Protocol):
         raise ConnectionResetError("client connection is gone")
 
     async def end(self) -> None:
-        """See :class:`~.clients.Client`."""
+        """See :class:`~.client.Client`."""
         if not self._ended and self.transport is not None and not self.transport.is_closing():
             self.transport.write(b"0\r\n\r\n")
         self._ended = True

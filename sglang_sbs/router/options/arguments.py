@@ -223,7 +223,7 @@ def add_flags(
         "sbs-gang-gate",
         "engines with the plugin let a batch wait a moment for requests sent with it that are "
         "on their way or in the handshake with decode (SGLANG_SBS_GANG_GATE_MS there, 40 by "
-        "default where a DP rank is one process). off: they never do",
+        "default; 0 on several hosts where a DP rank is several processes). off: they never do",
         choices=("on", "off"),
         default="on",
     )

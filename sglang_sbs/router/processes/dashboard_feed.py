@@ -41,7 +41,7 @@ class _Watcher:
 
 
 class RemoteFeed:
-    """A :class:`~.feed.Feed`. Must be used from one event loop only."""
+    """A :class:`~sglang_sbs.dashboard.feed.Feed`. Must be used from one event loop only."""
 
     def __init__(self, link: Link, config: SchedulerConfig) -> None:
         """``config`` is the fallback's."""
@@ -54,7 +54,7 @@ class RemoteFeed:
         link.dashboard_frame = self._received
 
     def watch(self, take: Take) -> Stop:
-        """See :class:`~.feed.Feed`; the history comes when the scheduler has answered."""
+        """See :class:`~sglang_sbs.dashboard.feed.Feed`; the history comes with the answer."""
         watcher = _Watcher(take)
         self._watchers.append(watcher)
         self._renew()
@@ -68,7 +68,7 @@ class RemoteFeed:
         return stop
 
     def close(self) -> None:
-        """See :class:`~.feed.Feed`."""
+        """See :class:`~sglang_sbs.dashboard.feed.Feed`."""
         self._watchers.clear()
         renewer, self._renewer = self._renewer, None
         if renewer is not None:

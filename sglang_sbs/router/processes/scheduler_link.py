@@ -232,7 +232,7 @@ class SchedulerLink:
             self._say(RequestEnded(rid=rid, outcome=outcome, completion_tokens=completion_tokens))
 
     def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
-        """See :class:`~.dispatcher.Assigner`."""
+        """See :class:`~sglang_sbs.router.assignment.dispatcher.Assigner`."""
         for rank in range(dp_size):
             self._say(BlocksCleared(instance=instance, dp_rank=rank))
 

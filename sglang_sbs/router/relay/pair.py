@@ -99,7 +99,7 @@ class PairRequest:
     path: str
     headers: bytes
     prefill_body: Sequence[bytes]
-    """In pieces, as :meth:`~.upstream.Pool.call` takes them."""
+    """In pieces, as :meth:`~sglang_sbs.router.engines.connection_pool.Pool.call` takes them."""
     decode_body: Sequence[bytes]
     stream: bool
     needs_prefill_reply: bool
