@@ -305,6 +305,8 @@ def _check(options: ClusterOptions) -> None:
 
 def _check_rust_server(options: ClusterOptions) -> None:
     data_parallel = _int_flag(options.engine_flags, "--dp", "--dp-size", "--data-parallel-size")
+    if options.prefill_nodes > 1:
+        raise PlanError(f"engines on several nodes and {RUST_SERVER_ENV}=1: unset one of the two")
     if data_parallel > PORTS_PER_INSTANCE:
         raise PlanError(
             f"--dp {data_parallel} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "

@@ -43,8 +43,9 @@ class Board(Protocol):
 
     def say(self, tag: int, word: Word) -> None: ...
 
-    def listen(self) -> None:
-        """Take in what was said; to be called in every turn, as little of it can wait."""
+    def listen(self) -> bool:
+        """Take in what was said, and whether anything was; to be called in every turn, as little of
+        it can wait."""
 
     def heard(self, tag: int) -> Mapping[int, Word]:
         """By rank, without this one."""
@@ -84,11 +85,11 @@ class SocketBoard:
             except OSError:
                 continue  # it is not up yet, or its queue is full
 
-    def listen(self) -> None:
-        for peer, inbox in self._inboxes.items():
-            self._read(peer, inbox)
+    def listen(self) -> bool:
+        read = [self._read(peer, inbox) for peer, inbox in self._inboxes.items()]
         while len(self._heard) > _MOST_GANGS:
             del self._heard[next(iter(self._heard))]
+        return any(read)
 
     def heard(self, tag: int) -> Mapping[int, Word]:
         return self._heard.get(tag, {})
@@ -97,13 +98,16 @@ class SocketBoard:
         for one in (self._out, *self._inboxes.values()):
             one.close()
 
-    def _read(self, peer: int, inbox: socket.socket) -> None:
+    def _read(self, peer: int, inbox: socket.socket) -> bool:
+        """Whether there was anything."""
+        read = False
         while True:
             try:
                 data = inbox.recv(_MESSAGE.size + 1)
             except OSError:
-                return
+                return read
             if len(data) == _MESSAGE.size:
+                read = True
                 tag, *word = _MESSAGE.unpack(data)
                 self._heard.setdefault(tag, {})[peer] = Word(*word)
 
@@ -126,8 +130,8 @@ class Line:
             self.board.say(tag, word)
 
     def listen(self) -> None:
-        if self.board is not None:
-            self.board.listen()
+        if self.board is not None and self.board.listen():
+            self._silences = 0
 
     def heard(self, tag: int) -> Collection[Word]:
         return () if self.board is None else self.board.heard(tag).values()

@@ -236,10 +236,12 @@ class GangHold:
             self._team.say(gang.part.tag, word)
 
     def _may_start(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> bool:
-        if len(gang.seen) >= gang.part.members and not gang.word.arrived:
-            gang.word.arrived = True
-            self._say(gang)
+        word = gang.word
+        says = not word.arrived and len(gang.seen) >= gang.part.members
+        word.arrived |= says
         if gang.free:
+            if says:
+                self._say(gang)  # whoever went without it learns that it was late, not lost
             return True
         in_handshake = sum(_in_handshake(queue, req) for req in reqs)
         if not gang.came:
@@ -247,12 +249,11 @@ class GangHold:
             gang.came = self._has_come(gang)
             if gang.came:
                 self._took(gang.span_s)
-        word = gang.word
         if not word.ready_turn and word.arrived and not in_handshake and self._team_ready(gang):
-            word.ready_turn = self._turn
-            self._say(gang)
+            word.ready_turn, says = self._turn, True
         if not word.gave_up_turn and in_handshake < len(reqs) and self._waited_enough(gang):
-            word.gave_up_turn = self._turn
+            word.gave_up_turn, says = self._turn, True
+        if says:  # once in a turn: few messages fit into a socket
             self._say(gang)
         gang.free = self._agreed(gang.part, word)
         if gang.free and gang.part.ranks > 1:

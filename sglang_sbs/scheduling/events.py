@@ -229,6 +229,8 @@ class Dispatch(_Message, frozen=True):
     """Why now and why there, for people."""
     cached_tokens: int = 0
     """L_hit it was placed with: prompt tokens the rank is expected to find in its cache."""
+    barrier: bool = True
+    """All DP ranks of that prefill instance make each pass together."""
     joins: bool = False
     """It follows a batch that is on its way to the same instance, to be in the same pass."""
     gang: GangPart | None = None

@@ -611,6 +611,7 @@ class Scheduler:
                 held_s=now_s - request.arrived_s,
                 reason=reason,
                 cached_tokens=request.cached_tokens,
+                barrier=place.worker == instance.id,
                 joins=instance.joins_batch,
             )
         )

@@ -4,8 +4,9 @@ It travels in the bootstrap room, the one number that reaches SGLang's scheduler
 through every endpoint of every release. Such requests have ids that begin with
 ``SIZED_RID_PREFIX``. Owns how the number is put together.
 
-A room has 63 bits: ``tag`` (20), ``members`` (7), ``ranks`` (7) and 29 that are drawn, so that the
-room has the remainder by which SGLang finds the DP rank.
+A room has 63 bits: ``tag`` (20), ``members`` (7), ``ranks`` (7) and 29 that tell the requests of a
+gang apart, so that the room has the remainder by which SGLang finds the DP rank. Two requests with
+one room would get each other's KV cache.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class GangPart(msgspec.Struct, array_like=True, frozen=True):
     in the same pass."""
     ranks: int
     """DP ranks of the instance that get requests of the gang, this one included if it has any."""
+    number: int | None = None
+    """Of the request among those with its tag, counted from anywhere; it is not in the room as it
+    is. None: drawn, for one that shares its tag with nobody."""
 
 
 def gang_room(part: GangPart, step: int, remainder: int) -> int:
@@ -41,10 +45,11 @@ def gang_room(part: GangPart, step: int, remainder: int) -> int:
     members, ranks = part.members, part.ranks
     if members > MOST or ranks > MOST:
         members = ranks = 1
+    number = random.getrandbits(DRAWN_BITS) if part.number is None else part.number
     tag = part.tag % (1 << TAG_BITS)
     least = ((tag << COUNT_BITS | members) << COUNT_BITS | ranks) << DRAWN_BITS
     first = least + (remainder - least) % step
-    return first + step * random.randrange((1 << DRAWN_BITS) // step - 1)
+    return first + step * (number % ((1 << DRAWN_BITS) // step - 1))
 
 
 def part_of_room(room: int) -> GangPart:

@@ -75,9 +75,11 @@ class Hearsay:
             copy = Word(*(getattr(word, name) for name in Word.__slots__))
             said.setdefault(tag, {})[rank] = copy
 
-        def listen() -> None:
+        def listen() -> bool:
+            before = dict(heard)
             for tag, words in ({} if self.deaf else said).items():
                 heard[tag] = {peer: word for peer, word in words.items() if peer != rank}
+            return heard != before
 
         def hear(tag: int) -> Mapping[int, Word]:
             return heard.get(tag, {})

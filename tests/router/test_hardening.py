@@ -248,6 +248,29 @@ async def test_connections_that_send_no_whole_head_are_closed() -> None:
     server.close()
 
 
+async def test_a_client_that_takes_nothing_of_its_answer_is_waited_for_once() -> None:
+    class Stuck(asyncio.Transport):
+        aborted = False
+
+        def is_closing(self) -> bool:
+            return False
+
+        def get_write_buffer_size(self) -> int:
+            looks.append(self)
+            return 1
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    looks: list[asyncio.Transport] = []
+    doorman = Doorman(idle_s=0.02)
+    transport = Stuck()
+    doorman.rests(transport)
+    await until(lambda: transport.aborted)
+    assert len(looks) == 2
+    assert doorman._idle.since_s == {}
+
+
 # The end ----------------------------------------------------------------------------------------
 
 

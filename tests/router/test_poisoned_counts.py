@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import orjson
 import pytest
 from router_harness import cluster
@@ -70,3 +72,11 @@ def test_absurd_loads_are_counts() -> None:
     assert polled is not None
     assert polled.queued_tokens == polled.running_requests == [MAX_COUNT]
     assert polled.kv_tokens == [0]
+
+
+@pytest.mark.parametrize("page", [{"loads": ["x"]}, {"loads": [None]}, {"loads": {}}, [], {}])
+def test_loads_of_no_known_form_are_none(page: Any) -> None:
+    registry = Registry(lambda event: None)
+    worker = registry.add("http://p:1", "prefill")
+    registry.described(worker, WorkerInfo(rust_server=True))
+    assert parse_loads(worker, [orjson.dumps(page)]) is None

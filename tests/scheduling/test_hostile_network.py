@@ -157,9 +157,13 @@ def test_expected_outputs_recover_from_answers_of_any_length():
 
 
 @pytest.mark.parametrize(
-    ("queued_s", "idled"), [(50.01, False), (50.09, True), (0.0, True)], ids=["there", "late", "?"]
+    ("queued_s", "schedulable_s", "idled"),
+    [(50.01, 50.02, False), (50.09, 50.1, True), (50.01, 50.09, True), (0.0, 0.0, True)],
+    ids=["there", "late", "late at decode", "not told"],
 )
-def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(queued_s: float, idled: bool):
+def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
+    queued_s: float, schedulable_s: float, idled: bool
+):
     """The engine took 100 ms to start what it had; leaving earlier would change nothing."""
     up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000)
     instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
@@ -180,7 +184,7 @@ def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(queued_s: float, id
     instance.dispatched("r", 0, 500, 100.25)
     ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
     instance.on_report(ended, 100.3, 0.02)
-    started = [Started("r", queued_s, 50.1)]
+    started = [Started("r", queued_s, schedulable_s)]
     next_one = replace(base, seq=2, forward_id=2, launch_s=50.1, rids=["r"], started=started)
     seen = instance.on_report(next_one, 100.4, 0.02)
     assert (bool(seen.idled_s), bool(seen.landed_s)) == (idled, not idled)

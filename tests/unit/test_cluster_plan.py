@@ -369,3 +369,16 @@ def test_each_node_has_gpus_of_its_own() -> None:
 def test_ranks_that_cannot_be_laid_over_nodes_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(PlanError, match="multiple"):
         plan(engine_flags=DP_ATTENTION, **options)
+
+
+def test_the_rust_server_is_not_planned_over_several_nodes() -> None:
+    with pytest.raises(PlanError, match="several nodes"):
+        plan_cluster(
+            ClusterOptions(
+                model_path="m",
+                prefill_nodes=2,
+                engine_flags=("--tp", "2", "--dp", "2"),
+                environment={RUST_SERVER_ENV: "1"},
+            ),
+            itertools.count(30000, PORTS_PER_INSTANCE),
+        )

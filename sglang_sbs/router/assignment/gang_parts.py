@@ -9,54 +9,75 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from sglang_sbs.scheduling.events import Command, Dispatch, InstanceId
-from sglang_sbs.wire.gangs import GangPart
+from sglang_sbs.wire.gangs import DRAWN_BITS, TAG_BITS, GangPart
 
 _MOST_INSTANCES = 4096
 """Whose newest gangs are remembered; those that left no trace for longest are forgotten."""
+
+_Instance = tuple[InstanceId, int]
+"""What makes passes of its own: a worker, or a rank of one without a barrier."""
+
+
+@dataclass(slots=True)
+class _Gang:
+    tag: int
+    number: int
+    """Of the next request with that tag."""
+    ranks: int
+
+    def part(self, members: int) -> GangPart:
+        self.number += 1
+        return GangPart(self.tag, members, self.ranks, self.number)
 
 
 class GangParts:
     """The gangs of one scheduler."""
 
     def __init__(self) -> None:
-        self._tag = random.getrandbits(32)
+        self._tag = random.getrandbits(TAG_BITS)
         """Of the next gang; other routers of the same engines begin elsewhere."""
-        self._newest: dict[InstanceId, GangPart] = {}
-        """What says that a request follows it."""
+        self._newest: dict[_Instance, _Gang] = {}
+        """Those of more than one request, as nobody is held for one."""
 
     def told(self, commands: Sequence[Command]) -> Sequence[Command]:
         """The decisions of one moment, each dispatch with its part."""
         dispatched = [one for one in commands if isinstance(one, Dispatch)]
         if not dispatched:
             return commands
-        members = Counter((one.prefill, one.batch, one.prefill_rank) for one in dispatched)
-        ranks = Counter((prefill, batch) for prefill, batch, _rank in members)
-        tags: dict[tuple[InstanceId, int], int] = {}
-
-        def part_of(one: Dispatch) -> GangPart:
-            batch = one.prefill, one.batch
-            leader = self._newest.get(one.prefill)
-            if one.joins and leader is not None and batch not in tags:
-                return leader
-            part = GangPart(
-                tags.setdefault(batch, self._tag + len(tags)),
-                members[*batch, one.prefill_rank],
-                ranks[batch],
-            )
-            self._newest.pop(one.prefill, None)
-            if part.members > 1 or part.ranks > 1:  # nobody is held for one request
-                self._newest[one.prefill] = GangPart(part.tag, 0, part.ranks)
-            return part
-
-        told = [
-            msgspec.structs.replace(one, gang=part_of(one)) if isinstance(one, Dispatch) else one
-            for one in commands
-        ]
-        self._tag += len(tags)
+        requests = Counter(_instance_of(one) for one in dispatched)
+        members = Counter((_instance_of(one), one.prefill_rank) for one in dispatched)
+        ranks = Counter(instance for instance, _rank in members)
+        gangs: dict[_Instance, _Gang] = {}
+        parts: dict[str, GangPart] = {}
+        for one in dispatched:
+            instance = _instance_of(one)
+            leader = self._newest.get(instance)
+            if instance not in gangs and one.joins and leader is not None:
+                parts[one.rid] = leader.part(0)
+                continue
+            gang = gangs.get(instance) or self._new_gang(ranks[instance])
+            gangs[instance] = gang
+            parts[one.rid] = gang.part(members[instance, one.prefill_rank])
+        for instance, gang in gangs.items():
+            self._newest.pop(instance, None)
+            if requests[instance] > 1:
+                self._newest[instance] = gang
         while len(self._newest) > _MOST_INSTANCES:
             del self._newest[next(iter(self._newest))]
-        return told
+        return [
+            msgspec.structs.replace(one, gang=parts[one.rid]) if isinstance(one, Dispatch) else one
+            for one in commands
+        ]
+
+    def _new_gang(self, ranks: int) -> _Gang:
+        self._tag = (self._tag + 1) % (1 << TAG_BITS)
+        return _Gang(self._tag, random.getrandbits(DRAWN_BITS), ranks)
+
+
+def _instance_of(one: Dispatch) -> _Instance:
+    return one.prefill, -1 if one.barrier else one.prefill_rank

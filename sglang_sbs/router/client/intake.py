@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,8 +203,8 @@ class Doorman:
 
     def heard(self, transport: asyncio.BaseTransport | None) -> None:
         """A whole request head came over that connection, or it is gone."""
-        self._silent.since_s.pop(transport, None)
-        self._idle.since_s.pop(transport, None)
+        self._silent.leave(transport)
+        self._idle.leave(transport)
 
     def close_oldest(self) -> bool:
         """To make room: the one that waits longest; whether there was one."""
@@ -243,6 +244,7 @@ class _Line:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self.since_s: dict[Any, float] = {}
+        self._spared: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def oldest_s(self) -> float:
         """Since when the first one waits."""
@@ -253,10 +255,21 @@ class _Line:
         return self.oldest_s() + self._patience_s
 
     def close_first(self) -> bool:
-        """False: it is closed already, or the client still takes an answer."""
+        """False: it is closed already, or the client still takes an answer, for which it may wait
+        as long again, once."""
         transport = next(iter(self.since_s))
         del self.since_s[transport]
-        if transport.is_closing() or transport.get_write_buffer_size():
+        if transport.is_closing():
             return False
+        if transport.get_write_buffer_size() and transport not in self._spared:
+            self.since_s[transport] = asyncio.get_running_loop().time()
+            self._spared.add(transport)
+            return False
+        self._spared.discard(transport)
         transport.abort()
         return True
+
+    def leave(self, transport: Any) -> None:
+        """It waits no more."""
+        if self.since_s.pop(transport, None) is not None:
+            self._spared.discard(transport)

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from sglang_sbs.router.client.answer_stream import FINISH_S
 from sglang_sbs.router.client.client import Answer, Client
-from sglang_sbs.router.client.intake import Doorman
+from sglang_sbs.router.client.intake import MIN_BYTES_PER_S, Doorman
 from sglang_sbs.router.errors import reason_phrase
 
 logger = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ class _Connection(asyncio.Protocol):
             return
         unsent, self._unsent = self._unsent, b""
         try:
-            async with asyncio.timeout(FINISH_S):
+            async with asyncio.timeout(FINISH_S + len(unsent) / MIN_BYTES_PER_S):
                 for at in range(0, len(unsent), _LARGE_PIECE_BYTES):
                     if self.transport is None or self.transport.is_closing():
                         return
@@ -342,6 +342,11 @@ class _Connection(asyncio.Protocol):
                 self.transport.abort()
             raise ConnectionResetError("the client stopped reading") from None
 
+    def _close(self, transport: asyncio.Transport) -> None:
+        """What is written already may still be taken, for a while."""
+        transport.close()
+        self._loop.call_later(FINISH_S, transport.abort)
+
     def _done(self) -> None:
         """The connection's next state."""
         transport = self.transport
@@ -352,9 +357,9 @@ class _Connection(asyncio.Protocol):
             return
         if self._last and self._body_left:
             self._lingers = True
-            self._loop.call_later(_LINGER_S, transport.close)
+            self._loop.call_later(_LINGER_S, self._close, transport)
         elif self._last:
-            transport.close()
+            self._close(transport)
         else:
             self._port.doorman.rests(transport)
             early, self._early = self._early, b""

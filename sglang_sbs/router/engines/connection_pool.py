@@ -242,7 +242,10 @@ class Pool:
 
     def keep(self, connection: _Connection) -> None:
         connection.idle_since = time.monotonic()
-        self._idle.setdefault(connection.origin, deque()).append(connection)
+        idle = self._idle.setdefault(connection.origin, deque())
+        idle.append(connection)
+        while idle[0].idle_since < connection.idle_since - IDLE_LIMIT_S:
+            idle.popleft().close()
 
     def forget(self, connection: _Connection) -> None:
         self._all.discard(connection)

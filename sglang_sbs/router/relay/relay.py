@@ -57,7 +57,7 @@ from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Outcome
 from sglang_sbs.scheduling.queue.priority import clamped_priority, class_of
-from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart
+from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ PATHS: dict[RouteKind, str] = {
     "chat": "/v1/chat/completions",
 }
 
-_ALONE = GangPart(tag=0, members=1, ranks=1)
 _MOST_BROKEN_OFF = 2
 """Engines that may go away under a request before it is no longer tried on others: it may be what
 ends them, and then it must not end them all."""
@@ -563,13 +562,16 @@ class Relay:
             (prefill, assignment.prefill_rank),
             (decode, assignment.decode_rank),
         ):
+            if worker.info is None:  # its engine was started anew since it was chosen
+                why = f"{worker.url} has been restarted"
+                raise LegFailure(worker.role, worker.url, 503, f"{worker.role}_unavailable", why)
             if not 0 <= rank < worker.dp_size:
                 raise RouterError(
                     500,
                     "rank_out_of_range",
                     f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})",
                 )
-        gang = (assignment.gang or _ALONE) if self._config.sends_gangs else None
+        gang = (assignment.gang or _alone()) if self._config.sends_gangs else None
         ranks = (assignment.prefill_rank, prefill.dp_size)
         if decode.rank_choice == "by_room":
             room = pick_bootstrap_room(*ranks, assignment.decode_rank, decode.dp_size, gang=gang)
@@ -652,3 +654,8 @@ def _answer_of(pair: Pair) -> dict[str, Any]:
 def _no_answer(engine: str) -> LegFailure:
     message = "the reply is not a JSON object as SGLang's"
     return transport_failure("decode", engine, message, unreachable=False)
+
+
+def _alone() -> GangPart:
+    """Of a request that nobody told what it is sent with."""
+    return GangPart(tag=random.getrandbits(TAG_BITS), members=1, ranks=1)

@@ -111,6 +111,7 @@ class EndForwardListener:
         """The last unread message of each rank that a later one may replace."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._going_on: set[int] = set()
         """By file descriptor."""
         self._dialling: zmq.Socket[bytes] | None = None
         """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
@@ -303,8 +304,13 @@ class EndForwardListener:
                 del self._newest[slot.key]
             self._handle(slot.report, slot.peer)
         self.busy_s += time.monotonic() - started_s
-        if self._unread or not drained:
-            asyncio.get_running_loop().call_soon(self._drain, fd)
+        if (self._unread or not drained) and fd not in self._going_on:
+            self._going_on.add(fd)  # the descriptor calls too while anything is left
+            asyncio.get_running_loop().call_soon(self._go_on, fd)
+
+    def _go_on(self, fd: int) -> None:
+        self._going_on.discard(fd)
+        self._drain(fd)
 
     def _take_in(self, sock: zmq.Socket[bytes]) -> bool:
         """Receive what is there, up to the limit; whether that was all."""

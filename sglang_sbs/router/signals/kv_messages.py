@@ -25,6 +25,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Of a batch: what one pass can store and evict, with its token ids, is far below."""
 MAX_EVENT_BLOCKS = 1 << 17
 """Of one event, for the same reason."""
+_MOST_CHANGES = 10_000
+"""Of one message: a pass of an engine makes a few."""
 END_OF_REPLAY = -1
 """Sequence number of the message that ends a replay."""
 
@@ -194,7 +196,8 @@ def decode_kv_batch(payload: bytes) -> KvBatch:
     changes: list[Change] = []
     for event in events:
         if isinstance(event, _Cleared | _ClearedArray):
-            changes.append(Change("cleared"))
+            if not changes or changes[-1].kind != "cleared":
+                changes.append(Change("cleared"))
             continue
         tier = _TIERS.get(event.medium)
         if tier is None:
@@ -204,6 +207,8 @@ def decode_kv_batch(payload: bytes) -> KvBatch:
             changes[-1].blocks += event.block_hashes
         else:
             changes.append(Change(kind, tier, list(event.block_hashes)))
+        if len(changes) > _MOST_CHANGES:
+            raise MalformedMessage(f"more than {_MOST_CHANGES} changes")
     return KvBatch(batch.ts, changes, batch.attn_dp_rank)
 
 

@@ -34,7 +34,7 @@ from sglang_sbs.scheduling.events import (
 from sglang_sbs.wire import MalformedMessage
 
 MAX_BLOCKS_PER_EVENT = 2048
-_MAX_HELD_BYTES = 128 << 20
+_MAX_HELD_BYTES = 16 << 20
 """Of live batches during a replay; beyond it everything is learned anew."""
 _LONG_REPLAY = 256
 """Batches after which the end of a replay is only believed if a further one brings nothing: an

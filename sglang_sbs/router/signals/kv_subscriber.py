@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import zmq
 from prometheus_client.core import Metric
@@ -371,6 +372,7 @@ class _RankSockets:
         self._topic = topic.encode()
         self._loop = asyncio.get_running_loop()
         self._delay: asyncio.TimerHandle | None = None
+        self._going_on: set[Callable[..., None]] = set()
         self._replay_seq = 0
         self._replay_heard_s = 0.0
         self.feed = RankFeed(
@@ -459,7 +461,7 @@ class _RankSockets:
         until_s = time.monotonic() + _TURN_S
         while self._live is not None:
             if self._owner.behind:
-                self._loop.call_soon(self._drain_live)
+                self._soon(self._drain_live)
                 return
             try:
                 frames = self._live.recv_multipart(zmq.NOBLOCK)
@@ -475,8 +477,19 @@ class _RankSockets:
             if self._delay is None:
                 self.feed.live(seq, payload)
             if time.monotonic() >= until_s:
-                self._loop.call_soon(self._drain_live)
+                self._soon(self._drain_live)
                 return
+
+    def _soon(self, drain: Callable[..., None], *args: Any) -> None:
+        """Go on in the next turn of the loop; once, however often it is asked for: the socket's
+        descriptor calls too while anything is left."""
+        if drain not in self._going_on:
+            self._going_on.add(drain)
+            self._loop.call_soon(self._go_on, drain, args)
+
+    def _go_on(self, drain: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._going_on.discard(drain)
+        drain(*args)
 
     def _malformed(self, error: MalformedMessage) -> None:
         self.feed.counts["malformed"] += 1
@@ -516,7 +529,7 @@ class _RankSockets:
         until_s = time.monotonic() + _TURN_S
         while sock is self._replay:
             if self._owner.behind:
-                self._loop.call_soon(self._drain_replay, sock)
+                self._soon(self._drain_replay, sock)
                 return
             try:
                 frames = sock.recv_multipart(zmq.NOBLOCK)
@@ -531,5 +544,5 @@ class _RankSockets:
             self.feed.replayed(seq, payload)
             self._after_replay()
             if self._replay_heard_s >= until_s:
-                self._loop.call_soon(self._drain_replay, sock)
+                self._soon(self._drain_replay, sock)
                 return

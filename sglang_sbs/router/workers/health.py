@@ -408,5 +408,5 @@ def parse_loads(worker: Worker, pages: Sequence[bytes]) -> LoadPolled | None:
             running_requests=[clamped_count(int(row.get("num_running_reqs", 0))) for row in rows],
             kv_tokens=[clamped_count(int(row.get("num_used_tokens", 0))) for row in rows],
         )
-    except (LookupError, TypeError, ValueError, ArithmeticError):
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
         return None

@@ -57,6 +57,8 @@ LOG_AGAIN_S = 300.0
 RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 _AS_REPORTED = "as its EndForward says"
+BARRIER_S = 10.0
+"""What EndForward says of the barrier is taken in at most this often, per worker."""
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -93,6 +95,7 @@ class Worker:
     problems: dict[str, str] = field(default_factory=dict)
     """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
     boots: dict[int, str] = field(default_factory=dict)
+    barrier_told_s: float = float("-inf")
     retired_boots: set[str] = field(default_factory=set)
     stranger: str = ""
     """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
@@ -391,16 +394,23 @@ class Registry:
                 "another engine set to this worker's URL?",
             )
             return False
-        if worker.info is not None and not report.barrier:
-            known_as, worker.info = worker.info, _as_reported(worker.info)
-            if worker.announced and worker.info != known_as:
-                self._emit(self._instance_up(worker))
+        if worker.info is not None:
+            self._hear_of_barrier(worker, worker.info, report.barrier)
         worker.boots[rank] = boot_id
         worker.last_report_s[rank] = self._clock()
         worker.reports[rank] = worker.reports.get(rank, 0) + 1
         worker.problems.pop("dp_size", None)
         worker.problems.pop("role", None)
         return True
+
+    def _hear_of_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
+        as_told = _as_reported(info, barrier)
+        now_s = self._clock()
+        # Who speaks in its name without a key may contradict it all the time.
+        if as_told.no_barrier != info.no_barrier and now_s >= worker.barrier_told_s + BARRIER_S:
+            worker.barrier_told_s, worker.info = now_s, as_told
+            if worker.announced:
+                self._emit(self._instance_up(worker))
 
     # What is cached where ---------------------------------------------------------------------
 
@@ -616,13 +626,13 @@ class Registry:
             worker.problems.pop("signal", None)
 
 
-def _as_reported(info: WorkerInfo) -> WorkerInfo:
-    """EndForward says that there is no barrier: it is believed where /server_info, which nobody
-    else can answer, does not say."""
+def _as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
+    """What EndForward says of the barrier is believed where /server_info, which nobody else can
+    answer, does not say."""
     told = info.sbs is not None and info.sbs.barrier is not None
-    if told or info.no_barrier or info.dp_size == 1:
+    if told or info.no_barrier not in ("", _AS_REPORTED) or info.dp_size == 1:
         return info
-    return msgspec.structs.replace(info, no_barrier=_AS_REPORTED)
+    return msgspec.structs.replace(info, no_barrier="" if barrier else _AS_REPORTED)
 
 
 def _why_mute(info: WorkerInfo) -> str:

@@ -20,12 +20,13 @@ the pass is presumed over when one of its requests is answered. A later report o
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.paging import whole_pages
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
-from sglang_sbs.scheduling.prefill.observation import Observation, observe_launch
+from sglang_sbs.scheduling.prefill.observation import Observation, Pause, observe_launch
 from sglang_sbs.scheduling.prefill.passes import Pass, accepted, with_id
 from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank, Sent
 from sglang_sbs.scheduling.prefill.report_limits import MOST_PASSES, DeviceTime, within_limits
@@ -233,7 +234,10 @@ class PrefillInstance:
     ) -> None:
         """A request leaves for a rank; arms the watchdog if none did before it."""
         if self._batch is None or self._batch.at_s != now_s:
-            self._batch = Sent(now_s, self.idle, self.has_flight, 0)
+            # One that hangs on its way is followed by nobody.
+            last_s = self._batch.at_s if self._batch is not None else -math.inf
+            joins = self.has_flight and last_s > self.free_since_s
+            self._batch = Sent(now_s, self.idle, joins, 0)
         self._batch.requests += 1
         self.ranks[rank].sent[rid] = self._batch
         self.has_flight = True
@@ -500,7 +504,7 @@ class PrefillInstance:
                 gap_s=self.gap_s,
                 has_room=self._has_room_beside(report),
                 bootstrapping_requests=report.bootstrapping_requests,
-                there_s=_there_s(report),
+                pause=_pause(report),
             )
         # By the counter, that many of the oldest were accepted as well.
         rank.acknowledge_lost(accepted(self.passes, report.rids, report.dp_rank, lost_requests))
@@ -644,7 +648,11 @@ class PrefillInstance:
         return [rank.prompts.compute(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
 
 
-def _there_s(report: EndForward) -> float:
-    """How long before its launch the last request had come that the pass starts; 0: not told."""
+def _pause(report: EndForward) -> Pause | None:
+    """What the requests that a pass starts waited for before its launch; None: not told."""
     queued_s = [one.queued_s for one in report.started]
-    return report.launch_s - max(queued_s) if queued_s and min(queued_s) > 0 else 0.0
+    if not queued_s or min(queued_s) <= 0:
+        return None
+    last_s = max(queued_s)
+    ready_s = max([one.schedulable_s for one in report.started])
+    return Pause(there_s=report.launch_s - last_s, handshake_s=ready_s - last_s)

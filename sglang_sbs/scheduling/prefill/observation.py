@@ -16,11 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_sbs.scheduling.prefill.rank import Sent
 
 _ON_TIME_S = 0.002
 """Slack in telling a launch right after a pass from one that had to wait for a request."""
+
+
+class Pause(NamedTuple):
+    """Before a launch, seconds of the engine's clock."""
+
+    there_s: float
+    """Since the last of its requests had come to its rank."""
+    handshake_s: float
+    """From then until decode had taken all of them in."""
 
 
 @dataclass(slots=True)
@@ -54,7 +64,7 @@ def observe_launch(
     gap_s: float,
     has_room: bool,
     bootstrapping_requests: int,
-    there_s: float = 0.0,
+    pause: Pause | None = None,
 ) -> Observation:
     """Read a rank's message about the launch of a pass.
 
@@ -66,13 +76,14 @@ def observe_launch(
         gap_s: usual pause between the two.
         has_room: the rank's chunk is not full.
         bootstrapping_requests: at the rank, not schedulable yet.
-        there_s: how long before the launch the last of its requests had come; 0: not told.
+        pause: what its requests waited for; None: not told.
     """
     learned = Observation()
     in_flight = list(in_flight)
-    # The requests were there for most of the time in which nothing ran: that is the engine's own
-    # pause, and no lead makes it shorter.
-    paused = there_s > 0.5 * (launch_s - free_since_s)
+    # Most of the time in which nothing ran they were there and did not wait for decode: that is the
+    # engine's own pause, and no lead makes it shorter.
+    half_s = 0.5 * (launch_s - free_since_s)
+    paused = pause is not None and pause.there_s > half_s > pause.handshake_s
     landed_s = []
     started = 0
     """Requests of the batch that woke the instance."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from sglang_sbs.router.assignment.gang_parts import GangParts
 from sglang_sbs.scheduling.events import Dispatch, WakeAt
-from sglang_sbs.wire.gangs import GangPart
+from sglang_sbs.wire.gangs import DRAWN_BITS, GangPart, gang_room
 
 
-def leave(rid: str, rank: int, batch: int, *, joins: bool = False, to: str = "p0") -> Dispatch:
+def leave(
+    rid: str, rank: int, batch: int, *, joins: bool = False, to: str = "p0", barrier: bool = True
+) -> Dispatch:
     return Dispatch(
         rid=rid,
         prefill=to,
@@ -18,6 +20,7 @@ def leave(rid: str, rank: int, batch: int, *, joins: bool = False, to: str = "p0
         held_s=0.0,
         reason="",
         joins=joins,
+        barrier=barrier,
     )
 
 
@@ -25,6 +28,10 @@ def parts_of(gangs: GangParts, *commands: Dispatch) -> list[GangPart]:
     told = gangs.told([*commands, WakeAt(time_s=1.0)])
     assert told[-1] == WakeAt(time_s=1.0)
     return [one.gang for one in told if isinstance(one, Dispatch) and one.gang is not None]
+
+
+def says(part: GangPart) -> tuple[int, int, int]:
+    return part.tag, part.members, part.ranks
 
 
 def test_who_leaves_together_is_told_how_many_they_are():
@@ -37,7 +44,8 @@ def test_who_leaves_later_for_the_same_pass_follows_the_gang():
     gangs = GangParts()
     first, _ = parts_of(gangs, leave("a", 0, 7), leave("b", 1, 7))
     for number in (8, 9):
-        assert parts_of(gangs, leave("late", 3, number, joins=True)) == [GangPart(first.tag, 0, 2)]
+        (late,) = parts_of(gangs, leave("late", 3, number, joins=True))
+        assert says(late) == (first.tag, 0, 2)
 
 
 def test_a_gang_of_another_instance_is_not_followed():
@@ -46,14 +54,40 @@ def test_a_gang_of_another_instance_is_not_followed():
     first, second = parts_of(
         gangs, leave("b", 0, 8, joins=True, to="p1"), leave("c", 0, 8, joins=True, to="p1")
     )
-    assert first == second == GangPart(first.tag, 2, 1)
+    assert says(first) == says(second) == (first.tag, 2, 1)
 
 
 def test_the_newest_gang_is_followed():
     gangs = GangParts()
     parts_of(gangs, leave("a", 0, 7), leave("b", 1, 7))
     newest, _ = parts_of(gangs, leave("c", 0, 8), leave("d", 0, 8))
-    assert parts_of(gangs, leave("e", 0, 9, joins=True)) == [GangPart(newest.tag, 0, 1)]
+    (late,) = parts_of(gangs, leave("e", 0, 9, joins=True))
+    assert says(late) == (newest.tag, 0, 1)
+
+
+def test_two_batches_of_one_moment_are_one_gang():
+    """They are for one pass, or the engine cuts them where a chunk is full."""
+    first, second = parts_of(GangParts(), leave("a", 0, 7), leave("b", 1, 8))
+    assert says(first) == says(second) == (first.tag, 1, 2)
+
+
+def test_ranks_without_a_barrier_have_gangs_of_their_own():
+    gangs = GangParts()
+    first, _ = parts_of(gangs, *(leave(rid, 0, 7, barrier=False) for rid in "ab"))
+    other, _ = parts_of(gangs, *(leave(rid, 1, 8, barrier=False) for rid in "cd"))
+    (late,) = parts_of(gangs, leave("e", 0, 9, joins=True, barrier=False))
+    assert other.tag != first.tag
+    assert says(late) == (first.tag, 0, 1)
+
+
+def test_no_two_requests_share_a_room():
+    """They would get each other's KV cache."""
+    gangs = GangParts()
+    parts = parts_of(gangs, *(leave(f"r{i}", 0, 7) for i in range(100)))
+    parts += [p for i in range(100) for p in parts_of(gangs, leave(f"f{i}", 0, 8 + i, joins=True))]
+    step = (1 << DRAWN_BITS) // 150  # as if few numbers were left by the ranks
+    assert len({gang_room(part, step, 0) for part in parts[:100]}) == 100
+    assert len({part.number for part in parts}) == 200
 
 
 def test_a_single_request_is_not_followed():

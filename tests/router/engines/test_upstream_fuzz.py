@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_upstream import Collector, ask, chunked, raw_server, read_request
 
 from sglang_sbs.router.engines.connection_pool import (
+    IDLE_LIMIT_S,
     Call,
     Pool,
     UpstreamError,
@@ -310,3 +311,14 @@ async def test_an_impossible_host_name_is_a_failure_not_a_hang() -> None:
     answer = await ask(pool, "http://a..b:80")
     assert answer.error is not None
     assert answer.error.kind == "connect"
+
+
+def test_idle_connections_that_an_engine_leaves_open_are_closed_here() -> None:
+    pool, connection, transport, _ = exchange(Once())
+    connection.data_received(VALID["length"])
+    connection.idle_since -= IDLE_LIMIT_S + 1
+    newer, other = _Connection(pool, ORIGIN), FakeTransport()
+    newer.transport = other  # type: ignore[assignment]
+    pool.keep(newer)
+    assert (transport.closing, other.closing) == (True, False)
+    assert pool.take_idle(ORIGIN) is newer

@@ -172,3 +172,15 @@ def test_frames_of_a_replay() -> None:
     for frames in ([], [b"", b"kv", b"x"], [b"kv", b"", end, b""], [b"", b"", b"-1", b""]):
         with pytest.raises(MalformedMessage):
             replay_frames(frames)
+
+
+def test_clears_in_a_row_are_one() -> None:
+    changes = decode_kv_batch(batch(stored([1]), CLEARED, CLEARED, CLEARED)).changes
+    assert changes == [Change("stored", "device", [1]), Change("cleared")]
+
+
+def test_very_many_changes_in_one_message_are_no_message() -> None:
+    """Each would be told to the scheduler by itself."""
+    events = [event for _ in range(5001) for event in (stored([1]), removed([1]))]
+    with pytest.raises(MalformedMessage, match="changes"):
+        decode_kv_batch(batch(*events))

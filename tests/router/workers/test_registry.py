@@ -14,6 +14,7 @@ from sglang_sbs.router.errors import leg_status_failure, transport_failure
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
 from sglang_sbs.router.workers.breaker import Breaker, BreakerConfig
 from sglang_sbs.router.workers.registry import (
+    BARRIER_S,
     MISSED_AFTER_S,
     QUIET_S,
     SILENT_AFTER_S,
@@ -598,3 +599,15 @@ def test_a_check_that_costs_a_forward_pass_is_not_made_because_of_silence() -> N
     setup.now_s = 100.0
     setup.registry.tick()
     assert setup.doubted == []
+
+
+def test_what_endforward_says_of_the_barrier_can_be_taken_back_but_not_at_any_pace() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+    assert setup.registry.reported(worker, report(barrier=False))
+    for seq in range(1, 20):
+        assert setup.registry.reported(worker, report(seq=seq, barrier=seq % 2 == 1))
+    assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False]
+    worker.barrier_told_s -= BARRIER_S
+    assert setup.registry.reported(worker, report(seq=20))
+    assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False, True]
