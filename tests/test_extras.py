@@ -70,7 +70,7 @@ def test_the_demo_says_that_there_will_be_no_picture(
 ) -> None:
     demo = import_module(VERBS["demo"].module)
 
-    def started(*_arguments: object) -> None:
+    def started(*_arguments: object, **_more: object) -> None:
         raise RuntimeError("the cluster is next")
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)

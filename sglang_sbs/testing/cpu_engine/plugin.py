@@ -24,6 +24,8 @@ def register() -> None:
     _fix_cpu_gaps()
     _fork_instead_of_spawn()
     idle_wait.install()
+    if "SGLANG_SBS_NODE_HOST" in os.environ:
+        _share_the_machine()
     cost_json = os.environ.get(VIRTUAL_GPU_ENV)
     if cost_json:
         virtual_device.install(VirtualGpuCost.from_json(cost_json))
@@ -51,6 +53,14 @@ def _fix_cpu_gaps() -> None:
     GroupCoordinator.all_to_all_single = all_to_all_single_on_cpu
     # Its host tensors are pinned memory, which needs CUDA.
     MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def _share_the_machine() -> None:
+    """A node that is not the first waits for ports to be free that the first one binds: all are one
+    machine here, so it must not."""
+    from sglang.srt import server_args
+
+    server_args.wait_port_available = lambda *_args, **_kwargs: True
 
 
 def _fork_instead_of_spawn() -> None:
