@@ -330,12 +330,17 @@ class _Connection(asyncio.Protocol):
             return
         unsent, self._unsent = self._unsent, b""
         try:
-            async with asyncio.timeout(FINISH_S + len(unsent) / MIN_BYTES_PER_S):
+            due_s = self._loop.time() + FINISH_S
+            async with asyncio.timeout_at(due_s) as deadline:
                 for at in range(0, len(unsent), _LARGE_PIECE_BYTES):
                     if self.transport is None or self.transport.is_closing():
                         return
                     self.transport.write(unsent[at : at + _LARGE_PIECE_BYTES])
                     await (asyncio.sleep(0) if self._writable else self.drained())
+                    # Each piece buys its time at the slowest pace, and nobody saves up more.
+                    due_s += _LARGE_PIECE_BYTES / MIN_BYTES_PER_S
+                    due_s = min(due_s, self._loop.time() + FINISH_S)
+                    deadline.reschedule(due_s)
                 await self.drained()
         except TimeoutError:
             if self.transport is not None:
