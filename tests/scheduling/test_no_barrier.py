@@ -186,8 +186,9 @@ class Twin:
     def inside(command: Command) -> Command:
         if not isinstance(command, Dispatch):
             return command
+        assert not command.barrier
         name = f"{command.prefill} rank {command.prefill_rank}"
-        return msgspec.structs.replace(command, prefill=name, prefill_rank=0)
+        return msgspec.structs.replace(command, prefill=name, prefill_rank=0, barrier=True)
 
     def report(self, rank: int, kind: str, tokens: int) -> None:
         self.counts[rank] += 1
