@@ -17,7 +17,8 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 MAX_SILENCES = 5
-"""Gangs in a row that waited for others of which none was heard: they cannot be heard here."""
+"""Gangs in a row that waited for others while nothing at all was heard of them, of any gang: they
+cannot be heard here."""
 MOST_RANKS = 16
 """An engine of one host has no more; the sockets grow with the square."""
 _MOST_GANGS = 64

@@ -235,7 +235,7 @@ class Dispatch(_Message, frozen=True):
     """It follows a batch that is on its way to the same instance, to be in the same pass."""
     gang: GangPart | None = None
     """The part of its gang that goes to the same rank; whoever carries the decision out fills it
-    in (:mod:`sglang_sbs.router.assignment.scheduler_driver`)."""
+    in (:mod:`sglang_sbs.router.assignment.gang_parts`)."""
 
 
 RefuseCause = Literal[

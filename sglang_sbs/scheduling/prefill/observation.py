@@ -7,7 +7,9 @@ Each sample is of one thing, and what would poison it is left out:
   it waited for a pass, not for the network.
 - *landed*, *idled*, *left behind*: how a batch fared that was sent ahead of the end of a pass. Not
   one that was sent to an idle instance: no lead could have helped it. Not one that joined a batch
-  on its way: it left later than the lead on purpose.
+  on its way: it left later than the lead on purpose. A batch that was there for most of the time in
+  which nothing ran, and did not wait for decode, did not find the instance idle: it met a pause of
+  the engine.
 - *torn*: what share of a batch the launch left behind that the batch itself caused on an idle
   instance. Not of a batch of one request.
 """

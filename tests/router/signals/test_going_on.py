@@ -1,0 +1,32 @@
+"""Work that goes on in the next turn of the loop goes on once, however often a socket asks."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_sbs.router.signals import kv_subscriber
+
+
+async def test_a_socket_that_calls_in_every_turn_does_not_multiply_what_goes_on() -> None:
+    """Its descriptor stays readable while the scheduler is behind and nothing is received."""
+    sockets: Any = object.__new__(kv_subscriber._RankSockets)
+    sockets._loop = asyncio.get_running_loop()
+    sockets._going_on = set()
+    sockets._owner = SimpleNamespace(behind=True)
+    sockets._live = object()
+    turns = 0
+    drain = sockets._drain_live
+
+    def counted() -> None:
+        nonlocal turns
+        turns += 1
+        drain()
+
+    sockets._drain_live = counted
+    for _ in range(20):
+        counted()  # as the descriptor does, beside what goes on by itself
+        await asyncio.sleep(0)
+    sockets._live = None
+    assert turns <= 2 * 20 + 1
