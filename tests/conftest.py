@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -12,3 +14,15 @@ settings.register_profile(
 settings.load_profile("busy machine")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Which tests stay in one process where several share them (``--dist loadgroup``): those of a
+    file, and all real clusters, of which a machine of two cores holds one at a time."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        is_cluster = item.get_closest_marker("cluster") is not None
+        group = "clusters" if is_cluster else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -326,12 +326,17 @@ def test_single_node_parts_alone_are_the_same(node: list[Command]) -> None:
 
 def test_single_node_ends_with_the_first_part_that_ends(tmp_path: Path) -> None:
     """Every part gets a log, and none is left behind: here ``python`` is a shell script."""
-    stand_in = tmp_path / "python"
-    stand_in.write_text(
-        '#!/bin/sh\necho "$$ $2"\ncase $2 in *router) exit 3 ;; *) exec sleep 600 ;; esac\n'
-    )
+    stand_in, logs = tmp_path / "python", tmp_path / "logs"
+    # The router ends when the others have spoken; else it may be over before they begin.
+    stand_in.write_text(f"""#!/bin/sh
+echo "$$ $2"
+case $2 in *router) ;; *) exec sleep 600 ;; esac
+for part in prefill-0 prefill-1 decode; do
+    until [ -s "{logs}/$part.log" ]; do sleep 0.05; done
+done
+exit 3
+""")
     stand_in.chmod(0o755)
-    logs = tmp_path / "logs"
     env_file = settings(tmp_path, "single-node-2p1d", PYTHON=str(stand_in), LOG_DIR=str(logs))
     done = run("single-node-2p1d/run.sh", ENV_FILE=env_file)
     assert done.returncode == 1
@@ -339,7 +344,7 @@ def test_single_node_ends_with_the_first_part_that_ends(tmp_path: Path) -> None:
     said = {path.stem: path.read_text().split() for path in logs.iterdir()}
     assert set(said) == {"prefill-0", "prefill-1", "decode", "router"}
     assert said["router"][1] == ROUTER
-    for pid, module in (said[name] for name in ("prefill-0", "prefill-1", "decode") if said[name]):
+    for pid, module in (said[name] for name in ("prefill-0", "prefill-1", "decode")):
         assert module == ENGINE
         assert not Path(f"/proc/{pid}").exists()
 
