@@ -28,8 +28,9 @@ from sglang_sbs.router.client.intake import KEEP_ALIVE_S, MAX_HEAD_LINE_BYTES, D
 from sglang_sbs.router.client.serving_port import DirectPort
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.options import RouterOptions
-from sglang_sbs.router.options.tls import server_ssl, worker_ssl
+from sglang_sbs.router.options.tls import server_ssl, worker_session, worker_ssl
 from sglang_sbs.router.prompts.block_names import BlockNamer
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
@@ -39,11 +40,9 @@ from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
-from sglang_sbs.router.signals.engine_signals import worker_session
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort
 from sglang_sbs.router.telemetry.tracing import open_traces
-from sglang_sbs.router.telemetry.worker_metrics import gauge, total
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.scheduling.events import InstanceRole
 

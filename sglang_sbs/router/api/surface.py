@@ -16,13 +16,16 @@ import orjson
 from aiohttp import web
 from prometheus_client import Histogram
 
-from sglang_sbs.router.api.access import CONTROL_PLANE, Access, ControlKey, is_own_host
+from sglang_sbs.dashboard.pages import NoRoom
+from sglang_sbs.router.answer import Answer
+from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
-from sglang_sbs.router.client.client import Answer, Client, WebClient
+from sglang_sbs.router.client.client import Client, WebClient
 from sglang_sbs.router.client.request_ids import request_id
 from sglang_sbs.router.client.serving_port import RequestHead
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.options.keys import ControlKey
 from sglang_sbs.router.relay.relay import PATHS
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
@@ -255,6 +258,8 @@ class Surface:
             return await handler(request)
         except RouterError as error:
             return error.response()
+        except NoRoom as error:
+            return RouterError(503, "too_many_dashboards", str(error), retry_after_s=5.0).response()
         except web.HTTPRequestEntityTooLarge:
             limit = self._options.max_payload_bytes
             return RouterError(
