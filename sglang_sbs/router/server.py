@@ -62,7 +62,10 @@ _SPARE_FILES = 64
 
 
 class RouterServer:
-    """``await start()``, serve, ``await stop()``; also usable inside tests and other programs."""
+    """``await start()``, serve, ``await stop()``; also usable inside tests and other programs.
+
+    The :class:`~.api.served_router.Router` of its surface.
+    """
 
     registry: Registry
     dispatcher: Assigner
@@ -264,24 +267,19 @@ class RouterServer:
     # Workers ----------------------------------------------------------------------------------
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Register a worker and wait for it in the background.
-
-        Raises:
-            ValueError: a bad URL, or there already.
-            RouterError: 503, the scheduler cannot be told.
-        """
+        """See :class:`~.api.served_router.Router`."""
         return await self._schedulers.add_worker(url, role, bootstrap_port)
 
     async def remove_worker(self, worker: Worker) -> None:
-        """Raises: RouterError (503), the scheduler cannot be told."""
+        """See :class:`~.api.served_router.Router`."""
         await self._schedulers.remove_worker(worker)
 
     async def update_worker(self, worker: Worker) -> None:
-        """Its priority, cost or labels were set. Raises: RouterError (503)."""
+        """See :class:`~.api.served_router.Router`."""
         await self._schedulers.update_worker(worker)
 
     async def abort(self, rid: str) -> int:
-        """End requests by the id their clients gave, in every process (empty: all); how many."""
+        """See :class:`~.api.served_router.Router`."""
         return self._abort(rid) + await self._schedulers.abort_elsewhere(rid)
 
     def _abort(self, rid: str) -> int:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
@@ -21,6 +20,7 @@ from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
+from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.client import Client, WebClient
 from sglang_sbs.router.client.request_ids import request_id
 from sglang_sbs.router.client.serving_port import RequestHead
@@ -32,9 +32,6 @@ from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
 from sglang_sbs.router.requests.plan import RouteKind
 from sglang_sbs.router.telemetry.logs import current_request_id, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
-
-if TYPE_CHECKING:
-    from sglang_sbs.router.server import RouterServer
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +63,7 @@ def _not_implemented(name: str) -> Handler:
 class Surface:
     """Also the :class:`~sglang_sbs.router.client.serving_port.Service` of the serving port."""
 
-    def __init__(self, server: RouterServer) -> None:
+    def __init__(self, server: Router) -> None:
         self._server = server
         self._options = server.options
         self._metrics = server.metrics
