@@ -24,6 +24,7 @@ import aiohttp
 import orjson
 
 from benchmarks import CHECKOUT
+from benchmarks.synthetic_cluster import SyntheticCluster, WatchedScheduler
 from sglang_sbs.dashboard.client import frames
 from sglang_sbs.dashboard.feed import FRAME_S
 from sglang_sbs.dashboard.pages import EVENTS_PATH
@@ -31,7 +32,6 @@ from sglang_sbs.dashboard.recorder import Recorder
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling import Event, SchedulerConfig
-from sglang_sbs.testing.synthetic_cluster import SyntheticCluster, WatchedScheduler
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _WARM_UP_S = 5.0

@@ -1,6 +1,6 @@
-"""What a verb needs beyond a plain install, looked for before its work begins.
+"""What a verb or a flag needs beyond a plain install, looked for before its work begins.
 
-Must not know what a verb does.
+Must not know what either does.
 """
 
 from __future__ import annotations
@@ -26,3 +26,15 @@ def without_sglang(verb: str, *, on_cpu: bool) -> str | None:
         return None
     how = _CPU.format(verb=verb) if on_cpu else "pip install 'sglang>=0.5.11'"
     return f"sglang, whose engines `sglang-sbs {verb}` starts, is not installed here: {how}"
+
+
+def without_jwt() -> str | None:
+    """What to install to judge an identity provider's tokens; ``None``: it is there."""
+    if all(find_spec(name) is not None for name in ("jwt", "cryptography")):  # for signatures
+        return None
+    return "pip install 'sglang-sbs[jwt]'"
+
+
+def without_kubernetes() -> str | None:
+    """What to install to find workers as pods; ``None``: it is there."""
+    return None if find_spec("kubernetes_asyncio") else "pip install 'sglang-sbs[kubernetes]'"

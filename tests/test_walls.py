@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,12 @@ def all_imports() -> tuple[Import, ...]:
 
 @dataclass(frozen=True)
 class Walls:
-    """``may_import``: by room. The lists name exceptions as ``file -> module``."""
+    """``may_import``: by room. Exceptions are lists of ``file -> module``, circles of packages."""
 
     may_import: dict[str, list[str]]
     exceptions: list[str]
     exceptions_for_types: list[str]
+    circles: list[str]
 
     def room(self, module: str) -> str | None:
         """The longest name in the table that begins the module's."""
@@ -123,7 +125,8 @@ class Walls:
 def walls() -> Walls:
     table = tomllib.loads(TABLE.read_text())
     lists = table.get("exceptions", {})
-    return Walls(table["may_import"], lists.get("imports", []), lists.get("for_types", []))
+    excused = [lists.get(name, []) for name in ("imports", "for_types", "circles")]
+    return Walls(table["may_import"], *excused)
 
 
 @pytest.mark.parametrize("for_types", [False, True], ids=["imports", "for types"])
@@ -173,6 +176,66 @@ def test_the_table_has_no_circle() -> None:
         free = {room for room, needs in left.items() if not needs & set(left)}
         assert free, f"a circle among {sorted(left)}"
         left = {room: needs for room, needs in left.items() if room not in free}
+
+
+Graph = dict[str, set[str]]
+"""Who needs whom."""
+
+
+def siblings(imports: Iterable[Import]) -> dict[str, Graph]:
+    """By package: which module or package in it imports from which beside it, lazily or not.
+
+    A package's own ``__init__`` is no part of it: it may gather what is inside.
+    """
+    found: dict[str, Graph] = {}
+    for one in imports:
+        here, there = dotted(ROOT / one.file).split("."), one.module.split(".")
+        same = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))
+        )
+        if not one.for_types and same < min(len(here), len(there)):
+            graph = found.setdefault(".".join(here[:same]), {})
+            graph.setdefault(here[same], set()).add(there[same])
+    return found
+
+
+def in_circles(graph: Graph) -> set[str]:
+    """Those that import each other, and who needs those."""
+    left = {name: needs - {name} for name, needs in graph.items()}
+    while free := {name for name, needs in left.items() if not needs & set(left)}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    return set(left)
+
+
+def test_no_package_has_a_circle_in_it() -> None:
+    excused = walls().circles
+    found = {
+        package: sorted(circle)
+        for package, graph in siblings(all_imports()).items()
+        if (circle := in_circles(graph))
+    }
+    assert {package: names for package, names in found.items() if package not in excused} == {}
+    assert [package for package in excused if package not in found] == []
+
+
+def test_a_circle_would_be_noticed() -> None:
+    imports = [
+        Import(f"sglang_sbs/a/{file}.py", 1, f"sglang_sbs.{module}", for_types)
+        for file, module, for_types in [
+            ("b/x", "a.c.y", False),
+            ("c/z", "a.d", False),
+            ("d", "a.b.w", False),
+            ("b/x", "a.b.w", False),
+            ("b/w", "a.b.x", True),
+            ("e", "a.b.x", False),
+            ("__init__", "a.e", False),
+        ]
+    ]
+    graphs = siblings(imports)
+    assert {package: in_circles(graph) for package, graph in graphs.items()} == {
+        "sglang_sbs.a": {"b", "c", "d", "e"},
+        "sglang_sbs.a.b": set(),
+    }
 
 
 def test_a_broken_wall_would_be_noticed() -> None:

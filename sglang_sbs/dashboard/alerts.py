@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from sglang_sbs.plain_words import counted
-from sglang_sbs.router.options.options import FEEDBACK_POLICIES
 from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.policy_names import facts_of
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
 
 STALE_S = 3.0
@@ -74,7 +74,7 @@ def find_alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> 
         text = f"{counted(count, 'request')} refused in 60 s: {cause}"
         found.append(Alert("warning", "refused", "", text))
     stale_s = max(STALE_S, STALE_PASSES * snapshot.mean_forward_s)
-    feedback = snapshot.policy in FEEDBACK_POLICIES
+    feedback = facts_of(snapshot.policy).reads_reports
     for prefill in snapshot.prefill:
         found += _prefill(prefill, recent.watchdog_fires.get(prefill.instance, 0), feedback)
         found += _stale(prefill, stale_s)

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import orjson
 
 from sglang_sbs.dashboard.recorder import Problems, Recorder
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event
 
@@ -30,6 +29,23 @@ LINGER_S = 15.0
 Take = Callable[[bytes, bool], None]
 """Gets one frame as JSON, and whether it is a history."""
 Stop = Callable[[], None]
+
+
+Observer = Callable[[Event, Sequence[Command], float], None]
+"""Told of every event, what was answered, and when. Must neither raise nor block."""
+
+
+class Observable(Protocol):
+    """Who drives the scheduler and lets others look on."""
+
+    observer: Observer | None
+
+    errors: int
+    """Events the scheduler failed on."""
+
+    @property
+    def scheduler(self) -> Any:
+        """A :class:`~sglang_sbs.scheduling.Scheduler`, or what has its ``snapshot``."""
 
 
 class Feed(Protocol):
@@ -47,7 +63,7 @@ class LocalFeed:
 
     def __init__(
         self,
-        pump: SchedulerPump,
+        pump: Observable,
         config: SchedulerConfig,
         *,
         problems: Problems = lambda: (),

@@ -20,7 +20,6 @@ from importlib.resources import files
 from aiohttp import web
 
 from sglang_sbs.dashboard.feed import Feed
-from sglang_sbs.router.errors import RouterError
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,10 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+
+
+class NoRoom(RuntimeError):
+    """Too many look already, or the router stops; the message says what to do."""
 
 
 class Dashboard:
@@ -86,16 +89,13 @@ class Dashboard:
         """Server-sent events: ``history`` first, then ``frame`` five times a second.
 
         Raises:
-            RouterError: 503, too many look already, or the router stops.
+            NoRoom: too many look already, or the router stops.
         """
         watcher = _Watcher(request.transport)
         if self._closed or not self._has_room(watcher):
-            raise RouterError(
-                503,
-                "too_many_dashboards",
+            raise NoRoom(
                 f"{len(self._watchers)} dashboards are open (the limit is {MAX_WATCHERS}): "
-                "close one",
-                retry_after_s=5.0,
+                "close one"
             )
         response = web.StreamResponse(
             headers={

@@ -24,7 +24,7 @@ from sglang_sbs.doctor.gathering.engines import Asker, examine_all
 from sglang_sbs.doctor.gathering.pairs import probe_pairs
 from sglang_sbs.doctor.gathering.router import ask_router, targets_of
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.router.signals.engine_signals import worker_session
+from sglang_sbs.router.options.tls import worker_session
 
 Progress = Callable[[str], None]
 """Told what is being done, in a few words."""

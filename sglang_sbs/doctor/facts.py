@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.router.workers.server_info import WorkerInfo
+from sglang_sbs.router.workers.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
 from sglang_sbs.scheduling.events import InstanceRole, LoadPolled
 from sglang_sbs.wire import EndForward
 
@@ -175,3 +175,22 @@ class ClusterFacts:
     def of_role(self, role: InstanceRole) -> list[EngineFacts]:
         """Engines given as ``role`` that can be used."""
         return [e for e in self.engines if e.target.role == role and e.info is not None]
+
+
+SHOWN_VERSION = (0, 5, 22)
+"""First SGLang release that shows the plugin in ``/server_info``."""
+
+
+def may_speak_unseen(facts: EngineFacts) -> bool:
+    """Whether only EndForward itself can tell if this engine has the plugin."""
+    if facts.info is None or facts.info.sbs is not None:
+        return False
+    version = parse_version(facts.info.version)
+    return version is None or version == (0, 0, 0) or PLUGIN_VERSION <= version < SHOWN_VERSION
+
+
+def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
+    """Whether only one of plugin and doctor has a key, as far as the plugin says."""
+    block = facts.data.get("sbs")
+    encrypted = block.get("encrypted") if isinstance(block, dict) else None
+    return isinstance(encrypted, bool) and encrypted != (options.key_file is not None)

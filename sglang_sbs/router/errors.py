@@ -13,7 +13,7 @@ from typing import Any, Literal
 import orjson
 from aiohttp import web
 
-from sglang_sbs.router.client.client import Answer
+from sglang_sbs.router.answer import Answer
 from sglang_sbs.scheduling.events import RefuseCause
 
 ERROR_CODE_HEADER = "X-SMG-Error-Code"

@@ -20,7 +20,8 @@ from sglang_sbs.dashboard.feed import Feed, LocalFeed
 from sglang_sbs.router.assignment.dispatcher import Assigner, Dispatcher
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.options.options import FEEDBACK_POLICIES, RouterOptions
+from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.options.options import RouterOptions
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.messages import FromScheduler
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
@@ -29,13 +30,14 @@ from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
-from sglang_sbs.router.telemetry.worker_metrics import gauge, model_name, total
+from sglang_sbs.router.telemetry.worker_metrics import model_name
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import Event, InstanceRole
+from sglang_sbs.scheduling.policy_names import facts_of
 
 logger = logging.getLogger(__name__)
 
@@ -246,6 +248,5 @@ class RemoteScheduler:
 
 def _alone(options: RouterOptions) -> SchedulerConfig:
     """The fallback's configuration: immediate, and by own books only, for nothing else is heard."""
-    if options.scheduler.policy in FEEDBACK_POLICIES or options.scheduler.policy == "stale_tokens":
-        return msgspec.structs.replace(options.scheduler, policy="least_tokens")
-    return options.scheduler
+    policy = facts_of(options.scheduler.policy).unheard or options.scheduler.policy
+    return msgspec.structs.replace(options.scheduler, policy=policy)

@@ -28,8 +28,9 @@ from sglang_sbs.router.client.intake import KEEP_ALIVE_S, MAX_HEAD_LINE_BYTES, D
 from sglang_sbs.router.client.serving_port import DirectPort
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.options import RouterOptions
-from sglang_sbs.router.options.tls import server_ssl, worker_ssl
+from sglang_sbs.router.options.tls import server_ssl, worker_session, worker_ssl
 from sglang_sbs.router.prompts.block_names import BlockNamer
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
@@ -39,11 +40,9 @@ from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
-from sglang_sbs.router.signals.engine_signals import worker_session
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort
 from sglang_sbs.router.telemetry.tracing import open_traces
-from sglang_sbs.router.telemetry.worker_metrics import gauge, total
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
@@ -63,7 +62,10 @@ _SPARE_FILES = 64
 
 
 class RouterServer:
-    """``await start()``, serve, ``await stop()``; also usable inside tests and other programs."""
+    """``await start()``, serve, ``await stop()``; also usable inside tests and other programs.
+
+    The :class:`~.api.served_router.Router` of its surface.
+    """
 
     registry: Registry
     dispatcher: Assigner
@@ -265,24 +267,19 @@ class RouterServer:
     # Workers ----------------------------------------------------------------------------------
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Register a worker and wait for it in the background.
-
-        Raises:
-            ValueError: a bad URL, or there already.
-            RouterError: 503, the scheduler cannot be told.
-        """
+        """See :class:`~.api.served_router.Router`."""
         return await self._schedulers.add_worker(url, role, bootstrap_port)
 
     async def remove_worker(self, worker: Worker) -> None:
-        """Raises: RouterError (503), the scheduler cannot be told."""
+        """See :class:`~.api.served_router.Router`."""
         await self._schedulers.remove_worker(worker)
 
     async def update_worker(self, worker: Worker) -> None:
-        """Its priority, cost or labels were set. Raises: RouterError (503)."""
+        """See :class:`~.api.served_router.Router`."""
         await self._schedulers.update_worker(worker)
 
     async def abort(self, rid: str) -> int:
-        """End requests by the id their clients gave, in every process (empty: all); how many."""
+        """See :class:`~.api.served_router.Router`."""
         return self._abort(rid) + await self._schedulers.abort_elsewhere(rid)
 
     def _abort(self, rid: str) -> int:

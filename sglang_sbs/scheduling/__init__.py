@@ -1,6 +1,6 @@
 """The policy: who leaves when, for which DP ranks. Sans-I/O, see ``scheduler``."""
 
-from sglang_sbs.scheduling.config import DECODE_RULES, POLICIES, TRIGGERS, SchedulerConfig
+from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS, SchedulerConfig
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     BlocksRemoved,
@@ -22,6 +22,7 @@ from sglang_sbs.scheduling.events import (
     TimerFired,
     WakeAt,
 )
+from sglang_sbs.scheduling.policy_names import POLICIES
 from sglang_sbs.scheduling.scheduler import Scheduler
 from sglang_sbs.scheduling.snapshot import Snapshot
 

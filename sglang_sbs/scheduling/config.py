@@ -9,25 +9,12 @@ from typing import Literal, get_args
 
 import msgspec
 
+from sglang_sbs.scheduling.policy_names import POLICIES, Policy
 from sglang_sbs.scheduling.queue.fairness import LEAST_WEIGHT, MOST_WEIGHT
 
-Policy = Literal[
-    "sbs",
-    "round_robin",
-    "random",
-    "random_rank",
-    "power_of_two",
-    "least_requests",
-    "least_tokens",
-    "stale_tokens",
-    "eta",
-    "cache_aware",
-    "session",
-]
 Trigger = Literal["adaptive", "paper"]
 DecodeRule = Literal["iqr", "potential"]
 
-POLICIES: tuple[str, ...] = get_args(Policy)
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 DECODE_RULES: tuple[str, ...] = get_args(DecodeRule)
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import h11
 from aiohttp import web
 
-from sglang_sbs.router.client.client import Answer, Client
+from sglang_sbs.router.answer import Answer
+from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
 from sglang_sbs.router.client.serving_port import DirectPort, RequestHead
 

@@ -12,9 +12,9 @@ from playwright.async_api import Browser, Page, expect
 from router_harness import cluster, until
 from test_pages import ScriptedFeed, served
 
+from benchmarks.synthetic_cluster import SyntheticCluster, WatchedScheduler
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.testing.synthetic_cluster import SyntheticCluster, WatchedScheduler
 
 PATIENCE_MS = 30_000
 EVIL = '<img src=x onerror="window.evil=1"><script>window.evil=1</script>'

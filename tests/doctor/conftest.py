@@ -1,8 +1,8 @@
-"""Makes ``doctor_rig`` importable for the tests of this folder."""
+"""Makes ``doctor_rig`` and the router's scripted engines importable for these tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "router")]

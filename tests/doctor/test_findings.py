@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from doctor_rig import DP, Engine, Rig, free_port, rig
+from rust_mock_engine import RustMockEngine
 
 from sglang_sbs.doctor.catalogue.table import CATALOGUE, Severity
 from sglang_sbs.doctor.examine import gather, judge
@@ -19,7 +20,6 @@ from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.engine.publish import Publisher
 from sglang_sbs.testing.mock_engine import Behaviour, Rooms
-from sglang_sbs.testing.rust_mock_engine import RustMockEngine
 from sglang_sbs.wire import encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from sglang_sbs.wire.endforward import KvAddress

@@ -19,7 +19,8 @@ import pytest
 import yaml
 from command_lines import EXAMPLES, ROOT, ROUTER, Command, read_by_router, read_by_sglang
 
-from sglang_sbs.router.workers.kubernetes_pods import LWS_WORKER_INDEX, Members
+from sglang_sbs.router.options.config import LWS_WORKER_INDEX
+from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery, WatchTiming
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.scheduling.events import InstanceRole

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.messages import (
     FromScheduler,
@@ -18,7 +19,6 @@ from sglang_sbs.router.processes.messages import (
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
-from sglang_sbs.router.workers.breaker import BreakerConfig
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling import Command, Dispatch, Refuse, Scheduler, SchedulerConfig

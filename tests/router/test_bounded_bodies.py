@@ -19,6 +19,7 @@ from router_harness import Cluster, cluster, until
 from sglang_sbs.router.client.serving_port import _Connection
 from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes
+from sglang_sbs.router.options.config import PlanLimits
 from sglang_sbs.router.prompts.block_names import BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
@@ -26,7 +27,7 @@ from sglang_sbs.router.relay import relay
 from sglang_sbs.router.relay.merged_answers import merge_answers
 from sglang_sbs.router.relay.pair import Pair, _DecodeLeg
 from sglang_sbs.router.requests.legs import LegFields, leg_bodies
-from sglang_sbs.router.requests.plan import MOST_READ_BYTES, PlanLimits, plan_request
+from sglang_sbs.router.requests.plan import MOST_READ_BYTES, plan_request
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour
 

@@ -13,6 +13,7 @@ import pytest
 from router_harness import cluster, until
 
 from sglang_sbs.router.engines import connection_pool, control_requests
+from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import (
     MAX_MESSAGE_BYTES,
     Cluster,
@@ -24,7 +25,6 @@ from sglang_sbs.router.relay import pair
 from sglang_sbs.router.relay.merged_answers import NoAnswer, merge_answers
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.telemetry.logs import set_up_logging
-from sglang_sbs.router.workers.breaker import BreakerConfig
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import parse_server_info
 

@@ -15,19 +15,18 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from router_harness import cluster
 
-from sglang_sbs.router.api import identity
-from sglang_sbs.router.api.access import Principal
+from sglang_sbs import extras
 from sglang_sbs.router.api.identity import (
     ASK_AGAIN_S,
     KEYS_KEPT_S,
     KEYS_LIVE_S,
-    JwtConfig,
     ProviderError,
     SigningKeys,
     TokenCheck,
     TokenError,
 )
 from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.keys import JwtConfig, Principal
 from sglang_sbs.router.options.options import parse_flags
 
 AUDIENCE = "api://router"
@@ -475,6 +474,6 @@ def test_mistakes_name_the_flag(argv: list[str], words: str) -> None:
 
 
 def test_without_the_library_the_flags_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "is_installed", lambda: False)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(FlagError, match=r"pip install 'sglang-sbs\[jwt\]'"):
         parse_flags(["--jwt-issuer", "https://a", "--jwt-audience", "b"])

@@ -13,13 +13,13 @@ from router_harness import until
 
 from sglang_sbs.router.signals import kv_subscriber
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener
-from sglang_sbs.router.signals.kv_addresses import (
+from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+from sglang_sbs.router.workers.kv_addresses import (
     KvEndpoints,
     RefusedAddress,
     default_endpoints,
     told_endpoints,
 )
-from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,

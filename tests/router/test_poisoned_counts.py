@@ -8,7 +8,8 @@ import orjson
 import pytest
 from router_harness import cluster
 
-from sglang_sbs.router.processes.messages import MAX_COUNT, decode_to_scheduler, encode
+from sglang_sbs.router.limits import MAX_COUNT
+from sglang_sbs.router.processes.messages import decode_to_scheduler, encode
 from sglang_sbs.router.workers.health import parse_loads
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo

@@ -8,10 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 from router_harness import Cluster, cluster, options_for, until
+from rust_mock_engine import RustMockEngine
 
+from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.workers.breaker import BreakerConfig
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     UnusableWorker,
@@ -20,7 +21,6 @@ from sglang_sbs.router.workers.server_info import (
 )
 from sglang_sbs.scheduling.events import LoadPolled
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
-from sglang_sbs.testing.rust_mock_engine import RustMockEngine
 
 RUST: dict[str, Any] = {"kind": RustMockEngine}
 

@@ -20,7 +20,7 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.config import POLICIES
+from sglang_sbs.scheduling.policy_names import POLICIES
 from sglang_sbs.scheduling.queue.request import Request, RequestQueue
 
 FINISHED = 600

@@ -6,7 +6,7 @@ unpatched tree the same script shows that nothing is called.
 
 Real are the functions the patch is in (``launch_server``, ``run_scheduler_process``), the event
 loops, ``Scheduler`` with its mixins, ``Req``, ``ScheduleBatch`` and ``ForwardMode``; the model, the
-GPU and all other packages are stand-ins (``testing/source_import.py``).
+GPU and all other packages are stand-ins (``source_import.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_sbs.testing.source_import import Anything, import_from
+from tools.check_patches.source_import import Anything, import_from
 
 KEEP = ("sglang_sbs", "zmq", "msgspec", "uvloop")
 SRT_MODULES = tuple(

@@ -11,9 +11,16 @@ from collections.abc import Iterator
 
 from sglang_sbs.doctor.checks.cluster import told
 from sglang_sbs.doctor.checks.fields import text
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Heard, RankHeard
+from sglang_sbs.doctor.facts import (
+    SHOWN_VERSION,
+    ClusterFacts,
+    EngineFacts,
+    Heard,
+    RankHeard,
+    key_differs,
+    may_speak_unseen,
+)
 from sglang_sbs.doctor.findings import CLUSTER, Finding, finding
-from sglang_sbs.doctor.gathering.endforward import SHOWN_VERSION, key_differs, may_speak_unseen
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.workers.server_info import (
     PLUGIN_VERSION,

@@ -11,8 +11,8 @@ from typing import Any
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, RouterFacts
 from sglang_sbs.doctor.findings import ROUTER, Finding, finding
 from sglang_sbs.router.engines.urls import alias_key
-from sglang_sbs.router.options.options import FEEDBACK_POLICIES
 from sglang_sbs.router.workers.registry import SILENT_AFTER_S
+from sglang_sbs.scheduling.policy_names import facts_of
 
 _MAX_SHOWN = 8
 
@@ -85,7 +85,7 @@ def _signal(router: RouterFacts, engine: EngineFacts, entry: dict[str, Any]) -> 
     """EndForward as it arrives at the router."""
     url = engine.url
     if entry.get("signal") != "endforward":
-        if router.state.get("policy") not in FEEDBACK_POLICIES:
+        if not facts_of(router.state.get("policy")).reads_reports:
             return  # it has no use for reports
         age_s = entry.get("endforward_age_s")
         never = f"the last came {age_s} s ago" if age_s is not None else "none ever came"

@@ -18,17 +18,15 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard
+from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard, key_differs, may_speak_unseen
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.engine.publish import resolve_endpoints
 from sglang_sbs.router.signals.endforward_listener import implausible, peer_of, publisher_endpoints
-from sglang_sbs.router.workers.server_info import PLUGIN_VERSION, node_of_rank, parse_version
+from sglang_sbs.router.workers.server_info import node_of_rank
 from sglang_sbs.wire import TOPIC, MalformedMessage, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 
-SHOWN_VERSION = (0, 5, 22)
-"""First SGLang release that shows the plugin in ``/server_info``."""
 _FAILED_HANDSHAKE = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -36,21 +34,6 @@ _FAILED_HANDSHAKE = (
 )
 _MAX_MESSAGE_BYTES = 1 << 20
 _TURN_MS = 100
-
-
-def may_speak_unseen(facts: EngineFacts) -> bool:
-    """Whether only EndForward itself can tell if this engine has the plugin."""
-    if facts.info is None or facts.info.sbs is not None:
-        return False
-    version = parse_version(facts.info.version)
-    return version is None or version == (0, 0, 0) or PLUGIN_VERSION <= version < SHOWN_VERSION
-
-
-def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
-    """Whether only one of plugin and doctor has a key, as far as the plugin says."""
-    block = facts.data.get("sbs")
-    encrypted = block.get("encrypted") if isinstance(block, dict) else None
-    return isinstance(encrypted, bool) and encrypted != (options.key_file is not None)
 
 
 def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) -> list[str]:

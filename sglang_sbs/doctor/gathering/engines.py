@@ -31,14 +31,15 @@ from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.engines.urls import rank_url, split_worker_url
-from sglang_sbs.router.signals.kv_addresses import (
+from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.workers.breaker import Breaker
+from sglang_sbs.router.workers.health import parse_loads
+from sglang_sbs.router.workers.kv_addresses import (
     KvEndpoints,
     RefusedAddress,
     default_endpoints,
     told_endpoints,
 )
-from sglang_sbs.router.workers.breaker import Breaker, BreakerConfig
-from sglang_sbs.router.workers.health import parse_loads
 from sglang_sbs.router.workers.registry import Worker
 from sglang_sbs.router.workers.server_info import (
     RankOutOfReach,

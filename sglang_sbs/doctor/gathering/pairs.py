@@ -17,7 +17,8 @@ import orjson
 
 from sglang_sbs.doctor.facts import EngineFacts, ProbeResult
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.router.workers.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.rank_contract import (
     decode_members,
     pick_bootstrap_room,

@@ -13,8 +13,8 @@ from sglang_sbs.doctor.facts import Failure, RouterFacts, Target
 from sglang_sbs.doctor.gathering.engines import Answer, Asker, NoAnswer
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engines.urls import normalise_worker_url
-from sglang_sbs.router.options.options import FEEDBACK_POLICIES
 from sglang_sbs.scheduling.events import InstanceRole
+from sglang_sbs.scheduling.policy_names import facts_of
 
 _ASK_AGAIN_S = 0.5
 
@@ -35,7 +35,7 @@ async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFa
 
 def _unheard(facts: RouterFacts) -> bool:
     """It would use reports, and some rank of an engine that answers has sent none yet."""
-    if facts.state.get("policy") not in FEEDBACK_POLICIES:
+    if not facts_of(facts.state.get("policy")).reads_reports:
         return False
     answering = {entry.get("url") for entry in facts.workers if entry.get("usable") is True}
     return any(

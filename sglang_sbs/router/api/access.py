@@ -15,15 +15,15 @@ import json
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from sglang_sbs.router.options.keys import ControlKey, Principal
+
 logger = logging.getLogger("sglang_sbs.audit")
 
-Role = Literal["admin", "user"]
 
 CONTROL_PLANE = (
     *("/workers", "/flush_cache", "/get_loads", "/v1/loads", "/abort_request"),
@@ -43,42 +43,11 @@ OPEN_PATHS = frozenset(
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="control-plane"'}
 
 
-@dataclass(frozen=True, slots=True)
-class Principal:
-    """Who somebody turned out to be."""
-
-    id: str
-    name: str
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class ControlKey(Principal):
-    """One of ``--control-plane-api-keys``."""
-
-    key: str = field(repr=False)
-
-
 class Tokens(Protocol):
     """What judges tokens: :class:`.identity.TokenCheck`."""
 
     async def principal(self, token: str) -> Principal:
         """Raises: ValueError, it is not good; RuntimeError, that cannot be found out now."""
-
-
-def parse_control_key(text: str) -> ControlKey:
-    """``ID:NAME:ROLE:KEY``; the key may hold colons.
-
-    Raises:
-        ValueError: not of that form. The message does not repeat the key.
-    """
-    parts = text.split(":", 3)
-    if len(parts) != 4 or not parts[0] or not parts[3]:
-        raise ValueError("write ID:NAME:ROLE:KEY, e.g. ops:Operations:admin:SECRET")
-    role = parts[2].lower()
-    if role not in ("admin", "user"):
-        raise ValueError(f"the role of key {parts[0]!r} must be admin or user, not {parts[2]!r}")
-    return ControlKey(parts[0], parts[1], "admin" if role == "admin" else "user", parts[3])
 
 
 class Access:

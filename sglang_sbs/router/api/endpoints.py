@@ -11,7 +11,7 @@ import reprlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -20,6 +20,7 @@ from aiohttp import web
 
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.api.engine_metrics import merge_pages
+from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.intake import GRACE_S
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
@@ -27,9 +28,6 @@ from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.workers.registry import Worker
 from sglang_sbs.router.workers.worker_view import describe_worker
-
-if TYPE_CHECKING:
-    from sglang_sbs.router.server import RouterServer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -45,7 +43,7 @@ _SECRET_ENDINGS = ("api_key", "_password", "_secret", "hf_token")
 
 
 class Control:
-    def __init__(self, server: RouterServer) -> None:
+    def __init__(self, server: Router) -> None:
         self._server = server
         self._registry = server.registry
         self._generating: asyncio.Task[str] | None = None

@@ -14,25 +14,21 @@ valid later (``nbf``) is not valid yet.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
-from sglang_sbs.router.api.access import Principal, Role
+from sglang_sbs.router.options.keys import JwtConfig, Principal, Role, check_provider_url
 
 if TYPE_CHECKING:
     from jwt import PyJWK
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'sglang-sbs[jwt]'"
 ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "ES256", "ES384"})
 """Public-key ones: with a symmetric one whoever can check tokens can make them."""
 LEEWAY_S = 30.0
@@ -47,7 +43,6 @@ _FETCH_S = 10.0
 _LARGEST_BYTES = 1 << 20
 _ROLE_CLAIM = "roles"
 _OTHER_ROLE_CLAIMS = ("role", "roles", "groups", "group")
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class TokenError(ValueError):
@@ -56,49 +51,6 @@ class TokenError(ValueError):
 
 class ProviderError(RuntimeError):
     """The identity provider cannot be asked, or answers nonsense: no token can be judged."""
-
-
-@dataclass(frozen=True, slots=True)
-class JwtConfig:
-    """The ``--jwt-*`` flags. ``jwks_uri=None``: as the issuer's discovery document says."""
-
-    issuer: str
-    audience: str
-    jwks_uri: str | None = None
-    roles: Mapping[str, Role] = field(default_factory=dict)
-    """From the provider's role names; empty: they are ``admin`` and ``user`` themselves."""
-
-
-def is_installed() -> bool:
-    """Whether the packages are there (signatures need ``cryptography``)."""
-    return all(importlib.util.find_spec(name) is not None for name in ("jwt", "cryptography"))
-
-
-def check_provider_url(url: str) -> str:
-    """The URL, if keys may be fetched from there.
-
-    Raises:
-        ValueError: anybody on the way could replace them.
-    """
-    parts = urlsplit(url)
-    if parts.scheme == "https" and parts.hostname:
-        return url
-    if parts.scheme == "http" and parts.hostname in _LOOPBACK:
-        return url
-    raise ValueError(f"{url!r} must be an https:// URL (http:// only on this machine)")
-
-
-def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
-    """``PROVIDER_ROLE=admin`` or ``=user``. Raises: ValueError."""
-    roles: dict[str, Role] = {}
-    for text in texts:
-        name, equals, role = text.rpartition("=")
-        if not equals or not name or role.lower() not in ("admin", "user"):
-            raise ValueError(
-                f"{text!r}: write PROVIDER_ROLE=admin or =user, e.g. Gateway.Admin=admin"
-            )
-        roles[name] = "admin" if role.lower() == "admin" else "user"
-    return roles
 
 
 class SigningKeys:

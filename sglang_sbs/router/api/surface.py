@@ -10,28 +10,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
 from prometheus_client import Histogram
 
-from sglang_sbs.router.api.access import CONTROL_PLANE, Access, ControlKey, is_own_host
+from sglang_sbs.dashboard.pages import NoRoom
+from sglang_sbs.router.answer import Answer
+from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
-from sglang_sbs.router.client.client import Answer, Client, WebClient
+from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.client.client import Client, WebClient
 from sglang_sbs.router.client.request_ids import request_id
 from sglang_sbs.router.client.serving_port import RequestHead
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.options.keys import ControlKey
 from sglang_sbs.router.relay.relay import PATHS
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
 from sglang_sbs.router.requests.plan import RouteKind
 from sglang_sbs.router.telemetry.logs import current_request_id, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
-
-if TYPE_CHECKING:
-    from sglang_sbs.router.server import RouterServer
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _not_implemented(name: str) -> Handler:
 class Surface:
     """Also the :class:`~sglang_sbs.router.client.serving_port.Service` of the serving port."""
 
-    def __init__(self, server: RouterServer) -> None:
+    def __init__(self, server: Router) -> None:
         self._server = server
         self._options = server.options
         self._metrics = server.metrics
@@ -255,6 +255,8 @@ class Surface:
             return await handler(request)
         except RouterError as error:
             return error.response()
+        except NoRoom as error:
+            return RouterError(503, "too_many_dashboards", str(error), retry_after_s=5.0).response()
         except web.HTTPRequestEntityTooLarge:
             limit = self._options.max_payload_bytes
             return RouterError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 
-from sglang_sbs.router.telemetry.worker_metrics import gauge
+from sglang_sbs.router.metric_families import gauge
 from sglang_sbs.scheduling.events import (
     ForwardEnded,
     PrefillDone,

@@ -7,28 +7,9 @@ its answer. Must not know what is relayed. The other kind of client is :mod:`.se
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from aiohttp import HttpVersion11, web
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole response."""
-
-    status: int
-    body: bytes | bytearray
-    content_type: str
-    headers: dict[str, str] = field(default_factory=dict)
-
-    def response(self) -> web.Response:
-        """The same for aiohttp."""
-        return web.Response(
-            status=self.status,
-            body=self.body,
-            headers={"Content-Type": self.content_type, **self.headers},
-        )
 
 
 class Body(Protocol):

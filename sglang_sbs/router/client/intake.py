@@ -8,15 +8,12 @@ and memory for as long as it likes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.options.config import MAX_BODIES_BYTES
 
 GRACE_S = 30.0
 """For the first request head of a connection, and for a body before its pace counts."""
@@ -32,27 +30,7 @@ KEEP_ALIVE_S = 75.0
 MIN_BYTES_PER_S = 16 * 1024
 MAX_HEAD_LINE_BYTES = 32 * 1024
 """Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
-MAX_PAYLOAD_BYTES = 32 << 20
-"""By default; ``--max-payload-size``."""
-MAX_BODIES_BYTES = 512 << 20
-"""The least that is the default of ``--sbs-max-bodies-size``."""
-_MEMORY_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 _SMALL_BYTES = 64 << 10
-
-
-def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
-    """A quarter of the memory there is: of the machine, or of its control group (``limits``).
-
-    Bodies are held until their answers end, and honest long prompts in flight are many.
-    """
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in limits:
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(path.read_text()))
-    return max(MAX_BODIES_BYTES, min(found) // 4)
 
 
 class Bodies:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Protocol
 
+from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.client.answer_stream import FINISH_S
-from sglang_sbs.router.client.client import Answer, Client
+from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import MIN_BYTES_PER_S, Doorman
 from sglang_sbs.router.errors import reason_phrase
 

@@ -11,23 +11,11 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_sbs.router.client.intake import MAX_PAYLOAD_BYTES
+from sglang_sbs.router.options.config import MAX_PAYLOAD_BYTES, PlanLimits
 from sglang_sbs.router.options.platform import add_discovery_flags, add_identity_flags
 from sglang_sbs.router.options.request_classes import add_class_flags
-from sglang_sbs.router.options.stock import IGNORED_FLAGS, REFUSED_FLAGS, Arity
-from sglang_sbs.router.requests.plan import PlanLimits
-from sglang_sbs.scheduling.config import (
-    DECODE_RULES,
-    TRIGGERS,
-    Policy,
-    SchedulerConfig,
-)
-
-NEAREST_POLICY: dict[str, Policy] = {
-    "cache_aware": "least_tokens",
-    "manual": "session",
-    "bucket": "least_tokens",
-}
+from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS, Arity
+from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS, SchedulerConfig
 
 ROLES = ("router", "scheduler", "front-end")
 PREFIX_SOURCES = ("auto", "events", "approximate", "off")

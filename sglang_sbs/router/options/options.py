@@ -13,35 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from sglang_sbs.router.api.access import ControlKey, parse_control_key
-from sglang_sbs.router.api.identity import JwtConfig
-from sglang_sbs.router.client.intake import MAX_PAYLOAD_BYTES, default_bodies_bytes
 from sglang_sbs.router.engines.urls import normalise_worker_url
-from sglang_sbs.router.options.arguments import NEAREST_POLICY, FlagError, build_parser
+from sglang_sbs.router.options.arguments import FlagError, build_parser
+from sglang_sbs.router.options.config import (
+    MAX_PAYLOAD_BYTES,
+    BreakerConfig,
+    DiscoveryConfig,
+    MonitorConfig,
+    RelayConfig,
+    default_bodies_bytes,
+)
+from sglang_sbs.router.options.keys import ControlKey, JwtConfig, parse_control_key
 from sglang_sbs.router.options.platform import discovery_of, jwt_of
 from sglang_sbs.router.options.request_classes import class_fields, tenant_header_of
-from sglang_sbs.router.options.stock import IGNORED_FLAGS, REFUSED_FLAGS
-from sglang_sbs.router.relay.relay import RelayConfig
-from sglang_sbs.router.workers.breaker import BreakerConfig
-from sglang_sbs.router.workers.health import MonitorConfig
-from sglang_sbs.router.workers.kubernetes_pods import DiscoveryConfig
-from sglang_sbs.scheduling.config import (
-    POLICIES,
-    DecodeRule,
-    Policy,
-    SchedulerConfig,
-    Trigger,
-)
+from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
+from sglang_sbs.scheduling.config import DecodeRule, SchedulerConfig, Trigger
+from sglang_sbs.scheduling.policy_names import POLICIES, Policy, facts_of
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
 
 Role = Literal["router", "scheduler", "front-end"]
 PrefixSourceFlag = Literal["auto", "events", "approximate", "off"]
 ForwardTokenIds = Literal["auto", "on", "off"]
 
-FEEDBACK_POLICIES = ("sbs", "eta")
-"""Policies that look at engines' reports, not only at the router's own books."""
-PREFIX_POLICIES = ("sbs",)
-"""Policies that look at what ranks have cached."""
 _DEFAULT_HEALTH_ENDPOINT = "/health"
 _REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 
@@ -117,7 +110,7 @@ class RouterOptions:
     @property
     def names_blocks(self) -> bool:
         """Whether anybody looks for prefixes."""
-        return self.prefix_source != "off" and self.scheduler.policy in PREFIX_POLICIES
+        return self.prefix_source != "off" and facts_of(self.scheduler.policy).reads_prefixes
 
     @property
     def roles_without_workers(self) -> list[str]:
@@ -275,7 +268,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             success_threshold=args.health_success_threshold,
             health_endpoint=endpoint,
             load_poll_interval_s=(
-                MonitorConfig().load_poll_interval_s if policy in FEEDBACK_POLICIES else None
+                MonitorConfig().load_poll_interval_s if facts_of(policy).reads_reports else None
             ),
             api_key=args.api_key,
         ),
@@ -394,7 +387,7 @@ def _policy(name: str, warnings: list[str]) -> Policy:
         warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}")
         return nearest
     if normal in POLICIES:
-        return cast(Policy, normal)
+        return normal
     near = difflib.get_close_matches(normal, [*POLICIES, *NEAREST_POLICY], n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise FlagError(f"--policy {name!r} is not one of {', '.join(POLICIES)}{hint}")

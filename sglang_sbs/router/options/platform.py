@@ -8,15 +8,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from sglang_sbs.router.api import identity
-from sglang_sbs.router.api.identity import JwtConfig
-from sglang_sbs.router.workers import kubernetes_watch
-from sglang_sbs.router.workers.kubernetes_pods import (
+from sglang_sbs import extras
+from sglang_sbs.router.options.config import (
     BOOTSTRAP_PORT_ANNOTATION,
     LWS_WORKER_INDEX,
     DiscoveryConfig,
     parse_selector,
 )
+from sglang_sbs.router.options.keys import JwtConfig, check_provider_url, parse_roles
 
 Add = Callable[..., None]
 """``add(name, help, **kwargs)`` of the parser."""
@@ -95,10 +94,8 @@ def discovery_of(args: argparse.Namespace, warnings: list[str]) -> DiscoveryConf
         )
     if selectors["prefill"] == selectors["decode"]:
         raise ValueError("--prefill-selector and --decode-selector are the same")
-    if not kubernetes_watch.is_installed():
-        raise ValueError(
-            f"--service-discovery needs a Kubernetes client: {kubernetes_watch.INSTALL}"
-        )
+    if install := extras.without_kubernetes():
+        raise ValueError(f"--service-discovery needs a Kubernetes client: {install}")
     return DiscoveryConfig(
         prefill_selector=selectors["prefill"],
         decode_selector=selectors["decode"],
@@ -117,13 +114,13 @@ def jwt_of(args: argparse.Namespace) -> JwtConfig | None:
     for flag, url in (("--jwt-issuer", issuer), ("--jwt-jwks-uri", jwks_uri)):
         try:
             if url is not None:
-                identity.check_provider_url(url)
+                check_provider_url(url)
         except ValueError as error:
             raise ValueError(f"{flag} {error}") from None
     try:
-        roles = identity.parse_roles(args.jwt_role_mapping)
+        roles = parse_roles(args.jwt_role_mapping)
     except ValueError as error:
         raise ValueError(f"--jwt-role-mapping {error}") from None
-    if not identity.is_installed():
-        raise ValueError(f"--jwt-issuer needs a JWT library: {identity.INSTALL}")
+    if install := extras.without_jwt():
+        raise ValueError(f"--jwt-issuer needs a JWT library: {install}")
     return JwtConfig(issuer, audience, jwks_uri, roles)

@@ -12,10 +12,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_sbs.router.api.access import parse_control_key
-from sglang_sbs.router.api.identity import parse_roles
 from sglang_sbs.router.options.arguments import FlagError, add_flags
-from sglang_sbs.router.workers.kubernetes_pods import BOOTSTRAP_PORT_ANNOTATION, parse_selector
+from sglang_sbs.router.options.config import BOOTSTRAP_PORT_ANNOTATION, parse_selector
+from sglang_sbs.router.options.keys import parse_control_key, parse_roles
 
 _FIELD_OF_FLAG = {
     "prefill": "prefill_urls",

@@ -1,4 +1,4 @@
-"""Flags of ``sglang_router.launch_router`` 0.3.2 that mean nothing to this router.
+"""Flags and policies of ``sglang_router.launch_router`` 0.3.2 that mean nothing to this router.
 
 Owns their names, so that an existing command line keeps working. Each is accepted and warned about
 once; the reason tells the user what is lost.
@@ -7,6 +7,8 @@ once; the reason tells the user what is lost.
 from __future__ import annotations
 
 from typing import Literal
+
+from sglang_sbs.scheduling.policy_names import Policy
 
 Arity = Literal["flag", "one", "many"]
 
@@ -64,3 +66,10 @@ REFUSED_FLAGS: dict[str, str] = {
     ),
 }
 """Flags that change what is served: ignoring them would be worse than stopping."""
+
+NEAREST_POLICY: dict[str, Policy] = {
+    "cache_aware": "least_tokens",
+    "manual": "session",
+    "bucket": "least_tokens",
+}
+"""Its policies without a twin here."""

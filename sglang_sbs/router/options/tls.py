@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+import aiohttp
+
+from sglang_sbs.router.engines.control_requests import engine_session
 from sglang_sbs.router.options.options import RouterOptions
 
 
@@ -34,6 +37,12 @@ def worker_ssl(options: RouterOptions) -> ssl.SSLContext | None:
     if options.client_cert_path is not None:
         _load_pair(context, "client", options.client_cert_path, options.client_key_path)
     return context
+
+
+def worker_session(options: RouterOptions) -> aiohttp.ClientSession:
+    """For control requests to engines. Raises: ValueError."""
+    tls = worker_ssl(options)
+    return engine_session(aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True))
 
 
 def _load_pair(context: ssl.SSLContext, kind: str, cert: Path, key: Path | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from sglang_sbs.router.limits import MAX_BLOCKS, MAX_COUNT, MAX_RID_CHARS, MAX_SESSION_CHARS
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
@@ -35,17 +36,7 @@ VERSION = 1
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_ADOPTED = 512
 """Requests in one :class:`Adopted`; more go into further ones."""
-MAX_RID_CHARS = 128
 MAX_EXCLUDED = 4096
-MAX_BLOCKS = 65_536
-MAX_SESSION_CHARS = 256
-MAX_COUNT = 1 << 40
-"""Of tokens and ranks; what is larger nobody can mean."""
-
-
-def clamped_count(value: int) -> int:
-    """A number that an engine or a client gave, as a count that may be sent on."""
-    return min(max(0, value), MAX_COUNT)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from sglang_sbs.router.errors import LegFailure
+from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import LegFailed, WorkerState
-from sglang_sbs.router.workers.breaker import BreakerConfig
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling.events import Event, InstanceUp

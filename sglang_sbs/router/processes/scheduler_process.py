@@ -22,16 +22,18 @@ from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.plain_words import naming_port
 from sglang_sbs.router.assignment.decision_times import lag_families
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.tls import worker_session
 from sglang_sbs.router.processes.dashboard_leases import Leases
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.messages import ToScheduler
 from sglang_sbs.router.processes.sockets import SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
-from sglang_sbs.router.signals.engine_signals import Watch, worker_session
+from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort
-from sglang_sbs.router.telemetry.worker_metrics import gauge, model_name, total
+from sglang_sbs.router.telemetry.worker_metrics import model_name
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter

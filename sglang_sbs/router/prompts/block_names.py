@@ -18,10 +18,10 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_sbs.router.processes.messages import MAX_BLOCKS
+from sglang_sbs.router.limits import MAX_BLOCKS
+from sglang_sbs.router.requests.body_fields import PLAIN, Namespace
 
 MAX_NAMES = MAX_BLOCKS
 """Of one prompt; pages after these are not looked for."""
@@ -41,19 +41,6 @@ class BlockFormat(NamedTuple):
     page_tokens: int
     bigram: bool = False
     """EAGLE keys its cache by pairs of neighbouring tokens: one fewer than there are tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Namespace:
-    """What keeps equal tokens of different requests apart in an engine's cache."""
-
-    cache_salt: str | None = None
-    extra_key: str | None = None
-    lora: str | None = None
-    """The adapter as the request names it."""
-
-
-PLAIN = Namespace()
 
 
 class BlockNamer:

@@ -32,7 +32,7 @@ from sglang_sbs.router.errors import (
     own_failure,
     transport_failure,
 )
-from sglang_sbs.router.processes.messages import MAX_COUNT, clamped_count
+from sglang_sbs.router.limits import MAX_COUNT, clamped_count
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,19 @@ from typing import Any
 
 import orjson
 
+from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.assignment.dispatcher import Assigner, Assignment
 from sglang_sbs.router.client.answer_stream import Downstream
-from sglang_sbs.router.client.client import Answer, Client
-from sglang_sbs.router.client.intake import MAX_BODIES_BYTES, MAX_PAYLOAD_BYTES, Bodies, BodyShare
+from sglang_sbs.router.client.client import Client
+from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
 from sglang_sbs.router.lanes import Lanes
+from sglang_sbs.router.options.config import (
+    LEGS_GROWTH,
+    PlanLimits,
+    RelayConfig,
+)
 from sglang_sbs.router.prompts.reader import PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.admission import Admission
@@ -43,14 +49,7 @@ from sglang_sbs.router.relay.merged_answers import (
 from sglang_sbs.router.relay.pair import Body, Pair, PairRequest
 from sglang_sbs.router.requests.headers import Asked, session_header
 from sglang_sbs.router.requests.legs import LegFields, leg_bodies
-from sglang_sbs.router.requests.plan import (
-    LEGS_GROWTH,
-    Plan,
-    PlanLimits,
-    RouteKind,
-    Unit,
-    plan_request,
-)
+from sglang_sbs.router.requests.plan import Plan, RouteKind, Unit, plan_request
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
@@ -77,24 +76,6 @@ _AT_ONCE = 4
 """Units of batches that begin or end in one turn of the event loop."""
 MOST_AHEAD = 256
 """Units of one batch that wait for their prefill; the next begin as these get it."""
-
-
-@dataclass(frozen=True)
-class RelayConfig:
-    request_timeout_s: float = 1800.0
-    max_attempts: int = 5
-    initial_backoff_s: float = 0.05
-    max_backoff_s: float = 30.0
-    backoff_multiplier: float = 1.5
-    jitter_factor: float = 0.2
-    max_payload_bytes: int = MAX_PAYLOAD_BYTES
-    max_bodies_bytes: int = MAX_BODIES_BYTES
-    max_samples: int = 10
-    max_units: int = 1024
-    sends_gangs: bool = False
-    """The policy holds requests: engines may wait a moment for those sent together."""
-    low_priority_values_first: bool = False
-    """A smaller number in a body is a higher priority."""
 
 
 @dataclass(slots=True)

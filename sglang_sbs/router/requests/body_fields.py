@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.processes.messages import MAX_COUNT, MAX_SESSION_CHARS
-from sglang_sbs.router.prompts.block_names import PLAIN, Namespace
+from sglang_sbs.router.limits import MAX_COUNT, MAX_SESSION_CHARS
 from sglang_sbs.router.requests.raw_json import (
     MOST_SHOWN,
     Raw,
@@ -32,6 +32,19 @@ NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key")
 
 Fields = Mapping[str, Raw | bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What keeps equal tokens of different requests apart in an engine's cache."""
+
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    lora: str | None = None
+    """The adapter as the request names it."""
+
+
+PLAIN = Namespace()
 
 
 def bad_request(message: str, code: str = "invalid_request") -> RouterError:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.processes.messages import MAX_SESSION_CHARS
+from sglang_sbs.router.limits import MAX_SESSION_CHARS
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
 
 SLO_HEADER = "x-sgl-ttft-slo-ms"

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import orjson
 
-from sglang_sbs.router.prompts.block_names import Namespace
+from sglang_sbs.router.options.config import PlanLimits
 from sglang_sbs.router.requests.body_fields import (
     NAMESPACE_FIELDS,
+    Namespace,
     any_true,
     bad_request,
     given,
@@ -114,20 +115,6 @@ _DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
 
 MOST_READ_BYTES = 4 << 20
 """A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
-LEGS_GROWTH = 4
-"""All legs of one kind together may be so many times ``max_payload_bytes``."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanLimits:
-    """What one client request may become."""
-
-    samples: int = 10
-    """``n``, as sglang_router has it."""
-    units: int = 1024
-    """Prompts times samples."""
-    legs_bytes: int = LEGS_GROWTH * (32 << 20)
-    """All bodies sent to one role for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator
 import aiohttp
 from prometheus_client.core import Metric
 
-from sglang_sbs.router.engines.control_requests import engine_session
-from sglang_sbs.router.options.options import FEEDBACK_POLICIES, RouterOptions
+from sglang_sbs.router.metric_families import total
+from sglang_sbs.router.options.options import RouterOptions
 from sglang_sbs.router.options.tls import worker_ssl
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener, FindOwner
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.telemetry.worker_metrics import Drift, total, worker_families
+from sglang_sbs.router.telemetry.worker_metrics import Drift, worker_families
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
+from sglang_sbs.scheduling.policy_names import facts_of
 from sglang_sbs.wire import EndForward
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Watch:
             self._emit,
             options.breaker,
             expects_endforward=(
-                options.scheduler.policy in FEEDBACK_POLICIES
+                facts_of(options.scheduler.policy).reads_reports
                 and options.endforward_bind is not None
             ),
             prefix_source=options.prefix_source,
@@ -164,9 +165,3 @@ class Watch:
         chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)
         self._metrics.forward_ended(worker.url, chunk, report)
         self._drift.reported(worker, report)
-
-
-def worker_session(options: RouterOptions) -> aiohttp.ClientSession:
-    """For control requests to engines."""
-    tls = worker_ssl(options)
-    return engine_session(aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True))

@@ -23,7 +23,7 @@ from prometheus_client.core import Metric
 from zmq.utils.monitor import parse_monitor_message
 
 from sglang_sbs.router.engines.urls import split_worker_url
-from sglang_sbs.router.signals.kv_addresses import KvEndpoints, default_endpoints
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.signals.kv_messages import (
     MAX_MESSAGE_BYTES,
     live_frames,
@@ -31,7 +31,7 @@ from sglang_sbs.router.signals.kv_messages import (
     replay_request,
 )
 from sglang_sbs.router.signals.kv_rank_feed import RankFeed
-from sglang_sbs.router.telemetry.worker_metrics import gauge, total
+from sglang_sbs.router.workers.kv_addresses import KvEndpoints, default_endpoints
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.router.workers.server_info import KvEventsBlock, node_of_rank
 from sglang_sbs.scheduling.events import (

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from sglang_sbs.router.errors import LegFailure, RouterError
-from sglang_sbs.router.telemetry.worker_metrics import gauge, total
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.telemetry.worker_series import WorkerSeries
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.wire import EndForward
 
 _STATES = {"closed": 0, "open": 1, "half_open": 2}
 _HTTP = "http"
-
-
-def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, labels=labels)
-
-
-def total(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(name, text, labels=labels)
 
 
 def model_name(registry: Registry) -> str:

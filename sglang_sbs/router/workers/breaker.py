@@ -8,20 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Literal
 
+from sglang_sbs.router.options.config import BreakerConfig
+
 BreakerState = Literal["closed", "open", "half_open"]
-
-
-@dataclass(frozen=True)
-class BreakerConfig:
-    enabled: bool = True
-    failure_threshold: int = 10
-    success_threshold: int = 3
-    timeout_s: float = 60.0
-    window_s: float = 120.0
-    """Failures further apart than this are not consecutive."""
 
 
 class Breaker:

@@ -23,7 +23,8 @@ from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.engines.connection_pool import Pool, UpstreamError, fetch, is_our_own
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.engines.urls import rank_url
-from sglang_sbs.router.processes.messages import clamped_count
+from sglang_sbs.router.limits import clamped_count
+from sglang_sbs.router.options.config import MonitorConfig
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.router.workers.server_info import (
     RankOutOfReach,
@@ -49,22 +50,6 @@ _ASKED_AT_ONCE = 32
 """DP ranks of one engine: one that claims to have thousands does no harm."""
 _FAST_S = 1.0
 """Between probes of a worker that is down or in doubt."""
-
-
-@dataclass(frozen=True)
-class MonitorConfig:
-    startup_timeout_s: float = 1800.0
-    startup_check_interval_s: float = 30.0
-    health_enabled: bool = True
-    health_interval_s: float = 60.0
-    health_timeout_s: float = 5.0
-    failure_threshold: int = 3
-    success_threshold: int = 2
-    health_endpoint: str | None = None
-    """As the user set it; ``None`` picks a check that costs the engine nothing."""
-    load_poll_interval_s: float | None = 0.075
-    """``None``: no polls, the policy has no use for them."""
-    api_key: str | None = None
 
 
 @dataclass(frozen=True)

@@ -17,65 +17,21 @@ annotation; and where they leave a worker in use that cannot serve, stricter one
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sglang_sbs.router.engines.urls import bracketed, normalise_worker_url
+from sglang_sbs.router.options.config import BOOTSTRAP_PORT_ANNOTATION, LWS_WORKER_INDEX
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 logger = logging.getLogger(__name__)
 
-BOOTSTRAP_PORT_ANNOTATION = "sglang.ai/bootstrap-port"
-"""Of prefill pods; without it the engine is asked."""
-LWS_WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-"""Label that LeaderWorkerSet gives each pod of a group; the leader's is 0."""
 DISCOVERED = "discovered-by"
 """Label of the workers that this module added, in ``GET /workers``."""
 _BY = "kubernetes"
 _POD, _UID = "pod", "pod-uid"
-
-_LABEL_KEY = re.compile(
-    r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-)
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-
-
-@dataclass(frozen=True, slots=True)
-class DiscoveryConfig:
-    """What pods to look for. A selector is a ``key=value,...`` string; empty: none of that role."""
-
-    prefill_selector: str = ""
-    decode_selector: str = ""
-    port: int = 80
-    namespace: str | None = None
-    """``None``: all namespaces."""
-
-    def selectors(self) -> list[tuple[InstanceRole, str]]:
-        """The roles that are looked for."""
-        both: list[tuple[InstanceRole, str]] = [
-            ("prefill", self.prefill_selector),
-            ("decode", self.decode_selector),
-        ]
-        return [(role, selector) for role, selector in both if selector]
-
-
-def parse_selector(words: Sequence[str]) -> str:
-    """``["app=sglang", "role=leader"]``, or the same in one word with spaces or commas.
-
-    Raises:
-        ValueError: not labels.
-    """
-    labels: dict[str, str] = {}
-    for item in re.split(r"[\s,]+", " ".join(words).strip()):
-        key, equals, value = item.partition("=")
-        if not equals or not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
-            raise ValueError(f"{item!r} is no label: write KEY=VALUE ..., e.g. app=sglang")
-        if labels.setdefault(key, value) != value:
-            raise ValueError(f"{key} cannot be {labels[key]!r} and {value!r} at once")
-    return ",".join(f"{key}={value}" for key, value in labels.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -25,14 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import Metric
 
-from sglang_sbs.router.telemetry.worker_metrics import gauge, total
-from sglang_sbs.router.workers.kubernetes_pods import (
-    DiscoveryConfig,
-    Found,
-    Members,
-    PodMembership,
-    read_pod,
-)
+from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.options.config import DiscoveryConfig
+from sglang_sbs.router.workers.kubernetes_pods import Found, Members, PodMembership, read_pod
 from sglang_sbs.scheduling.events import InstanceRole
 
 if TYPE_CHECKING:
@@ -40,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'sglang-sbs[kubernetes]'"
 PAGE_SIZE = 500
 """Pods per answer of the API server to a list."""
 _SOURCE = "kubernetes"
@@ -63,11 +56,6 @@ class ApiError(RuntimeError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text}")
         self.status = status
-
-
-def is_installed() -> bool:
-    """Whether the client package is there."""
-    return importlib.util.find_spec("kubernetes_asyncio") is not None
 
 
 async def open_api() -> ApiClient:

@@ -25,8 +25,9 @@ from sglang_sbs.router.engines.urls import (
     split_worker_url,
 )
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.signals.kv_addresses import KvEndpoints, RefusedAddress, told_endpoints
-from sglang_sbs.router.workers.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.workers.breaker import Breaker
+from sglang_sbs.router.workers.kv_addresses import KvEndpoints, RefusedAddress, told_endpoints
 from sglang_sbs.router.workers.server_info import (
     PLUGIN_VERSION,
     WorkerInfo,

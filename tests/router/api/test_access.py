@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 from router_harness import cluster, until
 
-from sglang_sbs.router.api.access import Access, ControlKey, parse_control_key
+from sglang_sbs.router.api.access import Access
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.keys import ControlKey, parse_control_key
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.relay.admission import Admission
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from sglang_sbs.launch_router import main
-from sglang_sbs.router.client.intake import default_bodies_bytes
-from sglang_sbs.router.options.arguments import NEAREST_POLICY, FlagError, build_parser
+from sglang_sbs.router.options.arguments import FlagError, build_parser
+from sglang_sbs.router.options.config import default_bodies_bytes
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.options.stock import IGNORED_FLAGS
-from sglang_sbs.scheduling.config import POLICIES, SchedulerConfig
+from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.policy_names import POLICIES
 
 PD = ["--pd-disaggregation", "--prefill", "http://p0:30000", "8998", "--decode", "http://d0:30000"]
 QUIET = ["--sbs-endforward-bind", "tcp://127.0.0.1:7600"]

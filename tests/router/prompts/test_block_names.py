@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.router.prompts.block_names import MAX_NAMES, BlockFormat, BlockNamer, Namespace
+from sglang_sbs.router.prompts.block_names import MAX_NAMES, BlockFormat, BlockNamer
+from sglang_sbs.router.requests.body_fields import Namespace
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=300)
 pages = st.sampled_from([1, 3, 16, 64])

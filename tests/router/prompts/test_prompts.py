@@ -14,13 +14,14 @@ import pytest
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer, Namespace
+from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.known_text import MOST_WHOLE_CHARS
 from sglang_sbs.router.prompts.length_estimate import PromptLengths, chat_bytes
 from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind, PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import longest_prompt
 from sglang_sbs.router.relay.pair import token_counts
+from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import MOST_READ_BYTES, plan_request
 from sglang_sbs.router.requests.raw_json import json_of_ids, token_ids_of
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived

@@ -7,7 +7,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from sglang_sbs.router.workers.health import Monitor, MonitorConfig
+from sglang_sbs.router.options.config import MonitorConfig
+from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
 

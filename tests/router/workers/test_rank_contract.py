@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import TIMEOUT_S, options_for, until
+from versioned_engine import RankedRooms, VersionedEngine
 
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.rank_contract import (
@@ -25,7 +26,6 @@ from sglang_sbs.router.workers.server_info import parse_server_info
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.testing.mock_engine import MockEngine
-from sglang_sbs.testing.versioned_engine import RankedRooms, VersionedEngine
 from sglang_sbs.wire.gangs import GangPart, part_of_room
 
 REQUESTS = 48

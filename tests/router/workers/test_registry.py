@@ -11,8 +11,9 @@ import pytest
 
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url, respelled
 from sglang_sbs.router.errors import leg_status_failure, transport_failure
+from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
-from sglang_sbs.router.workers.breaker import Breaker, BreakerConfig
+from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.registry import (
     BARRIER_S,
     MISSED_AFTER_S,

@@ -9,11 +9,11 @@ import aiohttp
 from router_harness import TIMEOUT_S, Cluster, cluster, options_for, until
 
 from sglang_sbs.router.errors import transport_failure
+from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.workers.breaker import BreakerConfig
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import Dispatch

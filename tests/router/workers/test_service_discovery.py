@@ -13,22 +13,22 @@ import pytest
 from fake_kubernetes import FakeKubernetes, pod
 from router_harness import FakeScheduler, until
 
+from sglang_sbs import extras
 from sglang_sbs.launch_router import main
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.config import (
+    BOOTSTRAP_PORT_ANNOTATION,
+    LWS_WORKER_INDEX,
+    DiscoveryConfig,
+    parse_selector,
+)
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.messages import VERSION, Hello
 from sglang_sbs.router.processes.mirrored_registry import state_of
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.router.workers import kubernetes_watch
-from sglang_sbs.router.workers.kubernetes_pods import (
-    BOOTSTRAP_PORT_ANNOTATION,
-    LWS_WORKER_INDEX,
-    DiscoveryConfig,
-    parse_selector,
-    read_pod,
-)
+from sglang_sbs.router.workers.kubernetes_pods import read_pod
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery, WatchTiming
 from sglang_sbs.router.workers.registry import Registry, Worker
 from sglang_sbs.scheduling.events import InstanceRole
@@ -553,7 +553,7 @@ def test_one_role_may_be_discovered_and_the_other_listed(
 def test_without_the_client_package_it_is_said_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kubernetes_watch, "is_installed", lambda: False)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(FlagError, match=r"pip install 'sglang-sbs\[kubernetes\]'"):
         parse_flags(FLAGS)
 

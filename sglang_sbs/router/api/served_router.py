@@ -1,0 +1,56 @@
+"""What the HTTP surface needs of the router behind it.
+
+:class:`sglang_sbs.router.server.RouterServer` is one, and builds the surface with itself.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import aiohttp
+
+from sglang_sbs.dashboard.pages import Dashboard
+from sglang_sbs.router.assignment.dispatcher import Assigner
+from sglang_sbs.router.client.intake import Doorman
+from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.relay.relay import Relay
+from sglang_sbs.router.telemetry.metrics import RouterMetrics
+from sglang_sbs.router.telemetry.tracing import Traces
+from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.scheduling.events import InstanceRole
+
+
+class Router(Protocol):
+    """The router that is served."""
+
+    options: RouterOptions
+    metrics: RouterMetrics
+    registry: Registry
+    dispatcher: Assigner
+    relay: Relay
+    dashboard: Dashboard
+    doorman: Doorman
+    session: aiohttp.ClientSession
+    """For questions to engines."""
+    traces: Traces | None
+    draining: bool
+    """It ends: every answer is the last of its connection."""
+    started_at: int
+    """Seconds since 1970."""
+
+    async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
+        """Register a worker and wait for it in the background.
+
+        Raises:
+            ValueError: a bad URL, or there already.
+            RouterError: 503, the scheduler cannot be told.
+        """
+
+    async def remove_worker(self, worker: Worker) -> None:
+        """Raises: RouterError (503), the scheduler cannot be told."""
+
+    async def update_worker(self, worker: Worker) -> None:
+        """Its priority, cost or labels were set. Raises: RouterError (503)."""
+
+    async def abort(self, rid: str) -> int:
+        """End requests by the id their clients gave, in every process (empty: all); how many."""

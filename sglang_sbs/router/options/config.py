@@ -1,0 +1,142 @@
+"""What each part of the router is told of the command line.
+
+A part imports its own of these; the command line imports all. Must not know flags. Times in
+seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_sbs.scheduling.events import InstanceRole
+
+MAX_PAYLOAD_BYTES = 32 << 20
+"""By default; ``--max-payload-size``."""
+MAX_BODIES_BYTES = 512 << 20
+"""The least that is the default of ``--sbs-max-bodies-size``."""
+_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
+    """A quarter of the memory there is: of the machine, or of its control group (``limits``).
+
+    Bodies are held until their answers end, and honest long prompts in flight are many.
+    """
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in limits:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(path.read_text()))
+    return max(MAX_BODIES_BYTES, min(found) // 4)
+
+
+LEGS_GROWTH = 4
+"""All legs of one kind together may be so many times ``max_payload_bytes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    """What one client request may become."""
+
+    samples: int = 10
+    """``n``, as sglang_router has it."""
+    units: int = 1024
+    """Prompts times samples."""
+    legs_bytes: int = LEGS_GROWTH * MAX_PAYLOAD_BYTES
+    """All bodies sent to one role for it."""
+
+
+@dataclass(frozen=True)
+class RelayConfig:
+    request_timeout_s: float = 1800.0
+    max_attempts: int = 5
+    initial_backoff_s: float = 0.05
+    max_backoff_s: float = 30.0
+    backoff_multiplier: float = 1.5
+    jitter_factor: float = 0.2
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    max_bodies_bytes: int = MAX_BODIES_BYTES
+    max_samples: int = 10
+    max_units: int = 1024
+    sends_gangs: bool = False
+    """The policy holds requests: engines may wait a moment for those sent together."""
+    low_priority_values_first: bool = False
+    """A smaller number in a body is a higher priority."""
+
+
+@dataclass(frozen=True)
+class BreakerConfig:
+    enabled: bool = True
+    failure_threshold: int = 10
+    success_threshold: int = 3
+    timeout_s: float = 60.0
+    window_s: float = 120.0
+    """Failures further apart than this are not consecutive."""
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    startup_timeout_s: float = 1800.0
+    startup_check_interval_s: float = 30.0
+    health_enabled: bool = True
+    health_interval_s: float = 60.0
+    health_timeout_s: float = 5.0
+    failure_threshold: int = 3
+    success_threshold: int = 2
+    health_endpoint: str | None = None
+    """As the user set it; ``None`` picks a check that costs the engine nothing."""
+    load_poll_interval_s: float | None = 0.075
+    """``None``: no polls, the policy has no use for them."""
+    api_key: str | None = None
+
+
+BOOTSTRAP_PORT_ANNOTATION = "sglang.ai/bootstrap-port"
+"""Of prefill pods; without it the engine is asked."""
+LWS_WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Label that LeaderWorkerSet gives each pod of a group; the leader's is 0."""
+_LABEL_KEY = re.compile(
+    r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryConfig:
+    """What pods to look for. A selector is a ``key=value,...`` string; empty: none of that role."""
+
+    prefill_selector: str = ""
+    decode_selector: str = ""
+    port: int = 80
+    namespace: str | None = None
+    """``None``: all namespaces."""
+
+    def selectors(self) -> list[tuple[InstanceRole, str]]:
+        """The roles that are looked for."""
+        both: list[tuple[InstanceRole, str]] = [
+            ("prefill", self.prefill_selector),
+            ("decode", self.decode_selector),
+        ]
+        return [(role, selector) for role, selector in both if selector]
+
+
+def parse_selector(words: Sequence[str]) -> str:
+    """``["app=sglang", "role=leader"]``, or the same in one word with spaces or commas.
+
+    Raises:
+        ValueError: not labels.
+    """
+    labels: dict[str, str] = {}
+    for item in re.split(r"[\s,]+", " ".join(words).strip()):
+        key, equals, value = item.partition("=")
+        if not equals or not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
+            raise ValueError(f"{item!r} is no label: write KEY=VALUE ..., e.g. app=sglang")
+        if labels.setdefault(key, value) != value:
+            raise ValueError(f"{key} cannot be {labels[key]!r} and {value!r} at once")
+    return ",".join(f"{key}={value}" for key, value in labels.items())

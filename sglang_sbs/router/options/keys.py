@@ -1,0 +1,85 @@
+"""Keys and tokens of the control plane, as the command line names them.
+
+Must not know how a request is judged by them (:mod:`sglang_sbs.router.api.access` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+Role = Literal["admin", "user"]
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who somebody turned out to be."""
+
+    id: str
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class ControlKey(Principal):
+    """One of ``--control-plane-api-keys``."""
+
+    key: str = field(repr=False)
+
+
+def parse_control_key(text: str) -> ControlKey:
+    """``ID:NAME:ROLE:KEY``; the key may hold colons.
+
+    Raises:
+        ValueError: not of that form. The message does not repeat the key.
+    """
+    parts = text.split(":", 3)
+    if len(parts) != 4 or not parts[0] or not parts[3]:
+        raise ValueError("write ID:NAME:ROLE:KEY, e.g. ops:Operations:admin:SECRET")
+    role = parts[2].lower()
+    if role not in ("admin", "user"):
+        raise ValueError(f"the role of key {parts[0]!r} must be admin or user, not {parts[2]!r}")
+    return ControlKey(parts[0], parts[1], "admin" if role == "admin" else "user", parts[3])
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class JwtConfig:
+    """The ``--jwt-*`` flags. ``jwks_uri=None``: as the issuer's discovery document says."""
+
+    issuer: str
+    audience: str
+    jwks_uri: str | None = None
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """From the provider's role names; empty: they are ``admin`` and ``user`` themselves."""
+
+
+def check_provider_url(url: str) -> str:
+    """The URL, if keys may be fetched from there.
+
+    Raises:
+        ValueError: anybody on the way could replace them.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "https" and parts.hostname:
+        return url
+    if parts.scheme == "http" and parts.hostname in _LOOPBACK:
+        return url
+    raise ValueError(f"{url!r} must be an https:// URL (http:// only on this machine)")
+
+
+def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
+    """``PROVIDER_ROLE=admin`` or ``=user``. Raises: ValueError."""
+    roles: dict[str, Role] = {}
+    for text in texts:
+        name, equals, role = text.rpartition("=")
+        if not equals or not name or role.lower() not in ("admin", "user"):
+            raise ValueError(
+                f"{text!r}: write PROVIDER_ROLE=admin or =user, e.g. Gateway.Admin=admin"
+            )
+        roles[name] = "admin" if role.lower() == "admin" else "user"
+    return roles
