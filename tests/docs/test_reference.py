@@ -170,7 +170,15 @@ def test_the_readme_stays_short_and_pictured() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/architecture.md", "docs/router.md", "CONTRIBUTING.md", "SECURITY.md"]
+    "page",
+    [
+        "docs/architecture.md",
+        "docs/cache.md",
+        "docs/router.md",
+        "docs/scheduling.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+    ],
 )
 def test_named_modules_exist(page: str) -> None:
     files = {str(p.relative_to(ROOT)) for p in (ROOT / "sglang_sbs").rglob("*.py")}
@@ -184,6 +192,11 @@ def test_named_scripts_exist() -> None:
     assert {name: page for name, page in scripts.items() if not (ROOT / name).exists()} == {}
 
 
+def default_told(default: object) -> str:
+    """As the pages write it."""
+    return f"{default:g}" if isinstance(default, float) else str(default or "none")
+
+
 def test_the_tuning_guide_gives_the_router_s_defaults() -> None:
     defaults = {f: a.default for a in build_parser()._actions for f in a.option_strings}
     page = (ROOT / "docs" / "tuning.md").read_text()
@@ -195,13 +208,19 @@ def test_the_tuning_guide_gives_the_router_s_defaults() -> None:
         if flag.startswith("`--sbs-")
     }
     assert len(told) > 8
-    router = {
-        flag: f"{defaults[flag]:g}"
-        if isinstance(defaults[flag], float)
-        else str(defaults[flag] or "none")
-        for flag in told
+    assert told == {flag: default_told(defaults[flag]) for flag in told}
+
+
+def test_the_reference_gives_every_sbs_flag_with_its_default() -> None:
+    page = (ROOT / "docs" / "router.md").read_text()
+    told = dict(re.findall(r"^\| `(--sbs-[a-z-]+)` \| ([^|]*) \|", page, re.MULTILINE))
+    shown = {
+        flag: default_told(action.default)
+        for action in build_parser()._actions
+        for flag in action.option_strings
+        if flag.startswith("--sbs-") and action.help != argparse.SUPPRESS
     }
-    assert told == router
+    assert told == shown
 
 
 def test_the_router_s_module_map_is_complete() -> None:
