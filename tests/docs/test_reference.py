@@ -7,6 +7,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -185,6 +186,31 @@ def test_named_modules_exist(page: str) -> None:
     files |= {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
     named_files = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())
     assert [n for n in named_files if not any(f"/{f}".endswith(f"/{n}") for f in files)] == []
+
+
+def test_the_architecture_page_says_which_package_may_import_which() -> None:
+    """Coarser than the table of walls, which is by room and has the helpers, too."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    told = {
+        package: set(re.findall(r"`(\w+)`", rooms))
+        for package, rooms in re.findall(
+            r"^\| `sglang_sbs/(\w+)` \| [^|]* \| ([^|]*)\|$", page, re.MULTILINE
+        )
+    }
+    walls = tomllib.loads((ROOT / "tests" / "walls.toml").read_text())["may_import"]
+    allowed = {
+        package: {
+            name.partition(".")[0]
+            for room, names in walls.items()
+            if room.partition(".")[0] == package
+            for name in names
+        }
+        & told.keys() - {package}
+        for package in told
+    }
+    packages = {path.parent.name for path in (ROOT / "sglang_sbs").glob("*/__init__.py")}
+    assert told.keys() == packages
+    assert told == allowed
 
 
 def test_named_scripts_exist() -> None:
