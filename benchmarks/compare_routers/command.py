@@ -33,7 +33,7 @@ examples:
   scripts/compare-routers --resume --loads 0.4,0.8,1 --seeds 3 --report out/compare
   scripts/compare-routers --workload long-tail,bursty,mooncake --contenders sbs,smg,least_tokens
   scripts/compare-routers --pass-s 1.5 --loads 0.6,0.8          the host a smaller part of a pass
-  scripts/compare-routers --report-only --report out/compare --docs docs/results.md
+  scripts/compare-routers --report-only --report out/compare --docs docs/lab/compare-routers.md
   scripts/compare-routers --real --prefill http://p0:30000 8998 --prefill http://p1:30000 8998 \\
       --decode http://d0:30000 --capacity 180000 --slo-ttft 0.8 \\
       --tokenizer-path /models/DeepSeek-V3

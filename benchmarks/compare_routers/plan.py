@@ -53,7 +53,7 @@ from sglang_sbs.wire.curve import keys_in
 
 QUICK_PEERS = ("smg:round_robin", "mini_lb", "sglang_router:round_robin")
 """The best routers of other projects by mean TTFT on engines with default flags, best first
-(docs/results.md has the field); the first two that are installed are taken."""
+(docs/lab/compare-routers.md has the field); the first two that are installed are taken."""
 QUICK_OWN = "eta"
 """The best of our own immediate policies."""
 H800 = "h800"

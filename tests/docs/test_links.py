@@ -66,5 +66,5 @@ def test_every_page_is_in_the_index() -> None:
     linked = {
         (index.parent / target.partition("#")[0]).resolve() for target in LINK.findall(prose(index))
     }
-    missing = [page.name for page in (ROOT / "docs").glob("*.md") if page not in linked | {index}]
+    missing = [page.name for page in (ROOT / "docs").rglob("*.md") if page not in linked | {index}]
     assert missing == []

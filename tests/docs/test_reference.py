@@ -7,6 +7,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -170,7 +171,15 @@ def test_the_readme_stays_short_and_pictured() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/architecture.md", "docs/router.md", "CONTRIBUTING.md", "SECURITY.md"]
+    "page",
+    [
+        "docs/architecture.md",
+        "docs/cache.md",
+        "docs/router.md",
+        "docs/scheduling.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+    ],
 )
 def test_named_modules_exist(page: str) -> None:
     files = {str(p.relative_to(ROOT)) for p in (ROOT / "sglang_sbs").rglob("*.py")}
@@ -179,9 +188,39 @@ def test_named_modules_exist(page: str) -> None:
     assert [n for n in named_files if not any(f"/{f}".endswith(f"/{n}") for f in files)] == []
 
 
+def test_the_architecture_page_says_which_package_may_import_which() -> None:
+    """Coarser than the table of walls, which is by room and has the helpers, too."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    told = {
+        package: set(re.findall(r"`(\w+)`", rooms))
+        for package, rooms in re.findall(
+            r"^\| `sglang_sbs/(\w+)` \| [^|]* \| ([^|]*)\|$", page, re.MULTILINE
+        )
+    }
+    walls = tomllib.loads((ROOT / "tests" / "walls.toml").read_text())["may_import"]
+    allowed = {
+        package: {
+            name.partition(".")[0]
+            for room, names in walls.items()
+            if room.partition(".")[0] == package
+            for name in names
+        }
+        & told.keys() - {package}
+        for package in told
+    }
+    packages = {path.parent.name for path in (ROOT / "sglang_sbs").glob("*/__init__.py")}
+    assert told.keys() == packages
+    assert told == allowed
+
+
 def test_named_scripts_exist() -> None:
     scripts = named(re.compile(r"(?<![\w/])scripts/[a-z][\w-]*[a-z](?![\w*-])"))
     assert {name: page for name, page in scripts.items() if not (ROOT / name).exists()} == {}
+
+
+def default_told(default: object) -> str:
+    """As the pages write it."""
+    return f"{default:g}" if isinstance(default, float) else str(default or "none")
 
 
 def test_the_tuning_guide_gives_the_router_s_defaults() -> None:
@@ -195,13 +234,19 @@ def test_the_tuning_guide_gives_the_router_s_defaults() -> None:
         if flag.startswith("`--sbs-")
     }
     assert len(told) > 8
-    router = {
-        flag: f"{defaults[flag]:g}"
-        if isinstance(defaults[flag], float)
-        else str(defaults[flag] or "none")
-        for flag in told
+    assert told == {flag: default_told(defaults[flag]) for flag in told}
+
+
+def test_the_reference_gives_every_sbs_flag_with_its_default() -> None:
+    page = (ROOT / "docs" / "router.md").read_text()
+    told = dict(re.findall(r"^\| `(--sbs-[a-z-]+)` \| ([^|]*) \|", page, re.MULTILINE))
+    shown = {
+        flag: default_told(action.default)
+        for action in build_parser()._actions
+        for flag in action.option_strings
+        if flag.startswith("--sbs-") and action.help != argparse.SUPPRESS
     }
-    assert told == router
+    assert told == shown
 
 
 def test_the_router_s_module_map_is_complete() -> None:
