@@ -1,4 +1,4 @@
-"""For what would hold up the event loop: threads, long work apart from short, and turns on the loop.
+"""For what would hold up the event loop: threads, long work apart from short; turns on the loop.
 
 Who brings a long text waits for other long texts, never the rest for him.
 """
