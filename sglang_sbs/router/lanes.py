@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop, long work apart from short.
+"""For what would hold up the event loop: threads, long work apart from short; turns on the loop.
 
 Who brings a long text waits for other long texts, never the rest for him.
 """
@@ -6,7 +6,8 @@ Who brings a long text waits for other long texts, never the rest for him.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -44,3 +45,41 @@ class Lanes:
         """What has not begun is dropped."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Turns:
+    """Lets a few pieces of work into each turn of the event loop, those of each sender in turn."""
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = self._left = at_once
+        self._lines: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        """Who waits, by sender; the sender whose turn is next comes first."""
+        self._refilling = False
+
+    async def take(self, sender: Hashable) -> None:
+        """Wait until a piece of the sender's work may run; it has to run without waiting."""
+        loop = asyncio.get_running_loop()
+        if not self._refilling:
+            self._refilling = True
+            loop.call_soon(self._refill, loop)
+        if self._left and not self._lines:
+            self._left -= 1
+            return
+        place = loop.create_future()
+        self._lines.setdefault(sender, deque()).append(place)
+        await place
+
+    def _refill(self, loop: asyncio.AbstractEventLoop) -> None:
+        used, self._left = self._left < self._at_once, self._at_once
+        while self._lines and self._left:
+            sender, line = next(iter(self._lines.items()))
+            del self._lines[sender]
+            place = line.popleft()
+            if line:
+                self._lines[sender] = line
+            if not place.done():  # else it was cancelled
+                place.set_result(None)
+                self._left -= 1
+        self._refilling = used or self._left < self._at_once
+        if self._refilling:
+            loop.call_soon(self._refill, loop)

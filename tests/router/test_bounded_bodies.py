@@ -9,6 +9,7 @@ import tracemalloc
 import weakref
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,9 @@ from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.client.serving_port import _Connection
 from sglang_sbs.router.errors import LegFailure, RouterError
-from sglang_sbs.router.lanes import LONG_BYTES, Lanes
+from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Turns
 from sglang_sbs.router.options.config import PlanLimits
-from sglang_sbs.router.prompts.block_names import BlockNamer
+from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.relay import relay
@@ -80,7 +81,7 @@ def test_what_a_batch_shares_is_kept_once() -> None:
     limits = PlanLimits(legs_bytes=1000 * len(raw))
     assert peak_of(lambda: plan_request("generate", raw, limits)) < 4 * MIB
     plan = plan_request("generate", raw, limits)
-    for unit in plan.units[:2]:
+    for unit in (plan.units[0], plan.units[1]):
         for leg in leg_bodies(unit, plan, FIELDS):
             assert any(piece is plan.common for piece in leg)
             assert orjson.loads(b"".join(leg))["extra"] == body["extra"]
@@ -134,6 +135,51 @@ async def test_batches_begin_and_end_a_few_units_at_a_time() -> None:
         assert await most_per_turn(c, RequestEnded, 400) <= 8
         await c.settled()
         c.check_books()
+
+
+async def test_batches_that_are_let_go_at_once_are_sent_a_few_units_at_a_time() -> None:
+    async with cluster() as c:
+        c.scheduler.hold = True
+        batches = [asyncio.create_task(c.generate(text=["a"] * 50)) for _ in range(4)]
+        await until(lambda: len(c.scheduler.held) == 200)
+        sent: list[int] = []
+        worker = c.server.registry.get(c.prefill[0].url)
+        assert worker is not None
+        for event in list(c.scheduler.held.values()):
+            c.server.dispatcher._decided(c.scheduler._place(event))
+        while worker.dispatches < 200:
+            before = worker.dispatches
+            await asyncio.sleep(0)
+            sent.append(worker.dispatches - before)
+        assert max(sent) <= 8
+        assert {status for status, _ in await asyncio.gather(*batches)} == {200}
+        await c.settled()
+
+
+async def test_senders_take_turns_a_few_in_each_turn_of_the_loop() -> None:
+    turns = Turns(2)
+    order: list[str] = []
+
+    async def piece(sender: str) -> None:
+        await turns.take(sender)
+        order.append(sender)
+
+    await turns.take("first")
+    await turns.take("first")  # there was room for both
+    pieces = [asyncio.create_task(piece(sender)) for sender in "aaaaaab"]
+    gone = asyncio.create_task(piece("gone"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    lengths = []
+    while len(order) < 7:
+        lengths.append(len(order))
+        await asyncio.sleep(0)
+    assert order.index("b") < 5, "who comes last with a little does not wait for all of the other"
+    assert max(b - a for a, b in pairwise(lengths)) <= 2
+    await asyncio.gather(*pieces)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not turns._refilling, "it stops when nobody works"
 
 
 async def test_every_unit_counts_at_the_door() -> None:
@@ -426,7 +472,7 @@ async def test_a_text_beyond_all_contexts_is_not_looked_at() -> None:
     assert prompt.value is None
     no_engines: Any = None
     reader = PromptReader(None, PromptLengths(), BlockNamer(), no_engines, names_text=False)
-    (read,) = reader._read_all(plan, None)
+    (read,) = reader._read_all(plan, None, None)
     assert read.length.tokens == pytest.approx(MOST_READ_BYTES / 4, rel=0.01)
     assert not read.length.exact
     reader.close()
@@ -445,6 +491,39 @@ async def test_what_takes_long_to_split_is_split_in_a_thread(monkeypatch: Any) -
             status, _ = await c.generate(**body)
             assert status == 200
     assert [name.partition("_")[0] for name in threads] == ["MainThread", "short", "short"]
+
+
+async def test_a_batch_is_read_in_a_thread(monkeypatch: Any) -> None:
+    threads: list[str] = []
+    estimate = PromptLengths.estimate
+
+    def estimated(lengths: PromptLengths, prompt: Any) -> Any:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return estimate(lengths, prompt)
+
+    monkeypatch.setattr(PromptLengths, "estimate", estimated)
+    async with cluster() as c:
+        for count in (2, 100):
+            status, _ = await c.generate(text=["x"] * count)
+            assert status == 200
+    assert threads == ["MainThread"] * 2 + ["short"] * 100
+
+
+def test_what_waits_of_a_batch_is_small() -> None:
+    plan = plan_request("generate", orjson.dumps({"text": ["x"] * 1000}))
+    no_engines: Any = SimpleNamespace(takes_ids=lambda kind: False)
+    reader = PromptReader(None, PromptLengths(), BlockNamer(), no_engines, names_text=True)
+    reader._read_all(plan, BlockFormat(16), None)  # what is made once
+    gc.collect()
+    tracemalloc.start()
+    again = plan_request("generate", orjson.dumps({"text": ["x"] * 1000}))
+    read = reader._read_all(again, BlockFormat(16), None)
+    again.forget_values()
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(read) == len(again.units) == 1000
+    assert kept < 270 * 1000
+    reader.close()
 
 
 # Large answers ----------------------------------------------------------------------------------

@@ -460,7 +460,7 @@ def test_any_json_is_a_plan_or_a_400(kind: Any, extra: dict[str, Any], keep: boo
     except RouterError as error:
         assert error.status == 400
         return
-    for prompt in READER._read_all(plan, None):
+    for prompt in READER._read_all(plan, None, None):
         assert prompt.length.tokens >= 1
     for unit in plan.units:
         assert unit.max_new_tokens is None or unit.max_new_tokens >= 0

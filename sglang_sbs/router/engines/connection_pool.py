@@ -166,6 +166,8 @@ class Call:
         self._sent_s = time.monotonic()
         connection.call = self
         connection.send(self.payload)
+        if not self._replayable:
+            self.payload = ()  # it may be large, and the answer far away
         if self._paused:
             connection.set_paused(True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from sglang_sbs.router.prompts.chat_template import content_text
@@ -31,6 +32,12 @@ class PromptLength:
     exact: bool
     size_bytes: int = 0
     """Of the text the estimate rests on; 0 where there is nothing to learn from."""
+
+
+@lru_cache(maxsize=1024)
+def _estimated(tokens: int, size_bytes: int) -> PromptLength:
+    """The same object for all that are as long: a batch has a thousand texts."""
+    return PromptLength(tokens, False, size_bytes)
 
 
 class PromptLengths:
@@ -72,7 +79,7 @@ class PromptLengths:
             return PromptLength(max(1, tokens), False, size if only_text else 0)
         if isinstance(prompt, str):
             size = _utf8_size(prompt)
-            return PromptLength(max(1, round(size / self.bytes_per_token)), False, size)
+            return _estimated(max(1, round(size / self.bytes_per_token)), size)
         return PromptLength(max(1, len(prompt)) if isinstance(prompt, list) else 1, True)
 
 

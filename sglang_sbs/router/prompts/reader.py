@@ -28,11 +28,16 @@ logger = logging.getLogger(__name__)
 
 _QUICK_CHARS = 512
 _QUICK_PAGES = 256
-"""Tokenizing so much text, or naming so many pages, takes no longer than handing it to a thread."""
+_QUICK_PROMPTS = 32
+"""Tokenizing so much text, naming so many pages, or estimating so many prompts takes no longer than
+handing it to a thread."""
 _MOST_BACKLOG_BYTES = 16 << 20
 """With so much text waiting, a long one is not tokenized: its length is estimated."""
 _MOST_BYTES_PER_TOKEN = 64
 """No tokenizer makes fewer tokens of a long text, unless it is mostly white space."""
+
+_NO_BLOCKS = array("q")
+"""One for all: a batch has a thousand prompts."""
 
 PromptKind = Literal["text", "chat"]
 Counted = Literal["given", "tokenized", "estimated"]
@@ -80,7 +85,7 @@ class Engines(Protocol):
 @dataclass(slots=True)
 class ReadPrompt:
     length: PromptLength
-    blocks: array[int] = field(default_factory=lambda: array("q"))
+    blocks: array[int] = field(default_factory=lambda: _NO_BLOCKS)
     """Names of its full pages; none: its prefix cannot be looked for."""
     block_tokens: int = 0
     ids_json: bytes | None = None
@@ -120,26 +125,22 @@ class PromptReader:
             RouterError: 400, a prompt is longer than any engine takes. If it went there, others
                 would wait for passes that never come.
         """
-        longest = self._engines.longest_prompt()
-        if longest is not None:
-            for prompt in plan.prompts:
-                _check_size(prompt, longest)
         format_ = self._engines.block_format()
+        longest = self._engines.longest_prompt()
         if self._is_quick(plan, format_):
-            prompts = self._read_all(plan, format_)
+            prompts = self._read_all(plan, format_, longest)
         else:
             size = len(plan.common) + sum(len(prompt.member) for prompt in plan.prompts)
             busy = size >= LONG_BYTES and self._lanes.long_bytes > _MOST_BACKLOG_BYTES
             read = self._read_all
-            prompts = await self._lanes.run(size, read, plan, format_, tokenizes=not busy)
-        for read_prompt in prompts:
-            if longest is not None:
-                read_prompt.length = _bounded(read_prompt.length, longest)
-            self.counts[read_prompt.counted] += 1
+            prompts = await self._lanes.run(size, read, plan, format_, longest, tokenizes=not busy)
+        self.counts.update(prompt.counted for prompt in prompts)
         return prompts
 
     def _is_quick(self, plan: Plan, format_: BlockFormat | None) -> bool:
         """Whether a thread would only cost time."""
+        if len(plan.prompts) > _QUICK_PROMPTS:
+            return False
         chars = tokens = 0
         for prompt in plan.prompts:
             if isinstance(prompt.value, array):
@@ -153,9 +154,21 @@ class PromptReader:
         return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
 
     def _read_all(
-        self, plan: Plan, format_: BlockFormat | None, *, tokenizes: bool = True
+        self,
+        plan: Plan,
+        format_: BlockFormat | None,
+        longest: LongestPrompt | None,
+        *,
+        tokenizes: bool = True,
     ) -> list[ReadPrompt]:
-        return [self._read(plan, prompt, format_, tokenizes) for prompt in plan.prompts]
+        if longest is not None:
+            for prompt in plan.prompts:
+                _check_size(prompt, longest)
+        prompts = [self._read(plan, prompt, format_, tokenizes) for prompt in plan.prompts]
+        if longest is not None:
+            for read_prompt in prompts:
+                read_prompt.length = _bounded(read_prompt.length, longest)
+        return prompts
 
     def _read(
         self, plan: Plan, prompt: Prompt, format_: BlockFormat | None, tokenizes: bool
@@ -192,8 +205,9 @@ class PromptReader:
             return ReadPrompt(length, ids_json=ids_json, counted=counted)
         namespace = self._with_adapter(prompt.namespace, plan.model)
         blocks = self._name(value, ids, format_, namespace)
-        page_tokens = format_.page_tokens if blocks else 0
-        return ReadPrompt(length, blocks, page_tokens, ids_json, counted)
+        if not blocks:
+            return ReadPrompt(length, ids_json=ids_json, counted=counted)
+        return ReadPrompt(length, blocks, format_.page_tokens, ids_json, counted)
 
     def _tokenize(self, value: Any) -> PromptIds | None:
         if self._tokenizer is None:
@@ -221,14 +235,14 @@ class PromptReader:
             try:
                 return self._namer.names(ids, format_, namespace)
             except ValueError:  # embeddings, or nonsense the engine will refuse
-                return array("q")
+                return _NO_BLOCKS
         if not self._names_text:
-            return array("q")
+            return _NO_BLOCKS
         text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else None
         if isinstance(value, dict):
             text = chat_bytes(value)
         if text is None:
-            return array("q")
+            return _NO_BLOCKS
         return self._namer.text_names(text, format_.page_tokens, namespace)
 
     def _with_adapter(self, namespace: Namespace, model: str) -> Namespace:

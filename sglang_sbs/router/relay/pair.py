@@ -86,9 +86,10 @@ class Aborter(Protocol):
     def __call__(self, worker_url: str, rid: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PairRequest:
-    """Everything both legs need; URLs are normalised worker URLs."""
+    """Everything both legs need; URLs are normalised worker URLs. A :class:`Pair` lets go of the
+    bodies once they are sent: thousands of pairs may wait for their answers."""
 
     rid: str
     prefill: str
@@ -151,6 +152,7 @@ class Pair:
             request.prefill_origin, request.prefill_body, _PrefillLeg(self)
         )
         self.decode_call = self._send(request.decode_origin, request.decode_body, _DecodeLeg(self))
+        request.prefill_body = request.decode_body = ()
 
     def _send(self, origin: str, body: Sequence[bytes], leg: _Leg) -> Call:
         size = sum(map(len, body))

@@ -26,7 +26,7 @@ from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
-from sglang_sbs.router.lanes import Lanes
+from sglang_sbs.router.lanes import Lanes, Turns
 from sglang_sbs.router.options.config import (
     LEGS_GROWTH,
     PlanLimits,
@@ -73,7 +73,7 @@ _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
 _AT_ONCE = 4
-"""Units of batches that begin or end in one turn of the event loop."""
+"""Units of batches that begin, are sent or end in one turn of the event loop."""
 MOST_AHEAD = 256
 """Units of one batch that wait for their prefill; the next begin as these get it."""
 
@@ -141,8 +141,8 @@ class Relay:
         self._in_flight = in_flight
         self._lanes = lanes
         self._suspicions = Suspicions()
-        self._turn = asyncio.Lock()
-        """Of the batch whose units begin or end now."""
+        self._turns = Turns(_AT_ONCE)
+        """Of batches, whose units begin, are sent and end a few at a time."""
         self.bodies = Bodies(config.max_bodies_bytes)
         self._limits = PlanLimits(
             config.max_samples, config.max_units, LEGS_GROWTH * config.max_payload_bytes
@@ -198,7 +198,7 @@ class Relay:
         pairs: dict[int, Pair] = {}
         with self._in_flight.named(plan.client_rids, task):
             prompts = await self._prompts.read(plan)
-            plan = plan.without_values()
+            plan.forget_values()
             exchange = _Exchange(
                 plan=plan,
                 path=PATHS[plan.kind],
@@ -346,42 +346,43 @@ class Relay:
         failed: list[BaseException] = []
         running: set[asyncio.Task[None]] = set()
 
+        async def until_over(unit: Unit) -> None:
+            try:
+                await run(unit)
+            except Exception as error:
+                failed.append(error)  # before anybody gets the place that it leaves
+                exchange.window.release()  # if a place is waited for, that is over
+                raise
+
         def over(task: asyncio.Task[None]) -> None:
             running.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                failed.append(error)
-                exchange.window.release()  # if a place is waited for, that is over
+            if not task.cancelled():
+                task.exception()  # it is known already
 
         try:
-            for at in range(0, len(units), _AT_ONCE):
-                some = units[at : at + _AT_ONCE]
-                for unit in some:
-                    if not failed:
-                        await exchange.go_ahead(unit.index)
+            for unit in units:
+                await exchange.go_ahead(unit.index)
+                if not failed:
+                    await self._turns.take(id(exchange))
                 if failed:
                     break
-                async with self._turn:
-                    for unit in some:
-                        task = asyncio.create_task(run(unit))
-                        running.add(task)
-                        task.add_done_callback(over)
-                    await asyncio.sleep(0)
+                task = asyncio.create_task(until_over(unit))
+                running.add(task)
+                task.add_done_callback(over)
             if running and not failed:
                 await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            await self._end(running)
+            await self._end(exchange, running)
         if failed:
             raise next((e for e in failed if isinstance(e, RouterError)), failed[0])
 
-    async def _end(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+    async def _end(self, exchange: _Exchange, tasks: Collection[asyncio.Task[Any]]) -> None:
         """End units and wait for that; a few at a time, for what each leaves behind takes time."""
         left = [task for task in tasks if not task.done()]
         try:
-            for at in range(0, len(left), _AT_ONCE):
-                async with self._turn:
-                    for task in left[at : at + _AT_ONCE]:
-                        task.cancel()
-                    await asyncio.sleep(0)
+            for task in left:
+                await self._turns.take(id(exchange))
+                task.cancel()
             if left:
                 await asyncio.wait(left)
         except asyncio.CancelledError:
@@ -498,6 +499,8 @@ class Relay:
                 tenant=exchange.asked.tenant,
             )
             self._in_flight.assigned(assignment)
+            if len(exchange.plan.units) > 1:  # a policy may let go of hundreds at once
+                await self._turns.take(id(exchange))
             pair = self._start(exchange, unit, assignment, make_sink)
             await pair.wait_open()
             self._blame(exchange, unit, served=True)

@@ -8,7 +8,8 @@ is built, and what they share is kept once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
@@ -117,7 +118,7 @@ MOST_READ_BYTES = 4 << 20
 """A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """One prompt of a client request."""
 
@@ -151,12 +152,32 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Units:
+    """All of a plan, each made when it is looked at: thousands may wait for their turn."""
+
+    limits: Sequence[int | None]
+    """Of output tokens, by prompt."""
+    samples: int
+    """Units per prompt."""
+
+    def __len__(self) -> int:
+        return len(self.limits) * self.samples
+
+    def __getitem__(self, index: int) -> Unit:
+        prompt_index = range(len(self))[index] // self.samples
+        return Unit(index, prompt_index, self.limits[prompt_index])
+
+    def __iter__(self) -> Iterator[Unit]:
+        return map(self.__getitem__, range(len(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a client request becomes."""
 
     kind: RouteKind
     stream: bool
-    units: tuple[Unit, ...]
+    units: Units
     prompts: tuple[Prompt, ...]
     common: bytes
     """Members of the JSON that all legs share."""
@@ -191,9 +212,10 @@ class Plan:
             return self.client_rids[position]
         return f"{self.client_rids[0]}_{position}"
 
-    def without_values(self) -> Plan:
-        """For the time after its prompts were read: without the objects that took."""
-        return replace(self, prompts=tuple(replace(one, value=None) for one in self.prompts))
+    def forget_values(self) -> None:
+        """Its prompts were read: nobody needs the objects that took any more."""
+        for prompt in self.prompts:
+            prompt.value = None
 
 
 _Body = dict[str, Raw]
@@ -243,9 +265,7 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
     return Plan(
         kind=kind,
         stream=stream,
-        units=tuple(
-            Unit(index, index // samples, own_limits[index // samples]) for index in range(units)
-        ),
+        units=Units(own_limits, samples),
         prompts=tuple(prompts),
         common=common,
         samples=samples,
