@@ -40,6 +40,9 @@ _KV_EVENTS_BUFFER_STEPS = 2000
 RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
 """SGLang's switch: each DP rank then serves HTTP itself, at the instance's port + its number."""
 
+HEALTH_PASS_ENV = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+"""SGLang's switch: whether `/health` runs a forward pass on an idle engine."""
+
 CPU_MAX_TOTAL_TOKENS = 131072
 CPU_MAX_RUNNING_REQUESTS_PER_RANK = 128
 
@@ -234,6 +237,9 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
         instance_environment = dict(environment)
         if role is Role.UNIFIED:
             instance_environment.pop(RUST_SERVER_ENV, None)
+        if rust_server and role is Role.PREFILL:
+            # Every decode rank asks for `/health` every 5 s: it is where the KV registry is.
+            instance_environment.setdefault(HEALTH_PASS_ENV, "0")
         if endforward_endpoint is not None:
             instance_environment["SGLANG_SBS_ROUTERS"] = endforward_endpoint
             instance_environment["SGLANG_SBS_INSTANCE_ID"] = url

@@ -336,7 +336,7 @@ class Recorder:
         if not isinstance(scheduler, Scheduler):
             return
         up = [one for one in scheduler.prefill.values() if scheduler.is_up(one.id)]
-        shapes = {one.id: Shape(one.dp_size, one.chunk_tokens, one.model) for one in up}
+        shapes = {one.id: Shape(one.dp_size, one.chunk_tokens, one.model, one.worker) for one in up}
         self.ttft.follow(shapes, now_s)
         if begin:
             ranks = sum(one.dp_size for one in up)

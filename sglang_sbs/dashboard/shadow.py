@@ -1,8 +1,9 @@
 """What prefill would do if requests were placed by another rule: an estimate, sans-I/O.
 
 Owns a model of queues and passes per DP rank: first come first served up to the chunk, all ranks of
-an instance in step, a pass as long as the scheduler's own learned forward model says. Must not know
-the scheduler's state, decode, or what the result is compared with.
+an instance in step, a pass as long as the scheduler's own learned forward model says. A worker
+without a barrier is an instance of one rank for each of its DP ranks, as it is to the scheduler.
+Must not know the scheduler's state, decode, or what the result is compared with.
 
 It is an estimate: KV transfer, decode, failures and the pages of a chunk are left out, and the
 forward model has its error. :mod:`.ttft` shows how far the same model is off for what was really
@@ -34,6 +35,8 @@ class Shape:
     dp_size: int
     chunk_tokens: int
     model: Model
+    worker: str = ""
+    """What a gateway knows the instance by, where that is not the instance itself."""
 
 
 @dataclass(slots=True)
@@ -71,19 +74,22 @@ Rule = Callable[[dict[str, ShadowInstance]], Place]
 
 
 class RoundRobin:
-    """Instances in turn, DP ranks in turn: a gateway's default over SGLang's own round robin."""
+    """Workers in turn, DP ranks in turn: a gateway's default over SGLang's own round robin."""
 
     def __init__(self) -> None:
         self._turn = 0
         self._ranks: dict[str, int] = {}
 
     def __call__(self, instances: dict[str, ShadowInstance]) -> Place:
-        names = list(instances)
-        name = names[self._turn % len(names)]
+        workers: dict[str, list[Place]] = {}
+        for name, one in instances.items():
+            ranks = workers.setdefault(one.shape.worker or name, [])
+            ranks += [(name, rank) for rank in range(one.shape.dp_size)]
+        worker = list(workers)[self._turn % len(workers)]
         self._turn += 1
-        rank = self._ranks.get(name, 0) % instances[name].shape.dp_size
-        self._ranks[name] = rank + 1
-        return name, rank
+        number = self._ranks.get(worker, 0) % len(workers[worker])
+        self._ranks[worker] = number + 1
+        return workers[worker][number]
 
 
 def least_tokens(instances: dict[str, ShadowInstance]) -> Place:

@@ -28,8 +28,14 @@ from sglang_sbs.demo.passes import pass_statistics
 from sglang_sbs.demo.runs import Run
 from sglang_sbs.demo.terminal import result_table
 from sglang_sbs.demo.timeline import draw_timeline
-from sglang_sbs.demo.tokens import match_tokens
-from sglang_sbs.demo.virtual_cluster import Rig, add_tp_argument, attention_tp_of, running_rig
+from sglang_sbs.demo.tokens import DP_SIZE, match_tokens
+from sglang_sbs.demo.virtual_cluster import (
+    Rig,
+    add_tp_argument,
+    attention_tp_of,
+    dwdp_flags,
+    running_rig,
+)
 from sglang_sbs.extras import without_matplotlib, without_sglang
 from sglang_sbs.scheduling import POLICIES, TRIGGERS
 
@@ -65,6 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--rust-server",
         action="store_true",
         help="engines with SGLang's Rust server: an address per DP rank (SGLANG_RUST_SERVER=1)",
+    )
+    parser.add_argument(
+        "--dwdp",
+        action="store_true",
+        help="prefill with SGLang's DWDP (--dwdp-size): DP ranks without a barrier",
     )
     parser.add_argument(
         "--requests", type=int, default=240, help="requests per policy (default 240)"
@@ -131,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.requests < 1 or args.load <= 0 or args.dp < 1:
             raise ValueError("--requests, --load and --dp must be greater than 0")
         args.attention_tp = attention_tp_of(args)
+        if args.dwdp and (args.dp < 2 or args.attention_tp > 1):
+            raise ValueError("--dwdp needs --dp of at least 2, and --tp as large as --dp or none")
     except ValueError as error:
         parser.error(str(error))
     _check_keep(args, parser)
@@ -160,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_keep(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Ends the program with code 2 for a flag that means nothing with, or without, ``--keep``."""
     meaningless, why = (
-        (("requests", "baseline", "json", "skip_token_match"), "--keep compares nothing")
+        (("requests", "baseline", "json", "skip_token_match", "dwdp"), "--keep compares nothing")
         if args.keep
         else (("port", "prometheus_port"), "only --keep serves at a fixed port")
     )
@@ -201,10 +214,17 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         f"[bold]1.[/] {args.topology}, dp={args.dp}, attention tp={args.attention_tp}, "
         f"SGLang {version('sglang')}, tiny MoE, virtual GPU"
         + (", Rust server" if uses_rust_server(os.environ) else "")
+        + (", DWDP" if args.dwdp else "")
     )
     policies: dict[str, Any] = {}
     async with running_rig(
-        prefill, decode, args.dp, args.out, console, attention_tp=args.attention_tp
+        prefill,
+        decode,
+        args.dp,
+        args.out,
+        console,
+        attention_tp=args.attention_tp,
+        dwdp=args.dwdp,
     ) as rig:
         workload = Workload(
             qps=args.load * rig.capacity_qps, requests=args.requests, seed=args.seed
@@ -226,7 +246,8 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     token_match: bool | None = None
     if not args.skip_token_match:
         console.print("[bold]3.[/] tokens through the router against one engine asked directly")
-        report = await match_tokens(args.out, console, args.attention_tp)
+        flags = dwdp_flags(DP_SIZE) if args.dwdp else []
+        report = await match_tokens(args.out, console, args.attention_tp, flags)
         token_match = report.matches
         console.print(
             f"   {report.prompts} prompts over {report.pairs} prefill x decode rank pairs: "

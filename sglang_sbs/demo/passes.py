@@ -31,7 +31,7 @@ class ForwardPass:
     start_s: float
     end_s: float
     tokens: tuple[int, ...]
-    """Extend tokens per DP rank."""
+    """Extend tokens per DP rank; of the one that made it, where each makes passes of its own."""
     forward_id: int = field(default=0, compare=False)
 
     @property
@@ -58,7 +58,7 @@ class EngineRecord:
 
 
 class PassBuilder:
-    """Puts the reports of all DP ranks about a prefill pass together."""
+    """Puts the reports of all DP ranks about a prefill pass together, where they share it."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str, int], list[int]] = {}
@@ -68,10 +68,13 @@ class PassBuilder:
         """The pass, at the first report of its end; ``end_s`` on the receiver's clock."""
         if report.role != "prefill":
             return None
+        rank, ranks = report.dp_rank, report.dp_size
+        if not report.barrier:
+            instance, rank, ranks = f"{instance}/{rank}", 0, 1
         key = (instance, report.boot_id, report.forward_id)
         if report.kind == "launch":
-            tokens = self._open.setdefault(key, [0] * report.dp_size)
-            tokens[report.dp_rank] = report.extend_tokens
+            tokens = self._open.setdefault(key, [0] * ranks)
+            tokens[rank] = report.extend_tokens
         if report.kind != "forward":
             return None
         tokens = self._open.pop(key, [])

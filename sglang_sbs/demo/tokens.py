@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +49,13 @@ class TokenReport:
         return not self.difference and self.pairs == DP_SIZE * DP_SIZE
 
 
-async def match_tokens(log_dir: Path, console: Console, attention_tp: int = 1) -> TokenReport:
+async def match_tokens(
+    log_dir: Path, console: Console, attention_tp: int = 1, prefill_flags: Sequence[str] = ()
+) -> TokenReport:
     """1P1D with real compute and SBS, and one engine without PD, on the same prompts.
 
     Sends prompts in bursts until every pair of a prefill and a decode DP rank has served some.
+    ``prefill_flags`` are SGLang's.
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
     first = next(blocks)
@@ -63,6 +67,7 @@ async def match_tokens(log_dir: Path, console: Console, attention_tp: int = 1) -
             *parallel_flags(DP_SIZE, attention_tp),
             *("--chunked-prefill-size", str(DP_SIZE * CHUNK_TOKENS)),
         ],
+        prefill_flags=prefill_flags,
         cpu=True,
         log_dir=log_dir / "token-match",
         environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},

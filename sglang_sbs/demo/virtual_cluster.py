@@ -54,6 +54,8 @@ class Rig:
     ports: RouterPorts
     dp_size: int
     log_dir: Path
+    barrier: bool = True
+    """Whether the DP ranks of a prefill instance share their passes."""
 
     @property
     def prefill_instances(self) -> int:
@@ -71,7 +73,8 @@ class Rig:
     @property
     def capacity_qps(self) -> float:
         """Requests per second when every pass has a full chunk on every rank."""
-        return capacity_qps(self.prefill_instances, self.dp_size)
+        together = self.dp_size if self.barrier else 1
+        return capacity_qps(self.prefill_instances * (self.dp_size // together), together)
 
     async def run(self, label: str, flags: Sequence[str], workload: Workload) -> Run:
         """One policy under one load (prompts up to a chunk), after a warm-up at half the rate."""
@@ -108,8 +111,11 @@ async def running_rig(
     console: Console,
     *,
     attention_tp: int = 1,
+    dwdp: bool = False,
 ) -> AsyncIterator[Rig]:
     """Start the engines, say so on the console, stop them at the end.
+
+    ``dwdp``: SGLang's DWDP on prefill, whose DP ranks wait for nobody.
 
     Raises:
         ClusterStartError: an engine did not come up.
@@ -122,7 +128,10 @@ async def running_rig(
         prefill_instances=prefill,
         decode_instances=decode,
         engine_flags=parallel_flags(dp_size, attention_tp),
-        prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)],
+        prefill_flags=[
+            *("--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)),
+            *(dwdp_flags(dp_size) if dwdp else ()),
+        ],
         virtual_gpu=COST,
         log_dir=log_dir,
         environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},
@@ -130,13 +139,18 @@ async def running_rig(
     )
     plan = plan_cluster(options, blocks)
     async with LocalCluster(plan, on_progress=progress_printer(console)) as cluster:
-        yield Rig(cluster.instances, ports, dp_size, log_dir)
+        yield Rig(cluster.instances, ports, dp_size, log_dir, barrier=not dwdp)
 
 
 def parallel_flags(dp_size: int, attention_tp: int = 1) -> list[str]:
     """DP attention over ``dp_size`` ranks of ``attention_tp`` processes each."""
     flags = ["--tp", str(dp_size * attention_tp)]
     return [*flags, "--dp", str(dp_size), "--enable-dp-attention"] if dp_size > 1 else flags
+
+
+def dwdp_flags(dp_size: int) -> list[str]:
+    """Beside :func:`parallel_flags` on prefill: no DP rank waits for another."""
+    return ["--dwdp-size", str(dp_size)]
 
 
 def add_tp_argument(parser: argparse._ActionsContainer) -> None:

@@ -22,6 +22,7 @@ Role = Literal["prefill", "decode", "null"]
 
 HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
 """``constants.py``: requests of ``/health``, which no router sent."""
+RUST_SERVER_DIGITS = 16
 
 
 class Placement(NamedTuple):
@@ -249,8 +250,16 @@ def newly_started(batch: Any) -> list[Started]:
         stats = getattr(req, "time_stats", None)
         queued_s = float(getattr(stats, "prefill_bootstrap_queue_entry_time", 0.0))
         schedulable_s = float(getattr(stats, "wait_queue_entry_time", 0.0))
-        started.append(Started(req.rid, queued_s, schedulable_s))
+        started.append(Started(sent_rid(req), queued_s, schedulable_s))
     return started
+
+
+def sent_rid(req: Any) -> str:
+    """The request's id as it was sent: SGLang's Rust server appends ``#`` and 16 digits of its own
+    (seen in 0.5.23), by which no router would know the request again."""
+    rid = str(req.rid)
+    sent, mark, own = rid.rpartition("#")
+    return sent if mark and len(own) == RUST_SERVER_DIGITS else rid
 
 
 def is_health_check(req: Any) -> bool:

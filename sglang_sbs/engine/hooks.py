@@ -36,6 +36,7 @@ from sglang_sbs.engine.collect import (
     read_kv_address,
     read_pass,
     read_role,
+    sent_rid,
     shares_barrier,
 )
 from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
@@ -308,7 +309,7 @@ class RankHook:
         if reader is not None and reader.accepted(req, read_role(scheduler)):
             self._accepted_requests += 1
             self._accepted_tokens += len(req.origin_input_ids)
-            self._rids.append(req.rid)
+            self._rids.append(sent_rid(req))
 
     def _change(self, occupancy: Occupancy) -> tuple[Occupancy, int, int]:
         return occupancy, self._accepted_requests, self._aborted_requests

@@ -9,8 +9,20 @@ from rich.console import Console
 
 from sglang_sbs.cluster.plan import RUST_SERVER_ENV
 from sglang_sbs.demo.tokens import match_tokens
+from sglang_sbs.scheduling import Dispatch, ForwardEnded
+from sglang_sbs.scheduling.eventlog import read_event_log
 
 pytestmark = pytest.mark.cluster
+
+
+def rids_of(event_log: Path) -> tuple[set[str], set[str]]:
+    """Ids of the requests that the router sent, and of those that prefill says it started."""
+    sent, started = set(), set()
+    for entry in read_event_log(event_log):
+        sent |= {command.rid for command in entry.commands if isinstance(command, Dispatch)}
+        if isinstance(entry.event, ForwardEnded) and entry.event.report.role == "prefill":
+            started |= {one.rid for one in entry.event.report.started}
+    return sent, started
 
 
 async def test_every_pair_of_ranks_gives_the_tokens_of_an_engine_of_the_old_mode(
@@ -22,6 +34,8 @@ async def test_every_pair_of_ranks_gives_the_tokens_of_an_engine_of_the_old_mode
     assert report.difference == ""
     assert report.pairs == 4
     logs = tmp_path / "token-match"
+    sent, started = rids_of(tmp_path / "token-match.events")
+    assert started == sent, "the router knows its requests again in what the engines report"
     for name in ("prefill-0", "decode-0"):
         assert "Rust server listen on" in (logs / f"{name}.log").read_text()
     assert "Rust server listen on" not in (logs / "unified-0.log").read_text()

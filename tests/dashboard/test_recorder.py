@@ -200,6 +200,18 @@ def test_rules_place_as_they_say() -> None:
     assert least_tokens(cluster.instances) == ("p1", 1)
 
 
+def test_a_worker_without_a_barrier_is_one_worker_whose_ranks_wait_for_nobody() -> None:
+    cluster = ShadowCluster()
+    lone = {f"p0 rank {rank}": Shape(1, 100, Steady(), "p0") for rank in range(3)}
+    cluster.follow(lone | {"p1": Shape(2, 100, Steady())}, 0.0)
+    turn = RoundRobin()
+    places = [turn(cluster.instances) for _ in range(4)]
+    assert places == [("p0 rank 0", 0), ("p1", 0), ("p0 rank 1", 0), ("p1", 1)]
+    cluster.place("a", ("p0 rank 0", 0), 100, 0.0)
+    cluster.place("late", ("p0 rank 1", 0), 10, 0.5)
+    assert cluster.advance(2.0) == [("a", 1.0), ("late", 1.5)]
+
+
 def test_an_instance_that_goes_takes_its_requests_along() -> None:
     cluster = shadow(instances=2)
     cluster.place("a", ("p0", 0), 50, 0.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.demo.passes import ForwardPass, pass_statistics, read_engines
+from sglang_sbs.demo.passes import ForwardPass, PassBuilder, pass_statistics, read_engines
 from sglang_sbs.scheduling import Dispatch, ForwardEnded, SchedulerConfig, TimerFired
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.wire import EndForward
@@ -69,6 +69,22 @@ def test_who_served_what(log: Path):
     assert record.decode_ranks == {"d0/0": 1}
     assert record.pairs == {"r": ("p0/1", "d0/0")}
     assert record.held_s == [0.5]
+
+
+def test_without_a_barrier_every_rank_makes_passes_of_its_own():
+    builder = PassBuilder()
+    for rank in (0, 1):
+        launch = report(
+            "http://p", rank, "launch", 7, extend_tokens=60 + rank, barrier=False
+        ).report
+        assert builder.add("p0", launch, 1.0) is None
+    ends = [
+        builder.add(
+            "p0", report("http://p", rank, "forward", 7, forward_s=0.5, barrier=False).report, end_s
+        )
+        for rank, end_s in ((0, 1.5), (1, 1.7))
+    ]
+    assert ends == [ForwardPass("p0/0", 1.0, 1.5, (60,)), ForwardPass("p0/1", 1.2, 1.7, (61,))]
 
 
 def test_a_pause_without_requests_is_idle_time_but_no_bubble():

@@ -307,6 +307,20 @@ def test_a_launch_names_each_request_once_in_its_first_pass() -> None:
     assert not any(message.started for message in rank.sink.of("forward"))
 
 
+def test_requests_have_the_ids_that_their_router_gave_them() -> None:
+    """SGLang's Rust server makes them longer."""
+    rank = Rank()
+    for rid in ("sbs-1#35d2f51100000001", "sbs-2", "of#a-user"):
+        rank.add(Req(rid, 100))
+    rank.bootstrapped()
+    batch = rank.scheduler.cut_batch()
+    assert batch is not None
+    rank.overlap_turn(batch)
+    (launch,) = rank.sink.of("launch")
+    assert [one.rid for one in launch.started] == ["sbs-1", "sbs-2", "of#a-user"]
+    assert [rid for one in rank.messages for rid in one.rids] == ["sbs-1", "sbs-2", "of#a-user"]
+
+
 def without_gather(monkeypatch: pytest.MonkeyPatch) -> Rank:
     monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
     return Rank()

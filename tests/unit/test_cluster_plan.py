@@ -21,6 +21,7 @@ from sglang_sbs.cluster.plan import (
     HTTP_OFFSET,
     NCCL_OFFSET,
     PORTS_PER_INSTANCE,
+    HEALTH_PASS_ENV,
     RUST_SERVER_ENV,
     ClusterOptions,
     ClusterPlan,
@@ -153,6 +154,16 @@ def test_with_the_rust_server_every_dp_rank_has_a_port_that_nobody_else_has() ->
     assert decode.environment[RUST_SERVER_ENV] == "1"
     assert RUST_SERVER_ENV not in unified.environment, "it is asked at one address"
     assert unified.server_urls == (unified.url,)
+
+
+def test_heartbeats_of_decode_run_no_passes_unless_the_user_wants_them() -> None:
+    for given, set_to in (({}, "0"), ({HEALTH_PASS_ENV: "1"}, "1")):
+        environment = {RUST_SERVER_ENV: "1", **given}
+        prefill, decode = plan(engine_flags=DP_ATTENTION, environment=environment).instances
+        assert prefill.environment[HEALTH_PASS_ENV] == set_to
+        assert decode.environment.get(HEALTH_PASS_ENV) == given.get(HEALTH_PASS_ENV)
+    prefill, _ = plan(engine_flags=DP_ATTENTION).instances
+    assert HEALTH_PASS_ENV not in prefill.environment, "a server of its own answers them"
 
 
 def test_the_old_mode_has_one_server_per_instance() -> None:

@@ -19,11 +19,12 @@ def register() -> None:
     Raises:
         ValueError: `SGLANG_SBS_VGPU` does not hold a valid cost model (SGLang logs it).
     """
-    from sglang_sbs.testing.cpu_engine import idle_wait, virtual_device
+    from sglang_sbs.testing.cpu_engine import idle_wait, virtual_device, whole_experts
 
     _fix_cpu_gaps()
     _fork_instead_of_spawn()
     idle_wait.install()
+    whole_experts.install()
     if "SGLANG_SBS_NODE_HOST" in os.environ:
         _share_the_machine()
     cost_json = os.environ.get(VIRTUAL_GPU_ENV)
