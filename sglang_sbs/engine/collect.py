@@ -136,6 +136,20 @@ def rank_processes(scheduler: Any) -> Processes:
     )
 
 
+def read_hosts(scheduler: Any) -> int:
+    """That the engine is on (``--nnodes``); 0: this SGLang does not say."""
+    return int(getattr(scheduler.server_args, "nnodes", 0))
+
+
+def rank_is_on_several_hosts(scheduler: Any) -> bool:
+    """Whether its processes, which follow each other in order of TP rank, are on more than one."""
+    hosts = read_hosts(scheduler)
+    if hosts < 2:
+        return False
+    here = int(scheduler.server_args.tp_size) // hosts
+    return here < 1 or here % rank_processes(scheduler).of_rank > 0
+
+
 def read_kv_address(scheduler: Any) -> KvAddress | None:
     """Where this rank publishes its KV events, if that is on another node than the engine's first
     (the first is where its HTTP server is, so routers know it).

@@ -1,8 +1,8 @@
 """Where the processes of an engine tell each other how far their parts of a gang are.
 
-Owns the datagram sockets between scheduler processes of one host, one per direction and pair, as a
-socket queues few messages. Must not know SGLang, nor what a gang waits for. Nothing here blocks; a
-message that is lost makes a gang wait until its time is over.
+On one host they do over datagram sockets, one per direction and pair, as a socket queues few
+messages. Between hosts :mod:`.gang_gather` takes their place. Must not know SGLang, nor what a gang
+waits for. Nothing here blocks; a message that is lost makes a gang wait until its time is over.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import socket
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,10 @@ class Word:
     """In which it had waited long enough for the rest. 0: it waits."""
 
 
+class Deserted(Exception):
+    """Somebody has left the board, and all who are on it know in the same turn."""
+
+
 class Board(Protocol):
     """What a rank says to the others of its engine, and hears of them."""
 
@@ -46,12 +50,31 @@ class Board(Protocol):
 
     def listen(self) -> bool:
         """Take in what was said, and whether anything was; to be called in every turn, as little of
-        it can wait."""
+        it can wait.
+
+        Raises:
+            Deserted: nobody may wait for anybody on it from now on.
+        """
 
     def heard(self, tag: int) -> Mapping[int, Word]:
-        """By rank, without this one."""
+        """By rank, this one included."""
 
     def close(self) -> None: ...
+
+
+class Memory:
+    """The newest word of each rank, of the gangs that were spoken of last."""
+
+    def __init__(self) -> None:
+        self._words: dict[int, dict[int, Word]] = {}
+
+    def note(self, tag: int, rank: int, word: Word) -> None:
+        self._words.setdefault(tag, {})[rank] = word
+        while len(self._words) > _MOST_GANGS:
+            del self._words[next(iter(self._words))]
+
+    def of(self, tag: int) -> Mapping[int, Word]:
+        return self._words.get(tag, {})
 
 
 class SocketBoard:
@@ -63,9 +86,10 @@ class SocketBoard:
         Raises:
             OSError: an address is taken, or this is no Linux.
         """
+        self._rank = rank
         peers = [peer for peer in range(ranks) if peer != rank]
         self._addresses = [f"\0{name}.{rank}.{peer}" for peer in peers]
-        self._heard: dict[int, dict[int, Word]] = {}
+        self._memory = Memory()
         self._inboxes: dict[int, socket.socket] = {}
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.setblocking(False)
@@ -79,6 +103,7 @@ class SocketBoard:
             raise
 
     def say(self, tag: int, word: Word) -> None:
+        self._memory.note(tag, self._rank, replace(word))
         message = _MESSAGE.pack(tag, *astuple(word))
         for address in self._addresses:
             try:
@@ -88,12 +113,10 @@ class SocketBoard:
 
     def listen(self) -> bool:
         read = [self._read(peer, inbox) for peer, inbox in self._inboxes.items()]
-        while len(self._heard) > _MOST_GANGS:
-            del self._heard[next(iter(self._heard))]
         return any(read)
 
     def heard(self, tag: int) -> Mapping[int, Word]:
-        return self._heard.get(tag, {})
+        return self._memory.of(tag)
 
     def close(self) -> None:
         for one in (self._out, *self._inboxes.values()):
@@ -110,7 +133,7 @@ class SocketBoard:
             if len(data) == _MESSAGE.size:
                 read = True
                 tag, *word = _MESSAGE.unpack(data)
-                self._heard.setdefault(tag, {})[peer] = Word(*word)
+                self._memory.note(tag, peer, Word(*word))
 
 
 class Line:
@@ -119,34 +142,46 @@ class Line:
     def __init__(self, whom: str) -> None:
         """``whom``: for the log."""
         self._whom = whom
-        self.board: Board | None = None
+        self._board: Board | None = None
+        self._rank = 0
         self._silences = 0
 
     @property
     def is_open(self) -> bool:
-        return self.board is not None
+        return self._board is not None
+
+    def open(self, board: Board, rank: int) -> None:
+        """``rank``: of this process on it."""
+        self._board, self._rank = board, rank
 
     def say(self, tag: int, word: Word) -> None:
-        if self.board is not None:
-            self.board.say(tag, word)
+        if self._board is not None:
+            self._board.say(tag, word)
 
     def listen(self) -> None:
-        if self.board is not None and self.board.listen():
-            self._silences = 0
+        if self._board is None:
+            return
+        try:
+            if self._board.listen():
+                self._silences = 0
+        except Deserted as why:
+            logger.warning("gangs: %s; nobody waits for %s any more", why, self._whom)
+            self.close()
 
     def heard(self, tag: int) -> Collection[Word]:
-        return () if self.board is None else self.board.heard(tag).values()
+        return () if self._board is None else self._board.heard(tag).values()
 
     def waited(self, tag: int) -> None:
         """A gang waited for the others; after ``MAX_SILENCES`` in vain the board is closed."""
-        if self.board is None:
+        if self._board is None:
             return
-        self._silences = 0 if self.board.heard(tag) else self._silences + 1
+        others = self._board.heard(tag).keys() - {self._rank}
+        self._silences = 0 if others else self._silences + 1
         if self._silences >= MAX_SILENCES:
             logger.warning("gangs: nothing is heard of %s; nobody waits for them", self._whom)
             self.close()
 
     def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
-            self.board = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None

@@ -1,7 +1,7 @@
 """Holds the requests of a gang back until all of it can start, on all DP ranks at once.
 
-Owns which requests of the handshake queue SGLang may start. Works where the engine is on one host;
-elsewhere :mod:`.gang_gate` waits in its own way.
+Owns which requests of the handshake queue SGLang may start. With pipeline parallelism, and over
+several hosts with SGLang before 0.5.22, :mod:`.gang_gate` waits in its own way instead.
 
 How
 ---
@@ -13,8 +13,9 @@ on the other ranks, which a wait inside the loop would keep from it at the next 
 operation.
 
 Ranks run their loops in lockstep. Each turn ends in a collective operation, so it has the same
-number on all, and what a rank says in one (:mod:`.gang_board`) has reached the others before the
-next. A rank says when its part is ready. In the turn after the last said so, all let the gang go.
+number on all, and what a rank says in one has reached the others before the next: on one host over
+sockets (:mod:`.gang_board`), on several inside that operation (:mod:`.gang_gather`). A rank says
+when its part is ready. In the turn after the last said so, all let the gang go.
 
 Several processes per DP rank
 -----------------------------
@@ -23,7 +24,7 @@ what they report of a handshake, in a collective operation of every turn (``poll
 ``disaggregation/utils.py``). So the first one reports a request that is held as still in the
 handshake, and it stays in the queue of all. This needs no other collective operation and does not
 depend on what the others think. They only tell the first one when a gang's handshakes are over with
-them, too.
+them, too. Where they are on several hosts they do not, and it goes by its own handshakes.
 
 How long
 --------
@@ -44,9 +45,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_sbs.engine.collect import rank_processes, read_placement, shares_barrier
+from sglang_sbs.engine.collect import (
+    rank_is_on_several_hosts,
+    rank_processes,
+    read_hosts,
+    read_placement,
+    shares_barrier,
+)
 from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
 from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
+from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
 
 logger = logging.getLogger(__name__)
@@ -62,6 +70,8 @@ MOST_MISSED = 1
 """So many passes may start without a gang, of what was there before it; then it goes with what it
 has. Turns are rare while passes run, and its time would take long to pass."""
 MAX_ERRORS = 3
+MOST_UNHEARD_TURNS = 3
+"""Who gave up goes after so many, whether or not the others could be told in the meantime."""
 _MOST_GANGS = 64
 """Remembered beside those in the handshake queue, of which there may be more."""
 _MOST_INCOMPLETE = 8
@@ -101,12 +111,15 @@ class GangHold:
         *,
         clock: Callable[[], float] = time.monotonic,
         open_board: OpenBoard = SocketBoard,
+        gather: GatherBoard | None = None,
     ) -> None:
-        """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``."""
+        """``gate_ms``: 0: hold nothing; None: ``DEFAULT_GATE_MS``. ``gather``: for ranks on several
+        hosts."""
         self._limit_s = (DEFAULT_GATE_MS if gate_ms is None else gate_ms) / 1e3
         self._boot_id = boot_id
         self._clock = clock
         self._open_board = open_board
+        self._gather = gather
         self._ranks = Line("other DP ranks")
         """Open where this rank shares a barrier with them."""
         self._team = Line("the other processes of this DP rank")
@@ -255,7 +268,7 @@ class GangHold:
             word.gave_up_turn, says = self._turn, True
         if says:  # once in a turn: few messages fit into a socket
             self._say(gang)
-        gang.free = self._agreed(gang.part, word)
+        gang.free = self._agreed(gang.part, word) or self._unheard(word)
         if gang.free and gang.part.ranks > 1:
             self._ranks.waited(gang.part.tag)
         return gang.free
@@ -275,10 +288,13 @@ class GangHold:
         turn is heard by all before the next begins, so all ranks conclude the same."""
         if part.ranks == 1 or not self._ranks.is_open:
             return any(word.ready_turn or word.gave_up_turn for word in mine)
-        words = [*mine, *self._ranks.heard(part.tag)]
+        words = self._ranks.heard(part.tag)
         if any(0 < word.gave_up_turn < self._turn for word in words):
             return True
         return sum(0 < word.ready_turn < self._turn for word in words) >= part.ranks
+
+    def _unheard(self, word: Word) -> bool:
+        return 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
 
     def _waited_enough(self, gang: _Gang) -> bool:
         if gang.came:
@@ -305,8 +321,10 @@ class GangHold:
             return False
         if gang.part.ranks == 1 or not self._ranks.is_open:
             return True
+        if not gang.word.arrived:
+            return False
         heard = self._ranks.heard(gang.part.tag)
-        return sum(one.arrived for one in heard) >= gang.part.ranks - 1
+        return sum(one.arrived for one in heard) >= gang.part.ranks
 
     def _took(self, span_s: float) -> None:
         self._usual_span_s = max(span_s, _FORGETTING * self._usual_span_s)
@@ -326,19 +344,31 @@ class GangHold:
         """Set up on first use: only now is the rank of this process known."""
         self._attached = True
         processes = rank_processes(scheduler)
-        nodes = int(getattr(scheduler.server_args, "nnodes", 0))
-        if processes.of_rank < 1 or processes.pipeline != 1 or nodes != 1:
+        hosts = read_hosts(scheduler)
+        barrier = shares_barrier(scheduler)
+        gather = self._gather
+        deaf = hosts > 1 and barrier and (gather is None or not gather.is_possible())
+        if processes.of_rank < 1 or processes.pipeline != 1 or hosts < 1 or deaf:
             self._off = True
             return
         self._processes = processes.of_rank
         self._decides = processes.number == 0
         placement = read_placement(scheduler)
         name = f"sglang-sbs.{os.getuid()}.{self._boot_id}"
-        if 1 < self._processes <= MOST_RANKS:
+        if 1 < self._processes <= MOST_RANKS and not rank_is_on_several_hosts(scheduler):
             team = f"{name}.of.{placement.dp_rank}"
-            self._team.board = self._open_board(team, processes.number, self._processes)
-        if self._decides and shares_barrier(scheduler) and placement.dp_size <= MOST_RANKS:
-            self._ranks.board = self._open_board(name, placement.dp_rank, placement.dp_size)
+            self._team.open(
+                self._open_board(team, processes.number, self._processes), processes.number
+            )
+        if not self._decides or not barrier:
+            return
+        if hosts > 1 and gather is not None:
+            gather.open()
+            self._ranks.open(gather, placement.dp_rank)
+        elif placement.dp_size <= MOST_RANKS:
+            self._ranks.open(
+                self._open_board(name, placement.dp_rank, placement.dp_size), placement.dp_rank
+            )
 
     def _failed(self) -> None:
         """Called while handling an exception of ours: SGLang goes on as if nothing was held."""

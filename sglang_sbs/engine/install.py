@@ -19,6 +19,7 @@ from sglang_sbs.engine import hooks_without_plugins
 from sglang_sbs.engine.collect import shares_barrier, skips_gather
 from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gate import GangGate
+from sglang_sbs.engine.gang_gather import SYNC_CLASS, SYNC_MODULE, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.engine.hooks import RankHook
 
@@ -32,6 +33,7 @@ SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
 NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
 POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
+GATHERED = f"{SYNC_MODULE}.{SYNC_CLASS}."
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
 
@@ -111,13 +113,16 @@ def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
-    hold = GangHold(config.gang_gate_ms, config.boot_id)
+    gather = GatherBoard()
+    hold = GangHold(config.gang_gate_ms, config.boot_id, gather=gather)
     gate = GangGate(config.gang_gate_ms, elsewhere=hold.handles)
     return [
         Hook((SERVER_INFO,), add_sbs_block, "AFTER"),
         *_rank_hooks(hook),
         Hook((NEXT_PREFILL_BATCH,), hold.before_next_batch, "BEFORE", optional=True),
         Hook((POP_BOOTSTRAPPED,), hold.around_pop_bootstrapped, "AROUND", optional=True),
+        Hook((GATHERED + "_get_local_tensor",), gather.around_local_row, "AROUND", optional=True),
+        Hook((GATHERED + "all_gather",), gather.after_gather, "AFTER", optional=True),
         Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
         Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
     ]

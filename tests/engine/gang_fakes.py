@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_sbs.engine.gang_board import Word
+from sglang_sbs.engine.gang_gather import Columns, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
 
@@ -74,11 +75,12 @@ class Hearsay:
         def say(tag: int, word: Word) -> None:
             copy = Word(*(getattr(word, name) for name in Word.__slots__))
             said.setdefault(tag, {})[rank] = copy
+            heard[tag] = {**heard.get(tag, {}), rank: copy}
 
         def listen() -> bool:
             before = dict(heard)
             for tag, words in ({} if self.deaf else said).items():
-                heard[tag] = {peer: word for peer, word in words.items() if peer != rank}
+                heard[tag] = dict(words)
             return heard != before
 
         def hear(tag: int) -> Mapping[int, Word]:
@@ -102,8 +104,11 @@ class Rank:
         nodes: int = 1,
         gate_ms: float | None = GATE_MS,
         hearsay: Hearsay | None = None,
+        columns: Columns | None = None,
     ) -> None:
+        """``columns``: SGLang gathers numbers that words can ride on."""
         self.clock = clock
+        self.gather = GatherBoard(lambda: columns)
         ps = SimpleNamespace(
             dp_rank=None,
             dp_size=1,
@@ -116,12 +121,14 @@ class Rank:
             attn_cp_rank=0,
             attn_cp_size=1,
         )
-        self.queue = Queue(SimpleNamespace(ps=ps, server_args=SimpleNamespace(nnodes=nodes)))
+        args = SimpleNamespace(nnodes=nodes, tp_size=ranks * attn_tp)
+        self.queue = Queue(SimpleNamespace(ps=ps, server_args=args))
         self.hold = GangHold(
             gate_ms,
             "boot",
             clock=clock,
             open_board=lambda name, rank, _ranks: (hearsay or Hearsay()).board(name, rank),
+            gather=self.gather,
         )
 
     def pop(self) -> list[str]:
@@ -139,3 +146,71 @@ class Rank:
             if self.turn():
                 return number
         raise AssertionError("it is held for ever")
+
+
+class SyncInfo:
+    """``MLPSyncBatchInfo`` as far as words ride on it; the row has the two numbers last."""
+
+    COLUMNS = Columns(pairs=2, vote=3)
+
+    def __init__(self, attention_pairs: int, vote: bool) -> None:
+        self.attention_pairs = attention_pairs
+        self.can_run_draft_cuda_graph: Any = vote
+        self.tp0_info_cpu: Any = None
+        self.global_attention_pairs: list[int] = []
+
+    def local_row(self) -> list[int]:
+        return [7, 7, self.attention_pairs, int(self.can_run_draft_cuda_graph)]
+
+    def take(self, rows: list[list[int]]) -> None:
+        self.tp0_info_cpu = SimpleNamespace(tolist=lambda: rows)
+        self.global_attention_pairs = [row[self.COLUMNS.pairs] for row in rows]
+        self.can_run_draft_cuda_graph = bool(min(row[self.COLUMNS.vote] for row in rows))
+
+
+def gathered(infos: Sequence[SyncInfo], boards: Sequence[GatherBoard | None]) -> list[list[int]]:
+    """The collective operation of one turn; None: a rank without the plugin. The rows."""
+    rows = [
+        info.local_row() if board is None else board.around_local_row(SyncInfo.local_row, info)
+        for info, board in zip(infos, boards, strict=True)
+    ]
+    assert {len(row) for row in rows} == {4}, "ranks would wait for each other for ever"
+    for info, board in zip(infos, boards, strict=True):
+        info.take(rows)
+        if board is not None:
+            board.after_gather(None, info)
+    return rows
+
+
+class Hosts:
+    """The DP ranks of an engine on several hosts, in lockstep."""
+
+    def __init__(self, ranks: int, *, without: Collection[int] = (), vote: bool = True) -> None:
+        """``without``: ranks that have no plugin; ``vote``: of all ranks on draft CUDA graphs."""
+        clock = Clock()
+        self.ranks = [
+            Rank(clock, rank=rank, ranks=ranks, nodes=2, columns=SyncInfo.COLUMNS)
+            for rank in range(ranks)
+        ]
+        self._without = without
+        self._vote = vote
+        self.infos: list[SyncInfo] = []
+
+    def turn(self, after_s: float = TURN_S) -> list[list[str]]:
+        """What each rank starts."""
+        self.ranks[0].clock.now_s += after_s
+        popped = []
+        for number, rank in enumerate(self.ranks):
+            if number in self._without:
+                reqs = rank.queue.pop_bootstrapped()
+                popped.append([req.rid.removeprefix(SIZED_RID_PREFIX) for req in reqs])
+                continue
+            popped.append(rank.pop())
+            rank.hold.before_next_batch(rank.queue.scheduler)
+        self.infos = [SyncInfo(1000 + number, self._vote) for number in range(len(self.ranks))]
+        boards = [
+            None if number in self._without else rank.gather
+            for number, rank in enumerate(self.ranks)
+        ]
+        gathered(self.infos, boards)
+        return popped

@@ -61,6 +61,8 @@ def hooked() -> dict[str, object]:
             kv_events_config = None
             def resolved_dict(self):
                 return {}
+        from sglang_sbs.engine.gang_gather import columns_of_sglang
+        answer["columns"] = columns_of_sglang()
         answer["patched"] = hasattr(http_server.build_server_info, "__wrapped__")
         from sglang.srt.utils import common
         common.describe_kv_events_publisher = lambda args: None
@@ -82,9 +84,13 @@ def test_hook_targets_have_the_expected_parameters(hooked: dict[str, object]) ->
 
 def test_every_hook_is_applied_without_complaint(hooked: dict[str, object]) -> None:
     log = str(hooked["log"])
-    assert log.count("Applied 1 hook(s) to") == 8
+    assert log.count("Applied 1 hook(s) to") == 10
     assert "EndForward goes without" not in log
     assert "Failed to apply" not in log
+
+
+def test_the_gathered_row_has_numbers_that_words_can_ride_on(hooked: dict[str, object]) -> None:
+    assert hooked["columns"] == [10, 8]
 
 
 def test_server_info_has_the_sbs_block(hooked: dict[str, object]) -> None:

@@ -208,3 +208,13 @@ def test_two_dp_ranks_of_two_processes_start_a_gang_in_the_same_turn() -> None:
     started = [(first.turn(), second.turn()) for _ in range(4)]
     assert [one for one in started if any(one)] == [(["a"], ["b"])]
     assert len(hearsay.opened) == len(set(hearsay.opened)) == 2 * 2 + 2, "an address is taken twice"
+
+
+def test_a_dp_rank_on_several_hosts_goes_by_the_handshakes_of_its_first_process() -> None:
+    hearsay = Hearsay()
+    rank, part = Team(Clock(), hearsay, nodes=2), GangPart(1, 2, 1)
+    rank.add("a", part)
+    assert [rank.turn() for _ in range(3)] == [[]] * 3
+    rank.add("b", part, READY, WAITING)
+    assert rank.turn() == ["a"]
+    assert not hearsay.opened

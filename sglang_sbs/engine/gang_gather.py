@@ -1,0 +1,175 @@
+"""What DP ranks on different hosts tell each other of gangs: it rides on what SGLang gathers.
+
+Before each pass, and in each turn of an idle loop, the ranks gather what each brings to it
+(``MLPSyncBatchInfo``, ``managers/scheduler_components/dp_attn.py``). One of the gathered numbers is
+for metrics only (``attention_pairs``), another is read as "not zero"
+(``can_run_draft_cuda_graph``): their upper bits are free. So nothing is sent that SGLang would not
+send, and in no other shape. No rank can hang because another has no plugin.
+
+All ranks get the same words in the same turn, their own among them, and so conclude the same. One
+bit says that a rank takes part. Where it is missing for one, all know in the same turn and stop. A
+word that finds no room waits for the next turn, and counts from then on for its own rank, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from itertools import islice
+from typing import Any, NamedTuple
+
+from sglang_sbs.engine.gang_board import Deserted, Memory, Word
+from sglang_sbs.wire.gangs import TAG_BITS
+
+logger = logging.getLogger(__name__)
+
+SYNC_MODULE = "sglang.srt.managers.scheduler_components.dp_attn"
+SYNC_CLASS = "MLPSyncBatchInfo"
+
+PAIRS_BITS = 38
+"""Of ``attention_pairs``: a chunk of 64K tokens over a context of 4M."""
+_WORD_BITS = TAG_BITS + 3
+_PRESENT = 1 << (PAIRS_BITS + _WORD_BITS)
+_VOTE_WORDS = 2
+"""That fit above the lowest bit of a vote which is yes, as it has to stay zero where it is no."""
+_MOST_UNSAID = 64
+_EARLIER = 1
+"""The turn of whatever was gathered: one before this."""
+
+
+class Columns(NamedTuple):
+    """Where the two numbers are in the row of a rank."""
+
+    pairs: int
+    vote: int
+
+
+class GatherBoard:
+    """Of one scheduler process; does nothing before :meth:`open`."""
+
+    def __init__(self, find_columns: Callable[[], Columns | None] | None = None) -> None:
+        self._find_columns = find_columns or columns_of_sglang
+        self._columns: Columns | None = None
+        self._present = False
+        self._unsaid: dict[int, Word] = {}
+        self._memory = Memory()
+        self._heard_all = False
+        self._why = ""
+        """Nobody may wait for anybody."""
+
+    def is_possible(self) -> bool:
+        """SGLang gathers these numbers since 0.5.22."""
+        self._columns = self._columns or self._find_columns()
+        return self._columns is not None
+
+    def open(self) -> None:
+        """From the next gathering on this rank takes part. All of an engine have to open it in the
+        same turn."""
+        self._present = self.is_possible()
+
+    def say(self, tag: int, word: Word) -> None:
+        self._unsaid[tag] = word
+        while len(self._unsaid) > _MOST_UNSAID:
+            del self._unsaid[next(iter(self._unsaid))]
+
+    def listen(self) -> bool:
+        if self._why:
+            raise Deserted(self._why)
+        heard, self._heard_all = self._heard_all, False
+        return heard
+
+    def heard(self, tag: int) -> Mapping[int, Word]:
+        return self._memory.of(tag)
+
+    def close(self) -> None:
+        self._present = False
+        self._unsaid.clear()
+
+    # Hooks ----------------------------------------------------------------------------------------
+
+    def around_local_row(
+        self, original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around ``MLPSyncBatchInfo._get_local_tensor``: the row of this rank."""
+        if not self._present:
+            return original(info, *args, **kwargs)
+        pairs, vote = info.attention_pairs, info.can_run_draft_cuda_graph
+        try:
+            info.attention_pairs, info.can_run_draft_cuda_graph = self._laden(pairs, vote)
+        except Exception as error:
+            self._fail(error)
+        try:
+            return original(info, *args, **kwargs)
+        finally:
+            info.attention_pairs, info.can_run_draft_cuda_graph = pairs, vote
+
+    def after_gather(self, _result: None, info: Any, *_args: Any, **_kwargs: Any) -> None:
+        """After ``MLPSyncBatchInfo.all_gather``: the rows of all ranks."""
+        if self._columns is None:
+            return
+        try:
+            rows = info.tp0_info_cpu.tolist()
+            pairs = [row[self._columns.pairs] for row in rows]
+            info.global_attention_pairs = [one & ((1 << PAIRS_BITS) - 1) for one in pairs]
+            if self._present:
+                self._hear(pairs, [row[self._columns.vote] for row in rows])
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """The others learn of it by the bit that is missing in the next row, or in this."""
+        self._why = f"what ranks gather is not as expected: {error!r}"
+        self._present = False
+
+    def _laden(self, pairs: int, vote: Any) -> tuple[int, Any]:
+        """The two numbers with what this rank has to say."""
+        room = 1 + (_VOTE_WORDS if vote else 0)
+        saying = list(islice(self._unsaid, room))
+        codes = [_encode(tag, self._unsaid.pop(tag)) for tag in saying]
+        codes += [0] * (1 + _VOTE_WORDS - len(codes))
+        pairs = min(pairs, (1 << PAIRS_BITS) - 1) | codes[0] << PAIRS_BITS | _PRESENT
+        if vote:
+            vote = 1 | codes[1] << 1 | codes[2] << (1 + _WORD_BITS)
+        return pairs, vote
+
+    def _hear(self, pairs: list[int], votes: list[int]) -> None:
+        missing = [rank for rank, one in enumerate(pairs) if not one & _PRESENT]
+        if missing:
+            named = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+            self._why = f"the gang gate is not on in rank {named}"
+            return
+        for rank, (one, vote) in enumerate(zip(pairs, votes, strict=True)):
+            for code in (one >> PAIRS_BITS, vote >> 1, vote >> (1 + _WORD_BITS)):
+                tag, word = _decode(code)
+                if word != Word():
+                    self._memory.note(tag, rank, word)
+        self._heard_all = True
+
+
+def _encode(tag: int, word: Word) -> int:
+    flags = word.arrived | (word.ready_turn > 0) << 1 | (word.gave_up_turn > 0) << 2
+    return tag << 3 | flags
+
+
+def _decode(code: int) -> tuple[int, Word]:
+    tag = code >> 3 & ((1 << TAG_BITS) - 1)
+    ready, gave_up = code >> 1 & 1, code >> 2 & 1
+    return tag, Word(_EARLIER * ready, bool(code & 1), _EARLIER * gave_up)
+
+
+def columns_of_sglang() -> Columns | None:
+    """By a row that has these two numbers and nothing else."""
+    try:
+        sync = getattr(importlib.import_module(SYNC_MODULE), SYNC_CLASS)
+        info = sync(**{one.name: 0 for one in fields(sync) if one.default is MISSING})
+        row = sync._get_local_tensor
+        before = row(info, device="cpu").tolist()
+        info.attention_pairs, info.can_run_draft_cuda_graph = _PRESENT, _PRESENT + 1
+        after = row(info, device="cpu").tolist()
+        if len(after) != len(before):
+            return None
+        return Columns(after.index(_PRESENT), after.index(_PRESENT + 1))
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
