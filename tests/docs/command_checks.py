@@ -263,7 +263,7 @@ def _check_pytest(words: Sequence[str]) -> None:
     for word in words:
         if value:
             value = False
-        elif word in ("-m", "-k", "-n"):
+        elif word in ("-m", "-k", "-n", "--dist"):
             value = True
         elif not word.startswith("-"):
             _must_exist(word.partition("::")[0])
