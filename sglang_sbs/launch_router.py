@@ -20,8 +20,9 @@ import uvloop
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.options.arguments import FlagError
-from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_args import RouterArgs
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.parent_line import Parent
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.processes.stop_signals import end_on_signals

@@ -24,6 +24,7 @@ from sglang_sbs.router.workers.server_info import (
     WorkerInfo,
     parse_server_info,
 )
+from sglang_sbs.router.workers.worker import WorkerEvents
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import (
@@ -56,7 +57,7 @@ class System:
         )
         self.events: list[Event] = []
         self.publishers = [self.publisher(rank) for rank in range(RANKS)]
-        self.registry = Registry(self._emit, prefix_source=wish)
+        self.registry = Registry(WorkerEvents(self._emit), prefix_source=wish)
         self.subscriber = KvEventSubscriber(self.registry, self.events.append)
         self.worker = self.registry.add(URL, "prefill")
 

@@ -16,9 +16,10 @@ import msgspec
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import LegFailed, WorkerState
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
-from sglang_sbs.scheduling.events import Event, InstanceUp
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
+from sglang_sbs.scheduling.events import InstanceUp
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,19 @@ def state_of(worker: Worker, now_s: float) -> WorkerState:
 
 
 class MirroredRegistry(Registry):
-    """A front end's workers. ``emit`` is heard only while there is no scheduler."""
+    """A front end's workers. What it emits is heard only while there is no scheduler."""
 
-    def __init__(self, emit: Callable[[Event], None], breaker: BreakerConfig) -> None:
-        super().__init__(emit, breaker, expects_endforward=False)
-        self.report: Callable[[LegFailed], bool] = lambda failed: False
-        """Blame is the scheduler's business while it takes such messages (then: True)."""
+    def __init__(
+        self,
+        events: WorkerEvents,
+        breaker: BreakerConfig,
+        *,
+        report: Callable[[LegFailed], bool] = lambda failed: False,
+        asks_cheaply: bool = True,
+    ) -> None:
+        """``report``: blame is the scheduler's business while it takes such messages (True)."""
+        super().__init__(events, breaker, expects_endforward=False, asks_cheaply=asks_cheaply)
+        self._report = report
 
     def states(self) -> list[WorkerState]:
         """The workers as last heard, for a scheduler that knows less."""
@@ -113,7 +121,7 @@ class MirroredRegistry(Registry):
             transport=failure.transport,
             unreachable=failure.unreachable,
         )
-        if not self.report(failed):
+        if not self._report(failed):
             super().leg_failed(failure)
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:

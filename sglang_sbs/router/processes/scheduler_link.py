@@ -61,6 +61,7 @@ from sglang_sbs.router.processes.messages import (
     Done,
     FromScheduler,
     Hello,
+    LegFailed,
     MetricsPage,
     RemoveWorker,
     Silenced,
@@ -72,7 +73,7 @@ from sglang_sbs.router.processes.messages import (
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.retried_steps import Undone
-from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
@@ -143,16 +144,18 @@ class SchedulerLink:
         metrics_page: Callable[[], str],
         abort: Callable[[str], int],
         give_up_s: float,
+        alone_changed: Callable[[bool], None] = lambda alone: None,
+        dashboard_frame: Callable[[DashboardFrame], None] = lambda frame: None,
     ) -> None:
         """``fallback`` makes a scheduler for a time alone; ``observer`` counts its decisions.
-        ``abort`` ends the requests of clients by the id they gave (empty: all); how many."""
-        self.alone_changed: Callable[[bool], None] = lambda alone: None
-        """Called whenever the scheduler is lost or found again."""
-        self.dashboard_frame: Callable[[DashboardFrame], None] = lambda frame: None
-        """Called with each frame that :meth:`ask_dashboard` brings."""
+        ``abort`` ends the requests of clients by the id they gave (empty: all); how many.
+        ``alone_changed`` is told whenever the scheduler is lost or found again, and
+        ``dashboard_frame`` gets what :meth:`ask_dashboard` brings."""
         self.times_alone = 0
         self.connected = False
         self._connect = connect
+        self._alone_changed = alone_changed
+        self._dashboard_frame = dashboard_frame
         self._registry = registry
         self._name = name
         self._fallback = fallback
@@ -176,7 +179,6 @@ class SchedulerLink:
         self._heard_s = 0.0
         self._patience_s = LOST_AFTER_S
         self._found_s = 0.0
-        registry.report = self._tell
         self._loop = asyncio.get_running_loop()
 
     async def start(self, patience_s: float) -> bool:
@@ -329,7 +331,7 @@ class SchedulerLink:
             pump.close()
 
     def _tell_alone(self) -> None:
-        self.alone_changed(True)
+        self._alone_changed(True)
 
     def _welcomed(self, welcome: Welcome) -> None:
         if self.connected or self._line is None:
@@ -341,7 +343,7 @@ class SchedulerLink:
             self._lose("it was not told everything")
         if self.connected:
             self._welcome.set()
-            self.alone_changed(False)
+            self._alone_changed(False)
 
     def _join(self, welcome: Welcome) -> None:
         """From alone to connected, and alone again if it is lost meanwhile."""
@@ -469,7 +471,7 @@ class SchedulerLink:
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case DashboardFrame():
-                self.dashboard_frame(message)
+                self._dashboard_frame(message)
             case Silenced():
                 worker = self._registry.get(message.worker)
                 if worker is not None:
@@ -504,6 +506,10 @@ class SchedulerLink:
         """End requests of the other front ends; how many. Raises: RouterError, no scheduler."""
         call = next(self._numbers)
         return (await self._call(call, AbortElsewhere(call=call, rid=rid))).count
+
+    def report(self, failed: LegFailed) -> bool:
+        """Blame a worker for a leg; False if there is no scheduler to tell."""
+        return self._tell(failed)
 
     def ask_dashboard(self, question: WatchDashboard) -> bool:
         """Want frames for some seconds; False if there is no scheduler to ask."""

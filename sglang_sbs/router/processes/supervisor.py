@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sbs import __version__
-from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.parent_line import ChildLine
 from sglang_sbs.router.processes.socket_handover import (
     Predecessor,

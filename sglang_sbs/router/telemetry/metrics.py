@@ -227,9 +227,8 @@ class RouterMetrics:
     # Workers come and go ----------------------------------------------------------------------
 
     def follow(self, workers: Registry) -> None:
-        """From now on only its workers have series of their own, each until it is removed."""
+        """From now on only its workers have series of their own."""
         self._of_workers.known = lambda url: workers.get(url) is not None
-        workers.removed = lambda worker: self.forget(worker.url)
 
     def forget(self, worker_url: str) -> None:
         """Remove the series of a worker. One that is added again begins at 0."""
