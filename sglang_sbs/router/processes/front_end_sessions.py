@@ -16,7 +16,6 @@ like everything else in ``_owners``. A message of an unknown session is answered
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 import uuid
@@ -28,6 +27,7 @@ from sglang_sbs.router.assignment.decision_times import Spread
 from sglang_sbs.router.assignment.dispatcher import DispatchObserver
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
 from sglang_sbs.router.errors import LegFailure
+from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.messages import (
     VERSION,
     Abort,
@@ -132,9 +132,8 @@ class Hub:
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
-        self._asked: dict[int, asyncio.Future[MetricsPage | Aborted]] = {}
+        self._asked: Calls[MetricsPage | Aborted] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count()
         self._flushing = False
         self._membership_known = False
         self._loop = asyncio.get_running_loop()
@@ -176,7 +175,6 @@ class Hub:
 
     async def metrics_pages(self) -> list[str]:
         """Every front end's page; the last known one of those that do not answer in time."""
-
         for front_end, answer in await self._ask_all(lambda call: AskMetrics(call=call)):
             if isinstance(answer, MetricsPage):
                 self._pages[front_end] = answer.text
@@ -189,16 +187,15 @@ class Hub:
         answers: list[tuple[str, MetricsPage | Aborted]] = []
 
         async def ask(session: _Session) -> None:
-            number = next(self._numbers)
-            self._asked[number] = future = self._loop.create_future()
             try:
-                if self._tell(session.identity, question(number)):
-                    async with asyncio.timeout(_ANSWER_S):
-                        answers.append((session.front_end, await future))
+                answer = await self._asked.ask(
+                    lambda number: self._tell(session.identity, question(number)), _ANSWER_S
+                )
             except TimeoutError:
                 logger.warning("front end %s does not answer", session.name)
-            finally:
-                del self._asked[number]
+                return
+            if answer is not None:
+                answers.append((session.front_end, answer))
 
         asked = [s for s in self._sessions.values() if s.open and s is not besides]
         await asyncio.gather(*map(ask, asked))
@@ -241,9 +238,7 @@ class Hub:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case MetricsPage() | Aborted():
-                asked = self._asked.get(message.call)
-                if asked is not None and not asked.done():
-                    asked.set_result(message)
+                self._asked.answered(message.call, message)
             case BlocksCleared():
                 self.pump.submit(message)
             case WatchDashboard():

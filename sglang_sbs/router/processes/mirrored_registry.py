@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -23,30 +24,27 @@ from sglang_sbs.scheduling.events import InstanceUp
 
 logger = logging.getLogger(__name__)
 
+_SAME = ("id", "healthy", "dispatches", "failures", "priority", "cost", "spelling")
+"""Fields that are the same at a worker and in what is told of it."""
 _MAX_PROBLEM_CHARS = 512
 """All workers go into one message."""
 
 
 def state_of(worker: Worker, now_s: float) -> WorkerState:
     """What a front end is told of a worker."""
+    same: dict[str, Any] = {name: getattr(worker, name) for name in _SAME}
     return WorkerState(
         url=worker.url,
         role=worker.role,
-        id=worker.id,
         bootstrap_port=worker.configured_bootstrap_port,
         info=msgspec.to_builtins(worker.info) if worker.info is not None else None,
-        healthy=worker.healthy,
         breaker=worker.breaker.state,
         active=worker.active,
-        dispatches=worker.dispatches,
-        failures=worker.failures,
-        priority=worker.priority,
-        cost=worker.cost,
         labels=dict(worker.labels),
         problems={kind: text[:_MAX_PROBLEM_CHARS] for kind, text in worker.problems.items()},
         report_age_s=worker.report_age_s(now_s),
         reports=sum(worker.reports.values()),
-        spelling=worker.spelling,
+        **same,
     )
 
 
@@ -90,13 +88,12 @@ class MirroredRegistry(Registry):
                 logger.error("the scheduler speaks of an unusable worker %s: %s", state.url, error)
                 continue
             known.add(worker.url)
-            worker.id, worker.info, worker.healthy = state.id, info, state.healthy
+            for name in _SAME:
+                setattr(worker, name, getattr(state, name))
+            worker.info = info
             worker.configured_bootstrap_port = state.bootstrap_port
-            worker.spelling = state.spelling
             worker.breaker.follow(state.breaker, now_s)
             worker.active_everywhere = state.active
-            worker.dispatches, worker.failures = state.dispatches, state.failures
-            worker.priority, worker.cost = state.priority, state.cost
             worker.labels = dict(state.labels)
             worker.problems = dict(state.problems)
             worker.reports = {0: state.reports}

@@ -79,7 +79,7 @@ async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_
     )
     (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
     assert (arrival.blocks, arrival.block_tokens, arrival.session) == (blocks, 64, "talk")
-    assert front_end.link._requests["a"].arrival.blocks == []
+    assert front_end.link._requests._requests["a"].arrival.blocks == []
 
 
 async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None:
