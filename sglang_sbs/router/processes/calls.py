@@ -11,9 +11,6 @@ from typing import Generic, TypeVar
 
 from sglang_sbs.router.errors import RouterError
 
-CALL_S = 5.0
-"""How long a front end waits for the scheduler process."""
-
 _A = TypeVar("_A")
 
 

@@ -38,7 +38,7 @@ from sglang_sbs.router.assignment.dispatcher import (
     DispatchObserver,
 )
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
-from sglang_sbs.router.processes.calls import CALL_S, Calls, no_scheduler
+from sglang_sbs.router.processes.calls import Calls, no_scheduler
 from sglang_sbs.router.processes.line import Connect, Line
 from sglang_sbs.router.processes.messages import (
     MAX_ADOPTED,
@@ -94,6 +94,7 @@ _FORGIVEN_S = 60.0
 """After so long without being missed it has the first patience again."""
 _STALLED_S = 3 * ALIVE_EVERY_S
 """This process did nothing for so long: its silence tells nothing about the scheduler's."""
+_CALL_S = 5.0
 _LAST_WORDS_MS = 200
 
 
@@ -448,7 +449,7 @@ class SchedulerLink:
 
     async def _call(self, question: Callable[[int], ToScheduler]) -> Done:
         try:
-            done = await self._calls.ask(lambda number: self._tell(question(number)), CALL_S)
+            done = await self._calls.ask(lambda number: self._tell(question(number)), _CALL_S)
         except TimeoutError:
             done = None
         if done is None:

@@ -13,7 +13,7 @@ from router_harness import until
 
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.processes import supervisor as supervisor_module
+from sglang_sbs.router.supervision import supervisor as supervisor_module
 from sglang_sbs.router.supervision.socket_handover import (
     PortTakenError,
     check_free,

@@ -15,7 +15,7 @@ import pytest
 from router_harness import until
 
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.processes import supervisor as supervisor_module
+from sglang_sbs.router.supervision import supervisor as supervisor_module
 from sglang_sbs.router.supervision.parent_line import ChildLine
 from sglang_sbs.router.supervision.socket_handover import listen
 from sglang_sbs.router.supervision.supervisor import Supervisor
