@@ -183,7 +183,6 @@ class RemoteScheduler:
             report=self._report,
             asks_cheaply=options.monitor.health_endpoint is None,
         )
-        metrics.follow(mirror)
         self._link = SchedulerLink(
             connect,
             mirror,

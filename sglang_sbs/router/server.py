@@ -79,7 +79,9 @@ class RouterServer:
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
         """``scheduler`` replaces the real one (tests)."""
         self.options = options
-        self.metrics = RouterMetrics(options.prometheus_duration_buckets, options.scheduler.policy)
+        self.metrics = RouterMetrics(
+            options.prometheus_duration_buckets, options.scheduler.policy, self._knows
+        )
         self.draining = False
         self.started_at = int(time.time())
         self.port = options.port
@@ -287,6 +289,9 @@ class RouterServer:
 
     def _abort(self, rid: str) -> int:
         return self.in_flight.abort_client_request(rid) if rid else self.in_flight.abort_all()
+
+    def _knows(self, worker_url: str) -> bool:
+        return self.registry.get(worker_url) is not None
 
     def _silenced(self, worker: Worker) -> None:
         self.in_flight.fail_worker(worker)

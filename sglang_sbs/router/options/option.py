@@ -12,6 +12,8 @@ from typing import Any
 
 _METAVARS = {"ms": "MS", "secs": "SECONDS", "host": "HOST", "port": "PORT", "policy": "POLICY"}
 """By the last word of a flag."""
+OF_ITS_FIELD: Any = object()
+"""The default of a flag that becomes a field as it is."""
 
 
 def switch(text: str) -> bool:
@@ -31,7 +33,7 @@ class Option:
     type: Callable[[str], Any] | tuple[str, ...]
     """What reads its value (or :func:`switch`), or what it may be."""
     help: str
-    default: Any = "of its field"
+    default: Any = OF_ITS_FIELD
     nargs: str | int | None = None
     metavar: str | tuple[str, ...] | None = None
     repeated: bool = False
@@ -70,7 +72,7 @@ class Option:
             found["nargs"] = self.nargs
         if self.repeated:
             found["action"] = "append"
-        if self.default != "of its field":
+        if self.default is not OF_ITS_FIELD:
             default = self.default
         elif self.per_s != 1:
             default *= self.per_s

@@ -59,7 +59,9 @@ class SchedulerProcess:
         self.endpoint = ""
         self.prometheus_port = options.prometheus_port
         self.endforward_endpoint: str | None = None
-        self.metrics = RouterMetrics(options.prometheus_duration_buckets, options.scheduler.policy)
+        self.metrics = RouterMetrics(
+            options.prometheus_duration_buckets, options.scheduler.policy, self._knows
+        )
         self._session: aiohttp.ClientSession
         self._watch: Watch
         self._hub: Hub
@@ -153,6 +155,9 @@ class SchedulerProcess:
     def _find_owner(self, rid: str, role: str) -> str | None:
         return self._hub.find_owner(rid, role)
 
+    def _knows(self, worker_url: str) -> bool:
+        return self._watch.registry.get(worker_url) is not None
+
     def _silenced(self, worker: Worker) -> None:
         self._hub.silenced(worker)
 
@@ -216,8 +221,7 @@ class SchedulerProcess:
 
     def _of_workers(self, page: str) -> str:
         """Removed ones have no series: their front end's page may be of before."""
-        registry = self._watch.registry
-        return of_workers(page, lambda url: registry.get(url) is not None)
+        return of_workers(page, self._knows)
 
     def _collect(self) -> Iterator[Metric]:
         yield from snapshot_families(self._hub.pump.snapshot(), self._watch.registry)

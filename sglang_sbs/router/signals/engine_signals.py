@@ -62,7 +62,6 @@ class Watch:
             asks_cheaply=options.monitor.health_endpoint is None,
             prefix_source=options.prefix_source,
         )
-        metrics.follow(self.registry)
         self._kv_events = KvEventSubscriber(self.registry, submit)
         self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
         self._monitor = Monitor(

@@ -37,9 +37,8 @@ class Counted:
     """A registry, and the metrics that follow it."""
 
     def __init__(self) -> None:
-        self.metrics = metrics = RouterMetrics()
+        self.metrics = metrics = RouterMetrics(knows=lambda url: self.registry.get(url) is not None)
         self.registry = Registry(WorkerEvents(removed=lambda worker: metrics.forget(worker.url)))
-        self.metrics.follow(self.registry)
 
     def of(self, worker_url: str) -> dict[str, float]:
         return series(self.metrics.render().decode(), worker_url)
@@ -106,10 +105,9 @@ def test_a_front_end_forgets_what_the_scheduler_process_names_no_more() -> None:
     there = Registry()
     prefill = there.add("http://p0:1", "prefill")
     decode = there.add("http://d0:1", "decode")
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(knows=lambda url: here.get(url) is not None)
     events = WorkerEvents(removed=lambda worker: metrics.forget(worker.url))
     here = MirroredRegistry(events, BreakerConfig())
-    metrics.follow(here)
     here.follow(state_of(worker, 0.0) for worker in there)
     use(metrics, prefill.url, decode.url)
     here.follow([state_of(decode, 0.0)])
