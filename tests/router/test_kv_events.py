@@ -13,11 +13,12 @@ import pytest
 from router_harness import cluster, until
 from router_processes import site, start_group
 
+from sglang_sbs.router.options.config import PrefixWish
 from sglang_sbs.router.processes.summed_metrics import add_pages
 from sglang_sbs.router.signals import kv_rank_feed, kv_subscriber
 from sglang_sbs.router.signals.kv_messages import MAX_EVENT_BLOCKS
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
-from sglang_sbs.router.workers.registry import PrefixWish, Registry
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,
     SbsBlock,

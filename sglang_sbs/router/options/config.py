@@ -12,9 +12,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sglang_sbs.scheduling.events import InstanceRole
 
+PrefixWish = Literal["auto", "events", "approximate", "off"]
+"""``auto``: events where they can be had, else approximate."""
 MAX_PAYLOAD_BYTES = 32 << 20
 """By default; ``--max-payload-size``."""
 MAX_BODIES_BYTES = 512 << 20

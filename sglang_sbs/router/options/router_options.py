@@ -11,6 +11,7 @@ from sglang_sbs.router.options.config import (
     BreakerConfig,
     DiscoveryConfig,
     MonitorConfig,
+    PrefixWish,
     RelayConfig,
 )
 from sglang_sbs.router.options.keys import ControlKey, JwtConfig
@@ -19,7 +20,6 @@ from sglang_sbs.scheduling.policy_names import facts_of
 from sglang_sbs.wire.curve import CurveKeys
 
 Role = Literal["router", "scheduler", "front-end"]
-PrefixSourceFlag = Literal["auto", "events", "approximate", "off"]
 ForwardTokenIds = Literal["auto", "on", "off"]
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 
@@ -48,7 +48,7 @@ class RouterOptions:
     event_log: Path | None = None
     tokenizer_path: Path | None = None
     chat_template: Path | None = None
-    prefix_source: PrefixSourceFlag = "auto"
+    prefix_source: PrefixWish = "auto"
     """How it is found out what ranks have cached; ``auto``: events where there are any."""
     forward_token_ids: ForwardTokenIds = "auto"
     tenant_header: str | None = None

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from sglang_sbs.router.options.config import (
     BOOTSTRAP_PORT_ANNOTATION,
     LWS_WORKER_INDEX,
+    PrefixWish,
     default_bodies_bytes,
 )
 from sglang_sbs.router.options.option import (
@@ -29,7 +30,6 @@ from sglang_sbs.router.options.option import (
 from sglang_sbs.router.options.router_options import (
     REQUEST_ID_HEADERS,
     ForwardTokenIds,
-    PrefixSourceFlag,
     Role,
 )
 from sglang_sbs.router.options.stock import NEAREST_POLICY
@@ -131,7 +131,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "on their way or in the handshake with decode (SGLANG_SBS_GANG_GATE_MS there, 40 by "
             "default; 0 on several hosts where a DP rank is several processes). off: they never "
             "do", default="on"),
-        Option("sbs-prefix-source", "prefix_source", get_args(PrefixSourceFlag),
+        Option("sbs-prefix-source", "prefix_source", get_args(PrefixWish),
             "how it is known what each rank has cached. events: the KV events engines publish "
             "(--kv-events-config). approximate: from what was sent where. auto: events of "
             "instances that publish them, else approximate. off: prefixes are not looked for"),

@@ -10,14 +10,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
 
 from sglang_sbs.router.engines.urls import (
     alias_key,
     normalise_worker_url,
 )
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.diagnosis import AS_REPORTED, as_reported, why_mute
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
@@ -51,8 +50,6 @@ _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
 """Dispatches without any EndForward after which the missing signal is reported."""
-PrefixWish = Literal["auto", "events", "approximate", "off"]
-"""``auto``: events where they can be had, else approximate."""
 
 
 class Registry:
