@@ -13,17 +13,19 @@ import pytest
 from router_harness import cluster, until
 from router_processes import site, start_group
 
+from sglang_sbs.router.options.config import PrefixWish
 from sglang_sbs.router.processes.summed_metrics import add_pages
 from sglang_sbs.router.signals import kv_rank_feed, kv_subscriber
 from sglang_sbs.router.signals.kv_messages import MAX_EVENT_BLOCKS
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
-from sglang_sbs.router.workers.registry import PrefixWish, Registry
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,
     SbsBlock,
     WorkerInfo,
     parse_server_info,
 )
+from sglang_sbs.router.workers.worker import WorkerEvents
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import (
@@ -56,7 +58,7 @@ class System:
         )
         self.events: list[Event] = []
         self.publishers = [self.publisher(rank) for rank in range(RANKS)]
-        self.registry = Registry(self._emit, prefix_source=wish)
+        self.registry = Registry(WorkerEvents(self._emit), prefix_source=wish)
         self.subscriber = KvEventSubscriber(self.registry, self.events.append)
         self.worker = self.registry.add(URL, "prefill")
 

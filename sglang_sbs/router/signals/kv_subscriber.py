@@ -32,8 +32,9 @@ from sglang_sbs.router.signals.kv_messages import (
 )
 from sglang_sbs.router.signals.kv_rank_feed import RankFeed
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints, default_endpoints
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import KvEventsBlock, node_of_rank
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     BlocksRemoved,
