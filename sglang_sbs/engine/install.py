@@ -21,6 +21,7 @@ from sglang_sbs.engine.config import HookConfig
 from sglang_sbs.engine.gang_gate import GangGate
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.engine.hooks import RankHook
+from sglang_sbs.engine.room_status import around_update_status
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
 NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
 POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
+ROOM_STATUS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
 
@@ -120,6 +122,7 @@ def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
         Hook((POP_BOOTSTRAPPED,), hold.around_pop_bootstrapped, "AROUND", optional=True),
         Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
         Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
+        Hook((ROOM_STATUS,), around_update_status, "AROUND", optional=True),
     ]
 
 
