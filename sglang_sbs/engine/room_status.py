@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_OPENING = (1, 2)
+OPENING = (1, 2)
 """``KVPoll.Bootstrapping``, ``KVPoll.WaitingForInput`` (``disaggregation/base/conn.py``)."""
 _one_at_a_time = threading.Lock()
 
@@ -23,7 +23,7 @@ def around_update_status(
 ) -> Any:
     """Around ``CommonKVManager.update_status``. Later statuses send messages from within: no lock
     may be held then, and they find what these two have written."""
-    if status not in _OPENING:
+    if status not in OPENING:
         return original(manager, bootstrap_room, status)
     with _one_at_a_time:
         return original(manager, bootstrap_room, status)
