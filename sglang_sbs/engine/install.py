@@ -22,6 +22,7 @@ from sglang_sbs.engine.gang_gate import GangGate
 from sglang_sbs.engine.gang_gather import SYNC_CLASS, SYNC_MODULE, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.engine.hooks import RankHook
+from sglang_sbs.engine.room_status import around_update_status
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
 NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
 POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
 GATHERED = f"{SYNC_MODULE}.{SYNC_CLASS}."
+ROOM_STATUS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
 
@@ -125,6 +127,7 @@ def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
         Hook((GATHERED + "all_gather",), gather.after_gather, "AFTER", optional=True),
         Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
         Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
+        Hook((ROOM_STATUS,), around_update_status, "AROUND", optional=True),
     ]
 
 
