@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from sglang_sbs.engine.gang_board import Word
 from sglang_sbs.engine.gang_gather import PAIRS_BITS, Columns, GatherBoard
 from sglang_sbs.engine.gang_hold import ARRIVAL_SHARE, MOST_UNHEARD_TURNS
+from sglang_sbs.wire.endforward import GATE_ALONE
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
 LAST_TAG = (1 << TAG_BITS) - 1
@@ -138,6 +139,7 @@ def test_a_rank_without_the_plugin_is_waited_for_by_nobody() -> None:
         rank.queue.queue.append(Req(rid, GangPart(1, 1, 3)))
     assert hosts.turn() == [["a"], ["b"], ["c"]]
     assert hosts.infos[1].global_attention_pairs == [1000, 1001, 1002]
+    assert [hosts.ranks[number].hold.fault() for number in (0, 2)] == [GATE_ALONE] * 2
 
 
 def test_where_one_turns_off_all_do_in_the_same_turn() -> None:
