@@ -328,8 +328,6 @@ class GangHold:
             return False
         if gang.part.ranks == 1 or not self._ranks.is_open:
             return True
-        if not gang.word.arrived:
-            return False
         heard = self._ranks.heard(gang.part.tag)
         return sum(one.arrived for one in heard) >= gang.part.ranks
 

@@ -28,6 +28,7 @@ from sglang_sbs.engine.gang_hold import ARRIVAL_SHARE, MOST_UNHEARD_TURNS
 from sglang_sbs.wire.endforward import GATE_ALONE
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
+GATE_TURNS = round(GATE_MS / 1e3 / TURN_S)
 LAST_TAG = (1 << TAG_BITS) - 1
 
 
@@ -172,6 +173,16 @@ def test_ranks_that_take_part_are_no_silence_however_often_their_requests_are_lo
     assert all(rank.hold._ranks.is_open for rank in hosts.ranks)
 
 
+def test_who_gave_up_does_not_wait_until_there_is_room_to_say_so() -> None:
+    hosts = Hosts(2, vote=False)
+    hosts.turn()
+    queue = hosts.ranks[0].queue
+    queue.queue += [Req(f"lost {tag}", GangPart(tag, 1, 2)) for tag in range(60)]
+    for _ in range(GATE_TURNS + MOST_UNHEARD_TURNS + 3):
+        hosts.turn()
+    assert queue.queue == []
+
+
 @pytest.mark.parametrize(
     ("deployment", "opened"),
     [
@@ -194,7 +205,6 @@ def test_processes_of_a_rank_speak_over_sockets_where_they_are_on_one_host(
 
 # Whatever comes -------------------------------------------------------------------------------
 
-GATE_TURNS = round(GATE_MS / 1e3 / TURN_S)
 BOUND_TURNS = (1 + ARRIVAL_SHARE) * GATE_TURNS + MOST_UNHEARD_TURNS + 3
 _MOST_APART = GATE_TURNS // 3
 _MOST_IN_ONE_COLUMN = 4
