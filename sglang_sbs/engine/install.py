@@ -83,7 +83,9 @@ def install(config: HookConfig) -> None:
     Raises:
         ImportError: no SGLang.
     """
-    hook = RankHook(config)
+    gather = GatherBoard()
+    hold = GangHold(config.gang_gate_ms, config.boot_id, gather=gather)
+    hook = RankHook(config, gang_gate=hold.fault)
     try:
         registry = importlib.import_module(REGISTRY)
     except ImportError:
@@ -93,7 +95,7 @@ def install(config: HookConfig) -> None:
             hooks_without_plugins, _direct_hooks(hook, config), hooks_without_plugins.is_loaded
         )
         return
-    _register(registry, _plugin_hooks(hook, config), _resolves)
+    _register(registry, _plugin_hooks(hook, hold, gather, config), _resolves)
 
 
 def _rank_hooks(hook: RankHook) -> list[Hook]:
@@ -110,13 +112,13 @@ def _rank_hooks(hook: RankHook) -> list[Hook]:
     ]
 
 
-def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
+def _plugin_hooks(
+    hook: RankHook, hold: GangHold, gather: GatherBoard, config: HookConfig
+) -> list[Hook]:
     def add_sbs_block(result: Any, *_args: Any, **_kwargs: Any) -> None:
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
-    gather = GatherBoard()
-    hold = GangHold(config.gang_gate_ms, config.boot_id, gather=gather)
     gate = GangGate(config.gang_gate_ms, elsewhere=hold.handles)
     return [
         Hook((SERVER_INFO,), add_sbs_block, "AFTER"),

@@ -32,6 +32,7 @@ from sglang_sbs.scheduling.events import (
     PrefixSource,
 )
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,11 @@ RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
+_GATE_FAULTS = {
+    GATE_ALONE: "the gang gate does not hear other processes of the engine: batches come apart. Is "
+    "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
+    GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
+}
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -254,12 +260,25 @@ class Registry:
             return False
         if worker.info is not None:
             self._hear_of_barrier(worker, worker.info, report.barrier)
+        self._hear_of_gang_gate(worker, rank, report.gang_gate)
         worker.boots[rank] = boot_id
         worker.last_report_s[rank] = self._clock()
         worker.reports[rank] = worker.reports.get(rank, 0) + 1
         worker.problems.pop("dp_size", None)
         worker.problems.pop("role", None)
         return True
+
+    def _hear_of_gang_gate(self, worker: Worker, rank: int, told: str) -> None:
+        if told in _GATE_FAULTS:
+            worker.gates_at_fault[rank] = told
+        elif worker.gates_at_fault.pop(rank, None) is None:
+            return
+        first = min(worker.gates_at_fault, default=None)
+        if first is None:
+            worker.problems.pop("gang_gate", None)
+        else:
+            fault = _GATE_FAULTS[worker.gates_at_fault[first]]
+            self.report_problem(worker, "gang_gate", f"DP rank {first}: {fault}")
 
     def _hear_of_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
         as_told = as_reported(info, barrier)
@@ -391,6 +410,8 @@ class Registry:
         worker.last_report_s.clear()
         worker.kv_endpoints.clear()
         worker.kv_refused.clear()
+        worker.gates_at_fault.clear()
+        worker.problems.pop("gang_gate", None)
         worker.restarted_s = self._clock()
         worker.info = None
         worker.breaker.reset()

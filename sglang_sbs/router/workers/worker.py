@@ -49,6 +49,8 @@ class Worker:
     """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
     boots: dict[int, str] = field(default_factory=dict)
     barrier_told_s: float = float("-inf")
+    gates_at_fault: dict[int, str] = field(default_factory=dict)
+    """DP ranks whose gang gate does not do what it should."""
     retired_boots: set[str] = field(default_factory=set)
     stranger: str = ""
     """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""

@@ -25,6 +25,7 @@ from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvent
 from sglang_sbs.router.workers.worker_view import describe_worker
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 
 INFO: dict[str, Any] = {
     "version": "0.5.23",
@@ -486,6 +487,21 @@ def test_the_reason_of_a_missing_signal_is_named(info: dict[str, Any], words: li
     setup.registry.tick()
     for word in words:
         assert word in worker.problems["signal"]
+
+
+def test_a_gang_gate_at_fault_is_a_problem_until_every_rank_has_one_again() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+
+    def say(rank: int, seq: int, told: str) -> str:
+        assert setup.registry.reported(worker, report(rank, seq=seq, gang_gate=told))
+        return worker.problems.get("gang_gate", "")
+
+    assert say(0, 1, "") == say(1, 1, "unheard of") == ""
+    assert "DP rank 1: the gang gate does not hear" in say(1, 2, GATE_ALONE)
+    assert "DP rank 0: the gang gate turned itself off" in say(0, 2, GATE_ERRORS)
+    assert "DP rank 1" in say(0, 3, "")
+    assert say(1, 3, "") == ""
 
 
 def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
