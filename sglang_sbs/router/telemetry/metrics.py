@@ -417,6 +417,11 @@ class _ScrapeTime(Collector):
 def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
     """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges, without instances that
     are no ``workers`` any more: it knows them for a while yet."""
+    yield from _queue_families(snapshot)
+    yield from _instance_families(snapshot, workers)
+
+
+def _queue_families(snapshot: Any) -> Iterator[Metric]:
     for name, text, value in (
         ("sbs_queue_requests", "Requests waiting in the scheduler", snapshot.queue_requests),
         ("sbs_queue_tokens", "Their prompt tokens", snapshot.queue_tokens),
@@ -440,6 +445,9 @@ def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
     yield _one(
         "sbs_queue_tenants", "Tenants with requests waiting, if several", snapshot.queue_tenants
     )
+
+
+def _instance_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
     prefill: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
         "tier": gauge("sbs_signal_tier", "1 for the signal tier in force", "worker", "tier"),
         "ready": gauge("sbs_instance_ready", "1 if it may take a batch now", "worker"),
