@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import zmq
-from kv_publisher import KvPublisher, free_ports, removed, stored
 from router_harness import until
 
 from sglang_sbs.router.signals import kv_subscriber
@@ -38,6 +37,7 @@ from sglang_sbs.scheduling.events import (
     InstanceDown,
     InstanceUp,
 )
+from sglang_sbs.testing.kv_publisher import KvPublisher, free_ports, removed, stored
 from sglang_sbs.wire import EndForward, decode_endforward, encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from sglang_sbs.wire.endforward import KvAddress

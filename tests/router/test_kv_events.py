@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from kv_publisher import KvPublisher, cleared, free_ports, removed, stored
 from router_harness import cluster, until
 from router_processes import site, start_group
 
@@ -37,6 +36,7 @@ from sglang_sbs.scheduling.events import (
     InstanceDown,
     InstanceUp,
 )
+from sglang_sbs.testing.kv_publisher import KvPublisher, cleared, free_ports, removed, stored
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
 
 URL = "http://127.0.0.1:30000"
