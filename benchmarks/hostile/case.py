@@ -11,14 +11,10 @@ A case sends what it likes and returns when it has been answered or has given up
 from __future__ import annotations
 
 import asyncio
-import importlib
-import pkgutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-
-from benchmarks.hostile import cases
 
 ANSWER_S = 60.0
 """A case that is not answered by then goes on."""
@@ -126,10 +122,3 @@ def case(
         return attack
 
     return add
-
-
-def all_cases() -> dict[str, Case]:
-    """Those of every module in :mod:`.cases`, by name."""
-    for module in sorted(pkgutil.iter_modules(cases.__path__), key=lambda one: one.name):
-        importlib.import_module(f"{cases.__name__}.{module.name}")
-    return CASES

@@ -15,7 +15,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hostile.case import Case, all_cases
+from benchmarks.hostile.case import Case
+from benchmarks.hostile.cases import all_cases
 from benchmarks.hostile.measure import Row, measure, write_tokenizer
 from benchmarks.router_processes import raw_engines
 

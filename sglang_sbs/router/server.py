@@ -139,40 +139,25 @@ class RouterServer:
 
     def _build(self) -> None:
         options = self.options
-        loop = asyncio.get_running_loop()
         tokenizer = (
             ChatTokenizer.load(options.tokenizer_path, options.chat_template)
             if options.tokenizer_path
             else None
         )
         self.session = worker_session(options)
-        self.pool = Pool(loop, ssl_context=worker_ssl(options))
-        self._schedulers: Schedulers
-        if options.role == "front-end":
-            self._schedulers = RemoteScheduler(
-                options, self.metrics, self.session, self._abort, self._silenced
-            )
-        else:
-            self._schedulers = OwnScheduler(
-                options,
-                self._scheduler,
-                self._find_owner,
-                self.metrics,
-                self.session,
-                self._silenced,
-            )
+        self.pool = Pool(asyncio.get_running_loop(), ssl_context=worker_ssl(options))
+        self._schedulers = self._make_schedulers()
         self.registry = self._schedulers.registry
         self.dispatcher = self._schedulers.dispatcher
         self.dashboard = Dashboard(self._schedulers.feed)
         self.lengths = PromptLengths(self.metrics.length_missed)
-        names_blocks = options.names_blocks
         self.lanes = Lanes()
         self.tokenizers = EngineTokenizers(
             self.registry,
             self.session,
             tokenizer,
             forwarding=options.forward_token_ids,
-            names_blocks=names_blocks,
+            names_blocks=options.names_blocks,
             api_key=options.api_key,
         )
         self.prompts = PromptReader(
@@ -180,7 +165,7 @@ class RouterServer:
             self.lengths,
             BlockNamer(as_published=options.prefix_source != "approximate"),
             self.tokenizers,
-            names_text=names_blocks and options.prefix_source in ("auto", "approximate"),
+            names_text=options.names_blocks and options.prefix_source in ("auto", "approximate"),
             lanes=self.lanes,
         )
         self.in_flight = InFlight(
@@ -212,6 +197,19 @@ class RouterServer:
             lanes=self.lanes,
         )
         self.metrics.collect_with(self._collect)
+
+    def _make_schedulers(self) -> Schedulers:
+        options, metrics, session = self.options, self.metrics, self.session
+        if options.role == "front-end":
+            return RemoteScheduler(options, metrics, session, self._abort, self._silenced)
+        return OwnScheduler(
+            options,
+            self._scheduler,
+            self._find_owner,
+            metrics,
+            session,
+            self._silenced,
+        )
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Stop accepting, let requests in flight end, abort those that do not in time."""

@@ -51,6 +51,7 @@ _SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 
 
 _STOCK = {"router_type": "http", "backend_type": "pd", "connection_mode": "http"}
+_STOCK_LABELS = " ".join(_STOCK)
 """Labels sglang_router puts on its router metrics, with its values for PD over HTTP."""
 _ENDPOINTS = {
     "/generate": "generate",
@@ -59,159 +60,41 @@ _ENDPOINTS = {
 }
 
 
+_Buckets = tuple[float, ...]
+
+
+class _Maker:
+    """Metrics of one registry; label names are in one string, with spaces between them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, labels: str = "") -> Counter:
+        return Counter(name, text, labels.split(), registry=self._registry)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self._registry)
+
+    def histogram(self, name: str, text: str, buckets: _Buckets, labels: str = "") -> Histogram:
+        return Histogram(name, text, labels.split(), buckets=buckets, registry=self._registry)
+
+
 class RouterMetrics:
     def __init__(
         self,
-        duration_buckets: tuple[float, ...] | None = None,
+        duration_buckets: _Buckets | None = None,
         policy: str = "sbs",
         knows: Callable[[str], bool] = lambda worker_url: True,
     ) -> None:
         """``knows``: whether there is a worker of that URL; no other has series of its own."""
         self._policy = policy
         self.registry = CollectorRegistry()
-        buckets = duration_buckets or _DURATION_BUCKETS
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, registry=self.registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
-
-        self.http_requests = counter(
-            "smg_http_requests_total", "Requests by method and path", "method", "path"
-        )
-        self.http_responses = counter(
-            "smg_http_responses_total",
-            "Responses by status and error code",
-            "status_code",
-            "error_code",
-        )
-        self.http_seconds = histogram(
-            "smg_http_request_duration_seconds",
-            "Until the response is complete",
-            buckets,
-            "method",
-            "path",
-        )
-        self.http_active = Gauge(
-            "smg_http_connections_active", "Requests being served", registry=self.registry
-        )
-        self._malformed = counter("sbs_http_malformed_total", "Requests that were no HTTP")
-        self._rate_limit = counter(
-            "smg_http_rate_limit_total", "Decisions of --max-concurrent-requests", "result"
-        )
-        self._requests = counter(
-            "smg_router_requests_total",
-            "Inference requests",
-            *_STOCK,
-            "model",
-            "endpoint",
-            "streaming",
-        )
-        self._request_seconds = histogram(
-            "smg_router_request_duration_seconds",
-            "Inference requests, to the end",
-            buckets,
-            *_STOCK,
-            "model",
-            "endpoint",
-        )
-        self._request_errors = counter(
-            "smg_router_request_errors_total",
-            "Failed inference requests",
-            *(*_STOCK, "model", "endpoint", "error_type"),
-        )
-        self.ttft_seconds = histogram(
-            "smg_pd_ttft_seconds", "Announcement to decode's first byte, per attempt", buckets
-        )
-        self.prefill_seconds = histogram(
-            "smg_pd_prefill_duration_seconds",
-            "Announcement to prefill's reply, per attempt",
-            buckets,
-        )
-        self.leg_failures = counter(
-            "smg_worker_errors_total",
-            "Failed legs",
-            *("worker_type", "connection_mode", "worker", "error_type"),
-        )
-        self._retries = counter(
-            "smg_worker_retries_total", "Attempts after the first", "worker_type", "endpoint"
-        )
-        self._retries_exhausted = counter(
-            "smg_worker_retries_exhausted_total",
-            "Requests that failed on their last attempt",
-            *("worker_type", "endpoint"),
-        )
-        self.hold_seconds = histogram(
-            "sbs_hold_seconds", "From arrival at the scheduler to dispatch", _HOLD_BUCKETS
-        )
-        self.class_ttft_seconds = histogram(
-            "sbs_class_ttft_seconds",
-            "Announcement to decode's first byte, per attempt, by class of priority",
-            buckets,
-            "class",
-        )
-        self.class_hold_seconds = histogram(
-            "sbs_class_hold_seconds",
-            "From arrival at the scheduler to dispatch, by class of priority",
-            _HOLD_BUCKETS,
-            "class",
-        )
-        self.slo = counter(
-            "sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result"
-        )
-        self.gang_size = histogram(
-            "sbs_gang_size", "Requests dispatched to one prefill instance together", _GANG_BUCKETS
-        )
-        self.dispatches = counter(
-            "sbs_dispatches_total", "Dispatched legs", "worker_type", "worker", "dp_rank"
-        )
-        self.refusals = counter(
-            "sbs_refusals_total", "Refused by the scheduler, or at the front door", "cause"
-        )
-        self.attempts = counter("sbs_attempts_total", "Ended attempts", "outcome")
+        made, buckets = _Maker(self.registry), duration_buckets or _DURATION_BUCKETS
+        self._make_http(made, buckets)
+        self._make_requests(made, buckets)
+        self._make_scheduling(made)
+        self._make_passes(made, buckets)
         self._attempts: dict[Outcome, Counter] = {}
-        self.aborts = counter("sbs_aborts_total", "POST /abort_request sent to engines")
-        self.broken_streams = counter(
-            "sbs_broken_streams_total", "Streams that ended in an error event", "code"
-        )
-        self.chunk_utilisation = histogram(
-            "sbs_chunk_utilisation",
-            "Extend tokens of a pass over C_chunk, per rank",
-            _SHARE_BUCKETS,
-        )
-        self.active_ranks = histogram(
-            "sbs_active_ranks_share", "Ranks with tokens in a pass over all ranks", _SHARE_BUCKETS
-        )
-        self.active_rank_count = histogram(
-            "sbs_active_ranks", "Ranks with tokens in a pass", _GANG_BUCKETS
-        )
-        self.batch_fill = histogram(
-            "sbs_batch_fill", "Tokens of a pass over C_chunk of all its ranks", _SHARE_BUCKETS
-        )
-        self.forward_seconds = histogram(
-            "sbs_forward_seconds", "T_fwd of prefill passes", buckets, "worker"
-        )
-        self.length_error = histogram(
-            "sbs_prompt_length_error",
-            "Size of the relative error of estimated prompt lengths",
-            (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
-        )
-        self.prompt_tokens = counter(
-            "sbs_prefix_prompt_tokens_total", "Prompt tokens of requests that prefill answered"
-        )
-        self.predicted_tokens = counter(
-            "sbs_prefix_predicted_tokens_total",
-            "Of those, expected to be cached: L_hit at dispatch",
-        )
-        self.reported_tokens = counter(
-            "sbs_prefix_reported_tokens_total", "Of those, found in the cache as the engine says"
-        )
-        self.hit_error = histogram(
-            "sbs_prefix_hit_error_tokens",
-            "Cached tokens as reported minus as predicted, per request; below 0 is a stale hit",
-            _HIT_ERROR_BUCKETS,
-        )
         self._gang = (-1, 0)
         self._of_workers = WorkerSeries(knows)
         # Looking a label set up costs more than counting: keep those of the hot paths.
@@ -219,6 +102,143 @@ class RouterMetrics:
         self._responses: dict[tuple[int, str], Counter] = {}
         self._served: dict[tuple[str, str, bool], tuple[Counter, Histogram]] = {}
         self._dispatched = 0
+
+    def _make_http(self, made: _Maker, buckets: _Buckets) -> None:
+        """What the serving port counts."""
+        self.http_requests = made.counter(
+            "smg_http_requests_total", "Requests by method and path", "method path"
+        )
+        self.http_responses = made.counter(
+            "smg_http_responses_total",
+            "Responses by status and error code",
+            "status_code error_code",
+        )
+        self.http_seconds = made.histogram(
+            "smg_http_request_duration_seconds",
+            "Until the response is complete",
+            buckets,
+            "method path",
+        )
+        self.http_active = made.gauge("smg_http_connections_active", "Requests being served")
+        self._malformed = made.counter("sbs_http_malformed_total", "Requests that were no HTTP")
+        self._rate_limit = made.counter(
+            "smg_http_rate_limit_total", "Decisions of --max-concurrent-requests", "result"
+        )
+
+    def _make_requests(self, made: _Maker, buckets: _Buckets) -> None:
+        """Inference requests, and their legs."""
+        self._requests = made.counter(
+            "smg_router_requests_total",
+            "Inference requests",
+            f"{_STOCK_LABELS} model endpoint streaming",
+        )
+        self._request_seconds = made.histogram(
+            "smg_router_request_duration_seconds",
+            "Inference requests, to the end",
+            buckets,
+            f"{_STOCK_LABELS} model endpoint",
+        )
+        self._request_errors = made.counter(
+            "smg_router_request_errors_total",
+            "Failed inference requests",
+            f"{_STOCK_LABELS} model endpoint error_type",
+        )
+        self.ttft_seconds = made.histogram(
+            "smg_pd_ttft_seconds", "Announcement to decode's first byte, per attempt", buckets
+        )
+        self.prefill_seconds = made.histogram(
+            "smg_pd_prefill_duration_seconds",
+            "Announcement to prefill's reply, per attempt",
+            buckets,
+        )
+        self.leg_failures = made.counter(
+            "smg_worker_errors_total",
+            "Failed legs",
+            "worker_type connection_mode worker error_type",
+        )
+        self._retries = made.counter(
+            "smg_worker_retries_total", "Attempts after the first", "worker_type endpoint"
+        )
+        self._retries_exhausted = made.counter(
+            "smg_worker_retries_exhausted_total",
+            "Requests that failed on their last attempt",
+            "worker_type endpoint",
+        )
+        self.hold_seconds = made.histogram(
+            "sbs_hold_seconds", "From arrival at the scheduler to dispatch", _HOLD_BUCKETS
+        )
+        self.class_ttft_seconds = made.histogram(
+            "sbs_class_ttft_seconds",
+            "Announcement to decode's first byte, per attempt, by class of priority",
+            buckets,
+            "class",
+        )
+        self.class_hold_seconds = made.histogram(
+            "sbs_class_hold_seconds",
+            "From arrival at the scheduler to dispatch, by class of priority",
+            _HOLD_BUCKETS,
+            "class",
+        )
+        self.slo = made.counter(
+            "sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result"
+        )
+
+    def _make_scheduling(self, made: _Maker) -> None:
+        """What the scheduler decided, and what became of it."""
+        self.gang_size = made.histogram(
+            "sbs_gang_size", "Requests dispatched to one prefill instance together", _GANG_BUCKETS
+        )
+        self.dispatches = made.counter(
+            "sbs_dispatches_total", "Dispatched legs", "worker_type worker dp_rank"
+        )
+        self.refusals = made.counter(
+            "sbs_refusals_total", "Refused by the scheduler, or at the front door", "cause"
+        )
+        self.attempts = made.counter("sbs_attempts_total", "Ended attempts", "outcome")
+        self.aborts = made.counter("sbs_aborts_total", "POST /abort_request sent to engines")
+        self.broken_streams = made.counter(
+            "sbs_broken_streams_total", "Streams that ended in an error event", "code"
+        )
+
+    def _make_passes(self, made: _Maker, buckets: _Buckets) -> None:
+        """What engines report: passes, lengths of prompts, caches."""
+        self.chunk_utilisation = made.histogram(
+            "sbs_chunk_utilisation",
+            "Extend tokens of a pass over C_chunk, per rank",
+            _SHARE_BUCKETS,
+        )
+        self.active_ranks = made.histogram(
+            "sbs_active_ranks_share", "Ranks with tokens in a pass over all ranks", _SHARE_BUCKETS
+        )
+        self.active_rank_count = made.histogram(
+            "sbs_active_ranks", "Ranks with tokens in a pass", _GANG_BUCKETS
+        )
+        self.batch_fill = made.histogram(
+            "sbs_batch_fill", "Tokens of a pass over C_chunk of all its ranks", _SHARE_BUCKETS
+        )
+        self.forward_seconds = made.histogram(
+            "sbs_forward_seconds", "T_fwd of prefill passes", buckets, "worker"
+        )
+        self.length_error = made.histogram(
+            "sbs_prompt_length_error",
+            "Size of the relative error of estimated prompt lengths",
+            (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+        )
+        self.prompt_tokens = made.counter(
+            "sbs_prefix_prompt_tokens_total", "Prompt tokens of requests that prefill answered"
+        )
+        self.predicted_tokens = made.counter(
+            "sbs_prefix_predicted_tokens_total",
+            "Of those, expected to be cached: L_hit at dispatch",
+        )
+        self.reported_tokens = made.counter(
+            "sbs_prefix_reported_tokens_total", "Of those, found in the cache as the engine says"
+        )
+        self.hit_error = made.histogram(
+            "sbs_prefix_hit_error_tokens",
+            "Cached tokens as reported minus as predicted, per request; below 0 is a stale hit",
+            _HIT_ERROR_BUCKETS,
+        )
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -397,6 +417,11 @@ class _ScrapeTime(Collector):
 def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
     """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges, without instances that
     are no ``workers`` any more: it knows them for a while yet."""
+    yield from _queue_families(snapshot)
+    yield from _instance_families(snapshot, workers)
+
+
+def _queue_families(snapshot: Any) -> Iterator[Metric]:
     for name, text, value in (
         ("sbs_queue_requests", "Requests waiting in the scheduler", snapshot.queue_requests),
         ("sbs_queue_tokens", "Their prompt tokens", snapshot.queue_tokens),
@@ -420,6 +445,9 @@ def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
     yield _one(
         "sbs_queue_tenants", "Tenants with requests waiting, if several", snapshot.queue_tenants
     )
+
+
+def _instance_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
     prefill: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
         "tier": gauge("sbs_signal_tier", "1 for the signal tier in force", "worker", "tier"),
         "ready": gauge("sbs_instance_ready", "1 if it may take a batch now", "worker"),

@@ -444,24 +444,7 @@ class Registry:
         self._announce(worker)
 
     def _instance_up(self, worker: Worker) -> InstanceUp:
-        info = worker.info
-        assert info is not None, "only described workers are announced"
-        return InstanceUp(
-            instance=worker.url,
-            role=worker.role,
-            dp_size=info.dp_size,
-            chunk_tokens=info.chunk_tokens,
-            kv_capacity_tokens=info.kv_capacity_tokens,
-            max_running_requests=info.max_running_requests,
-            prefill_max_requests=info.prefill_max_requests if worker.role == "prefill" else 0,
-            page_size=info.page_size,
-            prefix_source=self.prefix_source_of(worker),
-            rank_choice=info.rank_choice if worker.role == "decode" else "free",
-            overlap=info.overlap and worker.role == "prefill",
-            barrier=not info.no_barrier or worker.role != "prefill",
-            captured_tokens=info.captured_tokens if worker.role == "prefill" else (),
-            allocates_late=info.allocates_late,
-        )
+        return worker.instance_up(self.prefix_source_of(worker))
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
         """A stopped process (SIGSTOP, a hung host) breaks no connection: notice its silence.

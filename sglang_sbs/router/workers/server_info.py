@@ -143,26 +143,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     """
     version = _text(data.get("version"))
     numbers = parse_version(version)
-    # Builds from source call themselves 0.0.0: they are given the benefit of the doubt.
-    if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
-        wanted = ".".join(map(str, MIN_VERSION))
-        raise UnusableWorker(
-            f"runs SGLang {version}; this router speaks to SGLang {wanted} and later. Upgrade the "
-            "engine, to 0.5.10 or later if you can: before, prefill and decode DP ranks cannot be "
-            "chosen independently"
-        )
-    mode = data.get("disaggregation_mode")
-    if isinstance(mode, str) and mode not in ("", role):
-        raise UnusableWorker(
-            f"runs with --disaggregation-mode {mode} but is given to the router as --{role}. "
-            f"Relaunch it with --disaggregation-mode {role} or list it under the other flag"
-        )
+    _check_usable(data, role, version, numbers)
     rust_server = _check_rust_server(data, rank=0)
-    # From SGLang 0.5.22 on, dp_size is 1 under DP attention and attn_dp_size has the number.
-    attn_dp_size = _int(data.get("attn_dp_size"))
-    dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
-    if dp_size > MAX_DP_SIZE:
-        raise UnusableWorker(f"/server_info says dp_size {dp_size}, which cannot be")
+    dp_size = _dp_size(data)
     warnings = []
     sbs = _sbs_block(data.get("sbs"))
     no_barrier = _why_no_barrier(data, dp_size, sbs)
@@ -176,15 +159,12 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     if choice == "engine" and dp_size > 1:
         warnings.append(_why_engine(version, method, numbers))
     model = data.get("served_model_name") or data.get("model_path") or ""
-    chunk = _int(data.get("chunked_prefill_size"))
-    max_prefill = _int(data.get("max_prefill_tokens"))
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     return WorkerInfo(
         dp_size=dp_size,
-        nodes=_nodes(data) if attn_dp_size > 1 or data.get("enable_dp_attention") is True else 1,
-        # Without chunking a rank takes whole prompts up to --max-prefill-tokens per pass.
-        chunk_tokens=chunk if chunk > 0 else max(0, max_prefill),
-        max_prefill_tokens=max_prefill,
+        nodes=_nodes(data),
+        chunk_tokens=_chunk_tokens(data),
+        max_prefill_tokens=_int(data.get("max_prefill_tokens")),
         kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
         max_running_requests=_max_running_requests(data, dp_size),
         prefill_max_requests=max(0, _int(data.get("prefill_max_requests"))),
@@ -212,13 +192,56 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         rust_server=rust_server,
         sbs=sbs,
         no_barrier=no_barrier,
-        radix_cache=(
-            data.get("disable_radix_cache") is not True
-            and (role == "prefill" or data.get("disaggregation_decode_enable_radix_cache") is True)
-        ),
+        radix_cache=_has_radix_cache(data, role),
         kv_events=kv_events,
         warnings=tuple(text[: 2 * _MAX_TEXT] for text in warnings),
     )
+
+
+def _check_usable(
+    data: dict[str, Any], role: InstanceRole, version: str, numbers: tuple[int, ...] | None
+) -> None:
+    """Raises: UnusableWorker."""
+    # Builds from source call themselves 0.0.0: they are given the benefit of the doubt.
+    if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
+        wanted = ".".join(map(str, MIN_VERSION))
+        raise UnusableWorker(
+            f"runs SGLang {version}; this router speaks to SGLang {wanted} and later. Upgrade the "
+            "engine, to 0.5.10 or later if you can: before, prefill and decode DP ranks cannot be "
+            "chosen independently"
+        )
+    mode = data.get("disaggregation_mode")
+    if isinstance(mode, str) and mode not in ("", role):
+        raise UnusableWorker(
+            f"runs with --disaggregation-mode {mode} but is given to the router as --{role}. "
+            f"Relaunch it with --disaggregation-mode {role} or list it under the other flag"
+        )
+
+
+def _dp_size(data: dict[str, Any]) -> int:
+    """From SGLang 0.5.22 on, ``dp_size`` is 1 under DP attention and ``attn_dp_size`` has it.
+
+    Raises:
+        UnusableWorker: nobody has so many.
+    """
+    attn_dp_size = _int(data.get("attn_dp_size"))
+    dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
+    if dp_size > MAX_DP_SIZE:
+        raise UnusableWorker(f"/server_info says dp_size {dp_size}, which cannot be")
+    return dp_size
+
+
+def _chunk_tokens(data: dict[str, Any]) -> int:
+    """Without chunking a rank takes whole prompts up to ``--max-prefill-tokens`` per pass."""
+    chunk = _int(data.get("chunked_prefill_size"))
+    return chunk if chunk > 0 else max(0, _int(data.get("max_prefill_tokens")))
+
+
+def _has_radix_cache(data: dict[str, Any], role: InstanceRole) -> bool:
+    """SGLang's decode engines keep none unless told to."""
+    if data.get("disable_radix_cache") is True:
+        return False
+    return role == "prefill" or data.get("disaggregation_decode_enable_radix_cache") is True
 
 
 def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) -> str:
@@ -234,7 +257,10 @@ def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) ->
 
 def _nodes(data: dict[str, Any]) -> int:
     """Of the first pipeline stage, which speaks; stages are laid over nodes first
-    (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``)."""
+    (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``). Without DP
+    attention the ranks are replicas, and taken to be on one."""
+    if _int(data.get("attn_dp_size")) <= 1 and data.get("enable_dp_attention") is not True:
+        return 1
     nodes = _int(data.get("nnodes")) // max(1, _int(data.get("pp_size")))
     return min(max(1, nodes), MAX_DP_SIZE)
 

@@ -14,7 +14,7 @@ from sglang_sbs.router.engines.urls import bracketed, rank_url, respelled, split
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.router.workers.server_info import WorkerInfo
-from sglang_sbs.scheduling.events import Event, InstanceRole, RankChoice
+from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource, RankChoice
 
 SILENT_AFTER_S = 5.0
 """No EndForward for this long (heartbeats come every second): the signal counts as lost."""
@@ -131,6 +131,27 @@ class Worker:
             and self.healthy
             and not self.draining
             and self.breaker.state != "open"
+        )
+
+    def instance_up(self, prefix_source: PrefixSource) -> InstanceUp:
+        """What the scheduler is told of it."""
+        info = self.info
+        assert info is not None, "only described workers are announced"
+        return InstanceUp(
+            instance=self.url,
+            role=self.role,
+            dp_size=info.dp_size,
+            chunk_tokens=info.chunk_tokens,
+            kv_capacity_tokens=info.kv_capacity_tokens,
+            max_running_requests=info.max_running_requests,
+            prefill_max_requests=info.prefill_max_requests if self.role == "prefill" else 0,
+            page_size=info.page_size,
+            prefix_source=prefix_source,
+            rank_choice=info.rank_choice if self.role == "decode" else "free",
+            overlap=info.overlap and self.role == "prefill",
+            barrier=not info.no_barrier or self.role != "prefill",
+            captured_tokens=info.captured_tokens if self.role == "prefill" else (),
+            allocates_late=info.allocates_late,
         )
 
     def report_age_s(self, now_s: float) -> float | None:
