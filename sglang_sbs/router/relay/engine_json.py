@@ -95,11 +95,16 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
     """Two lists as one, without the last ``leave_out`` entries of the first. Raises: JsonError."""
     if isinstance(first, list) and isinstance(second, list):
         return first[: len(first) - leave_out] + second
+    texts = [memoryview(v if isinstance(v, Raw) else dumped(v)) for v in (first, second)]
     if leave_out:
         try:
-            entries = _entries.decode(dumped(first))
+            entries = _entries.decode(texts[0])
         except ValueError as error:
             raise JsonError(str(error)) from error
-        first = Raw(list_of(entries[: len(entries) - leave_out]))
-    inner = [dumped(value).strip()[1:-1] for value in (first, second)]
-    return Raw(b"[%b]" % b",".join(one for one in inner if one.strip()))
+        texts[0] = memoryview(list_of(entries[: len(entries) - leave_out]))
+    inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
+    return orjson.Fragment(b"".join((b"[", *_with_commas(inner), b"]")))
+
+
+def _with_commas(pieces: list[memoryview]) -> list[bytes | memoryview]:
+    return [one for piece in pieces for one in (b",", piece)][1:]

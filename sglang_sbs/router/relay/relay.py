@@ -23,11 +23,11 @@ from sglang_sbs.router.client.client import Answer, Client
 from sglang_sbs.router.client.intake import MAX_BODIES_BYTES, MAX_PAYLOAD_BYTES, Bodies, BodyShare
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
-from sglang_sbs.router.lanes import Lanes, Turns
+from sglang_sbs.router.lanes import Lanes, Pace, Turns
 from sglang_sbs.router.prompts.reader import PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.admission import Admission
-from sglang_sbs.router.relay.engine_json import dumped, opened_in_parts
+from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped, opened_in_parts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.merged_answers import (
     NoAnswer,
@@ -160,6 +160,7 @@ class Relay:
         self._in_flight = in_flight
         self._lanes = lanes
         self._suspicions = Suspicions()
+        self._pace = Pace()
         self._turns = Turns(_AT_ONCE)
         """Of batches, whose units begin, are sent and end a few at a time."""
         self.bodies = Bodies(config.max_bodies_bytes)
@@ -309,16 +310,23 @@ class Relay:
         parts = opened_in_parts(pair.body)
         try:
             while True:
+                await self._spaced(len(pair.body))
                 next(parts)
-                await asyncio.sleep(0)
         except StopIteration as over:
             answer = over.value
         except JsonError as error:
             raise _no_answer(pair.request.decode) from error
         try:
+            if pair.prefill_reply is not None:
+                await self._spaced(len(pair.body) + pair.prefill_reply.size_bytes)
             return dumped(self._edited(plan, pair, answer, position))
         except JsonError as error:
             raise _no_answer(pair.request.prefill, "prefill") from error
+
+    async def _spaced(self, size_bytes: int) -> None:
+        """Wait until a piece of work on so many bytes may be done."""
+        if size_bytes > SHORT_BYTES:
+            await asyncio.sleep(self._pace.wait_s(size_bytes))
 
     @staticmethod
     def _needs_edit(plan: Plan) -> bool:
@@ -634,6 +642,7 @@ class Relay:
             self._in_flight.aborts.send,
             make_sink() if make_sink is not None else None,
             exchange.downstream.open_at_once if plain else None,
+            self._pace,
         )
         exchange.pairs[unit.index] = pair
         self._in_flight.started(assignment, pair, prefill, decode)

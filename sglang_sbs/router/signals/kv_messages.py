@@ -202,6 +202,7 @@ def decode_in_parts(payload: bytes) -> Generator[None, None, KvBatch]:
     blocks = 0
     try:
         batch = _batches.decode(payload)
+        yield
         for part in _parts(batch.events):
             for event in _decode_events(part):
                 blocks += _add(changes, event)
