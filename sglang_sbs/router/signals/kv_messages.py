@@ -26,6 +26,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Of a batch: what one pass can store and evict, with its token ids, is far below."""
 MAX_EVENT_BLOCKS = 1 << 17
 """Of one event, for the same reason."""
+MAX_EVENT_BYTES = 4 << 20
 MOST_EVENTS = 1 << 17
 MOST_BLOCKS = 1 << 18
 """Of one message: an event of SGLang has one block and takes a hundred bytes."""
@@ -219,7 +220,10 @@ def _parts(raws: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
     size = 0
     for raw in raws:
         part.append(raw)
-        size += max(_EVENT_BYTES, memoryview(raw).nbytes)
+        event_bytes = memoryview(raw).nbytes
+        if event_bytes > MAX_EVENT_BYTES:
+            raise MalformedMessage(f"an event over {MAX_EVENT_BYTES >> 20} MiB")
+        size += max(_EVENT_BYTES, event_bytes)
         if size >= _PART_BYTES:
             yield part
             part, size = [], 0
