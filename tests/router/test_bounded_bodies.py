@@ -521,7 +521,7 @@ def test_what_waits_of_a_batch_is_small() -> None:
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(read) == len(again.units) == 1000
-    assert kept < 270 * 1000
+    assert kept < 200 * 1000
     reader.close()
 
 
