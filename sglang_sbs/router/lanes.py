@@ -31,6 +31,12 @@ class Lanes:
         self.long_bytes = 0
         """Of the long work that is waiting or under way."""
 
+    def begin(self) -> None:
+        """Start the threads now: later, who starts one waits for all work that is under way."""
+        for _ in range(_SHORT_THREADS):
+            self._short.submit(time.sleep, 0.01)
+        self._long.submit(time.sleep, 0.0)
+
     async def run(
         self, size_bytes: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:

@@ -159,6 +159,7 @@ class RouterServer:
         self.lengths = PromptLengths(self.metrics.length_missed)
         names_blocks = options.names_blocks
         self.lanes = Lanes()
+        self.lanes.begin()
         self.tokenizers = EngineTokenizers(
             self.registry,
             self.session,

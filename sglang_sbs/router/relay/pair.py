@@ -83,6 +83,9 @@ class PrefillReply:
 class PairObserver(Protocol):
     """Who is told how a pair fares."""
 
+    def prefill_came(self, rid: str) -> None:
+        """Its reply comes; it is long, and what it says will be told when it was read."""
+
     def prefill_replied(self, rid: str, reply: PrefillReply) -> None: ...
     def decode_started(self, rid: str) -> None: ...
 
@@ -260,6 +263,10 @@ class Pair:
         self.abort()
         self._wake()
 
+    def prefill_came(self) -> None:
+        if not self._closed:
+            self._observer.prefill_came(self.rid)
+
     def prefill_finished(self, reply: PrefillReply) -> None:
         self._prefill_over = True
         if self._closed:
@@ -430,7 +437,10 @@ class _PrefillLeg(_Leg):
         return self.pair.request.needs_prefill_reply
 
     def body_received(self, data: bytes) -> None:
+        before = self._size
         super().body_received(data)
+        if before <= SHORT_BYTES < self._size and self.status == 200:
+            self.pair.prefill_came()
         if self._size > _SMALL_BYTES and not self._is_needed:
             self.body.clear()  # that it came is all that counts
 

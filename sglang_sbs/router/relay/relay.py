@@ -27,7 +27,7 @@ from sglang_sbs.router.lanes import Lanes, Pace, Turns
 from sglang_sbs.router.prompts.reader import PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.admission import Admission
-from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped, opened_in_parts
+from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.merged_answers import (
     NoAnswer,
@@ -73,6 +73,8 @@ ends them, and then it must not end them all."""
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
+_JOINED_BYTES = 512 << 10
+"""Of an answer, copied in one turn of the event loop."""
 _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
 MOST_AHEAD = 256
@@ -319,7 +321,7 @@ class Relay:
         try:
             if pair.prefill_reply is not None:
                 await self._spaced(len(pair.body) + pair.prefill_reply.size_bytes)
-            return dumped(self._edited(plan, pair, answer, position))
+            return await _joined(dumped_pieces(self._edited(plan, pair, answer, position)))
         except JsonError as error:
             raise _no_answer(pair.request.prefill, "prefill") from error
 
@@ -658,6 +660,18 @@ class Relay:
             assignment.reason,
         )
         return pair
+
+
+async def _joined(pieces: list[bytes | memoryview]) -> Body:
+    """In slices: to copy a large answer at once would take long."""
+    if sum(map(len, pieces)) <= _JOINED_BYTES:
+        return b"".join(pieces)
+    whole = bytearray()
+    for piece in pieces:
+        for at in range(0, len(piece), _JOINED_BYTES):
+            whole += piece[at : at + _JOINED_BYTES]
+            await asyncio.sleep(0)
+    return whole
 
 
 def _aborted() -> RouterError:
