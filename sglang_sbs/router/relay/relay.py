@@ -12,7 +12,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -302,7 +302,7 @@ class Relay:
                 merged = await self._lanes.run(size, merge_answers, plan, answers)
         except NoAnswer as error:
             raise _no_answer(engines[error.args[0]]) from error
-        return Answer(200, merged, "application/json")
+        return Answer(200, await _joined(merged), "application/json")
 
     # Edits of complete answers and stream events ----------------------------------------------
 
@@ -662,15 +662,19 @@ class Relay:
         return pair
 
 
-async def _joined(pieces: list[bytes | memoryview]) -> Body:
+async def _joined(pieces: Sequence[bytes | memoryview]) -> Body:
     """In slices: to copy a large answer at once would take long."""
     if sum(map(len, pieces)) <= _JOINED_BYTES:
         return b"".join(pieces)
     whole = bytearray()
+    due = _JOINED_BYTES
     for piece in pieces:
-        for at in range(0, len(piece), _JOINED_BYTES):
-            whole += piece[at : at + _JOINED_BYTES]
-            await asyncio.sleep(0)
+        view = memoryview(piece)
+        for at in range(0, len(view), _JOINED_BYTES):
+            whole += view[at : at + _JOINED_BYTES]
+            if len(whole) >= due:
+                due = len(whole) + _JOINED_BYTES
+                await asyncio.sleep(0)
     return whole
 
 
