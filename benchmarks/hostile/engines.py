@@ -1,7 +1,7 @@
 """Engines that answer as a request says: ``python -m benchmarks.hostile.engines``.
 
 They are those of :mod:`benchmarks.raw_engine`. A request whose body has a member ``hostile``
-gets the answer of that name from decode; ``GET /metrics`` is a page of 10 MB.
+gets the answer of that name; ``GET /metrics`` is a page of 10 MB.
 """
 
 from __future__ import annotations
@@ -40,7 +40,18 @@ def _answers() -> dict[str, list[bytes]]:
         "many events": [STREAM_HEAD, *[small] * 500, end],
         "deep": [reply(deep)],
         "wide": [reply(wide)],
+        "logprobs": [reply(orjson.dumps({"text": "x", "meta_info": {"prompt_tokens": 5}}))],
         "large": [reply(orjson.dumps({"choices": [], "text": "x" * 30 * _MB}))],
+    }
+
+
+def _prefill_answers() -> dict[str, list[bytes]]:
+    """Of the prefill leg, by the same names."""
+    logprobs = [[-0.123456, token, None] for token in range(20 * _MB // 24)]
+    meta = {"prompt_tokens": 5, "cached_tokens": 0, "input_token_logprobs": logprobs}
+    return {
+        "logprobs": [reply(orjson.dumps({"text": "x", "meta_info": meta}))],
+        "prefill large": [reply(orjson.dumps({"choices": [], "text": "x" * 30 * _MB}))],
     }
 
 
@@ -51,7 +62,7 @@ def _metrics_page() -> bytes:
     return "".join(lines).encode()
 
 
-_ANSWERS = _answers()
+_ANSWERS = {"prefill": _prefill_answers(), "decode": _answers()}
 _METRICS = reply(_metrics_page())
 
 
@@ -61,11 +72,14 @@ class HostileConnection(Connection):
     def request(self, path: bytes, body: bytes) -> None:
         if path == b"/metrics":
             self._write(_METRICS)
-        elif path in _PATHS and b'"hostile"' in body and self._engine.role == "decode":
-            pieces = _ANSWERS[orjson.loads(body)["hostile"]]
-            self._engine.loop.create_task(self._send(pieces))
-        else:
+            return
+        pieces = None
+        if path in _PATHS and b'"hostile"' in body:
+            pieces = _ANSWERS[self._engine.role].get(orjson.loads(body)["hostile"])
+        if pieces is None:
             super().request(path, body)
+        else:
+            self._engine.loop.create_task(self._send(pieces))
 
     async def _send(self, pieces: list[bytes]) -> None:
         """As fast as they are taken, nearly: an engine does not send megabytes in one packet."""

@@ -152,6 +152,7 @@ class RouterServer:
         self.dashboard = Dashboard(self._schedulers.feed)
         self.lengths = PromptLengths(self.metrics.length_missed)
         self.lanes = Lanes()
+        self.lanes.begin()
         self.tokenizers = EngineTokenizers(
             self.registry,
             self.session,

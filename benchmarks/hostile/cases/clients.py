@@ -8,7 +8,10 @@ import socket
 import orjson
 
 from benchmarks.hostile.case import Target, case
+from benchmarks.raw_engine import TOKEN
 
+_TOKEN_S = 0.02
+"""Between two tokens of a stream; they count as sent."""
 _HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
 
 
@@ -26,5 +29,6 @@ async def not_reading(target: Target) -> None:
         writers.append(writer)
         await target.send(writer, _HEAD % (len(body), body))
     await asyncio.sleep(5.0)
+    target.sent_bytes += 200 * round(5.0 / _TOKEN_S) * len(TOKEN)
     for writer in writers:
         writer.close()

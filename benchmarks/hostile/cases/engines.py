@@ -57,6 +57,19 @@ async def large(target: Target) -> None:
     target.sent_bytes += 4 * 30_000_000
 
 
+@case("answer-prefill-large", "four answers of prefill of 30 MB, of which nothing is wanted")
+async def prefill_large(target: Target) -> None:
+    await _ask(target, "prefill large", times=4)
+    target.sent_bytes += 4 * 30_000_000
+
+
+@case("answer-logprobs", "two prompts with 20 MB of logprobs, prefill's, that go into the answer")
+async def logprobs(target: Target) -> None:
+    body = orjson.dumps({"text": "x", "return_logprob": True, "hostile": "logprobs"})
+    await asyncio.gather(target.post(body), target.post(body))
+    target.sent_bytes += 2 * 20_000_000
+
+
 @case("engine-metrics", "pages of 10 MB of two engines, asked for three times")
 async def engine_metrics(target: Target) -> None:
     await asyncio.gather(*(target.get("/engine_metrics") for _ in range(3)))

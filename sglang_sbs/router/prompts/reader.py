@@ -10,6 +10,7 @@ import logging
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 from sglang_sbs.plain_words import counted
@@ -82,7 +83,7 @@ class Engines(Protocol):
         """``None``: it is not known of every engine."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReadPrompt:
     length: PromptLength
     blocks: array[int] = field(default_factory=lambda: _NO_BLOCKS)
@@ -165,10 +166,7 @@ class PromptReader:
             for prompt in plan.prompts:
                 _check_size(prompt, longest)
         prompts = [self._read(plan, prompt, format_, tokenizes) for prompt in plan.prompts]
-        if longest is not None:
-            for read_prompt in prompts:
-                read_prompt.length = _bounded(read_prompt.length, longest)
-        return prompts
+        return prompts if longest is None else [_bounded(one, longest) for one in prompts]
 
     def _read(
         self, plan: Plan, prompt: Prompt, format_: BlockFormat | None, tokenizes: bool
@@ -202,11 +200,11 @@ class PromptReader:
             counted = "estimated"
             length = replace(length, exact=False, size_bytes=0)
         if format_ is None or not prompt.alone or prompt.namespace is None:
-            return ReadPrompt(length, ids_json=ids_json, counted=counted)
+            return _without_blocks(length, ids_json, counted)
         namespace = self._with_adapter(prompt.namespace, plan.model)
         blocks = self._name(value, ids, format_, namespace)
         if not blocks:
-            return ReadPrompt(length, ids_json=ids_json, counted=counted)
+            return _without_blocks(length, ids_json, counted)
         return ReadPrompt(length, blocks, format_.page_tokens, ids_json, counted)
 
     def _tokenize(self, value: Any) -> PromptIds | None:
@@ -261,10 +259,22 @@ def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
     longest.check(size // _MOST_BYTES_PER_TOKEN, at_least=True)
 
 
-def _bounded(length: PromptLength, longest: LongestPrompt) -> PromptLength:
+def _without_blocks(length: PromptLength, ids_json: bytes | None, counted: Counted) -> ReadPrompt:
+    if ids_json is not None:
+        return ReadPrompt(length, ids_json=ids_json, counted=counted)
+    return _of_length(length, counted)
+
+
+@lru_cache(maxsize=1024)
+def _of_length(length: PromptLength, counted: Counted) -> ReadPrompt:
+    """The same object for all alike: a batch has a thousand prompts."""
+    return ReadPrompt(length, counted=counted)
+
+
+def _bounded(read: ReadPrompt, longest: LongestPrompt) -> ReadPrompt:
     """What engines can make of it. Raises: RouterError."""
-    if length.exact:
-        longest.check(length.tokens)
-    if length.tokens <= longest.tokens:
-        return length
-    return PromptLength(longest.tokens, exact=False)
+    if read.length.exact:
+        longest.check(read.length.tokens)
+    if read.length.tokens <= longest.tokens:
+        return read
+    return replace(read, length=PromptLength(longest.tokens, exact=False))

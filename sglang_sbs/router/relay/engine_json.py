@@ -24,6 +24,9 @@ _members = msgspec.json.Decoder(dict[str, Raw])
 _entries = msgspec.json.Decoder(list[Raw])
 _only_one = msgspec.json.Decoder(tuple[Raw])
 
+_HERE = b"\0"
+"""Stands for something long: in JSON there is no such byte."""
+
 Parts = Generator[None, None, dict[str, Any]]
 
 
@@ -74,15 +77,36 @@ def _opened_object(raw: Raw) -> Parts:
     return value
 
 
+class _Spliced:
+    """JSON in pieces that were not copied so far."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: list[bytes | memoryview]) -> None:
+        self.pieces = pieces
+
+
 def dumped(value: Any) -> bytes:
-    """JSON of what was opened."""
-    return orjson.dumps(value, default=_as_it_came)
+    """JSON of what was opened; what is long in it is copied once."""
+    return b"".join(dumped_pieces(value))
 
 
-def _as_it_came(value: Any) -> orjson.Fragment:
-    if isinstance(value, Raw):
-        return orjson.Fragment(bytes(value))
-    raise TypeError(type(value).__name__)
+def dumped_pieces(value: Any) -> list[bytes | memoryview]:
+    """The same before that copy."""
+    long: list[list[bytes | memoryview]] = []
+
+    def as_it_came(value: Any) -> orjson.Fragment:
+        if isinstance(value, Raw | _Spliced):
+            long.append([memoryview(value)] if isinstance(value, Raw) else value.pieces)
+            return orjson.Fragment(_HERE)
+        raise TypeError(type(value).__name__)
+
+    text = orjson.dumps(value, default=as_it_came)
+    first, *others = text.split(_HERE)
+    pieces: list[bytes | memoryview] = [first]
+    for inserted, other in zip(long, others, strict=True):
+        pieces += (*inserted, other)
+    return pieces
 
 
 def is_list(value: Any) -> bool:
@@ -95,11 +119,13 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
     """Two lists as one, without the last ``leave_out`` entries of the first. Raises: JsonError."""
     if isinstance(first, list) and isinstance(second, list):
         return first[: len(first) - leave_out] + second
+    texts = [memoryview(v if isinstance(v, Raw) else dumped(v)) for v in (first, second)]
     if leave_out:
         try:
-            entries = _entries.decode(dumped(first))
+            entries = _entries.decode(texts[0])
         except ValueError as error:
             raise JsonError(str(error)) from error
-        first = Raw(list_of(entries[: len(entries) - leave_out]))
-    inner = [dumped(value).strip()[1:-1] for value in (first, second)]
-    return Raw(b"[%b]" % b",".join(one for one in inner if one.strip()))
+        texts[0] = memoryview(list_of(entries[: len(entries) - leave_out]))
+    inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
+    pieces = [one for text in inner for one in (b",", text)]
+    return _Spliced([b"[", *pieces[1:], b"]"])

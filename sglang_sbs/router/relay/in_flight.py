@@ -202,6 +202,10 @@ class InFlight:
 
     # Booked when what came in together has been passed on: a first byte does not wait for it.
 
+    def prefill_came(self, rid: str) -> None:
+        """See :class:`~.pair.PairObserver`. Others are not held until it was read."""
+        self._pool.loop.call_soon(self._dispatcher.prefill_done, rid)
+
     def prefill_replied(self, rid: str, reply: PrefillReply) -> None:
         """See :class:`~.pair.PairObserver`."""
         self._pool.loop.call_soon(self._book_reply, rid, reply, time.monotonic())

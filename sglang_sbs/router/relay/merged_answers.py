@@ -19,8 +19,7 @@ from sglang_sbs.router.requests.raw_json import (
     checked_members,
     checked_objects,
     is_null,
-    list_of,
-    object_of,
+    member_pieces,
     value_of,
 )
 
@@ -153,40 +152,50 @@ class NoAnswer(ValueError):
     """An answer is none, or not like SGLang's; ``args``: which, and why."""
 
 
-def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> bytes:
-    """One body from the complete answers of all units, in their order; they stay as they came.
+def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[bytes | memoryview]:
+    """One body from the complete answers of all units, in their order, in pieces: what is long in
+    them is not copied.
 
     Raises:
         NoAnswer: one is no JSON object, or has choices that are none.
     """
     usage = UsageSum(plan.samples)
-    choices: list[bytes] = []
-    first: dict[str, Raw | bytes] = {}
+    choices: list[bytes | Raw] = []
+    first: dict[str, Raw] = {}
     for position, (unit, answer) in enumerate(zip(plan.units, answers, strict=True)):
         try:
             members = checked_members(answer)
             if not first:
-                first = {**members}
+                first = members
             if plan.kind != "generate":
                 choices += _choices_of(unit, members.get("choices"))
                 usage.add(unit, value_of(members.get("usage") or b"null"))
         except JsonError as error:
             raise NoAnswer(position, str(error)) from error
     if plan.kind == "generate":
-        return list_of(answers) if plan.as_list else bytes(answers[0])
-    first["choices"] = list_of(choices)
-    if usage.value is not None:
-        first["usage"] = orjson.dumps(usage.value)
-    return object_of(first.items())
+        whole: list[bytes | bytearray] = [one for each in answers for one in (b",", each)][1:]
+        pieces: list[Any] = [b"[", *whole, b"]"] if plan.as_list else [answers[0]]
+    else:
+        put: dict[str, list[Any]] = {"choices": [b"[", *choices[1:], b"]"]}
+        if usage.value is not None:
+            put["usage"] = [orjson.dumps(usage.value)]
+        pieces = []
+        for name in {**first, **put}:
+            pieces += (b",", orjson.dumps(name), b":", *(put.get(name) or [first[name]]))
+        pieces = [b"{", *pieces[1:], b"}"]
+    return [memoryview(one) for one in pieces]
 
 
-def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes]:
-    """With the unit's index. Raises: JsonError."""
+def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes | Raw]:
+    """With the unit's index, a comma before each. Raises: JsonError."""
     if choices is None or is_null(choices):
         return []
     index = b"%d" % unit.index
-    members: list[dict[str, Raw | bytes]] = [{**one} for one in checked_objects(choices)]
-    return [object_of((one | {"index": index}).items()) for one in members]
+    pieces: list[bytes | Raw] = []
+    for one in checked_objects(choices):
+        members: dict[str, Raw | bytes] = {**one} | {"index": index}
+        pieces += (b",", b"{", *member_pieces(members.items()), b"}")
+    return pieces
 
 
 class StreamMerger:

@@ -32,8 +32,9 @@ from sglang_sbs.router.errors import (
     own_failure,
     transport_failure,
 )
+from sglang_sbs.router.lanes import Pace
 from sglang_sbs.router.limits import MAX_COUNT, clamped_count
-from sglang_sbs.router.relay.engine_json import Parts, opened_in_parts
+from sglang_sbs.router.relay.engine_json import SHORT_BYTES, Parts, opened_in_parts
 from sglang_sbs.router.requests.raw_json import JsonError
 
 logger = logging.getLogger(__name__)
@@ -75,10 +76,15 @@ class PrefillReply:
     body: dict[str, Any]
     prompt_tokens: int | None
     cached_tokens: int | None
+    size_bytes: int = 0
+    """Of ``body``."""
 
 
 class PairObserver(Protocol):
     """Who is told how a pair fares."""
+
+    def prefill_came(self, rid: str) -> None:
+        """Its reply comes; it is long, and what it says will be told when it was read."""
 
     def prefill_replied(self, rid: str, reply: PrefillReply) -> None: ...
     def decode_started(self, rid: str) -> None: ...
@@ -124,14 +130,17 @@ class Pair:
         abort: Aborter,
         sink: Callable[[bytes], None] | None,
         begun: Callable[[str], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """``begun`` gets the content type right before ``sink`` gets its first piece."""
+        """``begun`` gets the content type right before ``sink`` gets its first piece; ``pace`` is
+        that of all pairs."""
         self.request = request
         self.rid = request.rid
         self.status = 0
         self.content_type = ""
         self.body: Body = b""
         self.prefill_reply: PrefillReply | None = None
+        self.pace = pace or Pace()
         self.chunks = 0
         """Events of the stream so far."""
         self._pool = pool
@@ -253,6 +262,10 @@ class Pair:
         self._failure = failure
         self.abort()
         self._wake()
+
+    def prefill_came(self) -> None:
+        if not self._closed:
+            self._observer.prefill_came(self.rid)
 
     def prefill_finished(self, reply: PrefillReply) -> None:
         self._prefill_over = True
@@ -424,7 +437,10 @@ class _PrefillLeg(_Leg):
         return self.pair.request.needs_prefill_reply
 
     def body_received(self, data: bytes) -> None:
+        before = self._size
         super().body_received(data)
+        if before <= SHORT_BYTES < self._size and self.status == 200:
+            self.pair.prefill_came()
         if self._size > _SMALL_BYTES and not self._is_needed:
             self.body.clear()  # that it came is all that counts
 
@@ -433,8 +449,14 @@ class _PrefillLeg(_Leg):
             self._status_failed()
         elif self._size > _SMALL_BYTES and not self._is_needed:
             self.pair.prefill_finished(PrefillReply({}, None, None))
-        else:
+        elif len(self.body) <= SHORT_BYTES:
             self._open(opened_in_parts(self.body))
+        else:
+            self._open_soon(opened_in_parts(self.body))
+
+    def _open_soon(self, parts: Parts) -> None:
+        wait_s = self.pair.pace.wait_s(len(self.body))
+        asyncio.get_running_loop().call_later(wait_s, self._open, parts)
 
     def _open(self, parts: Parts) -> None:
         """Go on with it; between two parts others get their turn."""
@@ -444,7 +466,7 @@ class _PrefillLeg(_Leg):
             except StopIteration as over:
                 self._opened(over.value)
             else:
-                asyncio.get_running_loop().call_soon(self._open, parts)
+                self._open_soon(parts)
         except JsonError:
             self._unusable("the reply is not a JSON object")
         except Exception as error:
@@ -459,9 +481,8 @@ class _PrefillLeg(_Leg):
         if abort is not None:
             self.pair.leg_failed(leg_aborted("prefill", self.worker, *abort))
             return
-        self.pair.prefill_finished(
-            PrefillReply(body, *token_counts(body, self.pair.request.asks_cached))
-        )
+        counts = token_counts(body, self.pair.request.asks_cached)
+        self.pair.prefill_finished(PrefillReply(body, *counts, len(self.body)))
 
 
 class _DecodeLeg(_Leg):

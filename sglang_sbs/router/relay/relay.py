@@ -12,7 +12,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,16 +24,12 @@ from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
-from sglang_sbs.router.lanes import Lanes, Turns
-from sglang_sbs.router.options.config import (
-    LEGS_GROWTH,
-    PlanLimits,
-    RelayConfig,
-)
+from sglang_sbs.router.lanes import Lanes, Pace, Turns
+from sglang_sbs.router.options.config import LEGS_GROWTH, PlanLimits, RelayConfig
 from sglang_sbs.router.prompts.reader import PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.admission import Admission
-from sglang_sbs.router.relay.engine_json import dumped, opened_in_parts
+from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.merged_answers import (
     NoAnswer,
@@ -72,6 +68,8 @@ ends them, and then it must not end them all."""
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
+_JOINED_BYTES = 512 << 10
+"""Of an answer, copied in one turn of the event loop."""
 _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
 MOST_AHEAD = 256
@@ -141,6 +139,7 @@ class Relay:
         self._in_flight = in_flight
         self._lanes = lanes
         self._suspicions = Suspicions()
+        self._pace = Pace()
         self._turns = Turns(_AT_ONCE)
         """Of batches, whose units begin, are sent and end a few at a time."""
         self.bodies = Bodies(config.max_bodies_bytes)
@@ -280,7 +279,7 @@ class Relay:
                 merged = await self._lanes.run(size, merge_answers, plan, answers)
         except NoAnswer as error:
             raise _no_answer(engines[error.args[0]]) from error
-        return Answer(200, merged, "application/json")
+        return Answer(200, await _joined(merged), "application/json")
 
     # Edits of complete answers and stream events ----------------------------------------------
 
@@ -290,16 +289,23 @@ class Relay:
         parts = opened_in_parts(pair.body)
         try:
             while True:
+                await self._spaced(len(pair.body))
                 next(parts)
-                await asyncio.sleep(0)
         except StopIteration as over:
             answer = over.value
         except JsonError as error:
             raise _no_answer(pair.request.decode) from error
         try:
-            return dumped(self._edited(plan, pair, answer, position))
+            if pair.prefill_reply is not None:
+                await self._spaced(len(pair.body) + pair.prefill_reply.size_bytes)
+            return await _joined(dumped_pieces(self._edited(plan, pair, answer, position)))
         except JsonError as error:
             raise _no_answer(pair.request.prefill, "prefill") from error
+
+    async def _spaced(self, size_bytes: int) -> None:
+        """Wait until a piece of work on so many bytes may be done."""
+        if size_bytes > SHORT_BYTES:
+            await asyncio.sleep(self._pace.wait_s(size_bytes))
 
     @staticmethod
     def _needs_edit(plan: Plan) -> bool:
@@ -615,6 +621,7 @@ class Relay:
             self._in_flight.aborts.send,
             make_sink() if make_sink is not None else None,
             exchange.downstream.open_at_once if plain else None,
+            self._pace,
         )
         exchange.pairs[unit.index] = pair
         self._in_flight.started(assignment, pair, prefill, decode)
@@ -630,6 +637,22 @@ class Relay:
             assignment.reason,
         )
         return pair
+
+
+async def _joined(pieces: Sequence[bytes | memoryview]) -> Body:
+    """In slices: to copy a large answer at once would take long."""
+    if sum(map(len, pieces)) <= _JOINED_BYTES:
+        return b"".join(pieces)
+    whole = bytearray()
+    due = _JOINED_BYTES
+    for piece in pieces:
+        view = memoryview(piece)
+        for at in range(0, len(view), _JOINED_BYTES):
+            whole += view[at : at + _JOINED_BYTES]
+            if len(whole) >= due:
+                due = len(whole) + _JOINED_BYTES
+                await asyncio.sleep(0)
+    return whole
 
 
 def _aborted() -> RouterError:

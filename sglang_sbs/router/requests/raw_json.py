@@ -176,12 +176,7 @@ def is_true(raw: Raw | bytes | None) -> bool:
 
 def joined(members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]) -> bytes:
     """``"name":value`` of each, with commas between; a copy, and the only one."""
-    return b"".join(_members_pieces(members))
-
-
-def object_of(members: Iterable[tuple[str, Raw | bytes]]) -> bytes:
-    """The object of them, as :func:`joined`."""
-    return b"".join((b"{", *_members_pieces(members), b"}"))
+    return b"".join(member_pieces(members))
 
 
 def list_of(values: Iterable[bytes | bytearray]) -> bytes:
@@ -190,9 +185,10 @@ def list_of(values: Iterable[bytes | bytearray]) -> bytes:
     return b"".join((b"[", *pieces[1:], b"]"))
 
 
-def _members_pieces(
+def member_pieces(
     members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]],
 ) -> list[bytes | Raw]:
+    """What :func:`joined` joins."""
     pieces = [piece for name, raw in members for piece in (b",", orjson.dumps(name), b":", raw)]
     return pieces[1:]
 

@@ -26,11 +26,14 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Of a batch: what one pass can store and evict, with its token ids, is far below."""
 MAX_EVENT_BLOCKS = 1 << 17
 """Of one event, for the same reason."""
+MAX_EVENT_BYTES = 4 << 20
 MOST_EVENTS = 1 << 17
 MOST_BLOCKS = 1 << 18
 """Of one message: an event of SGLang has one block and takes a hundred bytes."""
 _MOST_CHANGES = 10_000
 """Of one message: a pass of an engine makes a few."""
+_BLOCK_BYTES = 40
+"""Of a name as a Python number, and its place in a list."""
 _PART_BYTES = 64 << 10
 """Of one message, between two pauses, if it is not one event."""
 _EVENT_BYTES = 100
@@ -71,7 +74,7 @@ class KvBatch:
     changes: list[Change]
     dp_rank: int | None = None
     size_bytes: int = field(default=0, compare=False)
-    """Of the message."""
+    """Of the message, or of its blocks here if they take more."""
 
 
 _Block = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -202,6 +205,7 @@ def decode_in_parts(payload: bytes) -> Generator[None, None, KvBatch]:
     blocks = 0
     try:
         batch = _batches.decode(payload)
+        yield
         for part in _parts(batch.events):
             for event in _decode_events(part):
                 blocks += _add(changes, event)
@@ -210,7 +214,8 @@ def decode_in_parts(payload: bytes) -> Generator[None, None, KvBatch]:
             yield
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMessage(str(error)) from error
-    return KvBatch(batch.ts, changes, batch.attn_dp_rank, len(payload))
+    size = max(len(payload), _BLOCK_BYTES * blocks)
+    return KvBatch(batch.ts, changes, batch.attn_dp_rank, size)
 
 
 def _parts(raws: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
@@ -218,7 +223,10 @@ def _parts(raws: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
     size = 0
     for raw in raws:
         part.append(raw)
-        size += max(_EVENT_BYTES, memoryview(raw).nbytes)
+        event_bytes = memoryview(raw).nbytes
+        if event_bytes > MAX_EVENT_BYTES:
+            raise MalformedMessage(f"an event over {MAX_EVENT_BYTES >> 20} MiB")
+        size += max(_EVENT_BYTES, event_bytes)
         if size >= _PART_BYTES:
             yield part
             part, size = [], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import cluster, until
 
+from sglang_sbs.router.lanes import Pace
 from sglang_sbs.router.relay import engine_json, pair
 from sglang_sbs.router.relay.engine_json import dumped, opened
 from sglang_sbs.router.relay.merged_answers import merge_echoed_logprobs, merge_input_logprobs
 from sglang_sbs.router.requests.raw_json import JsonError
+from sglang_sbs.scheduling.events import PrefillDone
 
 numbers = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=9)
 values = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
@@ -88,6 +91,29 @@ async def test_long_logprobs_are_never_unfolded(monkeypatch: Any, rid: dict[str,
         assert max(unfolded) <= 64 << 10
         await c.settled()
         c.check_books()
+
+
+async def test_who_waits_for_prefill_is_not_held_while_a_long_reply_is_read(
+    monkeypatch: Any,
+) -> None:
+    read = asyncio.Event()
+    monkeypatch.setattr(Pace, "wait_s", lambda pace, size: 0.0 if read.is_set() else 0.01)
+
+    def opened_in_parts(body: bytearray) -> Any:
+        while not read.is_set():
+            yield
+        return (yield from engine_json.opened_in_parts(body))
+
+    monkeypatch.setattr(pair, "opened_in_parts", opened_in_parts)
+    async with cluster() as c:
+        c.prefill[0].raw_answers["/generate"] = reply_to([[-0.5, 1, None]] * 10_000)
+        c.decode[0].raw_answers["/generate"] = reply_to([])
+        asked = asyncio.create_task(c.generate(text="x", return_logprob=True))
+        await until(lambda: len(c.scheduler.of(PrefillDone)) == 1)
+        read.set()
+        assert (await asked)[0] == 200
+        assert [done.prompt_tokens for done in c.scheduler.of(PrefillDone)] == [None, 5]
+        await c.settled()
 
 
 async def test_nobody_looks_into_a_long_reply_of_prefill_that_is_not_asked_for(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_sbs.router.signals.kv_messages import (
     END_OF_REPLAY,
+    MAX_EVENT_BYTES,
     MOST_BLOCKS,
     MOST_EVENTS,
     Change,
@@ -209,6 +210,24 @@ def test_a_message_has_so_many_events_and_blocks_at_most(events: list[Any]) -> N
     with pytest.raises(MalformedMessage):
         decode_kv_batch(pack([1.0, events]))
     assert decode_kv_batch(pack([1.0, events[:-1]]))
+
+
+def test_a_batch_that_is_held_counts_as_what_it_takes() -> None:
+    """A small number is a byte of a message and eight or more here."""
+    payload = pack([1.0, [stored([1] * 1000)]])
+    assert len(payload) < 2000
+    assert decode_kv_batch(payload).size_bytes == 40_000
+
+
+def test_an_event_has_a_size() -> None:
+    """To look past its token ids takes time, too."""
+    for size, read in ((MAX_EVENT_BYTES // 2, True), (MAX_EVENT_BYTES, False)):
+        payload = pack([1.0, [stored([1], token_ids=[1] * size)]])
+        if read:
+            assert decode_kv_batch(payload).changes == [Change("stored", "device", [1])]
+        else:
+            with pytest.raises(MalformedMessage, match="over 4 MiB"):
+                decode_kv_batch(payload)
 
 
 def test_very_many_changes_in_one_message_are_no_message() -> None:
