@@ -353,8 +353,10 @@ def _engine_argv(
     planned += ["--host", node.host, "--port", str(ports.http)]
     if node.nodes > 1:
         planned += ["--nnodes", str(node.nodes), "--node-rank", str(node.rank)]
-    planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
-    planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
+    # Without DP attention each rank is an engine of its own: SGLang finds ports for each by itself.
+    if ranks == 1 or "--enable-dp-attention" in given:
+        planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
+        planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
     if role is not Role.UNIFIED:
         planned += ["--disaggregation-mode", str(role)]
     if role is Role.PREFILL:

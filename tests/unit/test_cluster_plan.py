@@ -166,6 +166,13 @@ def test_heartbeats_of_decode_run_no_passes_unless_the_user_wants_them() -> None
     assert HEALTH_PASS_ENV not in prefill.environment, "a server of its own answers them"
 
 
+def test_dp_ranks_that_are_engines_of_their_own_do_not_share_ports() -> None:
+    for flags, shared in ((DP_ATTENTION, True), (("--dp", "2"), False), ((), True)):
+        prefill, _ = plan(engine_flags=flags).instances
+        assert ("--nccl-port" in prefill.argv) is shared
+        assert ("--dist-init-addr" in prefill.argv) is shared
+
+
 def test_the_old_mode_has_one_server_per_instance() -> None:
     for variable in ({}, {RUST_SERVER_ENV: "0"}):
         prefill, _ = plan(engine_flags=DP_ATTENTION, environment=variable).instances
