@@ -35,6 +35,8 @@ _PRESENT = 1 << (PAIRS_BITS + _WORD_BITS)
 _VOTE_WORDS = 2
 """That fit above the lowest bit of a vote which is yes, as it has to stay zero where it is no."""
 _MOST_UNSAID = 64
+MOST_TURNS_ALONE = 50
+"""So long a rank waits for the others to open their boards, as they may after a switch of role."""
 _EARLIER = 1
 """The turn of whatever was gathered: one before this."""
 
@@ -55,6 +57,9 @@ class GatherBoard:
         self._present = False
         self._unsaid: dict[int, Word] = {}
         self._memory = Memory()
+        self._turns_alone = 0
+        self._complete = False
+        """All have taken part."""
         self._heard_all = False
         self._why = ""
         """Nobody may wait for anybody."""
@@ -65,8 +70,7 @@ class GatherBoard:
         return self._columns is not None
 
     def open(self) -> None:
-        """From the next gathering on this rank takes part. All of an engine have to open it in the
-        same turn."""
+        """From the next gathering on this rank takes part."""
         self._present = self.is_possible()
 
     def say(self, tag: int, word: Word) -> None:
@@ -136,7 +140,8 @@ class GatherBoard:
 
     def _hear(self, pairs: list[int], votes: list[int]) -> None:
         missing = [rank for rank, one in enumerate(pairs) if not one & _PRESENT]
-        if missing:
+        self._turns_alone += bool(missing)
+        if missing and (self._complete or self._turns_alone > MOST_TURNS_ALONE):
             named = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             self._why = f"the gang gate is not on in rank {named}"
             return
@@ -145,7 +150,8 @@ class GatherBoard:
                 tag, word = _decode(code)
                 if word != Word():
                     self._memory.note(tag, rank, word)
-        self._heard_all = True
+        self._heard_all = not missing
+        self._complete = self._complete or not missing
 
 
 def _encode(tag: int, word: Word) -> int:
