@@ -14,7 +14,6 @@ word that finds no room waits for the next turn, and counts from then on for its
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from itertools import islice
@@ -23,14 +22,14 @@ from typing import Any, NamedTuple
 from sglang_sbs.engine.gang_board import Deserted, Memory, Word
 from sglang_sbs.wire.gangs import TAG_BITS
 
-logger = logging.getLogger(__name__)
-
 SYNC_MODULE = "sglang.srt.managers.scheduler_components.dp_attn"
 SYNC_CLASS = "MLPSyncBatchInfo"
 
 PAIRS_BITS = 38
 """Of ``attention_pairs``: a chunk of 64K tokens over a context of 4M."""
-_WORD_BITS = TAG_BITS + 3
+_FLAG_BITS = 3
+_FLAGS = (1 << _FLAG_BITS) - 1
+_WORD_BITS = TAG_BITS + _FLAG_BITS
 _PRESENT = 1 << (PAIRS_BITS + _WORD_BITS)
 _VOTE_WORDS = 2
 """That fit above the lowest bit of a vote which is yes, as it has to stay zero where it is no."""
@@ -147,8 +146,8 @@ class GatherBoard:
             return
         for rank, (one, vote) in enumerate(zip(pairs, votes, strict=True)):
             for code in (one >> PAIRS_BITS, vote >> 1, vote >> (1 + _WORD_BITS)):
-                tag, word = _decode(code)
-                if word != Word():
+                if code & _FLAGS:
+                    tag, word = _decode(code)
                     self._memory.note(tag, rank, word)
         self._heard_all = not missing
         self._complete = self._complete or not missing
@@ -156,11 +155,11 @@ class GatherBoard:
 
 def _encode(tag: int, word: Word) -> int:
     flags = word.arrived | (word.ready_turn > 0) << 1 | (word.gave_up_turn > 0) << 2
-    return tag << 3 | flags
+    return tag << _FLAG_BITS | flags
 
 
 def _decode(code: int) -> tuple[int, Word]:
-    tag = code >> 3 & ((1 << TAG_BITS) - 1)
+    tag = code >> _FLAG_BITS & ((1 << TAG_BITS) - 1)
     ready, gave_up = code >> 1 & 1, code >> 2 & 1
     return tag, Word(_EARLIER * ready, bool(code & 1), _EARLIER * gave_up)
 
