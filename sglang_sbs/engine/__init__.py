@@ -13,6 +13,7 @@ the engine.
 | ``hooks`` | when to send what; the hooks themselves |
 | ``gang_hold`` | a batch starts as a whole: its requests are held until all can start |
 | ``gang_board`` | what the processes of an engine on one host tell each other for that |
+| ``gang_gather`` | the same for DP ranks on several hosts |
 | ``gang_gate`` | the wait for the rest of a batch where ``gang_hold`` does not work |
 | ``install`` | the registration with SGLang, the block in ``/server_info`` |
 """

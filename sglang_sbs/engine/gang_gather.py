@@ -14,7 +14,6 @@ word that finds no room waits for the next turn, and counts from then on for its
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from itertools import islice
@@ -23,18 +22,20 @@ from typing import Any, NamedTuple
 from sglang_sbs.engine.gang_board import Deserted, Memory, Word
 from sglang_sbs.wire.gangs import TAG_BITS
 
-logger = logging.getLogger(__name__)
-
 SYNC_MODULE = "sglang.srt.managers.scheduler_components.dp_attn"
 SYNC_CLASS = "MLPSyncBatchInfo"
 
 PAIRS_BITS = 38
 """Of ``attention_pairs``: a chunk of 64K tokens over a context of 4M."""
-_WORD_BITS = TAG_BITS + 3
+_FLAG_BITS = 3
+_FLAGS = (1 << _FLAG_BITS) - 1
+_WORD_BITS = TAG_BITS + _FLAG_BITS
 _PRESENT = 1 << (PAIRS_BITS + _WORD_BITS)
 _VOTE_WORDS = 2
 """That fit above the lowest bit of a vote which is yes, as it has to stay zero where it is no."""
 _MOST_UNSAID = 64
+MOST_TURNS_ALONE = 50
+"""So long a rank waits for the others to open their boards, as they may after a switch of role."""
 _EARLIER = 1
 """The turn of whatever was gathered: one before this."""
 
@@ -55,6 +56,9 @@ class GatherBoard:
         self._present = False
         self._unsaid: dict[int, Word] = {}
         self._memory = Memory()
+        self._turns_alone = 0
+        self._complete = False
+        """All have taken part."""
         self._heard_all = False
         self._why = ""
         """Nobody may wait for anybody."""
@@ -65,8 +69,7 @@ class GatherBoard:
         return self._columns is not None
 
     def open(self) -> None:
-        """From the next gathering on this rank takes part. All of an engine have to open it in the
-        same turn."""
+        """From the next gathering on this rank takes part."""
         self._present = self.is_possible()
 
     def say(self, tag: int, word: Word) -> None:
@@ -136,25 +139,27 @@ class GatherBoard:
 
     def _hear(self, pairs: list[int], votes: list[int]) -> None:
         missing = [rank for rank, one in enumerate(pairs) if not one & _PRESENT]
-        if missing:
+        self._turns_alone += bool(missing)
+        if missing and (self._complete or self._turns_alone > MOST_TURNS_ALONE):
             named = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             self._why = f"the gang gate is not on in rank {named}"
             return
         for rank, (one, vote) in enumerate(zip(pairs, votes, strict=True)):
             for code in (one >> PAIRS_BITS, vote >> 1, vote >> (1 + _WORD_BITS)):
-                tag, word = _decode(code)
-                if word != Word():
+                if code & _FLAGS:
+                    tag, word = _decode(code)
                     self._memory.note(tag, rank, word)
-        self._heard_all = True
+        self._heard_all = not missing
+        self._complete = self._complete or not missing
 
 
 def _encode(tag: int, word: Word) -> int:
     flags = word.arrived | (word.ready_turn > 0) << 1 | (word.gave_up_turn > 0) << 2
-    return tag << 3 | flags
+    return tag << _FLAG_BITS | flags
 
 
 def _decode(code: int) -> tuple[int, Word]:
-    tag = code >> 3 & ((1 << TAG_BITS) - 1)
+    tag = code >> _FLAG_BITS & ((1 << TAG_BITS) - 1)
     ready, gave_up = code >> 1 & 1, code >> 2 & 1
     return tag, Word(_EARLIER * ready, bool(code & 1), _EARLIER * gave_up)
 

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_sbs.engine.gang_board import Word
-from sglang_sbs.engine.gang_gather import PAIRS_BITS, Columns, GatherBoard
+from sglang_sbs.engine.gang_gather import MOST_TURNS_ALONE, PAIRS_BITS, Columns, GatherBoard
 from sglang_sbs.engine.gang_hold import ARRIVAL_SHARE, MOST_UNHEARD_TURNS
 from sglang_sbs.wire.endforward import GATE_ALONE
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
@@ -134,13 +134,26 @@ def test_who_follows_starts_in_the_same_turn_on_a_host_without_a_part() -> None:
 
 def test_a_rank_without_the_plugin_is_waited_for_by_nobody() -> None:
     hosts = Hosts(3, without=[1])
-    hosts.turn()
-    hosts.turn()
+    for _ in range(MOST_TURNS_ALONE + 2):
+        hosts.turn()
     for rid, rank in zip("abc", hosts.ranks, strict=True):
         rank.queue.queue.append(Req(rid, GangPart(1, 1, 3)))
     assert hosts.turn() == [["a"], ["b"], ["c"]]
     assert hosts.infos[1].global_attention_pairs == [1000, 1001, 1002]
     assert [hosts.ranks[number].hold.fault() for number in (0, 2)] == [GATE_ALONE] * 2
+
+
+def test_a_rank_that_opens_its_board_some_turns_later_is_waited_for() -> None:
+    """After a switch of role, which not all have to see in the same turn."""
+    hosts, late = Hosts(3), Hosts(3, without=[1])
+    late.ranks[:] = hosts.ranks
+    for _ in range(MOST_TURNS_ALONE):
+        late.turn()
+    for rid, rank in zip("abc", hosts.ranks, strict=True):
+        rank.queue.queue.append(Req(rid, GangPart(1, 1, 3)))
+    assert hosts.turn() == [[], [], []]
+    assert hosts.turn() == [["a"], ["b"], ["c"]]
+    assert all(rank.hold._ranks.is_open for rank in hosts.ranks)
 
 
 def test_where_one_turns_off_all_do_in_the_same_turn() -> None:
