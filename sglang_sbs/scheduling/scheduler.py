@@ -424,7 +424,11 @@ class Scheduler:
             decode.on_load_poll(event.running_requests, event.kv_tokens, now_s)
 
     def _learn(self, observation: Observation, now_s: float, ranks: int) -> None:
-        self.interval.latency_s = self._latency.observe(observation.latencies_s, now_s)
+        self.interval.latency_s = self._latency.observe(
+            observation.latencies_s, now_s, observation.requests
+        )
+        self.interval.lone_s = self._latency.lone_s
+        self.interval.serial_s = self._latency.serial_s
         self.policy.on_landing(observation, ranks, now_s)
         if observation.forward_s is not None:
             self.interval.on_end_forward(observation.forward_s)
@@ -590,7 +594,14 @@ class Scheduler:
         request.prefill = (instance.id, rank)
         request.decode = (decode[0].id, decode[1])
         request.dispatched_s = now_s
-        instance.dispatched(request.rid, rank, request.prompt_tokens, now_s, request.cached_tokens)
+        instance.dispatched(
+            request.rid,
+            rank,
+            request.prompt_tokens,
+            now_s,
+            request.cached_tokens,
+            self._latency.serial_s,
+        )
         if request.blocks:
             computed_s = instance.free_at_s(now_s, self.interval.latency_s)
             if instance.passes:

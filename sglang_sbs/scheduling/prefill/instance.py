@@ -79,6 +79,8 @@ class PrefillInstance:
         """Smoothed pause between the end of a pass and the launch of the next."""
         self.free_since_s = float("-inf")
         self.last_dispatch_s = float("-inf")
+        self.left_s = -math.inf
+        """When all have left that were dispatched."""
         self.passes_ended = 0
         self._outstanding = 0
         self._batch: Sent | None = None
@@ -230,15 +232,23 @@ class PrefillInstance:
     # Own actions --------------------------------------------------------------------------
 
     def dispatched(
-        self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
+        self,
+        rid: str,
+        rank: int,
+        prompt_tokens: int,
+        now_s: float,
+        cached_tokens: int = 0,
+        serial_s: float = 0.0,
     ) -> None:
-        """A request leaves for a rank; arms the watchdog if none did before it."""
+        """A request leaves for a rank; arms the watchdog if none did before it. ``serial_s``: what
+        it takes of the time of those that leave after it."""
         if self._batch is None or self._batch.at_s != now_s:
             # One that hangs on its way is followed by nobody.
             last_s = self._batch.at_s if self._batch is not None else -math.inf
             joins = self.has_flight and last_s > self.free_since_s
             self._batch = Sent(now_s, self.idle, joins, 0)
         self._batch.requests += 1
+        self.left_s = self._batch.left_s = max(now_s, self.left_s) + serial_s
         self.ranks[rank].sent[rid] = self._batch
         self.has_flight = True
         self.adopted(rid, rank, prompt_tokens, now_s, cached_tokens)
@@ -374,6 +384,7 @@ class PrefillInstance:
         self.passes.clear()
         self.watchdog.due_s = None
         self.ready = True
+        self.left_s = -math.inf
 
     def down(self) -> None:
         """The instance cannot be reached: nothing sent there counts any more."""

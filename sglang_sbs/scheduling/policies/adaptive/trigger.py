@@ -128,7 +128,8 @@ class AdaptiveTrigger(PrefillPolicy):
         self._interval = interval
         self._urgency = urgency
         self._max_hold_s = max_hold_s
-        self._last_s = float("-inf")
+        self.last_start_s = self._planned_s = float("-inf")
+        """When the pass of the newest batch starts, and of the one that was planned last."""
         self._token_rate = 0.0
         self._request_rate = 0.0
         self._rate_s: float | None = None
@@ -154,7 +155,7 @@ class AdaptiveTrigger(PrefillPolicy):
     @property
     def lead_s(self) -> float:
         """How long before the predicted end of a pass its successor's batch leaves."""
-        return self._lead.lead_s(self._interval.latency_s)
+        return self._lead.lead_s(self._interval.lone_s)
 
     def on_arrival(self, tokens: int, now_s: float) -> None:
         self._decay(now_s)
@@ -162,7 +163,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._request_rate += 1 / RATE_WINDOW_S
 
     def on_dispatched(self, now_s: float) -> None:
-        self._last_s = now_s
+        self.last_start_s = self._planned_s
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
         self._lead.observe(
@@ -170,7 +171,7 @@ class AdaptiveTrigger(PrefillPolicy):
             now_s,
             ranks=ranks,
             load=self._load,
-            latency_s=self._interval.latency_s,
+            latency_s=self._interval.lone_s,
             pass_s=self._interval.mean_forward_s,
         )
 
@@ -213,8 +214,8 @@ class AdaptiveTrigger(PrefillPolicy):
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._decay(now_s)
+        self._mean_tokens = max(1.0, self._token_rate / max(1e-9, self._request_rate))
         if self._is_limited:
-            self._mean_tokens = self._token_rate / max(1e-9, self._request_rate)
             self._capacity_tokens = sum(i.capacity_of(self._mean_tokens) for i in instances)
         if not self._tokens_per_s:
             self._measure(instances)
@@ -228,12 +229,15 @@ class AdaptiveTrigger(PrefillPolicy):
         wakes = [time_s for time_s in wakes if now_s + _EPSILON_S < time_s < math.inf]
         starts = self._starts(instances, now_s)
         lead_s = self.lead_s
+        whole_s = lead_s + self._leaving_s(len(queue), len(instances))
         candidates: list[PrefillInstance] = []
         ahead_tokens = 0.0
+        in_time: dict[str, float] = {}
         # What is committed early takes the next pass from an urgent request that comes meanwhile.
         late = self._urgency.matters(now_s) and not self._chunked(queue, instances)
         few = len(queue) <= MOST_JOINING
-        join_s = self._lead.join_s(self._interval.latency_s)
+        join_s = self._lead.join_s(self._interval.lone_s)
+        serial_s = self._interval.serial_s
         for start_s, _, index in starts:
             instance = instances[index]
             ahead_tokens += (
@@ -246,22 +250,29 @@ class AdaptiveTrigger(PrefillPolicy):
                 if few and instance.has_flight and instance.has_room and instance.passes:
                     # What came after the batch may join it, once a batch could leave for that pass.
                     left_s = self._forms_at_s(instance, now_s) - now_s
-                    if left_s > lead_s + _EPSILON_S:
-                        wakes.append(now_s + left_s - lead_s)
-                    elif instance.last_dispatch_s < now_s and left_s >= join_s:
+                    spare_s = left_s - join_s - max(0.0, instance.left_s - now_s) - serial_s
+                    if left_s > whole_s + _EPSILON_S:
+                        wakes.append(now_s + left_s - whole_s)
+                    elif instance.last_dispatch_s < now_s and spare_s >= 0:
                         candidates.append(instance)
+                        in_time[instance.id] = 1 + spare_s / max(_EPSILON_S, serial_s)
                 continue
             open_s = now_s
             if not (instance.idle or long_queue):
                 forms_s = self._forms_at_s(instance, now_s)
                 if forms_s < now_s + self._interval.latency_s:
                     forms_s = start_s  # too late for that one
-                open_s = forms_s - lead_s
+                open_s = forms_s - whole_s
             if open_s <= now_s + _EPSILON_S:
                 candidates.append(instance)
             else:
                 wakes.append(open_s)
         all_idle = all(instance.idle for instance in instances)
+        arrives_s = now_s + self._interval.latency_s
+        start_of = {
+            name: free_s if name in in_time else max(arrives_s, free_s)
+            for name, free_s in ((instances[index].id, free_s) for _, free_s, index in starts)
+        }
         ahead: list[PrefillInstance] = []
         due_s = None
         if not late:
@@ -270,7 +281,7 @@ class AdaptiveTrigger(PrefillPolicy):
             wakes.append(due_s)
         chunked = bool(candidates or ahead) and self._chunked(queue, instances)
         if not overdue and not all_idle and not chunked:
-            candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
+            candidates = self._spaced(candidates, instances, queue.tokens, start_of, wakes)
         if chunked:
             ahead = []  # prompts of many chunks keep every pass full as it is
         candidates = list(dict.fromkeys([*ahead, *candidates]))
@@ -282,8 +293,6 @@ class AdaptiveTrigger(PrefillPolicy):
             in_order = [instances[index] for _, _, index in starts]
             home_of = self._homes(candidates, instances, in_order, queue, overdue, now_s)
         tried = 0
-        arrives_s = now_s + self._interval.latency_s
-        start_of = {instances[index].id: max(arrives_s, free_s) for _, free_s, index in starts}
         for instance in candidates:
             every = self._uneven_chunks or chunked
             if not (tried < MAX_TRIED or every or decision.is_wanted(instance)):
@@ -300,11 +309,14 @@ class AdaptiveTrigger(PrefillPolicy):
                 start_of,
                 now_s,
                 passes=2 if instance in ahead and len(instance.passes) == 1 else 1,
+                in_time=in_time.get(instance.id, math.inf),
             )
             if plan is None:
                 continue
             tried += 1
             if plan.placements:
+                joins = instance.id in in_time
+                self._planned_s = self.last_start_s if joins else start_of[instance.id]
                 decision.dispatched(instance)
                 return plan
         if decision.wake_s is not None:
@@ -342,22 +354,37 @@ class AdaptiveTrigger(PrefillPolicy):
         candidates: list[PrefillInstance],
         instances: Sequence[PrefillInstance],
         queue_tokens: int,
-        now_s: float,
+        start_of: Mapping[str, float],
         wakes: list[float],
     ) -> list[PrefillInstance]:
-        """Soft stagger; its length comes from the model and the arrival rate, not from measured
-        pass times, which would feed back into themselves."""
+        """Soft stagger of the starts of passes; its length comes from the model and the arrival
+        rate, not from measured pass times, which would feed back into themselves. Who joins a batch
+        starts with it."""
         n = len(instances)
         # How long passes take in which what came during the one before is computed.
         idle_share = 1 - self._load
         pass_s = sum([min(fixed_s / idle_share, s) for fixed_s, s in self._pass_times_s]) / n
         # An instance that falls idle meanwhile would start with a part of the next batch.
-        due_s = self._last_s + SPACING_SHARE * self._lead.whole * pass_s / n
+        due_s = self.last_start_s + SPACING_SHARE * self._lead.whole * pass_s / n
         long_queue = queue_tokens >= BACKLOG_FACTOR * max(1.0, self._token_rate * pass_s / n)
-        if due_s <= now_s + _EPSILON_S or long_queue:
+        if long_queue:
             return candidates
-        wakes.append(due_s)
-        return [c for c in candidates if c.backlog_tokens > 0]
+        # What was committed early, to a pass that is far away, keeps no earlier one waiting.
+        first_s, end_s = self.last_start_s - _EPSILON_S, due_s - _EPSILON_S
+        spaced = [
+            c for c in candidates if c.backlog_tokens > 0 or not first_s <= start_of[c.id] < end_s
+        ]
+        if len(spaced) < len(candidates):
+            wakes.append(due_s - self._interval.latency_s)
+        return spaced
+
+    def _leaving_s(self, waiting: int, instances: int) -> float:
+        """How much longer than a single request a batch of those that wait is on its way, with
+        what arrives while they leave one after the other; no more than a pass takes."""
+        serial_s = self._interval.serial_s
+        coming = min(MOST_LOAD, self._request_rate * serial_s)
+        most = self._capacity_tokens / instances / self._mean_tokens
+        return serial_s * max(0.0, min(waiting / (1 - coming), most) - 1)
 
     # One batch ----------------------------------------------------------------------------
 
@@ -373,15 +400,17 @@ class AdaptiveTrigger(PrefillPolicy):
         home_of: Mapping[str, str] | None,
         start_of: Mapping[str, float],
         now_s: float,
-        passes: int = 1,
+        passes: int,
+        in_time: float,
     ) -> Plan | None:
         """``home_of``: the instance each request should go to; None: any, for a fair share of the
         queue. ``start_of``: when what is sent to an instance now would start. ``passes``: for so
-        many together. None if nothing that waits may go there."""
+        many together. ``in_time``: more requests would not be there in time. None if
+        nothing that waits may go there."""
         c_avail = instance.c_avail(passes)
         room = sum(c for c in c_avail if c > 0)
         places = instance.places(passes)
-        most = math.inf if places is None else sum(places)
+        most = min(in_time, math.inf if places is None else sum(places))
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take;
         # under overlap only when the rest, which runs at once and all but alone, does not matter.
         keep_tokens = self._capacity_tokens - instance.capacity_of(self._mean_tokens)
