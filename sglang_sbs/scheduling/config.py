@@ -9,8 +9,6 @@ from typing import Literal, get_args
 
 import msgspec
 
-from sglang_sbs.scheduling.queue.fairness import LEAST_WEIGHT, MOST_WEIGHT
-
 Policy = Literal[
     "sbs",
     "round_robin",
@@ -30,6 +28,8 @@ DecodeRule = Literal["iqr", "potential"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 DECODE_RULES: tuple[str, ...] = get_args(DecodeRule)
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
+"""Of a tenant. What is further apart is no share any more."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

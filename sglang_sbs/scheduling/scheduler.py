@@ -55,7 +55,8 @@ from sglang_sbs.scheduling.queue.flow_control import (
     retry_after_s,
     slo_refusal_of,
 )
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
+from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 from sglang_sbs.wire import EndForward
 
@@ -193,7 +194,7 @@ class Scheduler:
             if event.prompt_tokens > most:
                 event = msgspec.structs.replace(event, prompt_tokens=most)
         refusal = refusal_of(event, self.config, self.queue, self._up_prefill, self._up_decode)
-        request = Request.arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
+        request = arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
         if refusal is None and self.config.refuse_missed_slo:
             self.queue.look_at(request)
             latency_s = self.interval.latency_s

@@ -30,6 +30,7 @@ from sglang_sbs.scheduling import (
     WakeAt,
 )
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
 from sglang_sbs.simulator.cluster.engine import Completed, SimulatedPrefill
 from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
@@ -37,7 +38,6 @@ from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks
 from sglang_sbs.simulator.cluster.network import DispatchNetwork
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TopologyChange, joins_late
-from sglang_sbs.simulator.workloads.arrivals import Arrival
 from sglang_sbs.wire import EndForward
 
 DECODE = "decode"

@@ -63,7 +63,8 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.priority import Urgency
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue, uncached_tokens_of
+from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 RATE_WINDOW_S = 3.0
 """Time constant of the arrival rate."""
