@@ -71,7 +71,7 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, rid: str) -> bool:
+    def __contains__(self, rid: object) -> bool:
         return rid in self._requests
 
     def __iter__(self) -> Iterator[Request]:
