@@ -36,9 +36,11 @@ instance, or for one that is computing the same (``cache_affinity``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
+from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
@@ -92,6 +94,35 @@ RETRY_S = 0.01
 """With so many left for other instances that a decision is expensive, and no batch in it, the next
 one is made so much later at the earliest: until then little can have changed."""
 _EPSILON_S = 1e-9
+
+
+@dataclass(slots=True)
+class Decision:
+    """One moment: what is known of it, and what follows so far."""
+
+    queue: RequestQueue
+    instances: Sequence[PrefillInstance]
+    admissible: Admissible
+    at: Moment
+    overdue: bool
+    """The oldest request has waited long enough: whoever can take it does."""
+    all_idle: bool
+    starts: list[tuple[float, float, int]]
+    """When a batch would start, when the instance is free, and which one; in this order."""
+    wakes: list[float]
+    """When to decide again, at the latest."""
+    candidates: list[PrefillInstance] = field(default_factory=list)
+    ahead: list[PrefillInstance] = field(default_factory=list)
+    """Those that should get one for the pass after their next."""
+    in_time: dict[InstanceId, float] = field(default_factory=dict)
+    """Of those where a batch is on its way: how many requests would still get there with it."""
+    start_of: dict[InstanceId, float] = field(default_factory=dict)
+    home_of: dict[str, InstanceId] | None = None
+    """The instance each request should go to; None: any, for a fair share of the queue."""
+
+    def passes_of(self, instance: PrefillInstance) -> int:
+        """For how many passes together it gets requests."""
+        return 2 if instance in self.ahead and len(instance.passes) == 1 else 1
 
 
 class AdaptiveTrigger(PrefillPolicy):
@@ -171,109 +202,117 @@ class AdaptiveTrigger(PrefillPolicy):
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
+        one = self._look(queue, instances, admissible, Moment(now_s, self._interval.latency_s))
+        late = self._urgency.matters(now_s) and not self._long.matter(queue, instances)
+        self._open(one, late)
+        chunked = self._choose(one, late)
+        affinity = self._decision_at(one.candidates, instances, len(queue), one.at)
+        tried = 0
+        for instance in one.candidates:
+            every = self._long.uneven_chunks or chunked
+            if not (tried < MAX_TRIED or every or affinity.is_wanted(instance)):
+                continue
+            plan = self._batch_for(instance, one, affinity)
+            if plan is None:
+                continue
+            tried += 1
+            if plan.placements:
+                joins = instance.id in one.in_time
+                self._planned_s = self.last_start_s if joins else one.start_of[instance.id]
+                affinity.dispatched(instance)
+                return plan
+        if affinity.wake_s is not None:
+            one.wakes.append(affinity.wake_s)
+        if affinity.deferred >= MAX_DEFERRED or len(one.home_of or ()) >= MAX_DEFERRED:
+            self._retry_s = now_s + RETRY_S
+            one.wakes.append(self._retry_s)
+        return Plan(wake_s=min(one.wakes, default=None))
+
+    def _look(
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        at: Moment,
+    ) -> Decision:
+        """Who has waited too long, and when a batch would start where."""
         # Of those that decode has room for: no other hold could end now.
         oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
         oldest_s = math.inf if oldest is None else oldest.arrived_s
         hold_until_s = oldest_s + self._hold_s()
-        overdue = now_s + _EPSILON_S >= hold_until_s
         wakes = [hold_until_s, oldest_s + PATIENCE_HOLDS * self._hold_s()]
-        wakes = [time_s for time_s in wakes if now_s + _EPSILON_S < time_s < math.inf]
-        at = Moment(now_s, self._interval.latency_s)
-        starts = at.starts(instances)
-        lead_s = self.lead_s
-        whole_s = lead_s + self._offered.leaving_s(len(queue), self._interval.serial_s)
-        candidates: list[PrefillInstance] = []
-        ahead_tokens = 0.0
-        in_time: dict[str, float] = {}
-        # What is committed early takes the next pass from an urgent request that comes meanwhile.
-        late = self._urgency.matters(now_s) and not self._long.matter(queue, instances)
+        return Decision(
+            queue,
+            instances,
+            admissible,
+            at,
+            overdue=at.now_s + _EPSILON_S >= hold_until_s,
+            all_idle=all(instance.idle for instance in instances),
+            starts=at.starts(instances),
+            wakes=[time_s for time_s in wakes if at.now_s + _EPSILON_S < time_s < math.inf],
+        )
+
+    def _open(self, one: Decision, late: bool) -> None:
+        """The instances that may get a batch, or a part of one, at this moment. ``late``: nothing
+        is committed early, which would take the next pass from an urgent request that comes
+        meanwhile."""
+        now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
+        whole_s = self.lead_s + self._offered.leaving_s(len(queue), serial_s)
         few = len(queue) <= MOST_JOINING
         join_s = self._lead.join_s(self._interval.lone_s)
-        serial_s = self._interval.serial_s
-        for start_s, _, index in starts:
-            instance = instances[index]
+        ahead_tokens = 0.0
+        for start_s, _, index in one.starts:
+            instance = one.instances[index]
             ahead_tokens += self._offered.capacity_of(instance)
             long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
             if not may_take(instance, long_queue):
                 if few and instance.has_flight and instance.has_room and instance.passes:
                     # What came after the batch may join it, once a batch could leave for that pass.
-                    left_s = at.forms_at_s(instance) - now_s
+                    left_s = one.at.forms_at_s(instance) - now_s
                     spare_s = left_s - join_s - max(0.0, instance.left_s - now_s) - serial_s
                     if left_s > whole_s + _EPSILON_S:
-                        wakes.append(now_s + left_s - whole_s)
+                        one.wakes.append(now_s + left_s - whole_s)
                     elif instance.last_dispatch_s < now_s and spare_s >= 0:
-                        candidates.append(instance)
-                        in_time[instance.id] = 1 + spare_s / max(_EPSILON_S, serial_s)
+                        one.candidates.append(instance)
+                        one.in_time[instance.id] = 1 + spare_s / max(_EPSILON_S, serial_s)
                 continue
             open_s = now_s
             if not (instance.idle or long_queue):
-                forms_s = at.forms_at_s(instance)
-                if forms_s < at.arrives_s:
+                forms_s = one.at.forms_at_s(instance)
+                if forms_s < one.at.arrives_s:
                     forms_s = start_s  # too late for that one
                 open_s = forms_s - whole_s
             if open_s <= now_s + _EPSILON_S:
-                candidates.append(instance)
+                one.candidates.append(instance)
             else:
-                wakes.append(open_s)
-        all_idle = all(instance.idle for instance in instances)
-        start_of = {
-            name: free_s if name in in_time else max(at.arrives_s, free_s)
-            for name, free_s in ((instances[index].id, free_s) for _, free_s, index in starts)
-        }
-        ahead: list[PrefillInstance] = []
-        due_s = None
+                one.wakes.append(open_s)
+
+    def _choose(self, one: Decision, late: bool) -> bool:
+        """Of those that may get a batch the ones that should, the most urgent first; whether
+        prompts of many chunks decide it."""
+        queue, instances, at = one.queue, one.instances, one.at
+        for _, free_s, index in one.starts:
+            name = instances[index].id
+            one.start_of[name] = free_s if name in one.in_time else max(at.arrives_s, free_s)
         if not late:
-            ahead, due_s = lookahead(
-                instances, queue.tokens, self._offered.mean_tokens, lead_s, now_s
+            mean_tokens = self._offered.mean_tokens
+            one.ahead, due_s = lookahead(
+                instances, queue.tokens, mean_tokens, self.lead_s, at.now_s
             )
-        if due_s is not None:
-            wakes.append(due_s)
-        chunked = bool(candidates or ahead) and self._long.matter(queue, instances)
-        if not overdue and not all_idle and not chunked:
-            candidates = self._spaced(candidates, instances, queue.tokens, start_of, wakes)
+            if due_s is not None:
+                one.wakes.append(due_s)
+        chunked = bool(one.candidates or one.ahead) and self._long.matter(queue, instances)
         if chunked:
-            ahead = []  # prompts of many chunks keep every pass full as it is
-        candidates = list(dict.fromkeys([*ahead, *candidates]))
-        # With unequal chunks the first may all be too small for what waits; with cached prefixes
-        # what waits may be better off elsewhere.
-        decision = self._decision_at(candidates, instances, len(queue), at)
-        home_of: dict[str, str] | None = None
+            one.ahead = []  # prompts of many chunks keep every pass full as it is
+        elif not one.overdue and not one.all_idle:
+            one.candidates = self._spaced(one)
+        one.candidates = list(dict.fromkeys([*one.ahead, *one.candidates]))
         if chunked:
-            in_order = [instances[index] for _, _, index in starts]
-            home_of = self._long.homes(candidates, instances, in_order, queue, overdue, at)
-        tried = 0
-        for instance in candidates:
-            every = self._long.uneven_chunks or chunked
-            if not (tried < MAX_TRIED or every or decision.is_wanted(instance)):
-                continue
-            plan = self._batch_for(
-                instance,
-                instances,
-                queue,
-                admissible,
-                decision,
-                overdue,
-                all_idle,
-                home_of,
-                start_of,
-                at,
-                passes=2 if instance in ahead and len(instance.passes) == 1 else 1,
-                in_time=in_time.get(instance.id, math.inf),
+            in_order = [instances[index] for _, _, index in one.starts]
+            one.home_of = self._long.homes(
+                one.candidates, instances, in_order, queue, one.overdue, at
             )
-            if plan is None:
-                continue
-            tried += 1
-            if plan.placements:
-                joins = instance.id in in_time
-                self._planned_s = self.last_start_s if joins else start_of[instance.id]
-                decision.dispatched(instance)
-                return plan
-        if decision.wake_s is not None:
-            wakes.append(decision.wake_s)
-        if decision.deferred >= MAX_DEFERRED or len(home_of or ()) >= MAX_DEFERRED:
-            self._retry_s = now_s + RETRY_S
-            wakes.append(self._retry_s)
-        return Plan(wake_s=min(wakes, default=None))
+        return chunked
 
     def _decision_at(
         self,
@@ -298,117 +337,49 @@ class AdaptiveTrigger(PrefillPolicy):
 
     # Candidates ---------------------------------------------------------------------------
 
-    def _spaced(
-        self,
-        candidates: list[PrefillInstance],
-        instances: Sequence[PrefillInstance],
-        queue_tokens: int,
-        start_of: Mapping[str, float],
-        wakes: list[float],
-    ) -> list[PrefillInstance]:
+    def _spaced(self, one: Decision) -> list[PrefillInstance]:
         """Soft stagger of the starts of passes; its length comes from the model and the arrival
         rate, not from measured pass times, which would feed back into themselves. Who joins a batch
         starts with it."""
-        n = len(instances)
-        pass_s = self._offered.pass_s
+        n = len(one.instances)
+        share_s = self._offered.pass_s / n
         # An instance that falls idle meanwhile would start with a part of the next batch.
-        due_s = self.last_start_s + SPACING_SHARE * self._lead.whole * pass_s / n
-        long_queue = queue_tokens >= BACKLOG_FACTOR * max(
-            1.0, self._offered.token_rate * pass_s / n
-        )
-        if long_queue:
-            return candidates
+        due_s = self.last_start_s + SPACING_SHARE * self._lead.whole * share_s
+        if one.queue.tokens >= BACKLOG_FACTOR * max(1.0, self._offered.token_rate * share_s):
+            return one.candidates
         # What was committed early, to a pass that is far away, keeps no earlier one waiting.
         first_s, end_s = self.last_start_s - _EPSILON_S, due_s - _EPSILON_S
         spaced = [
-            c for c in candidates if c.backlog_tokens > 0 or not first_s <= start_of[c.id] < end_s
+            instance
+            for instance in one.candidates
+            if instance.backlog_tokens > 0 or not first_s <= one.start_of[instance.id] < end_s
         ]
-        if len(spaced) < len(candidates):
-            wakes.append(due_s - self._interval.latency_s)
+        if len(spaced) < len(one.candidates):
+            one.wakes.append(due_s - self._interval.latency_s)
         return spaced
 
     # One batch ----------------------------------------------------------------------------
 
     def _batch_for(
-        self,
-        instance: PrefillInstance,
-        instances: Sequence[PrefillInstance],
-        queue: RequestQueue,
-        admissible: Admissible,
-        decision: CacheAffinity,
-        overdue: bool,
-        all_idle: bool,
-        home_of: Mapping[str, str] | None,
-        start_of: Mapping[str, float],
-        at: Moment,
-        passes: int,
-        in_time: float,
+        self, instance: PrefillInstance, one: Decision, decision: CacheAffinity
     ) -> Plan | None:
-        """``home_of``: the instance each request should go to; None: any, for a fair share of the
-        queue. ``start_of``: when what is sent to an instance now would start. ``passes``: for so
-        many together. ``in_time``: more requests would not be there in time. None if
-        nothing that waits may go there."""
-        now_s = at.now_s
+        """None if nothing that waits may go there."""
+        passes = one.passes_of(instance)
         c_avail = instance.c_avail(passes)
-        room = sum(c for c in c_avail if c > 0)
         places = instance.places(passes)
-        most = min(in_time, math.inf if places is None else sum(places))
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take;
         # under overlap only when the rest, which runs at once and all but alone, does not matter.
-        keep_tokens = self._offered.capacity_tokens - instance.capacity_of(
-            self._offered.mean_tokens
-        )
+        all_tokens = self._offered.capacity_tokens
+        keep_tokens = all_tokens - instance.capacity_of(self._offered.mean_tokens)
         if instance.overlap:
-            keep_tokens += OVERLAP_KEEP_PASSES * self._offered.capacity_tokens
-        if home_of is None and self._urgency.matters(now_s):
+            keep_tokens += OVERLAP_KEEP_PASSES * all_tokens
+        if one.home_of is None and self._urgency.matters(one.at.now_s):
             keep_tokens = math.inf  # the rest would be formed at once, without the batch after it
-        spare = room if queue.tokens > keep_tokens else 0
-        affinity = BatchAffinity(decision, instance, chooses_instance=home_of is None)
-        # Whatever was predicted, nobody waits for a cached prefix longer than this.
-        patient_s = now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
-        head: list[Request] = []
-        rest: list[Request] = []
-        taken = refused = forbidden = 0
-        for request in queue.in_order():
-            if (
-                taken >= room + spare
-                or len(head) + len(rest) >= (2 * most if spare else most)
-                or affinity.deferred >= MAX_DEFERRED
-                or refused >= MOST_REFUSED
-            ):
-                break
-            if not permitted(request, instance, instances):
-                forbidden += 1
-            elif not admissible(request):
-                refused += 1
-            elif (
-                (overdue or self._long.suits(request, instance, instances))
-                and (
-                    home_of is None
-                    or home_of.get(request.rid) == instance.id
-                    or request.arrived_s <= patient_s
-                )
-                and (request.arrived_s <= patient_s or affinity.belongs_here(request))
-            ):
-                (head if taken < room and len(head) < most else rest).append(request)
-                taken += paged(request.uncached_tokens_on(instance.id), instance.page)
-        if forbidden == len(queue):
+        affinity = BatchAffinity(decision, instance, chooses_instance=one.home_of is None)
+        gathered = self._gather(instance, one, affinity, c_avail, places, keep_tokens)
+        if gathered is None:
             return None
-        if home_of is None and len(instances) > 1 and not overdue and passes == 1:
-            others = [i for i in instances if i is not instance]
-            share = fair_share(
-                instance,
-                others,
-                queue.tokens,
-                start_of,
-                now_s,
-                self._offered.token_rate,
-            )
-            cut = prefix(head, share)
-            if all_idle or (instance.idle and share > 0):
-                # A prompt longer than the share is not divisible: later it would be no better off.
-                cut = max(cut, 1)
-            head, rest = head[:cut], head[cut:] + rest
+        head, rest = self._shared(instance, one, *gathered)
         allocation = place_fitting(
             head,
             c_avail,
@@ -419,7 +390,7 @@ class AdaptiveTrigger(PrefillPolicy):
             instance.page,
             places,
         )
-        beyond = queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
+        beyond = one.queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
         allocation = top_up(
             allocation._replace(left=allocation.left + rest),
             c_avail,
@@ -429,7 +400,7 @@ class AdaptiveTrigger(PrefillPolicy):
             page=instance.page,
             places=places,
         )
-        ahead_ms = 1e3 * (at.free_at_s(instance) - now_s)
+        ahead_ms = 1e3 * (one.at.free_at_s(instance) - one.at.now_s)
         return Plan(
             placements=[Placement(r, instance, rank) for r, rank in allocation.placed],
             reason=(
@@ -439,3 +410,69 @@ class AdaptiveTrigger(PrefillPolicy):
             ),
             passed_over=allocation.left,
         )
+
+    def _gather(
+        self,
+        instance: PrefillInstance,
+        one: Decision,
+        affinity: BatchAffinity,
+        c_avail: Sequence[int],
+        places: Sequence[int] | None,
+        keep_tokens: float,
+    ) -> tuple[list[Request], list[Request]] | None:
+        """In order, those that fit into the pass, and those of which a part might if more than
+        ``keep_tokens`` wait. None if nothing that waits may go there."""
+        room = sum(c for c in c_avail if c > 0)
+        most = math.inf if places is None else sum(places)
+        most = min(most, one.in_time.get(instance.id, math.inf))
+        spare = room if one.queue.tokens > keep_tokens else 0
+        # Whatever was predicted, nobody waits for a cached prefix longer than this.
+        patient_s = one.at.now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
+        home_of = one.home_of
+        head: list[Request] = []
+        rest: list[Request] = []
+        taken = refused = forbidden = 0
+        for request in one.queue.in_order():
+            if (
+                taken >= room + spare
+                or len(head) + len(rest) >= (2 * most if spare else most)
+                or affinity.deferred >= MAX_DEFERRED
+                or refused >= MOST_REFUSED
+            ):
+                break
+            if not permitted(request, instance, one.instances):
+                forbidden += 1
+            elif not one.admissible(request):
+                refused += 1
+            elif (
+                (one.overdue or self._long.suits(request, instance, one.instances))
+                and (
+                    home_of is None
+                    or home_of.get(request.rid) == instance.id
+                    or request.arrived_s <= patient_s
+                )
+                and (request.arrived_s <= patient_s or affinity.belongs_here(request))
+            ):
+                (head if taken < room and len(head) < most else rest).append(request)
+                taken += paged(request.uncached_tokens_on(instance.id), instance.page)
+        return None if forbidden == len(one.queue) else (head, rest)
+
+    def _shared(
+        self,
+        instance: PrefillInstance,
+        one: Decision,
+        head: list[Request],
+        rest: list[Request],
+    ) -> tuple[list[Request], list[Request]]:
+        """The instance's share of them, and what is left for those that start later."""
+        alone = len(one.instances) == 1 or one.passes_of(instance) > 1
+        if one.home_of is not None or alone or one.overdue:
+            return head, rest
+        others = [i for i in one.instances if i is not instance]
+        rate = self._offered.token_rate
+        share = fair_share(instance, others, one.queue.tokens, one.start_of, one.at.now_s, rate)
+        cut = prefix(head, share)
+        if one.all_idle or (instance.idle and share > 0):
+            # A prompt longer than the share is not divisible: later it would be no better off.
+            cut = max(cut, 1)
+        return head[:cut], head[cut:] + rest
