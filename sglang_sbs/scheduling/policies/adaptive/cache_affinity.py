@@ -24,7 +24,7 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefix.index import Upcoming, shared_blocks
+from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
 
 RECOMPUTE_WEIGHT = 60.0
