@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sglang_sbs.scheduling
-from sglang_sbs.simulator.experiments.sweep import WARM_UP_S, Job, Row, Task, run_job
+from sglang_sbs.simulator.experiments.sweep import Job, run_job
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.options.common import (
     check_outputs,
@@ -30,6 +30,8 @@ from sglang_sbs.simulator.options.common import (
     write_json,
 )
 from sglang_sbs.simulator.options.common import seeds as seeds_of
+from sglang_sbs.simulator.parallel import Row, Task
+from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 
 NEVER = 1e9
 _LONG = "3-64K,64K,chunk 1024,sessions"

@@ -10,13 +10,14 @@ from typing import Literal, get_args
 import msgspec
 
 from sglang_sbs.scheduling.policy_names import POLICIES, Policy
-from sglang_sbs.scheduling.queue.fairness import LEAST_WEIGHT, MOST_WEIGHT
 
 Trigger = Literal["adaptive", "paper"]
 DecodeRule = Literal["iqr", "potential"]
 
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 DECODE_RULES: tuple[str, ...] = get_args(DecodeRule)
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
+"""Of a tenant. What is further apart is no share any more."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

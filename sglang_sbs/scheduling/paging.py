@@ -1,4 +1,4 @@
-"""What a prompt costs of the chunk: an engine charges each request whole pages.
+"""What an engine counts in: whole pages of the chunk, and the sizes of captured graphs.
 
 Capacity (C_avail, what fits into a pass) is counted in charged tokens; forward times, reports and
 the fair share are in true ones. A prompt is only ever cut between two pages, so whatever part of it
@@ -9,6 +9,12 @@ Source: ``schedule_policy.py`` of SGLang, ``_update_prefill_budget``.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
+_MOST_PADDING = 2
+"""Times as many tokens; a rank that would be padded to more makes the pass run without a graph."""
+
 
 def paged(tokens: int, page: int) -> int:
     """Tokens of the chunk that a request with so many to compute is charged."""
@@ -18,3 +24,26 @@ def paged(tokens: int, page: int) -> int:
 def whole_pages(chunk_tokens: int, page: int) -> int:
     """What of a chunk can be used; at least a page."""
     return max(page, chunk_tokens // page * page)
+
+
+def padded(tokens_per_rank: Sequence[int], captured: Sequence[int]) -> Sequence[int]:
+    """What the ranks compute in a pass, where CUDA graphs are captured for these token counts.
+
+    A graph is replayed if the fullest rank fits the largest graph and each rank agrees; one without
+    tokens always does. All ranks then compute as many tokens as the smallest graph that holds the
+    fullest, the idle ones those of a dummy request, so the cost of a pass has steps. Source:
+    ``dp_attn.py`` (``_local_prefill_cuda_graph_vote``), ``forward_batch_info.py``
+    (``prepare_mlp_sync_batch``) and ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of
+    SGLang.
+
+    Args:
+        tokens_per_rank: extend tokens.
+        captured: ascending; empty for an engine without prefill graphs.
+    """
+    fullest = max(tokens_per_rank)
+    if not captured or not 0 < fullest <= captured[-1]:
+        return tokens_per_rank
+    for tokens in tokens_per_rank:
+        if tokens and captured[bisect_left(captured, tokens)] > _MOST_PADDING * tokens:
+            return tokens_per_rank
+    return [captured[bisect_left(captured, fullest)]] * len(tokens_per_rank)

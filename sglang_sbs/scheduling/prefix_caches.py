@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.prefix.index import PrefixIndex
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 
 BlockEvent = ev.BlocksStored | ev.BlocksRemoved | ev.BlocksCleared
 

@@ -36,9 +36,10 @@ import msgspec
 from sglang_sbs.scheduling import events as ev
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode.admission import RESERVE_AFTER_PASSES, DecodeAdmission
+from sglang_sbs.scheduling.decode.expected_output import ExpectedOutput
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.decode.rules import UNLIMITED, schedule_decode
-from sglang_sbs.scheduling.lone_ranks import LoneRanks
+from sglang_sbs.scheduling.membership import Membership
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.pbaa import first_part
 from sglang_sbs.scheduling.policies.policy import Placement, Plan
@@ -55,11 +56,11 @@ from sglang_sbs.scheduling.queue.flow_control import (
     retry_after_s,
     slo_refusal_of,
 )
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
+from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 from sglang_sbs.wire import EndForward
 
-_OUTPUT_STEP = 0.05
 _ADOPTED_S = 0.05
 _GIVEN_UP_S = 0.02
 """Thousands may be given up in one moment: so often is looked for what to do about it."""
@@ -68,8 +69,6 @@ _GO_ON_S = 0.001
 _MOST_UNPLACED = 64
 """Planning goes on without those that decode had no rank for, until they are so many."""
 _MOST_ADOPTED = 64
-_FORGET_DOWN_S = 600.0
-"""A longer outage of an instance with nothing outstanding is taken for its removal."""
 
 
 class Scheduler:
@@ -84,23 +83,17 @@ class Scheduler:
         )
         self.prefix = PrefixCaches(max_blocks=self.config.prefix_index_blocks)
         self.policy = make_policy(self.config, self.interval)
-        self.prefill: dict[ev.InstanceId, PrefillInstance] = {}
-        self.decode: dict[ev.InstanceId, DecodeInstance] = {}
+        self._members = Membership(self.config, self.prefix)
+        self.prefill = self._members.prefill
+        self.decode = self._members.decode
+        self.lone = self._members.lone
         turns = TenantTurns(self.config.tenant_weights)
         self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill, turns)
-        self.lone = LoneRanks()
-        """Prefill workers without a barrier; only they have other names here than outside."""
-        self._down: dict[ev.InstanceId, float] = {}
-        """Since when."""
-        self._up_prefill: list[PrefillInstance] = []
-        self._up_decode: list[DecodeInstance] = []
-        self._decode_targets: list[tuple[DecodeInstance, int]] = []
-        """The ranks of those that are up."""
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
         self._choose_decode = make_decode_rule(self.config)
-        self._expected_output = float(self.config.default_output_tokens)
+        self._outputs = ExpectedOutput(self.config.default_output_tokens)
         self._latency = NetworkLatency(self.config.initial_latency_s)
         self._arrivals = 0
         self.batches = 0
@@ -108,7 +101,7 @@ class Scheduler:
         self._wake_s: float | None = None
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
-        self._admission = DecodeAdmission(self._total_tokens)
+        self._admission = DecodeAdmission(self._outputs.total_tokens)
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
         """Take in one event at the driver's time and return what to do, in order.
@@ -181,7 +174,7 @@ class Scheduler:
 
     def is_up(self, instance: ev.InstanceId) -> bool:
         """Whether new requests may go there."""
-        return instance not in self._down
+        return instance not in self._members.down_s
 
     # Requests -----------------------------------------------------------------------------
 
@@ -189,15 +182,21 @@ class Scheduler:
         if event.rid in self._requests:
             return
         if event.estimated:
-            most = max([one.kv_capacity_tokens for one in self._up_decode], default=UNLIMITED)
+            most = max(
+                [one.kv_capacity_tokens for one in self._members.up_decode], default=UNLIMITED
+            )
             if event.prompt_tokens > most:
                 event = msgspec.structs.replace(event, prompt_tokens=most)
-        refusal = refusal_of(event, self.config, self.queue, self._up_prefill, self._up_decode)
-        request = Request.arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
+        refusal = refusal_of(
+            event, self.config, self.queue, self._members.up_prefill, self._members.up_decode
+        )
+        request = arrived(event, self._arrivals, now_s, self.config.default_timeout_s)
         if refusal is None and self.config.refuse_missed_slo:
             self.queue.look_at(request)
             latency_s = self.interval.latency_s
-            refusal = slo_refusal_of(request, self.queue, self._up_prefill, now_s, latency_s)
+            refusal = slo_refusal_of(
+                request, self.queue, self._members.up_prefill, now_s, latency_s
+            )
         if refusal is not None:
             out.append(self._refuse(event.rid, *refusal))
             return
@@ -209,7 +208,7 @@ class Scheduler:
     def _refuse_hopeless(self, out: list[ev.Command]) -> None:
         """What waits when the last instance of a role goes is told so at once, as who comes then:
         its client may ask elsewhere."""
-        missing = missing_role(self._up_prefill, self._up_decode)
+        missing = missing_role(self._members.up_prefill, self._members.up_decode)
         if missing is None:
             return
         for request in list(self.queue):
@@ -239,23 +238,16 @@ class Scheduler:
             instance = self.prefill.get(request.prefill[0])
             if instance is not None:
                 instance.dropped(request.rid, request.prefill[1])
-        tokens = self._answered_tokens(event, request)
+        tokens = self._outputs.answered_tokens(event, request, self._members.up_decode)
         if request.decode is not None:
             decode = self.decode.get(request.decode[0])
             if decode is not None:
                 decode.ended(request.rid, request.decode[1], request.prompt_tokens + tokens)
         if event.outcome == "completed" and event.completion_tokens is not None:
-            self._expected_output += _OUTPUT_STEP * (tokens - self._expected_output)
+            self._outputs.learn(tokens)
         return not request.prefilled or (
             request.decode is not None and self._makes_room(request.decode[0])
         )
-
-    def _answered_tokens(self, event: ev.RequestEnded, request: Request) -> int:
-        """No answer is longer than was asked for, or than a decode rank holds."""
-        most = max((one.kv_capacity_tokens for one in self._up_decode), default=0)
-        if request.max_new_tokens is not None:
-            most = min(most, request.max_new_tokens)
-        return min(max(0, event.completion_tokens or 0), most)
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
         """Whether something that waits could leave because of what this instance did: anything of
@@ -280,7 +272,7 @@ class Scheduler:
             dispatched_s=now_s,
             prefilled=event.prefilled,
         )
-        request.total_tokens = self._total_tokens(request)
+        request.total_tokens = self._outputs.total_tokens(request)
         self._arrivals += 1
         self._requests[event.rid] = request
         self._count_in(request, now_s)
@@ -316,73 +308,21 @@ class Scheduler:
     # Instances ----------------------------------------------------------------------------
 
     def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
-        instances, gone = self.lone.up(event)
-        for name in gone:
-            self._forget(name)
-        for one in instances:
-            self._up(one, now_s)
-        self._on_topology_change(now_s)
-
-    def _up(self, event: ev.InstanceUp, now_s: float) -> None:
-        self._down.pop(event.instance, None)
-        is_new = event.instance not in self.prefill and event.instance not in self.decode
-        if event.role == "prefill":
-            self.decode.pop(event.instance, None)
-            known = self.prefill.get(event.instance)
-            if known is None or known.dp_size != event.dp_size:
-                self.prefill[event.instance] = PrefillInstance(
-                    event,
-                    t_default_s=self.config.t_default_s,
-                    default_chunk_tokens=self.config.default_chunk_tokens,
-                    worker=self.lone.outside(event.instance, 0, event.dp_size).worker,
-                )
-            else:
-                known.set_limits(event)
-        else:
-            self.prefill.pop(event.instance, None)
-            known_decode = self.decode.get(event.instance)
-            if known_decode is None or known_decode.dp_size != event.dp_size:
-                self.decode[event.instance] = DecodeInstance(event)
-            else:
-                known_decode.set_limits(event)
-        self.prefix.on_up(event)
-        if is_new:
+        for name in self._members.up(event):
             for request in self._requests.values():  # adopted before their instance was up
                 if request.prefill is not None:
                     request.prefill = self.lone.place(*request.prefill)
-                self._count_in(request, now_s, only=event.instance)
-
-    def _on_down(self, event: ev.InstanceDown, now_s: float) -> None:
-        for name in self.lone.instances(event.instance):
-            instance = self.prefill.get(name) or self.decode.get(name)
-            if instance is None or name in self._down:
-                return
-            instance.down()
-            self.prefix.on_down(name)
-            self._down[name] = now_s
+                self._count_in(request, now_s, only=name)
         self._on_topology_change(now_s)
 
-    def _forget(self, name: ev.InstanceId) -> None:
-        self._down.pop(name, None)
-        self.decode.pop(name, None)
-        self.prefill.pop(name, None)
-        self.prefix.forget(name)
+    def _on_down(self, event: ev.InstanceDown, now_s: float) -> None:
+        if self._members.down(event.instance, now_s):
+            self._on_topology_change(now_s)
 
     def _on_topology_change(self, now_s: float) -> None:
-        for gone in [i for i, since_s in self._down.items() if since_s + _FORGET_DOWN_S <= now_s]:
-            # Removed for good, as far as anybody can tell; under churn the books would only grow.
-            decode = self.decode.get(gone)
-            if decode is None or not decode.has_outstanding:
-                self._forget(gone)
-                self.lone.forget(gone)
-        self._up_prefill = [i for i in self.prefill.values() if i.id not in self._down]
-        self._up_decode = [d for d in self.decode.values() if d.id not in self._down]
-        self._decode_targets = [(d, rank) for d in self._up_decode for rank in range(d.dp_size)]
-        pass_tokens = sum(instance.capacity_tokens for instance in self._up_prefill)
-        for decode in self._up_decode:
-            decode.may_park(pass_tokens // len(self._decode_targets))
-        self.interval.on_topology_change(len(self._up_prefill))
-        self.policy.on_topology_change(self._up_prefill)
+        up = self._members.refresh(now_s)
+        self.interval.on_topology_change(len(up))
+        self.policy.on_topology_change(up)
 
     def _on_report(self, event: ev.ForwardEnded, now_s: float) -> None:
         report = event.report
@@ -424,7 +364,11 @@ class Scheduler:
             decode.on_load_poll(event.running_requests, event.kv_tokens, now_s)
 
     def _learn(self, observation: Observation, now_s: float, ranks: int) -> None:
-        self.interval.latency_s = self._latency.observe(observation.latencies_s, now_s)
+        self.interval.latency_s = self._latency.observe(
+            observation.latencies_s, now_s, observation.requests
+        )
+        self.interval.lone_s = self._latency.lone_s
+        self.interval.serial_s = self._latency.serial_s
         self.policy.on_landing(observation, ranks, now_s)
         if observation.forward_s is not None:
             self.interval.on_end_forward(observation.forward_s)
@@ -443,7 +387,7 @@ class Scheduler:
             out.append(
                 self._refuse(request.rid, "deadline", f"not scheduled within {waited_s:.1f} s")
             )
-        instances = self._up_prefill
+        instances = self._members.up_prefill
         latency_s = self.interval.latency_s
         wakes: list[float | None] = []
         again: set[PrefillInstance] = set()
@@ -454,7 +398,7 @@ class Scheduler:
                 again.add(instance)
         silent_s = [decode.advance(now_s) for decode in self.decode.values()]
         self.queue.reorder()
-        self._admission.begin(self._up_decode, self.queue)
+        self._admission.begin(self._members.up_decode, self.queue)
         unplaced: set[str] = set()
 
         def admissible(request: Request) -> bool:
@@ -493,14 +437,14 @@ class Scheduler:
         """Choose decode ranks and dispatch; the requests for which there was none."""
         if not plan.placements:
             return []
-        targets = self._decode_targets
+        targets = self._members.decode_targets
         for placement in plan.placements:
             request = placement.request
-            request.total_tokens = self._total_tokens(request)
+            request.total_tokens = self._outputs.total_tokens(request)
             request.decode_hits = self.prefix.decode_hits(request, targets)
         left = self._send(plan.placements, plan.reason, now_s, out)
         # Only where ranks are coupled does prefill's matter: another one may have room behind it.
-        if left and any(decode.rank_choice == "by_room" for decode in self._up_decode):
+        if left and any(decode.rank_choice == "by_room" for decode in self._members.up_decode):
             left = [p for p in left if not self._send_elsewhere(p, plan.reason, now_s, out)]
         if len(left) < len(plan.placements):
             self.policy.on_dispatched(now_s)
@@ -526,7 +470,7 @@ class Scheduler:
             if index is None:
                 left.append(placement)
             else:
-                self._dispatch(placement, self._decode_targets[index], reason, now_s, out)
+                self._dispatch(placement, self._members.decode_targets[index], reason, now_s, out)
         return left
 
     def _send_elsewhere(
@@ -538,7 +482,7 @@ class Scheduler:
         need = first_part(charged, instance.chunk_tokens)
         others = [
             (-tokens, number, Placement(request, one, d))
-            for number, one in enumerate(self._up_prefill)
+            for number, one in enumerate(self._members.up_prefill)
             if one.worker == instance.worker
             for d, tokens in enumerate(one.c_avail())
             if tokens >= need and (one, d) != (instance, rank)
@@ -550,10 +494,10 @@ class Scheduler:
 
     def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
         """The decode rank of each request, as an index into all, for which there is one."""
-        targets = self._decode_targets
-        loads = [load for decode in self._up_decode for load in decode.loads()]
-        ids = {decode.id for decode in self._up_decode}
-        coupled = any(decode.rank_choice == "by_room" for decode in self._up_decode)
+        targets = self._members.decode_targets
+        loads = [load for decode in self._members.up_decode for load in decode.loads()]
+        ids = {decode.id for decode in self._members.up_decode}
+        coupled = any(decode.rank_choice == "by_room" for decode in self._members.up_decode)
         placed = {placement.request.rid: placement for placement in placements}
 
         def allowed(request: Request, index: int) -> bool:
@@ -590,7 +534,14 @@ class Scheduler:
         request.prefill = (instance.id, rank)
         request.decode = (decode[0].id, decode[1])
         request.dispatched_s = now_s
-        instance.dispatched(request.rid, rank, request.prompt_tokens, now_s, request.cached_tokens)
+        instance.dispatched(
+            request.rid,
+            rank,
+            request.prompt_tokens,
+            now_s,
+            request.cached_tokens,
+            self._latency.serial_s,
+        )
         if request.blocks:
             computed_s = instance.free_at_s(now_s, self.interval.latency_s)
             if instance.passes:
@@ -616,12 +567,6 @@ class Scheduler:
             )
         )
 
-    def _total_tokens(self, request: Request) -> int:
-        expected = int(self._expected_output)
-        if request.max_new_tokens is not None:
-            expected = min(expected, request.max_new_tokens)
-        return request.prompt_tokens + expected
-
     def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
-        after_s = retry_after_s(self.queue, self._up_prefill)
+        after_s = retry_after_s(self.queue, self._members.up_prefill)
         return ev.Refuse(rid=rid, cause=cause, retry_after_s=after_s, message=message)

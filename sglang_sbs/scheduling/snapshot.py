@@ -13,7 +13,8 @@ import msgspec
 
 from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.prefill.instance import PrefillInstance, Tier
+from sglang_sbs.scheduling.prefill.books import Tier
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
 from sglang_sbs.scheduling.queue.request import RequestQueue
 

@@ -23,8 +23,6 @@ from sglang_sbs.simulator.experiments.sweep import (
     POLICY_CONFIGS,
     EmptyWindowError,
     Job,
-    Row,
-    Task,
     max_load,
     run_job,
 )
@@ -60,6 +58,7 @@ from sglang_sbs.simulator.options.common import (
     write_json,
 )
 from sglang_sbs.simulator.options.scheduler import add_scheduler, scheduler_fields
+from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.workloads.arrivals import TraceError
 from sglang_sbs.simulator.workloads.scenario import DECODE, SCENARIOS, ScenarioError, make_scenario

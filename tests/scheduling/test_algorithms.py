@@ -16,7 +16,7 @@ from sglang_sbs.scheduling.decode.rules import (
 )
 from sglang_sbs.scheduling.policies.pbaa import LEFT_OUT, pbaa, place_fitting, top_up
 from sglang_sbs.scheduling.prefill.interval import IntervalController
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 
 
 def request(rid: str, tokens: int, *, order: int = 0, output: int = 0) -> Request:

@@ -97,6 +97,28 @@ def test_one_wild_latency_moves_nothing():
     assert network.observe([4.0], 2.0) == pytest.approx(0.005)
 
 
+def of_batches(network: NetworkLatency, sizes: list[int], base_s: float, each_s: float) -> None:
+    for step, size in enumerate(sizes):
+        network.observe([base_s + each_s * (size - 1)], step * 0.1, [size])
+
+
+def test_what_a_batch_takes_longer_than_a_single_request_is_learned_from_batches():
+    network = NetworkLatency(0.02)
+    of_batches(network, [40, 50, 60, 70, 80], 0.005, 0.0005)
+    assert network.serial_s == pytest.approx(0.0005)
+    assert network.lone_s == pytest.approx(0.005)
+    assert network.latency_s == pytest.approx(0.005 + 59 * 0.0005)
+
+
+def test_size_is_not_blamed_for_what_it_does_not_explain():
+    network = NetworkLatency(0.02)
+    of_batches(network, [40, 50, 60, 70, 80], 0.005, 0.0005)
+    network.observe([4.0], 0.5, [70])
+    assert network.serial_s < 0.001 and 0 <= network.lone_s <= network.latency_s
+    of_batches(network, [8] * 64, 0.007, 0.0)
+    assert (network.serial_s, network.lone_s) == (0.0, network.latency_s)
+
+
 def test_the_forward_model_recovers_from_a_hostile_hour():
     model = ForwardModel(t_default_s=0.3, chunk_tokens=3072)
     rng = random.Random(2)

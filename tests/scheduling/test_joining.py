@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from test_scheduler import Driver
 
 from sglang_sbs.scheduling import Dispatch, InstanceUp
+from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
 
 
 def with_a_batch_on_its_way() -> Driver:
@@ -40,3 +42,15 @@ def test_who_joins_says_so_and_still_makes_the_pass():
     (joined,) = sent(it, "short")
     assert joined.joins
     assert not sent(it, "second")[0].joins
+
+
+def test_who_joins_starts_with_the_batch_and_puts_off_no_other_pass():
+    it = with_a_batch_on_its_way()
+    trigger = it.scheduler.policy
+    assert isinstance(trigger, AdaptiveTrigger)
+    starts_s = trigger.last_start_s
+    assert starts_s > it.now_s
+    it.arrive("short", 50)
+    it.wait(0.3)
+    assert sent(it, "short")
+    assert trigger.last_start_s == pytest.approx(starts_s)

@@ -21,7 +21,8 @@ from sglang_sbs.scheduling import (
     WakeAt,
 )
 from sglang_sbs.scheduling.policy_names import POLICIES
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.request import Request
 
 FINISHED = 600
 MOST_ENTRIES = 150

@@ -16,8 +16,9 @@ from sglang_sbs.scheduling import (
     TimerFired,
 )
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.report_cursor import ReportCursor
+from sglang_sbs.scheduling.request import Request
 
 
 def prefill_up(dp: int = 2) -> InstanceUp:

@@ -7,13 +7,13 @@ know rules for the choice of a rank, prefill, or time passing by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.request import Request
 
 RESERVE_AFTER_PASSES = 10.0
 """Who was refused for so many mean forward times is old enough to have a rank kept for it."""
@@ -42,8 +42,8 @@ class DecodeAdmission:
         self.least_refused_tokens = math.inf
         """The smallest total length that was refused since :meth:`begin`."""
 
-    def begin(self, instances: Sequence[DecodeInstance], waiting: RequestQueue) -> None:
-        """A new look at the room of the instances that are up. ``waiting``: the queue."""
+    def begin(self, instances: Sequence[DecodeInstance], waiting: Container[str]) -> None:
+        """A new look at the room of the instances that are up. ``waiting``: their ids."""
         self._instances = instances
         self._room_tokens = None
         self.least_refused_tokens = math.inf

@@ -22,7 +22,7 @@ from sglang_sbs.scheduling.policies.immediate import (
     workers_of,
 )
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS_THRESHOLD = 64

@@ -19,7 +19,8 @@ from sglang_sbs.scheduling.policies.policy import (
 )
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.request import Request
 
 Place = tuple[PrefillInstance, int]
 """A DP rank."""

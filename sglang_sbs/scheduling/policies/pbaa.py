@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.queue.request import Request, uncached_tokens_of
+from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 LEAST_HIT_SHARE = 0.02
 """Of a chunk: a prefix that is shorter counts, but nobody waits for it. With pages of one token any

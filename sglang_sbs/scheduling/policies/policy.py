@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.observation import Observation
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.request import Request
 
 Admissible = Callable[[Request], bool]
 """Whether some decode rank has room for the request now."""

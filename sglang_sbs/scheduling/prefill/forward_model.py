@@ -18,10 +18,11 @@ these.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from sglang_sbs.scheduling.paging import padded
 
 _FEATURES = 4
 _PRIOR = (0.5, 0.25, 0.25, 0.0)
@@ -50,33 +51,7 @@ _ERROR_STEP = 0.1
 _USUAL_IMBALANCE = 1.1
 """The heaviest rank of a batch, as a multiple of the mean."""
 
-_MOST_PADDING = 2
-"""Times as many tokens; a rank that would be padded to more makes the pass run without a graph."""
-
 _Features = tuple[float, float, float, float]
-
-
-def padded(tokens_per_rank: Sequence[int], captured: Sequence[int]) -> Sequence[int]:
-    """What the ranks compute in a pass, where CUDA graphs are captured for these token counts.
-
-    A graph is replayed if the fullest rank fits the largest graph and each rank agrees; one without
-    tokens always does. All ranks then compute as many tokens as the smallest graph that holds the
-    fullest, the idle ones those of a dummy request, so the cost of a pass has steps. Source:
-    ``dp_attn.py`` (``_local_prefill_cuda_graph_vote``), ``forward_batch_info.py``
-    (``prepare_mlp_sync_batch``) and ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of
-    SGLang.
-
-    Args:
-        tokens_per_rank: extend tokens.
-        captured: ascending; empty for an engine without prefill graphs.
-    """
-    fullest = max(tokens_per_rank)
-    if not captured or not 0 < fullest <= captured[-1]:
-        return tokens_per_rank
-    for tokens in tokens_per_rank:
-        if tokens and captured[bisect_left(captured, tokens)] > _MOST_PADDING * tokens:
-            return tokens_per_rank
-    return [captured[bisect_left(captured, fullest)]] * len(tokens_per_rank)
 
 
 class _Observed(NamedTuple):

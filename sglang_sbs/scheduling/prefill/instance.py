@@ -1,8 +1,8 @@
 """What the scheduler believes about one prefill instance, and how reports correct it.
 
-Owns the passes in flight with their predicted ends, C_avail, readiness (quiescence, EndForward)
-and the forward model. The books of a rank are in ``rank``, the samples in ``observation``,
-how long silence may last in ``watchdog``. Must not know the queue, other instances or the policy.
+Owns how dispatches, reports, time and silence change the books (``books``; those of a rank are in
+``rank``) and what a pass teaches the forward model. Samples are taken in ``observation``; how long
+silence may last is in ``watchdog``. Must not know the queue, other instances or the policy.
 
 How the belief is kept true
 ---------------------------
@@ -21,180 +21,22 @@ the pass is presumed over when one of its requests is answered. A later report o
 from __future__ import annotations
 
 import math
-from typing import Literal
 
-from sglang_sbs.scheduling.events import InstanceId, InstanceUp
-from sglang_sbs.scheduling.paging import whole_pages
-from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
+from sglang_sbs.scheduling.prefill.books import PrefillBooks
 from sglang_sbs.scheduling.prefill.observation import Observation, Pause, observe_launch
 from sglang_sbs.scheduling.prefill.passes import Pass, accepted, with_id
 from sglang_sbs.scheduling.prefill.rank import MOST_TAKEN, PrefillRank, Sent
-from sglang_sbs.scheduling.prefill.report_limits import MOST_PASSES, DeviceTime, within_limits
-from sglang_sbs.scheduling.prefill.watchdog import Watchdog
+from sglang_sbs.scheduling.prefill.report_limits import MOST_PASSES, within_limits
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.wire import EndForward
-
-Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
-"""Which signal readiness rests on. ``none``: nothing heard yet. ``interval``: fell silent, served
-at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
 LOST_S = 2.0
 """What a rank that speaks has not named this long after it was sent, and no less than the watchdog
 waits, does not count any more: a connection hangs, or the engine dropped it."""
 
 
-class PrefillInstance:
-    """Belief about one prefill instance with ``dp_size`` ranks."""
-
-    def __init__(
-        self,
-        up: InstanceUp,
-        *,
-        t_default_s: float,
-        default_chunk_tokens: int,
-        worker: InstanceId = "",
-    ) -> None:
-        """``worker``: whose rank it is, where each rank is an instance
-        (:mod:`sglang_sbs.scheduling.lone_ranks`)."""
-        self.id: InstanceId = up.instance
-        self.worker = worker or up.instance
-        self.dp_size = up.dp_size
-        self.chunk_tokens = default_chunk_tokens
-        self.page = 1
-        """Tokens per page that a request is charged of the chunk."""
-        self.prefill_max_requests = 0
-        """Of a rank in one pass; 0: no limit."""
-        self.overlap = up.overlap
-        self.ranks = [PrefillRank() for _ in range(up.dp_size)]
-        self._set_room(up)
-        self.model = ForwardModel(t_default_s=t_default_s, chunk_tokens=self.chunk_tokens)
-        self.model.captured_tokens = up.captured_tokens
-        self.passes: list[Pass] = []
-        self.tier: Tier = "none"
-        self.ready = True
-        """EndForward (or quiescence) since the last dispatch."""
-        self.watchdog = Watchdog(t_default_s)
-        self._device = DeviceTime(t_default_s)
-        self.gap_s = 0.005
-        """Smoothed pause between the end of a pass and the launch of the next."""
-        self.free_since_s = float("-inf")
-        self.last_dispatch_s = float("-inf")
-        self.passes_ended = 0
-        self._outstanding = 0
-        self._batch: Sent | None = None
-        """The newest one."""
-        self.backlog_tokens = 0
-        """Dispatched or queued and in no pass yet, all ranks."""
-        self.charged_tokens = 0
-        """What that costs of the chunks to come."""
-        self.has_flight = False
-        """Whether any request is dispatched and not yet accepted."""
-        self._least_ahead_tokens: int | None = None
-        """Remembered until the ledgers change, as are the next."""
-        self.marginal: tuple[float, float, float] | None = None
-        """For who divides what waits (``water_level``)."""
-        self._next_pass_s: float | None = None
-        self._longest_prompt_tokens: int | None = None
-        self._presumed_id = -1
-        """Newest pass that some rank has told of for all."""
-
-    def set_limits(self, up: InstanceUp) -> None:
-        """Chunk, page, overlap scheduling and graphs as the engine has them."""
-        self._set_room(up)
-        self.model.captured_tokens = up.captured_tokens
-
-    def _set_room(self, up: InstanceUp) -> None:
-        self.page = max(1, up.charged_page or up.page_size)
-        self.chunk_tokens = whole_pages(up.chunk_tokens or self.chunk_tokens, self.page)
-        self.capacity_tokens = self.chunk_tokens * self.dp_size
-        """Of a pass with a full chunk on every rank."""
-        self.overlap = up.overlap
-        # A limit that no chunk can hold is none.
-        most = up.prefill_max_requests
-        self.prefill_max_requests = most if 0 < most * self.page < self.chunk_tokens else 0
-        for rank in self.ranks:
-            rank.set_limits(self.page, self.chunk_tokens, self.prefill_max_requests)
-
-    # Questions ----------------------------------------------------------------------------
-
-    def c_avail(self, passes: int = 1) -> list[int]:
-        """C_avail per rank for the next pass to be launched (paper section 4.2.1), tokens; for
-        several, what fits into them together and no more than a chunk. Charged, as all that is
-        weighed against it must be. Nothing where a pass holds as many requests as it may."""
-        room = [passes * self.chunk_tokens - rank.ahead_tokens for rank in self.ranks]
-        return room if passes == 1 else [min(self.chunk_tokens, tokens) for tokens in room]
-
-    def places(self, passes: int = 1) -> list[int] | None:
-        """Requests per rank that the same pass still takes; None: any number."""
-        most = self.prefill_max_requests
-        if not most:
-            return None
-        return [max(0, min(most, passes * most - rank.backlog_requests)) for rank in self.ranks]
-
-    def capacity_of(self, mean_tokens: float) -> float:
-        """Tokens of a pass that takes as many requests of this mean length as it may."""
-        if not self.prefill_max_requests:
-            return self.capacity_tokens
-        return min(self.capacity_tokens, self.dp_size * self.prefill_max_requests * mean_tokens)
-
-    def full_pass(self, mean_tokens: float) -> tuple[float, float]:
-        """The same, and the predicted forward time of such a pass."""
-        tokens = self.capacity_of(mean_tokens)
-        return tokens, self.model.predict_s([round(tokens / self.dp_size)] * self.dp_size)
-
-    @property
-    def longest_prompt_tokens(self) -> int:
-        """Of the prompts that are not computed yet; cached or not."""
-        if self._longest_prompt_tokens is None:
-            self._longest_prompt_tokens = max([rank.prompts.longest_tokens for rank in self.ranks])
-        return self._longest_prompt_tokens
-
-    @property
-    def has_room(self) -> bool:
-        """Whether C_avail is positive on some rank."""
-        if self._least_ahead_tokens is None:
-            self._least_ahead_tokens = min([rank.ahead_tokens for rank in self.ranks])
-        return self._least_ahead_tokens < self.chunk_tokens
-
-    @property
-    def idle(self) -> bool:
-        """Quiescence: no pass runs and nothing waits for one."""
-        return not self.passes and self.backlog_tokens == 0
-
-    @property
-    def launching(self) -> bool:
-        """No pass runs but there is a backlog, so one is about to start without us knowing it."""
-        return not self.passes and self.backlog_tokens > 0
-
-    def free_at_s(self, now_s: float, latency_s: float) -> float:
-        """Predicted end of everything already launched or about to be."""
-        if self.passes:
-            return self.passes[-1].end_s
-        if self.launching:
-            start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
-            return start_s + self.next_pass_s()
-        return now_s
-
-    def forms_at_s(self, now_s: float, latency_s: float) -> float:
-        """When the batch is formed that what is sent now could still be in.
-
-        Under overlap scheduling a pass that follows another without a gap is formed when that one
-        starts: with something left over behind a pass that is queued, at the end of the running
-        one. Else it is formed when the instance is free.
-        """
-        if self.overlap and len(self.passes) > 1 and self.backlog_tokens:
-            return self.passes[-1].start_s
-        return self.free_at_s(now_s, latency_s)
-
-    @property
-    def has_outstanding(self) -> bool:
-        """Whether any dispatched request is not prefilled yet."""
-        return self._outstanding > 0
-
-    @property
-    def joins_batch(self) -> bool:
-        """Whether the newest batch left while another was on its way."""
-        return self._batch is not None and self._batch.joins
+class PrefillInstance(PrefillBooks):
+    """Belief about one prefill instance, corrected by what it says and does not say."""
 
     # Time ---------------------------------------------------------------------------------
 
@@ -230,15 +72,23 @@ class PrefillInstance:
     # Own actions --------------------------------------------------------------------------
 
     def dispatched(
-        self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
+        self,
+        rid: str,
+        rank: int,
+        prompt_tokens: int,
+        now_s: float,
+        cached_tokens: int = 0,
+        serial_s: float = 0.0,
     ) -> None:
-        """A request leaves for a rank; arms the watchdog if none did before it."""
+        """A request leaves for a rank; arms the watchdog if none did before it. ``serial_s``: what
+        it takes of the time of those that leave after it."""
         if self._batch is None or self._batch.at_s != now_s:
             # One that hangs on its way is followed by nobody.
             last_s = self._batch.at_s if self._batch is not None else -math.inf
             joins = self.has_flight and last_s > self.free_since_s
             self._batch = Sent(now_s, self.idle, joins, 0)
         self._batch.requests += 1
+        self.left_s = self._batch.left_s = max(now_s, self.left_s) + serial_s
         self.ranks[rank].sent[rid] = self._batch
         self.has_flight = True
         self.adopted(rid, rank, prompt_tokens, now_s, cached_tokens)
@@ -374,6 +224,7 @@ class PrefillInstance:
         self.passes.clear()
         self.watchdog.due_s = None
         self.ready = True
+        self.left_s = -math.inf
 
     def down(self) -> None:
         """The instance cannot be reached: nothing sent there counts any more."""
@@ -383,15 +234,6 @@ class PrefillInstance:
             rank.prompts.clear()
 
     # Inside -------------------------------------------------------------------------------
-
-    def _recount(self) -> None:
-        """After anything that changed a rank's ledgers."""
-        self._next_pass_s = self._longest_prompt_tokens = None
-        self._least_ahead_tokens = self.marginal = None
-        self.backlog_tokens = sum([rank.backlog_tokens for rank in self.ranks])
-        self.charged_tokens = sum([rank.charged_tokens for rank in self.ranks])
-        self._outstanding = sum([len(rank.outstanding) for rank in self.ranks])
-        self.has_flight = any(rank.sent for rank in self.ranks)
 
     @property
     def _owes_signal(self) -> bool:
@@ -631,17 +473,6 @@ class PrefillInstance:
         tokens = [0] * self.dp_size
         tokens[report.dp_rank] = report.extend_tokens
         return tokens
-
-    def next_pass_s(self) -> float:
-        """Predicted forward time of a pass with what waits for it now."""
-        if self._next_pass_s is None:
-            tokens = [rank.next_tokens(self.chunk_tokens) for rank in self.ranks]
-            self._next_pass_s = self.model.predict_s(tokens, self._pairs(tokens))
-        return self._next_pass_s
-
-    def _pairs(self, tokens: list[int]) -> list[float]:
-        """Attention pairs of the next tokens of each rank."""
-        return [rank.prompts.pairs(mine) for rank, mine in zip(self.ranks, tokens, strict=True)]
 
     def _compute(self, tokens: list[int]) -> list[float]:
         """The same for tokens that a pass has taken now."""

@@ -30,6 +30,10 @@ class IntervalController:
         self._t_default_s = t_default_s
         self.latency_s = latency_s
         """L_net: dispatch until the rank can run the request, as last measured."""
+        self.lone_s = latency_s
+        """The same of a request that leaves alone."""
+        self.serial_s = 0.0
+        """What each further one that leaves with it adds."""
         self.active = 0
         """N_active."""
         self.literal = False

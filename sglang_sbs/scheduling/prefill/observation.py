@@ -43,6 +43,8 @@ class Observation:
     """T_fwd of a pass that ended, once per pass."""
     latencies_s: list[float] = field(default_factory=list)
     """L_net samples: dispatch to an idle instance until the launch."""
+    requests: list[int] = field(default_factory=list)
+    """Of the batches that these are of."""
     landed_s: list[float] = field(default_factory=list)
     """How long before a launch those requests were sent that were in it (not the ones above)."""
     idled_s: list[float] = field(default_factory=list)
@@ -90,17 +92,20 @@ def observe_launch(
     started = 0
     """Requests of the batch that woke the instance."""
     for sent in accepted:
-        ahead_s = max(0.0, launch_s - sent.at_s)
+        ahead_s = max(0.0, launch_s - sent.left_s)
         if sent.to_idle:
             if sent.at_s >= free_since_s:
                 started += sent.requests > 1
-                learned.latencies_s.append(ahead_s)
+                if not sent.has_told:
+                    sent.has_told = True
+                    learned.latencies_s.append(launch_s - sent.at_s)
+                    learned.requests.append(sent.requests)
         elif sent.joins:
             continue
         elif launch_s > free_since_s + 1.5 * gap_s + _ON_TIME_S and not paused:
             # The instance fell idle and launched when this one came: too late for the gapless
             # launch it was meant for.
-            learned.idled_s.append(free_since_s - sent.at_s)
+            learned.idled_s.append(free_since_s - sent.left_s)
         else:
             landed_s.append(ahead_s)
     if has_room:
@@ -108,7 +113,7 @@ def observe_launch(
         # those that are not even at the rank.
         late = min(bootstrapping_requests, len(landed_s))
         ahead = [sent for sent in in_flight if not (sent.to_idle or sent.joins)]
-        learned.left_behind_s += [launch_s - sent.at_s for sent in ahead]
+        learned.left_behind_s += [launch_s - sent.left_s for sent in ahead]
         learned.left_behind_s += landed_s[len(landed_s) - late :]
         landed_s = landed_s[: len(landed_s) - late]
     learned.landed_s = landed_s

@@ -15,6 +15,7 @@ the message does not know of yet are presumed once more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -45,6 +46,13 @@ class Sent:
     joins: bool = False
     """Another batch was on its way already."""
     requests: int = 1
+    left_s: float = -math.inf
+    """When the last of them has left: they leave one after the other."""
+    has_told: bool = False
+    """Its latency was taken."""
+
+    def __post_init__(self) -> None:
+        self.left_s = max(self.at_s, self.left_s)
 
 
 class Presumed(NamedTuple):

@@ -30,37 +30,27 @@ table some entries at a time.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
+from sglang_sbs.scheduling.prefix.places import Place, Rank, Sent
 from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
+from sglang_sbs.scheduling.prefix.upcoming import Upcoming, UpcomingBlocks
 
 CONFIRMED_S = 2.0
 """With KV events: so long after prefill a claim stands without having been published."""
 APPROXIMATE_TTL_S = 600.0
 DEFAULT_CAPACITY_TOKENS = 262_144
 """KV capacity of a rank that does not tell."""
-_UPCOMING = 8
-"""So many requests with the same beginning that are on their way are looked at, newest ones."""
 _SWEEP = 2_000
 """Entries looked at per call."""
 _STEPS = 4_096
 """Of claims, per call; a prompt in pages of one token has more blocks than that."""
 _MOST_CLAIMS = 8
 """Unfinished ones from which on more is done per call, so that they cannot pile up."""
-
-
-class Upcoming(NamedTuple):
-    """A rank that is going to hold the beginning of a prompt."""
-
-    instance: InstanceId
-    rank: int
-    tokens: int
-    visible_s: float
 
 
 class Hits(NamedTuple):
@@ -74,34 +64,6 @@ class Hits(NamedTuple):
 NO_HITS = Hits({}, 0)
 
 
-@dataclass(slots=True)
-class _Rank:
-    bit: int
-    claims: OrderedDict[int, float] = field(default_factory=OrderedDict)
-    """Blocks that nobody published, with the time when they lapse; oldest claim first."""
-
-
-@dataclass(slots=True)
-class _Place:
-    """One instance."""
-
-    id: InstanceId
-    source: PrefixSource
-    block_tokens: int
-    capacity_blocks: int
-    ranks: list[_Rank]
-    is_up: bool = True
-
-
-@dataclass(slots=True)
-class _Sent:
-    place: _Place
-    rank: int
-    blocks: Sequence[int]
-    visible_s: float
-    visible: bool = False
-
-
 class PrefixIndex:
     """Block names are any integers; times are the driver's seconds and must not decrease."""
 
@@ -109,12 +71,10 @@ class PrefixIndex:
         """``max_blocks``: bound of the table, some 200 bytes each with hundreds of ranks."""
         self.version = 0
         """Counts changes: what :meth:`find` found before may differ now."""
-        self.upcoming_version = 0
-        """The same for :meth:`upcoming`."""
         self._device = BlockTable(max_blocks)
         self._host = BlockTable(max_blocks)
-        self._places: dict[InstanceId, _Place] = {}
-        self._rank_of: dict[int, tuple[_Place, int]] = {}
+        self._places: dict[InstanceId, Place] = {}
+        self._rank_of: dict[int, tuple[Place, int]] = {}
         """By bit."""
         self._live: dict[int, int] = {}
         """Bits of the ranks in use, by block size."""
@@ -123,12 +83,12 @@ class PrefixIndex:
         self._retired = 0
         self._sweeping = 0
         self._to_sweep: list[int] = []
-        self._sent: dict[str, _Sent] = {}
-        self._upcoming: list[tuple[float, str]] = []
+        self._sent: dict[str, Sent] = {}
+        self._due: list[tuple[float, str]] = []
         """When requests that were sent become visible; a heap."""
-        self._by_root: dict[int, list[_Sent]] = {}
-        """Those that are not, by their first block."""
-        self._lapsing: deque[tuple[float, _Place, _Rank, Sequence[int]]] = deque()
+        self._upcoming = UpcomingBlocks()
+        """Of those that are not visible."""
+        self._lapsing: deque[tuple[float, Place, Rank, Sequence[int]]] = deque()
         self._claiming: deque[Iterator[int]] = deque()
         """Claims that begin or end, by age; each gives the steps it took since asked last."""
         self._watched: dict[int, list[str]] = {}
@@ -141,6 +101,11 @@ class PrefixIndex:
     def pending_requests(self) -> int:
         """Requests sent and not yet prefilled."""
         return len(self._sent)
+
+    @property
+    def upcoming_version(self) -> int:
+        """As ``version``, for :meth:`upcoming`."""
+        return self._upcoming.version
 
     @property
     def unfinished(self) -> bool:
@@ -175,9 +140,9 @@ class PrefixIndex:
             self.gone(instance)
         if source == "off":
             return
-        place = _Place(instance, source, block_tokens, capacity_blocks, [])
+        place = Place(instance, source, block_tokens, capacity_blocks, [])
         self._places[instance] = place
-        place.ranks = [_Rank(self._take_bit(place, rank)) for rank in range(dp_size)]
+        place.ranks = [Rank(self._take_bit(place, rank)) for rank in range(dp_size)]
 
     def down(self, instance: InstanceId) -> None:
         """Not to be used for now; what it has is not forgotten."""
@@ -201,7 +166,7 @@ class PrefixIndex:
         if place is None or not 0 <= rank < len(place.ranks):
             return
         self._retire(place, place.ranks[rank])
-        place.ranks[rank] = _Rank(self._take_bit(place, rank))
+        place.ranks[rank] = Rank(self._take_bit(place, rank))
 
     # KV events ----------------------------------------------------------------------------
 
@@ -236,10 +201,9 @@ class PrefixIndex:
         place = self._places.get(instance)
         if place is None or not blocks or place.block_tokens != block_tokens:
             return
-        sent = self._sent[rid] = _Sent(place, rank, blocks, visible_s)
-        heappush(self._upcoming, (visible_s, rid))
-        self._by_root.setdefault(blocks[0], []).append(sent)
-        self.upcoming_version += 1
+        sent = self._sent[rid] = Sent(place, rank, blocks, visible_s)
+        heappush(self._due, (visible_s, rid))
+        self._upcoming.add(sent)
 
     def prefilled(
         self,
@@ -277,7 +241,7 @@ class PrefixIndex:
         if sent is None:
             return
         if not sent.visible:
-            self._not_upcoming(sent)
+            self._upcoming.remove(sent)
             return
         held = self._held(sent)
         if held is not None:
@@ -309,13 +273,11 @@ class PrefixIndex:
         count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
         if count <= 0:
             return []
-        out = []
-        for sent in self._by_root.get(blocks[0], ())[-_UPCOMING:]:
-            place = sent.place
-            if place.is_up and self._places.get(place.id) is place:
-                shared = shared_blocks(blocks, sent.blocks, count)
-                out.append(Upcoming(place.id, sent.rank, shared * block_tokens, sent.visible_s))
-        return out
+        return [
+            Upcoming(sent.place.id, sent.rank, shared * block_tokens, sent.visible_s)
+            for sent, shared in self._upcoming.sharing(blocks, count)
+            if sent.place.is_up and self._places.get(sent.place.id) is sent.place
+        ]
 
     def watch(self, block: int, rid: str) -> None:
         """Tell by :meth:`take_appeared` when some rank holds this block, which none does now."""
@@ -336,9 +298,9 @@ class PrefixIndex:
 
     def advance(self, now_s: float) -> None:
         """Let claims begin and lapse, and sweep a little. Cheap when there is nothing to do."""
-        upcoming = self._upcoming
-        while upcoming and upcoming[0][0] <= now_s:
-            sent = self._sent.get(heappop(upcoming)[1])
+        due = self._due
+        while due and due[0][0] <= now_s:
+            sent = self._sent.get(heappop(due)[1])
             if sent is not None:
                 self._show(sent, now_s)
         lapsing = self._lapsing
@@ -382,18 +344,9 @@ class PrefixIndex:
             parts.append((middle, mask, high, at_high & mask))
         return depths
 
-    def _not_upcoming(self, sent: _Sent) -> None:
-        self.upcoming_version += 1
-        root = sent.blocks[0]
-        others = [one for one in self._by_root.get(root, ()) if one is not sent]
-        if others:
-            self._by_root[root] = others
-        else:
-            self._by_root.pop(root, None)
-
     def _published(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
-    ) -> _Rank | None:
+    ) -> Rank | None:
         """The rank that published something about these blocks, which settles its claims of them;
         None if it is none to be listened to."""
         place = self._places.get(instance)
@@ -405,18 +358,18 @@ class PrefixIndex:
                 held.claims.pop(block, None)
         return held
 
-    def _held(self, sent: _Sent) -> _Rank | None:
+    def _held(self, sent: Sent) -> Rank | None:
         """The rank a request went to, if it is still the same."""
         place = sent.place
         if self._places.get(place.id) is not place or not 0 <= sent.rank < len(place.ranks):
             return None
         return place.ranks[sent.rank]
 
-    def _show(self, sent: _Sent, now_s: float) -> None:
+    def _show(self, sent: Sent, now_s: float) -> None:
         """Claim the blocks of a request for its rank."""
         if not sent.visible:
             sent.visible = True
-            self._not_upcoming(sent)
+            self._upcoming.remove(sent)
         held = self._held(sent)
         if held is None:
             return
@@ -434,7 +387,7 @@ class PrefixIndex:
                 steps -= took
 
     def _claimed(
-        self, place: _Place, held: _Rank, blocks: Sequence[int], now_s: float
+        self, place: Place, held: Rank, blocks: Sequence[int], now_s: float
     ) -> Iterator[int]:
         """The rank will publish these blocks."""
         for part in slices_of(blocks):
@@ -446,7 +399,7 @@ class PrefixIndex:
             yield len(part)
 
     def _presumed(
-        self, place: _Place, held: _Rank, blocks: Sequence[int], now_s: float
+        self, place: Place, held: Rank, blocks: Sequence[int], now_s: float
     ) -> Iterator[int]:
         """The rank has these blocks now, and will not publish that."""
         claims = held.claims
@@ -467,7 +420,7 @@ class PrefixIndex:
             self._unset(self._device, lapsed, held.bit)
             yield len(lapsed)
 
-    def _correct(self, place: _Place, rank: int, cached_tokens: int) -> None:
+    def _correct(self, place: Place, rank: int, cached_tokens: int) -> None:
         """An approximate rank had less than was claimed."""
         if cached_tokens < place.block_tokens:
             self.clear(place.id, rank)  # a restart or a flush
@@ -475,7 +428,7 @@ class PrefixIndex:
             # It evicts earlier than its capacity says: other things take space as well.
             place.capacity_blocks = max(1, len(place.ranks[rank].claims) * 9 // 10)
 
-    def _unclaimed(self, place: _Place, held: _Rank, blocks: Sequence[int]) -> Iterator[int]:
+    def _unclaimed(self, place: Place, held: Rank, blocks: Sequence[int]) -> Iterator[int]:
         """Take back what was claimed of these blocks and never published."""
         claims = held.claims
         # The end first: what is left of a prompt is its beginning.
@@ -488,7 +441,7 @@ class PrefixIndex:
             self._unset(self._device, mine, held.bit)
             yield len(part)
 
-    def _is_current(self, place: _Place, held: _Rank) -> bool:
+    def _is_current(self, place: Place, held: Rank) -> bool:
         """Whether that is still the rank: its bit may be another one's now."""
         known, rank = self._rank_of.get(held.bit, (None, 0))
         return known is place and place.ranks[rank] is held
@@ -503,7 +456,7 @@ class PrefixIndex:
     def _unset(self, table: BlockTable, blocks: Sequence[int], bits: int) -> None:
         self.version += table.take(blocks, bits)
 
-    def _take_bit(self, place: _Place, rank: int) -> int:
+    def _take_bit(self, place: Place, rank: int) -> int:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
@@ -517,15 +470,15 @@ class PrefixIndex:
     def _changed(self) -> None:
         """Which ranks are in use."""
         self.version += 1
-        self.upcoming_version += 1
+        self._upcoming.version += 1
 
-    def _enable(self, place: _Place) -> None:
+    def _enable(self, place: Place) -> None:
         self._changed()
         place.is_up = True
         for rank in place.ranks:
             self._live[place.block_tokens] |= rank.bit
 
-    def _retire(self, place: _Place, rank: _Rank) -> None:
+    def _retire(self, place: Place, rank: Rank) -> None:
         self._changed()
         self._rank_of.pop(rank.bit)
         self._live[place.block_tokens] &= ~rank.bit
@@ -542,15 +495,3 @@ class PrefixIndex:
         if not self._to_sweep:
             self._free_bits += bits_of(self._sweeping)
             self._sweeping = 0
-
-
-def shared_blocks(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """How many blocks two prompts have in common. A block names all before it, so by halving."""
-    low, high = 0, min(len(one), len(other), most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -20,14 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from sglang_sbs.scheduling.config import LEAST_WEIGHT, MOST_WEIGHT
+
 if TYPE_CHECKING:
-    from sglang_sbs.scheduling.queue.request import Request
+    from sglang_sbs.scheduling.request import Request
 
 QUANTUM_TOKENS = 2048
 """Tokens of a turn of a tenant with weight 1."""
 MOST_TENANTS = 1024
-LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
-"""What is further apart is no share any more."""
 MOST_TENANT_CHARS = 64
 SHARED = ""
 """The tenant of requests without one, and of all tenants beyond the limit together."""

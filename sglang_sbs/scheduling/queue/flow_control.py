@@ -13,8 +13,9 @@ from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
 from sglang_sbs.scheduling.events import RefuseCause, RequestArrived
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.queue.slo_forecast import first_token_in_s
+from sglang_sbs.scheduling.request import Request
 
 Refusal = tuple[RefuseCause, str]
 """Why, for programs and for people."""

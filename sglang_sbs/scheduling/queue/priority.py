@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 
 if TYPE_CHECKING:
-    from sglang_sbs.scheduling.queue.request import Request
+    from sglang_sbs.scheduling.request import Request
 
 PriorityClass = Literal["low", "normal", "high"]
 CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)

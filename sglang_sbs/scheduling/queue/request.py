@@ -1,4 +1,4 @@
-"""The scheduler's record of one request and the queue of those that wait.
+"""The queue of requests that wait, and how one enters it.
 
 Owns arrival order, the policy's order, deadlines and the pending/new distinction of Algorithm 2.
 Must not know instances or how a request is placed.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from sglang_sbs.scheduling.events import InstanceId, RequestArrived
-from sglang_sbs.scheduling.prefix.index import NO_HITS, Hits, PrefixIndex, Upcoming
+from sglang_sbs.scheduling.events import RequestArrived
+from sglang_sbs.scheduling.prefix.index import PrefixIndex
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS, TenantTurns
 from sglang_sbs.scheduling.queue.priority import clamped_priority, clamped_slo_s
+from sglang_sbs.scheduling.request import Request
 
 _SPARE_ENTRIES = 64
 """Of a heap, of requests that are gone, before it is cleared of them."""
@@ -23,90 +24,23 @@ _Heap = list[tuple[float, int, str]]
 """What it is ordered by, then a request's order and rid."""
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request, from arrival to end. Sizes in tokens, times in seconds."""
-
-    rid: str
-    order: int
-    """Arrival number: the FCFS key."""
-    prompt_tokens: int
-    max_new_tokens: int | None
-    arrived_s: float
-    deadline_s: float
-    exclude: tuple[InstanceId, ...] = ()
-    blocks: Sequence[int] = ()
-    """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""
-    block_tokens: int = 0
-    session: str = ""
-    priority: int = 0
-    """Larger is more urgent, as are the next two bounded."""
-    ttft_slo_s: float | None = None
-    tenant: str = ""
-    hits: Hits = NO_HITS
-    """L_hit per rank, as of when it was last looked up."""
-    upcoming: Sequence[Upcoming] = ()
-    """Ranks that will have some of it, as of then."""
-    hits_version: int = -1
-    upcoming_version: int = -1
-    cached_tokens: int = 0
-    """L_hit of the rank it was sent to."""
-    decode_hits: dict[int, int] = field(default_factory=dict)
-    """While decode ranks are chosen: tokens of the prompt in their caches, by position."""
-    total_tokens: int = 0
-    """Prompt plus expected output: what it will occupy in decode."""
-    key: float = 0.0
-    """Place in the policy's order, smallest first; fixed at arrival."""
-    waited_batches: int = 0
-    """How many left without it that it could have been in. 0 means newly arrived."""
-    waited_cycles: float = 0.0
-    """``r.wait`` of Algorithm 2. As many batches as there are instances are a cycle."""
-    prefill: tuple[InstanceId, int] | None = None
-    decode: tuple[InstanceId, int] | None = None
-    dispatched_s: float = 0.0
-    prefilled: bool = False
-    uncached_tokens: int = field(init=False)
-    """L(r) - L_hit(r, d) on the rank that has most of it."""
-
-    def __post_init__(self) -> None:
-        self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
-
-    @classmethod
-    def arrived(cls, event: RequestArrived, order: int, now_s: float, timeout_s: float) -> Request:
-        """What was announced, within bounds. ``timeout_s``: if it brings no deadline."""
-        return cls(
-            rid=event.rid,
-            order=order,
-            prompt_tokens=max(1, event.prompt_tokens),
-            max_new_tokens=event.max_new_tokens,
-            arrived_s=now_s,
-            deadline_s=now_s + timeout_s if event.deadline_s is None else event.deadline_s,
-            exclude=event.exclude,
-            blocks=event.blocks if event.block_tokens > 0 else (),
-            block_tokens=event.block_tokens,
-            session=event.session,
-            priority=clamped_priority(event.priority),
-            ttft_slo_s=clamped_slo_s(event.ttft_slo_s),
-            tenant=event.tenant[:MOST_TENANT_CHARS],
-        )
-
-    def hit_tokens(self, instance: InstanceId, rank: int) -> int:
-        """L_hit(r, d)."""
-        hits = self.hits.by_instance.get(instance)
-        return hits[rank] if hits is not None else 0
-
-    @property
-    def cached_until(self) -> int | None:
-        """The last block of it that some rank has: requests with the same one share a prefix that
-        is worth having."""
-        if not self.hits.best_tokens:
-            return None
-        return self.blocks[self.hits.best_tokens // self.block_tokens - 1]
-
-    def uncached_tokens_on(self, instance: InstanceId) -> int:
-        """L(r) - L_hit(r, d) on the best rank of one instance."""
-        hits = self.hits.by_instance.get(instance)
-        return self.prompt_tokens - max(hits) if hits is not None else self.prompt_tokens
+def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -> Request:
+    """What was announced, within bounds. ``timeout_s``: if it brings no deadline."""
+    return Request(
+        rid=event.rid,
+        order=order,
+        prompt_tokens=max(1, event.prompt_tokens),
+        max_new_tokens=event.max_new_tokens,
+        arrived_s=now_s,
+        deadline_s=now_s + timeout_s if event.deadline_s is None else event.deadline_s,
+        exclude=event.exclude,
+        blocks=event.blocks if event.block_tokens > 0 else (),
+        block_tokens=event.block_tokens,
+        session=event.session,
+        priority=clamped_priority(event.priority),
+        ttft_slo_s=clamped_slo_s(event.ttft_slo_s),
+        tenant=event.tenant[:MOST_TENANT_CHARS],
+    )
 
 
 @dataclass(slots=True)
@@ -137,7 +71,7 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, rid: str) -> bool:
+    def __contains__(self, rid: object) -> bool:
         return rid in self._requests
 
     def __iter__(self) -> Iterator[Request]:
@@ -317,8 +251,3 @@ class RequestQueue:
     def over_limit(self) -> bool:
         """Whether a request that still waits has waited more than N_limit cycles."""
         return bool(self._over_limit)
-
-
-def uncached_tokens_of(requests: Iterable[Request]) -> int:
-    """Sum of L(r) - L_hit(r)."""
-    return sum(r.uncached_tokens for r in requests)

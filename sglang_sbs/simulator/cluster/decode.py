@@ -32,7 +32,7 @@ from sglang_sbs.scheduling import (
     WakeAt,
 )
 from sglang_sbs.scheduling.decode.rules import DecodeBoard, DecodeLoad, potential
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
 

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.prefill.forward_model import padded
+from sglang_sbs.scheduling.paging import padded
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, BlockEvents, Blocks, Hold
 from sglang_sbs.wire import EndForward

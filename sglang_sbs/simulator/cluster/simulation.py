@@ -30,13 +30,14 @@ from sglang_sbs.scheduling import (
     WakeAt,
 )
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
 from sglang_sbs.simulator.cluster.engine import Completed, SimulatedPrefill
 from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks
+from sglang_sbs.simulator.cluster.network import DispatchNetwork
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TopologyChange, joins_late
-from sglang_sbs.simulator.workloads.arrivals import Arrival
 from sglang_sbs.wire import EndForward
 
 DECODE = "decode"
@@ -86,7 +87,7 @@ class _Simulation:
         drain_s: float,
     ) -> None:
         self._spec = spec
-        self._rng = random.Random(spec.seed)
+        self._network = DispatchNetwork(spec)
         self._lengths = random.Random(f"lengths {spec.seed}")
         self._scheduler = Scheduler(config)
         self._observe = observe
@@ -94,7 +95,6 @@ class _Simulation:
         self._boots = dict.fromkeys(self._instances, 0)
         self._engines: dict[str, list[SimulatedPrefill]] = {}
         """Those that are alive; without a barrier one for each DP rank."""
-        self._front_free_s = dict.fromkeys(self._instances, 0.0)
         self._feedback = FeedbackChannel(spec)
         self._decode = [
             DecodeRank(
@@ -104,8 +104,6 @@ class _Simulation:
             )
             for _ in range(spec.decode_dp_size)
         ]
-        self._gang = (-1, 1.0)
-        """Number of the batch and its latency factor."""
         self._outcome = Outcome([])
         self._computed: set[int] = set()
         """Blocks that some rank has computed."""
@@ -336,34 +334,14 @@ class _Simulation:
 
     def _send(self, batch: Sequence[Dispatch]) -> None:
         """What leaves for one instance at the same time."""
-        reach_s = [self._reach_s(command) for command in batch]
-        whole_s = max(reach_s)
-        for command, at_s in zip(batch, reach_s, strict=True):
-            self._at(
-                max(at_s, min(whole_s, min(reach_s) + self._spec.gang_gate_s)),
-                lambda rid=command.rid: self._deliver(rid),  # type: ignore[misc]
-            )
-
-    def _reach_s(self, command: Dispatch) -> float:
-        """When a request that leaves now is at its ranks."""
-        record = self._attempts[command.rid]
-        record.dispatched_s = self._now_s
-        record.prefill = (command.prefill, command.prefill_rank)
-        record.decode = (command.decode, command.decode_rank)
-        record.predicted_tokens = command.cached_tokens
-        latency_s = self._spec.dispatch_latency_s
-        if self._spec.gang_jitter:
-            if command.batch != self._gang[0]:
-                self._gang = command.batch, math.exp(self._rng.gauss(0.0, self._spec.gang_jitter))
-            latency_s *= self._gang[1]
-        if self._spec.dispatch_jitter:
-            latency_s *= math.exp(self._rng.gauss(0.0, self._spec.dispatch_jitter))
-        reach_s = self._now_s + latency_s
-        if self._spec.dispatch_serial_s:
-            free_s = max(self._now_s, self._front_free_s[command.prefill])
-            self._front_free_s[command.prefill] = free_s + self._spec.dispatch_serial_s
-            reach_s += free_s + self._spec.dispatch_serial_s - self._now_s
-        return reach_s
+        for command in batch:
+            record = self._attempts[command.rid]
+            record.dispatched_s = self._now_s
+            record.prefill = (command.prefill, command.prefill_rank)
+            record.decode = (command.decode, command.decode_rank)
+            record.predicted_tokens = command.cached_tokens
+        for command, at_s in zip(batch, self._network.arrive_s(batch, self._now_s), strict=True):
+            self._at(at_s, lambda rid=command.rid: self._deliver(rid))  # type: ignore[misc]
 
     def _deliver(self, rid: str) -> None:
         """Both legs have reached their ranks."""

@@ -35,16 +35,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import PassCost, cost_name
-from sglang_sbs.simulator.experiments.sweep import (
-    POLICY_CONFIGS,
-    WARM_UP_S,
-    Job,
-    Row,
-    Task,
-    run_job,
-    scenario_of,
-)
+from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job, scenario_of
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.options.common import (
     add_common,
@@ -60,7 +53,8 @@ from sglang_sbs.simulator.options.common import (
     seeds,
     write_json,
 )
-from sglang_sbs.simulator.workloads.arrivals import Arrival
+from sglang_sbs.simulator.parallel import Row, Task
+from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 
 BOUND = "bound"
 _SCENARIOS = ("paper-3k", "paper-5k")

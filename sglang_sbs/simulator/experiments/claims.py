@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from sglang_sbs.simulator.experiments.sweep import Row
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
+from sglang_sbs.simulator.parallel import Row
 
 TOLERANCE = 0.10
 """A claim reproduces if the simulated figure is within this share of the paper's."""

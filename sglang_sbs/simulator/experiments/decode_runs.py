@@ -17,7 +17,8 @@ from sglang_sbs.simulator.cluster.decode import (
     DecodeSimulation,
     DecodeSpec,
 )
-from sglang_sbs.simulator.experiments.sweep import NO_FLOW_CONTROL, Row
+from sglang_sbs.simulator.experiments.sweep import NO_FLOW_CONTROL
+from sglang_sbs.simulator.parallel import Row
 
 PERSISTENT_SKEW = 0.7
 """Rank weights from 0.3 to 1.7: gives the paper's baseline band of 40-130K."""

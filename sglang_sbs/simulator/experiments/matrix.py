@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sbs.simulator.cluster.cost import cost_name
-from sglang_sbs.simulator.experiments.sweep import (
-    POLICY_CONFIGS,
-    WARM_UP_S,
-    Job,
-    Row,
-    Task,
-    run_job,
-)
+from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.options.common import (
     add_common,
@@ -34,8 +27,9 @@ from sglang_sbs.simulator.options.common import (
     seeds,
     write_json,
 )
+from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.arrivals import TraceError
-from sglang_sbs.simulator.workloads.scenario import ScenarioError, make_scenario
+from sglang_sbs.simulator.workloads.scenario import WARM_UP_S, ScenarioError, make_scenario
 
 DEFAULT_RIVALS = "eta,sbs_paper,least_tokens,round_robin"
 MEAN_LIMIT, P99_LIMIT = 1.02, 1.05

@@ -26,7 +26,7 @@ from sglang_sbs.simulator.experiments.claims import (
     ttft_table,
 )
 from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
-from sglang_sbs.simulator.experiments.sweep import Job, Row, Task, max_load, run_job, run_outcome
+from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
 from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, mean_of
 from sglang_sbs.simulator.options.common import (
     add_common,
@@ -38,6 +38,7 @@ from sglang_sbs.simulator.options.common import (
     seeds,
     write_json,
 )
+from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.scenario import make_scenario
 
 _BASELINE = "random_rank"

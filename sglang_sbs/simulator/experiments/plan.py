@@ -9,14 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_sbs.simulator.experiments.sweep import (
-    POLICY_CONFIGS,
-    EmptyWindowError,
-    Job,
-    Row,
-    Task,
-    max_load,
-)
+from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, EmptyWindowError, Job, max_load
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
 from sglang_sbs.simulator.options.common import (
@@ -34,6 +27,7 @@ from sglang_sbs.simulator.options.common import (
     seeds,
     write_json,
 )
+from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.arrivals import TraceError
 from sglang_sbs.simulator.workloads.scenario import PREFILL_SCENARIOS, ScenarioError, make_scenario
 

@@ -6,28 +6,23 @@ Owns the rows' fields. Must not know how they are printed or drawn.
 from __future__ import annotations
 
 import math
-import os
-import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import active_children
 from typing import Any
 
 import msgspec
 
 from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
-from sglang_sbs.simulator.workloads.arrivals import Arrival
+from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
-from sglang_sbs.simulator.workloads.scenario import Scenario, make_scenario
+from sglang_sbs.simulator.workloads.scenario import WARM_UP_S, Scenario, make_scenario
 
-Row = dict[str, Any]
-WARM_UP_S = 20.0
 _MOST_LOAD = 100.0
 """No capacity is searched above it: an engine this fast would never break the SLO."""
 NO_FLOW_CONTROL: dict[str, Any] = {
@@ -64,10 +59,6 @@ SEES_ALL_EQUAL = "sbs_equal"
 READS_CACHES = ("sbs", "sbs_equal", "sbs_paper")
 """Policies that are told what the ranks have cached. ``sbs_basic`` is ``sbs`` without that; the
 others know nothing of caches, or only what they sent where."""
-
-
-Task = tuple[Callable[..., Row], tuple[Any, ...]]
-"""A function of this package and its arguments, to be called in some process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,42 +259,3 @@ def max_load(
     at_limit = rows[within or min(rows)]
     max_qps = within * scenario.nominal_qps
     return {**at_limit, "slo_ttft_s": slo_ttft_s, "max_qps": max_qps}
-
-
-def run_all(
-    jobs: Iterable[Task],
-    on_row: Callable[[Row], None] = lambda _row: None,
-    workers: int | None = None,
-) -> list[Row]:
-    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs.
-
-    The first error, or an interrupt, ends it: no further job is begun, and none is waited for.
-    """
-    listed = list(jobs)
-    rows: list[Row | None] = [None] * len(listed)
-    if workers == 1:
-        for index, (call, args) in enumerate(listed):
-            rows[index] = row = call(*args)
-            on_row(row)
-        return [row for row in rows if row is not None]
-    others = set(active_children())
-    # A terminal interrupts the workers, too: they leave the word to this process.
-    pool = ProcessPoolExecutor(
-        workers or len(os.sched_getaffinity(0)),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
-    )
-    try:
-        futures = {pool.submit(call, *args): i for i, (call, args) in enumerate(listed)}
-        for done in as_completed(futures):
-            row = done.result()
-            rows[futures[done]] = row
-            on_row(row)
-    except BaseException:
-        mine = set(active_children()) - others
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in mine:
-            process.terminate()
-        raise
-    pool.shutdown()
-    return [row for row in rows if row is not None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from sglang_sbs.simulator.experiments.sweep import Row
+from sglang_sbs.simulator.parallel import Row
 
 
 @dataclass(slots=True)

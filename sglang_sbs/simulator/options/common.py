@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_sbs.extras import without_matplotlib
 from sglang_sbs.outputs import try_to_write
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, cost_name, find_cost
-from sglang_sbs.simulator.experiments.sweep import WARM_UP_S, Row, Task, run_all
+from sglang_sbs.simulator.parallel import Row, Task, run_all
+from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 
 _MOST_INSTANCES = 64
 PLOT_SUFFIXES = (".png", ".svg", ".html")

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from sglang_sbs.simulator.cluster.arrival import Arrival
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens per ``hash_id`` of a Mooncake trace."""
@@ -24,21 +26,6 @@ MOST_PROMPT_TOKENS = 10_000_000
 """Longer prompts are taken for a mistake in what was written."""
 LengthOf = Callable[[random.Random], int]
 """Draws a prompt length in tokens."""
-
-
-class Arrival(NamedTuple):
-    """One request: arrival time in seconds, tokens in and out."""
-
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...] = ()
-    """Names of the prompt's full blocks from the first on: equal names, equal tokens up to there.
-    Empty: it shares nothing."""
-    session: str = ""
-    """The conversation it is a turn of."""
-    priority: int = 0
-    tenant: str = ""
 
 
 class TraceError(ValueError):

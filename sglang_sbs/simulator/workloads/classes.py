@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.outcome import RequestRecord
-from sglang_sbs.simulator.workloads.arrivals import Arrival
 
 Row = dict[str, Any]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from sglang_sbs.simulator.workloads.arrivals import Arrival
+from sglang_sbs.simulator.cluster.arrival import Arrival
 
 PAGE_TOKENS = 64
 """SGLang's page size for DeepSeek-V3 with FlashMLA."""

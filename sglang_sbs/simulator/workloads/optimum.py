@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from sglang_sbs.simulator.workloads.arrivals import Arrival
+from sglang_sbs.simulator.cluster.arrival import Arrival
 
 
 def optimal_cached_tokens(

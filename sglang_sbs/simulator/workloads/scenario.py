@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import COSTS, PassCost
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.simulator.workloads.arrivals import (
     MOONCAKE_BLOCK_TOKENS,
     MOST_PROMPT_TOKENS,
-    Arrival,
     LengthOf,
     on_off,
     read_trace,
@@ -46,6 +46,8 @@ PREFILL_SCENARIOS = (
     "trace:FILE",
 )
 SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
+WARM_UP_S = 20.0
+"""Of a run, in which nothing is counted yet."""
 _PAPER_INSTANCES = 3
 LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)

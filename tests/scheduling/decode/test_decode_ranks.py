@@ -24,7 +24,7 @@ from sglang_sbs.scheduling.decode.rules import (
     potential,
     schedule_decode,
 )
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 
 OUTPUT = 40
 STEP_S = 0.03

@@ -15,8 +15,9 @@ from sglang_sbs.scheduling import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
-from sglang_sbs.scheduling.prefix.index import Hits, Upcoming
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.prefix.index import Hits
+from sglang_sbs.scheduling.prefix.upcoming import Upcoming
+from sglang_sbs.scheduling.request import Request
 
 PAGE = 10
 PREFIX = list(range(1, 81))

@@ -12,7 +12,7 @@ from sglang_sbs.scheduling.policies.gateway_caches import (
     SessionAffinity,
 )
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 
 BLOCK = 100
 

@@ -11,7 +11,7 @@ from sglang_sbs.scheduling import InstanceDown, InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast, Terms, homes
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.index import Hits
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 
 CHUNK = 1000
 DEFAULT = Terms(again_weight=1.0)

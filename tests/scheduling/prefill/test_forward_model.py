@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.scheduling.prefill.forward_model import ForwardModel, padded
+from sglang_sbs.scheduling.paging import padded
+from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
 
 
 def passes(rng: random.Random, n: int) -> list[list[int]]:

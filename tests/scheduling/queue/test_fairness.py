@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from sglang_sbs.scheduling.events import RequestArrived
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANTS, QUANTUM_TOKENS, SHARED, TenantTurns
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue
+from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
+from sglang_sbs.scheduling.request import Request
 
 
 def request(number: int, tenant: str, tokens: int = 100, at_s: float | None = None) -> Request:
     event = RequestArrived(rid=f"r{number}", prompt_tokens=tokens, tenant=tenant)
-    return Request.arrived(event, number, float(number) if at_s is None else at_s, 1e6)
+    return arrived(event, number, float(number) if at_s is None else at_s, 1e6)
 
 
 def queue_of(requests: list[Request], weights: dict[str, float] | None = None) -> RequestQueue:

@@ -21,11 +21,12 @@ from sglang_sbs.scheduling.queue.priority import (
     clamped_slo_s,
     class_of,
 )
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.queue.request import arrived
+from sglang_sbs.scheduling.request import Request
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import COSTS
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
-from sglang_sbs.simulator.workloads.arrivals import Arrival
 
 PASS_S = 0.1
 priorities = st.integers(-(10**20), 10**20)
@@ -39,7 +40,7 @@ def urgency(step_s: float = 2.0) -> Urgency:
 
 def request(priority: int = 0, slo_s: float | None = None, **more) -> Request:
     event = RequestArrived(rid="r", prompt_tokens=100, priority=priority, ttft_slo_s=slo_s, **more)
-    return Request.arrived(event, 0, 10.0, 60.0)
+    return arrived(event, 0, 10.0, 60.0)
 
 
 def test_a_request_that_asks_for_nothing_stays_where_it_is():
@@ -139,7 +140,7 @@ def test_nobody_is_ahead_who_came_later_than_the_bound(arrivals):
     for number, (gap_s, priority, slo_s, tokens) in enumerate(arrivals):
         now_s += gap_s
         scheduler.queue.add(
-            Request.arrived(
+            arrived(
                 RequestArrived(
                     rid=f"r{number}", prompt_tokens=tokens, priority=priority, ttft_slo_s=slo_s
                 ),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.simulator import COSTS, ClusterSpec, PassCost, TopologyChange, simulate
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache
 from sglang_sbs.simulator.experiments.sweep import scheduler_config
-from sglang_sbs.simulator.workloads.arrivals import Arrival
 from sglang_sbs.simulator.workloads.conversations import conversations
 
 PAIRS = PassCost(fixed_s=0.1, pair_s=1e-6)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_sbs.simulator.cli import main
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import COSTS
 from sglang_sbs.simulator.experiments.bound import (
     BOUND,
@@ -20,7 +21,6 @@ from sglang_sbs.simulator.experiments.bound import (
     mean_ttft_bound_s,
 )
 from sglang_sbs.simulator.experiments.sweep import Job, run_job
-from sglang_sbs.simulator.workloads.arrivals import Arrival
 
 DP = 2
 LATENCY_S = 0.005

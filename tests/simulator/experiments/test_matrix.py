@@ -16,7 +16,8 @@ from sglang_sbs.simulator.experiments.matrix import (
     summary_of,
     verdict,
 )
-from sglang_sbs.simulator.experiments.sweep import Row, scenario_of
+from sglang_sbs.simulator.experiments.sweep import scenario_of
+from sglang_sbs.simulator.parallel import Row
 
 
 def row(policy: str, mean_s: float, p99_s: float, unfinished: int = 0) -> Row:

@@ -16,7 +16,7 @@ from sglang_sbs.simulator.experiments.plan import (
     needs_table,
     over_seeds,
 )
-from sglang_sbs.simulator.experiments.sweep import Row
+from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.scenario import PREFILL_SCENARIOS
 
 CELLS = [

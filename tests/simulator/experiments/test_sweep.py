@@ -11,21 +11,20 @@ import pytest
 from simulator_fixtures import CACHE_FIELDS, ROW_FIELDS, write_turns
 
 from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, PassCost, TopologyChange
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import save_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
 from sglang_sbs.simulator.experiments import sweep
 from sglang_sbs.simulator.experiments.sweep import (
     EmptyWindowError,
     Job,
-    Row,
     max_load,
-    run_all,
     run_job,
     run_outcome,
     scenario_of,
     summary,
 )
-from sglang_sbs.simulator.workloads.arrivals import Arrival
+from sglang_sbs.simulator.parallel import Row, run_all
 from sglang_sbs.simulator.workloads.scenario import Scenario, make_scenario
 
 SMALL = {"prefill_instances": 1, "dp_size": 2}

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from sglang_sbs.simulator.cli import main
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.outcome import RequestRecord
 from sglang_sbs.simulator.experiments.sweep import Job, run_job, run_outcome, scenario_of
-from sglang_sbs.simulator.workloads.arrivals import Arrival, synthetic
+from sglang_sbs.simulator.workloads.arrivals import synthetic
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
 
 ARRIVALS = synthetic(50.0, 40.0, lambda _: 100, 3)

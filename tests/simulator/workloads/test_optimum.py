@@ -8,8 +8,8 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache
-from sglang_sbs.simulator.workloads.arrivals import Arrival
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
 
 BLOCK = 10

@@ -24,8 +24,8 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefix.index import Upcoming, shared_blocks
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
+from sglang_sbs.scheduling.request import Request
 
 RECOMPUTE_WEIGHT = 60.0
 """Times load**2 / (1 - load), what a second of computing again counts: it is one rank's second, and

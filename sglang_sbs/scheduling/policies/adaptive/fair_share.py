@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 
 ARRIVING_SHARE = 0.6
 """How much of what is expected to arrive until a later pass starts counts as its load now."""

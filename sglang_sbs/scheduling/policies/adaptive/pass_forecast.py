@@ -23,7 +23,7 @@ from typing import NamedTuple
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.queue.request import Request
+from sglang_sbs.scheduling.request import Request
 
 CHUNK_WEIGHT = 0.4
 """A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""

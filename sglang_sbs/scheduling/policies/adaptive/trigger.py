@@ -36,21 +36,19 @@ instance, or for one that is computing the same (``cache_affinity``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
+from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
-from sglang_sbs.scheduling.policies.adaptive.fair_share import fair_share, prefix, tokens_per_s
+from sglang_sbs.scheduling.policies.adaptive.fair_share import fair_share, prefix
+from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
-from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
-    MOST_PLANNED,
-    NEAREST,
-    PassForecast,
-    Terms,
-    homes,
-)
+from sglang_sbs.scheduling.policies.adaptive.moment import Moment
+from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import (
     Admissible,
@@ -63,10 +61,9 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.observation import Observation
 from sglang_sbs.scheduling.queue.priority import Urgency
-from sglang_sbs.scheduling.queue.request import Request, RequestQueue, uncached_tokens_of
+from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
-RATE_WINDOW_S = 3.0
-"""Time constant of the arrival rate."""
 AGEING_BATCHES = 5.0
 AGEING_PASSES = 1.7
 """A chunk of length is worth that many batches of waiting in the order, at most so many passes."""
@@ -81,27 +78,9 @@ HOLD_PASSES = 5.0
 """A hold may take at least so many mean forward times: passes of large chunks take seconds."""
 PATIENCE_HOLDS = 2.0
 """So many of them are the longest wait for a cached prefix."""
-MANY_CHUNKS = 2
-"""Only prompts of more chunks make the place matter more than the share."""
-OVERLAP_MANY_CHUNKS = 1
-LIGHT_LOAD = 0.5
-"""With overlap scheduling and less load than that it is these: each prompt that is cut makes its
-instance launch one pass ahead. At higher loads all do, and it is the other way round."""
-WAITING_SHARE = 0.8
-"""How many of those that arrive during a pass count as delayed by whatever makes it longer. More
-gives a better mean and a worse p99 of long prompts."""
-IMPATIENCE = 4.0
-"""With prompts of many chunks about: when a request has waited as long as it takes, its completion
-counts this much more, against what it delays others by. Without it long prompts give way to short
-ones for too long."""
-AGAIN_WEIGHT = 700.0
-"""With prompts of many chunks about: times load**2 / (1 - load), what a second of computing again
-counts. Chosen so that little more than the optimum is computed near capacity (docs/cache.md)."""
 OVERLAP_KEEP_PASSES = 1
 """With overlap scheduling prompts are split only when so many more passes of all instances wait: a
 small rest makes a pass of its own."""
-MOST_LOAD = 0.95
-"""The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
 MOST_JOINING = 32
 """With more waiting nobody joins a batch on its way: they were left for later passes on purpose,
 and asking again at every event costs more than it brings."""
@@ -117,6 +96,35 @@ one is made so much later at the earliest: until then little can have changed.""
 _EPSILON_S = 1e-9
 
 
+@dataclass(slots=True)
+class Decision:
+    """One moment: what is known of it, and what follows so far."""
+
+    queue: RequestQueue
+    instances: Sequence[PrefillInstance]
+    admissible: Admissible
+    at: Moment
+    overdue: bool
+    """The oldest request has waited long enough: whoever can take it does."""
+    all_idle: bool
+    starts: list[tuple[float, float, int]]
+    """When a batch would start, when the instance is free, and which one; in this order."""
+    wakes: list[float]
+    """When to decide again, at the latest."""
+    candidates: list[PrefillInstance] = field(default_factory=list)
+    ahead: list[PrefillInstance] = field(default_factory=list)
+    """Those that should get one for the pass after their next."""
+    in_time: dict[InstanceId, float] = field(default_factory=dict)
+    """Of those where a batch is on its way: how many requests would still get there with it."""
+    start_of: dict[InstanceId, float] = field(default_factory=dict)
+    home_of: dict[str, InstanceId] | None = None
+    """The instance each request should go to; None: any, for a fair share of the queue."""
+
+    def passes_of(self, instance: PrefillInstance) -> int:
+        """For how many passes together it gets requests."""
+        return 2 if instance in self.ahead and len(instance.passes) == 1 else 1
+
+
 class AdaptiveTrigger(PrefillPolicy):
     """See the module's theory of operation."""
 
@@ -126,27 +134,14 @@ class AdaptiveTrigger(PrefillPolicy):
         self, interval: IntervalController, *, max_hold_s: float, urgency: Urgency
     ) -> None:
         self._interval = interval
+        self._offered = OfferedLoad()
         self._urgency = urgency
         self._max_hold_s = max_hold_s
-        self._last_s = float("-inf")
-        self._token_rate = 0.0
-        self._request_rate = 0.0
-        self._rate_s: float | None = None
+        self.last_start_s = self._planned_s = float("-inf")
+        """When the pass of the newest batch starts, and of the one that was planned last."""
         self._chunk_tokens = 1.0
-        self._capacity_tokens = 0.0
-        self._mean_tokens = 1.0
-        """Of a request."""
-        self._largest_chunk_tokens = 0
-        self._uneven_chunks = False
-        self._is_limited = False
-        """Passes of some instance have a limit of requests."""
+        self._long = LongPrompts(self._offered, interval)
         self._lead = DispatchLead()
-        self._load = 0.0
-        """Share of the time that goes into tokens."""
-        self._tokens_per_s = 0.0
-        """Of all instances; 0: to be worked out again, as is the next."""
-        self._pass_times_s: list[tuple[float, float]] = []
-        """Of each instance an empty pass and a full one."""
         self._retry_s = float("-inf")
         self._decision: CacheAffinity | None = None
         self._decision_s = float("-inf")
@@ -154,28 +149,26 @@ class AdaptiveTrigger(PrefillPolicy):
     @property
     def lead_s(self) -> float:
         """How long before the predicted end of a pass its successor's batch leaves."""
-        return self._lead.lead_s(self._interval.latency_s)
+        return self._lead.lead_s(self._interval.lone_s)
 
     def on_arrival(self, tokens: int, now_s: float) -> None:
-        self._decay(now_s)
-        self._token_rate += tokens / RATE_WINDOW_S
-        self._request_rate += 1 / RATE_WINDOW_S
+        self._offered.arrived(tokens, now_s)
 
     def on_dispatched(self, now_s: float) -> None:
-        self._last_s = now_s
+        self.last_start_s = self._planned_s
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:
         self._lead.observe(
             seen,
             now_s,
             ranks=ranks,
-            load=self._load,
-            latency_s=self._interval.latency_s,
+            load=self._offered.load,
+            latency_s=self._interval.lone_s,
             pass_s=self._interval.mean_forward_s,
         )
 
     def on_forward_learned(self) -> None:
-        self._tokens_per_s = 0.0
+        self._offered.forget_speed()
 
     def key_of(self, request: Request) -> float:
         """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting. What is
@@ -195,13 +188,9 @@ class AdaptiveTrigger(PrefillPolicy):
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         if instances:
             self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
-        self._capacity_tokens = sum(i.capacity_tokens for i in instances)
-        self._is_limited = any(i.prefill_max_requests for i in instances)
-        chunks = {i.chunk_tokens for i in instances}
-        self._largest_chunk_tokens = max(chunks, default=0)
-        self._uneven_chunks = len(chunks) > 1
+        self._long.on_topology_change(instances)
         self._decision = None
-        self._tokens_per_s = 0.0
+        self._offered.on_topology_change(instances)
 
     def plan(
         self,
@@ -212,124 +201,135 @@ class AdaptiveTrigger(PrefillPolicy):
     ) -> Plan:
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
-        self._decay(now_s)
-        if self._is_limited:
-            self._mean_tokens = self._token_rate / max(1e-9, self._request_rate)
-            self._capacity_tokens = sum(i.capacity_of(self._mean_tokens) for i in instances)
-        if not self._tokens_per_s:
-            self._measure(instances)
-        self._load = min(MOST_LOAD, self._token_rate / self._tokens_per_s)
-        # Of those that decode has room for: no other hold could end now.
-        oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
-        oldest_s = math.inf if oldest is None else oldest.arrived_s
-        hold_until_s = oldest_s + self._hold_s()
-        overdue = now_s + _EPSILON_S >= hold_until_s
-        wakes = [hold_until_s, oldest_s + PATIENCE_HOLDS * self._hold_s()]
-        wakes = [time_s for time_s in wakes if now_s + _EPSILON_S < time_s < math.inf]
-        starts = self._starts(instances, now_s)
-        lead_s = self.lead_s
-        candidates: list[PrefillInstance] = []
-        ahead_tokens = 0.0
-        # What is committed early takes the next pass from an urgent request that comes meanwhile.
-        late = self._urgency.matters(now_s) and not self._chunked(queue, instances)
-        few = len(queue) <= MOST_JOINING
-        join_s = self._lead.join_s(self._interval.latency_s)
-        for start_s, _, index in starts:
-            instance = instances[index]
-            ahead_tokens += (
-                instance.capacity_of(self._mean_tokens)
-                if self._is_limited
-                else instance.capacity_tokens
-            )
-            long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
-            if not _may_take(instance, long_queue):
-                if few and instance.has_flight and instance.has_room and instance.passes:
-                    # What came after the batch may join it, once a batch could leave for that pass.
-                    left_s = self._forms_at_s(instance, now_s) - now_s
-                    if left_s > lead_s + _EPSILON_S:
-                        wakes.append(now_s + left_s - lead_s)
-                    elif instance.last_dispatch_s < now_s and left_s >= join_s:
-                        candidates.append(instance)
-                continue
-            open_s = now_s
-            if not (instance.idle or long_queue):
-                forms_s = self._forms_at_s(instance, now_s)
-                if forms_s < now_s + self._interval.latency_s:
-                    forms_s = start_s  # too late for that one
-                open_s = forms_s - lead_s
-            if open_s <= now_s + _EPSILON_S:
-                candidates.append(instance)
-            else:
-                wakes.append(open_s)
-        all_idle = all(instance.idle for instance in instances)
-        ahead: list[PrefillInstance] = []
-        due_s = None
-        if not late:
-            ahead, due_s = lookahead(instances, queue.tokens, self._mean_tokens, lead_s, now_s)
-        if due_s is not None:
-            wakes.append(due_s)
-        chunked = bool(candidates or ahead) and self._chunked(queue, instances)
-        if not overdue and not all_idle and not chunked:
-            candidates = self._spaced(candidates, instances, queue.tokens, now_s, wakes)
-        if chunked:
-            ahead = []  # prompts of many chunks keep every pass full as it is
-        candidates = list(dict.fromkeys([*ahead, *candidates]))
-        # With unequal chunks the first may all be too small for what waits; with cached prefixes
-        # what waits may be better off elsewhere.
-        decision = self._decision_at(candidates, instances, len(queue), now_s)
-        home_of: dict[str, str] | None = None
-        if chunked:
-            in_order = [instances[index] for _, _, index in starts]
-            home_of = self._homes(candidates, instances, in_order, queue, overdue, now_s)
+        self._offered.measure(instances, now_s)
+        one = self._look(queue, instances, admissible, Moment(now_s, self._interval.latency_s))
+        late = self._urgency.matters(now_s) and not self._long.matter(queue, instances)
+        self._open(one, late)
+        chunked = self._choose(one, late)
+        affinity = self._decision_at(one.candidates, instances, len(queue), one.at)
         tried = 0
-        arrives_s = now_s + self._interval.latency_s
-        start_of = {instances[index].id: max(arrives_s, free_s) for _, free_s, index in starts}
-        for instance in candidates:
-            every = self._uneven_chunks or chunked
-            if not (tried < MAX_TRIED or every or decision.is_wanted(instance)):
+        for instance in one.candidates:
+            every = self._long.uneven_chunks or chunked
+            if not (tried < MAX_TRIED or every or affinity.is_wanted(instance)):
                 continue
-            plan = self._batch_for(
-                instance,
-                instances,
-                queue,
-                admissible,
-                decision,
-                overdue,
-                all_idle,
-                home_of,
-                start_of,
-                now_s,
-                passes=2 if instance in ahead and len(instance.passes) == 1 else 1,
-            )
+            plan = self._batch_for(instance, one, affinity)
             if plan is None:
                 continue
             tried += 1
             if plan.placements:
-                decision.dispatched(instance)
+                joins = instance.id in one.in_time
+                self._planned_s = self.last_start_s if joins else one.start_of[instance.id]
+                affinity.dispatched(instance)
                 return plan
-        if decision.wake_s is not None:
-            wakes.append(decision.wake_s)
-        if decision.deferred >= MAX_DEFERRED or len(home_of or ()) >= MAX_DEFERRED:
+        if affinity.wake_s is not None:
+            one.wakes.append(affinity.wake_s)
+        if affinity.deferred >= MAX_DEFERRED or len(one.home_of or ()) >= MAX_DEFERRED:
             self._retry_s = now_s + RETRY_S
-            wakes.append(self._retry_s)
-        return Plan(wake_s=min(wakes, default=None))
+            one.wakes.append(self._retry_s)
+        return Plan(wake_s=min(one.wakes, default=None))
+
+    def _look(
+        self,
+        queue: RequestQueue,
+        instances: Sequence[PrefillInstance],
+        admissible: Admissible,
+        at: Moment,
+    ) -> Decision:
+        """Who has waited too long, and when a batch would start where."""
+        # Of those that decode has room for: no other hold could end now.
+        oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
+        oldest_s = math.inf if oldest is None else oldest.arrived_s
+        hold_until_s = oldest_s + self._hold_s()
+        wakes = [hold_until_s, oldest_s + PATIENCE_HOLDS * self._hold_s()]
+        return Decision(
+            queue,
+            instances,
+            admissible,
+            at,
+            overdue=at.now_s + _EPSILON_S >= hold_until_s,
+            all_idle=all(instance.idle for instance in instances),
+            starts=at.starts(instances),
+            wakes=[time_s for time_s in wakes if at.now_s + _EPSILON_S < time_s < math.inf],
+        )
+
+    def _open(self, one: Decision, late: bool) -> None:
+        """The instances that may get a batch, or a part of one, at this moment. ``late``: nothing
+        is committed early, which would take the next pass from an urgent request that comes
+        meanwhile."""
+        now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
+        whole_s = self.lead_s + self._offered.leaving_s(len(queue), serial_s)
+        few = len(queue) <= MOST_JOINING
+        join_s = self._lead.join_s(self._interval.lone_s)
+        ahead_tokens = 0.0
+        for start_s, _, index in one.starts:
+            instance = one.instances[index]
+            ahead_tokens += self._offered.capacity_of(instance)
+            long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
+            if not may_take(instance, long_queue):
+                if few and instance.has_flight and instance.has_room and instance.passes:
+                    # What came after the batch may join it, once a batch could leave for that pass.
+                    left_s = one.at.forms_at_s(instance) - now_s
+                    spare_s = left_s - join_s - max(0.0, instance.left_s - now_s) - serial_s
+                    if left_s > whole_s + _EPSILON_S:
+                        one.wakes.append(now_s + left_s - whole_s)
+                    elif instance.last_dispatch_s < now_s and spare_s >= 0:
+                        one.candidates.append(instance)
+                        one.in_time[instance.id] = 1 + spare_s / max(_EPSILON_S, serial_s)
+                continue
+            open_s = now_s
+            if not (instance.idle or long_queue):
+                forms_s = one.at.forms_at_s(instance)
+                if forms_s < one.at.arrives_s:
+                    forms_s = start_s  # too late for that one
+                open_s = forms_s - whole_s
+            if open_s <= now_s + _EPSILON_S:
+                one.candidates.append(instance)
+            else:
+                one.wakes.append(open_s)
+
+    def _choose(self, one: Decision, late: bool) -> bool:
+        """Of those that may get a batch the ones that should, the most urgent first; whether
+        prompts of many chunks decide it."""
+        queue, instances, at = one.queue, one.instances, one.at
+        for _, free_s, index in one.starts:
+            name = instances[index].id
+            one.start_of[name] = free_s if name in one.in_time else max(at.arrives_s, free_s)
+        if not late:
+            mean_tokens = self._offered.mean_tokens
+            one.ahead, due_s = lookahead(
+                instances, queue.tokens, mean_tokens, self.lead_s, at.now_s
+            )
+            if due_s is not None:
+                one.wakes.append(due_s)
+        chunked = bool(one.candidates or one.ahead) and self._long.matter(queue, instances)
+        if chunked:
+            one.ahead = []  # prompts of many chunks keep every pass full as it is
+        elif not one.overdue and not one.all_idle:
+            one.candidates = self._spaced(one)
+        one.candidates = list(dict.fromkeys([*one.ahead, *one.candidates]))
+        if chunked:
+            in_order = [instances[index] for _, _, index in one.starts]
+            one.home_of = self._long.homes(
+                one.candidates, instances, in_order, queue, one.overdue, at
+            )
+        return chunked
 
     def _decision_at(
         self,
         candidates: Sequence[PrefillInstance],
         instances: Sequence[PrefillInstance],
         waiting: int,
-        now_s: float,
+        at: Moment,
     ) -> CacheAffinity:
         """One for all batches that leave at the same moment."""
         first = candidates[0] if candidates else instances[0]
-        if self._decision is None or self._decision_s != now_s:
-            self._decision_s = now_s
+        if self._decision is None or self._decision_s != at.now_s:
+            self._decision_s = at.now_s
             self._decision = CacheAffinity(
                 instances,
                 first,
-                lambda instance: self._starts_s(instance, now_s)[0],
-                load=self._load,
+                lambda instance: at.starts_s(instance)[0],
+                load=self._offered.load,
                 waiting=waiting,
             )
         self._decision.first = first
@@ -337,105 +337,49 @@ class AdaptiveTrigger(PrefillPolicy):
 
     # Candidates ---------------------------------------------------------------------------
 
-    def _spaced(
-        self,
-        candidates: list[PrefillInstance],
-        instances: Sequence[PrefillInstance],
-        queue_tokens: int,
-        now_s: float,
-        wakes: list[float],
-    ) -> list[PrefillInstance]:
-        """Soft stagger; its length comes from the model and the arrival rate, not from measured
-        pass times, which would feed back into themselves."""
-        n = len(instances)
-        # How long passes take in which what came during the one before is computed.
-        idle_share = 1 - self._load
-        pass_s = sum([min(fixed_s / idle_share, s) for fixed_s, s in self._pass_times_s]) / n
+    def _spaced(self, one: Decision) -> list[PrefillInstance]:
+        """Soft stagger of the starts of passes; its length comes from the model and the arrival
+        rate, not from measured pass times, which would feed back into themselves. Who joins a batch
+        starts with it."""
+        n = len(one.instances)
+        share_s = self._offered.pass_s / n
         # An instance that falls idle meanwhile would start with a part of the next batch.
-        due_s = self._last_s + SPACING_SHARE * self._lead.whole * pass_s / n
-        long_queue = queue_tokens >= BACKLOG_FACTOR * max(1.0, self._token_rate * pass_s / n)
-        if due_s <= now_s + _EPSILON_S or long_queue:
-            return candidates
-        wakes.append(due_s)
-        return [c for c in candidates if c.backlog_tokens > 0]
+        due_s = self.last_start_s + SPACING_SHARE * self._lead.whole * share_s
+        if one.queue.tokens >= BACKLOG_FACTOR * max(1.0, self._offered.token_rate * share_s):
+            return one.candidates
+        # What was committed early, to a pass that is far away, keeps no earlier one waiting.
+        first_s, end_s = self.last_start_s - _EPSILON_S, due_s - _EPSILON_S
+        spaced = [
+            instance
+            for instance in one.candidates
+            if instance.backlog_tokens > 0 or not first_s <= one.start_of[instance.id] < end_s
+        ]
+        if len(spaced) < len(one.candidates):
+            one.wakes.append(due_s - self._interval.latency_s)
+        return spaced
 
     # One batch ----------------------------------------------------------------------------
 
     def _batch_for(
-        self,
-        instance: PrefillInstance,
-        instances: Sequence[PrefillInstance],
-        queue: RequestQueue,
-        admissible: Admissible,
-        decision: CacheAffinity,
-        overdue: bool,
-        all_idle: bool,
-        home_of: Mapping[str, str] | None,
-        start_of: Mapping[str, float],
-        now_s: float,
-        passes: int = 1,
+        self, instance: PrefillInstance, one: Decision, decision: CacheAffinity
     ) -> Plan | None:
-        """``home_of``: the instance each request should go to; None: any, for a fair share of the
-        queue. ``start_of``: when what is sent to an instance now would start. ``passes``: for so
-        many together. None if nothing that waits may go there."""
+        """None if nothing that waits may go there."""
+        passes = one.passes_of(instance)
         c_avail = instance.c_avail(passes)
-        room = sum(c for c in c_avail if c > 0)
         places = instance.places(passes)
-        most = math.inf if places is None else sum(places)
         # Splitting a prompt costs it a pass. That pays when more is left than the others can take;
         # under overlap only when the rest, which runs at once and all but alone, does not matter.
-        keep_tokens = self._capacity_tokens - instance.capacity_of(self._mean_tokens)
+        all_tokens = self._offered.capacity_tokens
+        keep_tokens = all_tokens - instance.capacity_of(self._offered.mean_tokens)
         if instance.overlap:
-            keep_tokens += OVERLAP_KEEP_PASSES * self._capacity_tokens
-        if home_of is None and self._urgency.matters(now_s):
+            keep_tokens += OVERLAP_KEEP_PASSES * all_tokens
+        if one.home_of is None and self._urgency.matters(one.at.now_s):
             keep_tokens = math.inf  # the rest would be formed at once, without the batch after it
-        spare = room if queue.tokens > keep_tokens else 0
-        affinity = BatchAffinity(decision, instance, chooses_instance=home_of is None)
-        # Whatever was predicted, nobody waits for a cached prefix longer than this.
-        patient_s = now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
-        head: list[Request] = []
-        rest: list[Request] = []
-        taken = refused = forbidden = 0
-        for request in queue.in_order():
-            if (
-                taken >= room + spare
-                or len(head) + len(rest) >= (2 * most if spare else most)
-                or affinity.deferred >= MAX_DEFERRED
-                or refused >= MOST_REFUSED
-            ):
-                break
-            if not permitted(request, instance, instances):
-                forbidden += 1
-            elif not admissible(request):
-                refused += 1
-            elif (
-                (overdue or self._suits(request, instance, instances))
-                and (
-                    home_of is None
-                    or home_of.get(request.rid) == instance.id
-                    or request.arrived_s <= patient_s
-                )
-                and (request.arrived_s <= patient_s or affinity.belongs_here(request))
-            ):
-                (head if taken < room and len(head) < most else rest).append(request)
-                taken += paged(request.uncached_tokens_on(instance.id), instance.page)
-        if forbidden == len(queue):
+        affinity = BatchAffinity(decision, instance, chooses_instance=one.home_of is None)
+        gathered = self._gather(instance, one, affinity, c_avail, places, keep_tokens)
+        if gathered is None:
             return None
-        if home_of is None and len(instances) > 1 and not overdue and passes == 1:
-            others = [i for i in instances if i is not instance]
-            share = fair_share(
-                instance,
-                others,
-                queue.tokens,
-                start_of,
-                now_s,
-                self._token_rate,
-            )
-            cut = prefix(head, share)
-            if all_idle or (instance.idle and share > 0):
-                # A prompt longer than the share is not divisible: later it would be no better off.
-                cut = max(cut, 1)
-            head, rest = head[:cut], head[cut:] + rest
+        head, rest = self._shared(instance, one, *gathered)
         allocation = place_fitting(
             head,
             c_avail,
@@ -446,7 +390,7 @@ class AdaptiveTrigger(PrefillPolicy):
             instance.page,
             places,
         )
-        beyond = queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
+        beyond = one.queue.tokens - uncached_tokens_of(head) - uncached_tokens_of(rest)
         allocation = top_up(
             allocation._replace(left=allocation.left + rest),
             c_avail,
@@ -456,7 +400,7 @@ class AdaptiveTrigger(PrefillPolicy):
             page=instance.page,
             places=places,
         )
-        ahead_ms = 1e3 * (self._free_at_s(instance, now_s) - now_s)
+        ahead_ms = 1e3 * (one.at.free_at_s(instance) - one.at.now_s)
         return Plan(
             placements=[Placement(r, instance, rank) for r, rank in allocation.placed],
             reason=(
@@ -467,139 +411,68 @@ class AdaptiveTrigger(PrefillPolicy):
             passed_over=allocation.left,
         )
 
-    def _chunked(self, queue: RequestQueue, instances: Sequence[PrefillInstance]) -> bool:
-        """Whether prompts of several chunks wait anywhere, and it matters where."""
-        if len(instances) == 1:
-            return False
-        ahead = self._load < LIGHT_LOAD and all(i.overlap for i in instances)
-        many = OVERLAP_MANY_CHUNKS if ahead else MANY_CHUNKS
-        limit = many * self._largest_chunk_tokens
-        if queue.longest_prompt_tokens > limit and any(
-            request.uncached_tokens > limit for request in queue.first(MOST_PLANNED)
-        ):
-            return True
-        return any(i.longest_prompt_tokens > many * i.chunk_tokens for i in instances)
-
-    def _homes(
+    def _gather(
         self,
-        candidates: Sequence[PrefillInstance],
-        instances: Sequence[PrefillInstance],
-        in_order: Sequence[PrefillInstance],
-        queue: RequestQueue,
-        overdue: bool,
-        now_s: float,
-    ) -> dict[str, str]:
-        """The instance on which each request costs least, now or later. ``in_order``: of start."""
-        forecasts: dict[str, PassForecast] = {}
-        by_id = {instance.id: instance for instance in instances}
-
-        def forecast_of(name: str) -> PassForecast | None:
-            if name not in forecasts and name in by_id:
-                one = by_id[name]
-                closed = one not in candidates and not _may_take(one, False)
-                forecasts[name] = self._forecast(one, now_s, closed=closed)
-            return forecasts.get(name)
-
-        near = list(dict.fromkeys([*candidates[:NEAREST], *in_order]))[:NEAREST]
-        pass_s = self._interval.mean_forward_s
-        terms = Terms(
-            waiting=WAITING_SHARE * self._request_rate / len(instances) * pass_s,
-            again_weight=AGAIN_WEIGHT * self._load**2 / (1 - self._load),
-        )
-
-        def terms_of(request: Request) -> Terms:
-            chunks = math.ceil(request.uncached_tokens / self._chunk_tokens)
-            waited = (now_s - request.arrived_s) / (pass_s * chunks)
-            return terms._replace(impatience=1 + IMPATIENCE * waited)
-
-        return homes(
-            [one for instance in near if (one := forecast_of(instance.id)) is not None],
-            forecast_of,
-            queue.in_order(),
-            terms_of,
-            lambda request, i: (
-                (overdue or self._suits(request, i, instances)) and permitted(request, i, instances)
-            ),
-        )
-
-    def _forecast(self, instance: PrefillInstance, now_s: float, *, closed: bool) -> PassForecast:
-        arrives_s = now_s + self._interval.latency_s
-        free_s = self._free_at_s(instance, now_s)
-        forms_s = self._forms_at_s(instance, now_s)
-        if forms_s < arrives_s and instance.backlog_tokens:
-            # It starts the next one before, with what it has.
-            return PassForecast(instance, free_s, closed=True)
-        return PassForecast(instance, max(free_s, arrives_s), closed=closed)
-
-    def _suits(
-        self,
-        request: Request,
         instance: PrefillInstance,
-        instances: Sequence[PrefillInstance],
-    ) -> bool:
-        """Not where it takes several passes, if it would take one elsewhere."""
-        tokens = request.uncached_tokens_on(instance.id)
-        if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
-            return True
-        return not any(
-            tokens <= one.chunk_tokens and permitted(request, one, instances) for one in instances
-        )
+        one: Decision,
+        affinity: BatchAffinity,
+        c_avail: Sequence[int],
+        places: Sequence[int] | None,
+        keep_tokens: float,
+    ) -> tuple[list[Request], list[Request]] | None:
+        """In order, those that fit into the pass, and those of which a part might if more than
+        ``keep_tokens`` wait. None if nothing that waits may go there."""
+        room = sum(c for c in c_avail if c > 0)
+        most = math.inf if places is None else sum(places)
+        most = min(most, one.in_time.get(instance.id, math.inf))
+        spare = room if one.queue.tokens > keep_tokens else 0
+        # Whatever was predicted, nobody waits for a cached prefix longer than this.
+        patient_s = one.at.now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
+        home_of = one.home_of
+        head: list[Request] = []
+        rest: list[Request] = []
+        taken = refused = forbidden = 0
+        for request in one.queue.in_order():
+            if (
+                taken >= room + spare
+                or len(head) + len(rest) >= (2 * most if spare else most)
+                or affinity.deferred >= MAX_DEFERRED
+                or refused >= MOST_REFUSED
+            ):
+                break
+            if not permitted(request, instance, one.instances):
+                forbidden += 1
+            elif not one.admissible(request):
+                refused += 1
+            elif (
+                (one.overdue or self._long.suits(request, instance, one.instances))
+                and (
+                    home_of is None
+                    or home_of.get(request.rid) == instance.id
+                    or request.arrived_s <= patient_s
+                )
+                and (request.arrived_s <= patient_s or affinity.belongs_here(request))
+            ):
+                (head if taken < room and len(head) < most else rest).append(request)
+                taken += paged(request.uncached_tokens_on(instance.id), instance.page)
+        return None if forbidden == len(one.queue) else (head, rest)
 
-    def _starts(
-        self, instances: Sequence[PrefillInstance], now_s: float
-    ) -> list[tuple[float, float, int]]:
-        """:meth:`_starts_s` of all, with their position, in the order in which they start."""
-        arrives_s = now_s + self._interval.latency_s
-        starts = []
-        for index, instance in enumerate(instances):
-            passes = instance.passes
-            if len(passes) == 1 and passes[-1].end_s >= arrives_s:
-                end_s = passes[-1].end_s
-                starts.append((end_s, end_s, index))
-            else:
-                starts.append((*self._starts_s(instance, now_s), index))
-        starts.sort()
-        return starts
-
-    def _starts_s(self, instance: PrefillInstance, now_s: float) -> tuple[float, float]:
-        """When the pass starts that a batch sent now would be in, and when the instance is free."""
-        arrives_s = now_s + self._interval.latency_s
-        free_s = self._free_at_s(instance, now_s)
-        if self._forms_at_s(instance, now_s) >= arrives_s:
-            return free_s, free_s
-        if instance.backlog_tokens:
-            # It starts the next one before, with what it has.
-            return free_s + instance.next_pass_s(), free_s
-        return arrives_s, free_s
-
-    def _free_at_s(self, instance: PrefillInstance, now_s: float) -> float:
-        return max(now_s, instance.free_at_s(now_s, self._interval.latency_s))
-
-    def _forms_at_s(self, instance: PrefillInstance, now_s: float) -> float:
-        return max(now_s, instance.forms_at_s(now_s, self._interval.latency_s))
-
-    def _measure(self, instances: Sequence[PrefillInstance]) -> None:
-        """What follows from the forward models of all."""
-        rates = [tokens_per_s(instance) for instance in instances]
-        self._tokens_per_s = sum(rates)
-        self._pass_times_s = [
-            (i.model.fixed_s, i.model.fixed_s + i.capacity_of(self._mean_tokens) / rate)
-            for i, rate in zip(instances, rates, strict=True)
-        ]
-
-    def _decay(self, now_s: float) -> None:
-        if self._rate_s is not None:
-            share = math.exp(-(now_s - self._rate_s) / RATE_WINDOW_S)
-            self._token_rate *= share
-            self._request_rate *= share
-        self._rate_s = now_s
-
-
-def _may_take(instance: PrefillInstance, long_queue: bool) -> bool:
-    """Whether a batch could go there before its next report.
-
-    One batch per pass, unless more waits than the pass holds. Single requests may still follow it.
-    """
-    if instance.has_flight and not long_queue:
-        return False
-    return instance.has_room and not instance.launching
+    def _shared(
+        self,
+        instance: PrefillInstance,
+        one: Decision,
+        head: list[Request],
+        rest: list[Request],
+    ) -> tuple[list[Request], list[Request]]:
+        """The instance's share of them, and what is left for those that start later."""
+        alone = len(one.instances) == 1 or one.passes_of(instance) > 1
+        if one.home_of is not None or alone or one.overdue:
+            return head, rest
+        others = [i for i in one.instances if i is not instance]
+        rate = self._offered.token_rate
+        share = fair_share(instance, others, one.queue.tokens, one.start_of, one.at.now_s, rate)
+        cut = prefix(head, share)
+        if one.all_idle or (instance.idle and share > 0):
+            # A prompt longer than the share is not divisible: later it would be no better off.
+            cut = max(cut, 1)
+        return head[:cut], head[cut:] + rest

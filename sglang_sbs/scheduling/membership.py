@@ -1,0 +1,105 @@
+"""Which instances there are, and which of them may be used.
+
+Owns the cluster's membership: instances come, change, go down and are forgotten. Must not know
+requests, or what is decided for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.decode.instance import DecodeInstance
+from sglang_sbs.scheduling.events import InstanceId, InstanceUp
+from sglang_sbs.scheduling.lone_ranks import LoneRanks
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefix_caches import PrefixCaches
+
+_FORGET_DOWN_S = 600.0
+"""A longer outage of an instance with nothing outstanding is taken for its removal."""
+
+
+class Membership:
+    """Names are those inside the scheduler, but for what :meth:`up` and :meth:`down` are told."""
+
+    def __init__(self, config: SchedulerConfig, prefix: PrefixCaches) -> None:
+        self._config = config
+        self._prefix = prefix
+        self.prefill: dict[InstanceId, PrefillInstance] = {}
+        self.decode: dict[InstanceId, DecodeInstance] = {}
+        self.lone = LoneRanks()
+        """Prefill workers without a barrier; only they have other names here than outside."""
+        self.down_s: dict[InstanceId, float] = {}
+        """Since when."""
+        self.up_prefill: list[PrefillInstance] = []
+        self.up_decode: list[DecodeInstance] = []
+        self.decode_targets: list[tuple[DecodeInstance, int]] = []
+        """The ranks of those that are up."""
+
+    def up(self, event: InstanceUp) -> Iterator[InstanceId]:
+        """A worker may be used, or has other limits; yields each instance of it that is new, once
+        it is entered."""
+        instances, gone = self.lone.up(event)
+        for name in gone:
+            self._forget(name)
+        for one in instances:
+            is_new = one.instance not in self.prefill and one.instance not in self.decode
+            self._up(one)
+            if is_new:
+                yield one.instance
+
+    def down(self, worker: InstanceId, now_s: float) -> bool:
+        """It cannot be reached; whether that changes anything."""
+        for name in self.lone.instances(worker):
+            instance = self.prefill.get(name) or self.decode.get(name)
+            if instance is None or name in self.down_s:
+                return False
+            instance.down()
+            self._prefix.on_down(name)
+            self.down_s[name] = now_s
+        return True
+
+    def refresh(self, now_s: float) -> list[PrefillInstance]:
+        """After any change; the prefill instances that are up."""
+        for gone in [i for i, since_s in self.down_s.items() if since_s + _FORGET_DOWN_S <= now_s]:
+            # Removed for good, as far as anybody can tell; under churn the books would only grow.
+            decode = self.decode.get(gone)
+            if decode is None or not decode.has_outstanding:
+                self._forget(gone)
+                self.lone.forget(gone)
+        self.up_prefill = [i for i in self.prefill.values() if i.id not in self.down_s]
+        self.up_decode = [d for d in self.decode.values() if d.id not in self.down_s]
+        self.decode_targets = [(d, rank) for d in self.up_decode for rank in range(d.dp_size)]
+        pass_tokens = sum(instance.capacity_tokens for instance in self.up_prefill)
+        for decode in self.up_decode:
+            decode.may_park(pass_tokens // len(self.decode_targets))
+        return self.up_prefill
+
+    def _up(self, event: InstanceUp) -> None:
+        self.down_s.pop(event.instance, None)
+        if event.role == "prefill":
+            self.decode.pop(event.instance, None)
+            known = self.prefill.get(event.instance)
+            if known is None or known.dp_size != event.dp_size:
+                self.prefill[event.instance] = PrefillInstance(
+                    event,
+                    t_default_s=self._config.t_default_s,
+                    default_chunk_tokens=self._config.default_chunk_tokens,
+                    worker=self.lone.outside(event.instance, 0, event.dp_size).worker,
+                )
+            else:
+                known.set_limits(event)
+        else:
+            self.prefill.pop(event.instance, None)
+            known_decode = self.decode.get(event.instance)
+            if known_decode is None or known_decode.dp_size != event.dp_size:
+                self.decode[event.instance] = DecodeInstance(event)
+            else:
+                known_decode.set_limits(event)
+        self._prefix.on_up(event)
+
+    def _forget(self, name: InstanceId) -> None:
+        self.down_s.pop(name, None)
+        self.decode.pop(name, None)
+        self.prefill.pop(name, None)
+        self._prefix.forget(name)

@@ -1,0 +1,150 @@
+"""Where prompts of several chunks go, and whether they matter.
+
+Such a prompt makes several passes of its instance long, so for all that wait the place matters more
+than how many leave. Owns that judgement, and what a forecast of passes starts from
+(:mod:`.pass_forecast`). Must not know when a batch leaves, or DP ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sglang_sbs.scheduling.policies.adaptive.moment import Moment
+from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
+    MOST_PLANNED,
+    NEAREST,
+    PassForecast,
+    Terms,
+)
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import homes as cheapest_homes
+from sglang_sbs.scheduling.policies.policy import permitted
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.interval import IntervalController
+from sglang_sbs.scheduling.queue.request import RequestQueue
+from sglang_sbs.scheduling.request import Request
+
+MANY_CHUNKS = 2
+"""Only prompts of more chunks make the place matter more than the share."""
+OVERLAP_MANY_CHUNKS = 1
+LIGHT_LOAD = 0.5
+"""With overlap scheduling and less load than that it is these: each prompt that is cut makes its
+instance launch one pass ahead. At higher loads all do, and it is the other way round."""
+WAITING_SHARE = 0.8
+"""How many of those that arrive during a pass count as delayed by whatever makes it longer. More
+gives a better mean and a worse p99 of long prompts."""
+IMPATIENCE = 4.0
+"""With prompts of many chunks about: when a request has waited as long as it takes, its completion
+counts this much more, against what it delays others by. Without it long prompts give way to short
+ones for too long."""
+AGAIN_WEIGHT = 700.0
+"""With prompts of many chunks about: times load**2 / (1 - load), what a second of computing again
+counts. Chosen so that little more than the optimum is computed near capacity (docs/cache.md)."""
+
+
+class LongPrompts:
+    """Of one cluster, with its chunks."""
+
+    def __init__(self, offered: OfferedLoad, interval: IntervalController) -> None:
+        self._offered = offered
+        self._interval = interval
+        self._chunk_tokens = 1.0
+        """The mean of the instances."""
+        self._largest_chunk_tokens = 0
+        self.uneven_chunks = False
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+        """These are the instances that are up."""
+        if instances:
+            self._chunk_tokens = sum(i.chunk_tokens for i in instances) / len(instances)
+        chunks = {i.chunk_tokens for i in instances}
+        self._largest_chunk_tokens = max(chunks, default=0)
+        self.uneven_chunks = len(chunks) > 1
+
+    def matter(self, queue: RequestQueue, instances: Sequence[PrefillInstance]) -> bool:
+        """Whether prompts of several chunks wait anywhere, and it matters where."""
+        if len(instances) == 1:
+            return False
+        ahead = self._offered.load < LIGHT_LOAD and all(i.overlap for i in instances)
+        many = OVERLAP_MANY_CHUNKS if ahead else MANY_CHUNKS
+        limit = many * self._largest_chunk_tokens
+        if queue.longest_prompt_tokens > limit and any(
+            request.uncached_tokens > limit for request in queue.first(MOST_PLANNED)
+        ):
+            return True
+        return any(i.longest_prompt_tokens > many * i.chunk_tokens for i in instances)
+
+    def homes(
+        self,
+        candidates: Sequence[PrefillInstance],
+        instances: Sequence[PrefillInstance],
+        in_order: Sequence[PrefillInstance],
+        queue: RequestQueue,
+        overdue: bool,
+        at: Moment,
+    ) -> dict[str, str]:
+        """The instance on which each request costs least, now or later. ``in_order``: of start."""
+        forecasts: dict[str, PassForecast] = {}
+        by_id = {instance.id: instance for instance in instances}
+
+        def forecast_of(name: str) -> PassForecast | None:
+            if name not in forecasts and name in by_id:
+                one = by_id[name]
+                closed = one not in candidates and not may_take(one, False)
+                forecasts[name] = _forecast(one, at, closed=closed)
+            return forecasts.get(name)
+
+        near = list(dict.fromkeys([*candidates[:NEAREST], *in_order]))[:NEAREST]
+        pass_s = self._interval.mean_forward_s
+        terms = Terms(
+            waiting=WAITING_SHARE * self._offered.request_rate / len(instances) * pass_s,
+            again_weight=AGAIN_WEIGHT * self._offered.load**2 / (1 - self._offered.load),
+        )
+
+        def terms_of(request: Request) -> Terms:
+            chunks = math.ceil(request.uncached_tokens / self._chunk_tokens)
+            waited = (at.now_s - request.arrived_s) / (pass_s * chunks)
+            return terms._replace(impatience=1 + IMPATIENCE * waited)
+
+        return cheapest_homes(
+            [one for instance in near if (one := forecast_of(instance.id)) is not None],
+            forecast_of,
+            queue.in_order(),
+            terms_of,
+            lambda request, i: (
+                (overdue or self.suits(request, i, instances)) and permitted(request, i, instances)
+            ),
+        )
+
+    def suits(
+        self,
+        request: Request,
+        instance: PrefillInstance,
+        instances: Sequence[PrefillInstance],
+    ) -> bool:
+        """Not where it takes several passes, if it would take one elsewhere."""
+        tokens = request.uncached_tokens_on(instance.id)
+        if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
+            return True
+        return not any(
+            tokens <= one.chunk_tokens and permitted(request, one, instances) for one in instances
+        )
+
+
+def _forecast(instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:
+    free_s = at.free_at_s(instance)
+    if at.forms_at_s(instance) < at.arrives_s and instance.backlog_tokens:
+        # It starts the next one before, with what it has.
+        return PassForecast(instance, free_s, closed=True)
+    return PassForecast(instance, max(free_s, at.arrives_s), closed=closed)
+
+
+def may_take(instance: PrefillInstance, long_queue: bool) -> bool:
+    """Whether a batch could go there before its next report.
+
+    One batch per pass, unless more waits than the pass holds. Single requests may still follow it.
+    """
+    if instance.has_flight and not long_queue:
+        return False
+    return instance.has_room and not instance.launching

@@ -1,0 +1,99 @@
+"""How much arrives, and what share of the time of all instances that takes.
+
+Owns the arrival rates and what follows from them and the forward models. Must not know what waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sglang_sbs.scheduling.policies.adaptive.fair_share import tokens_per_s
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+
+RATE_WINDOW_S = 3.0
+"""Time constant of the arrival rate."""
+MOST_LOAD = 0.95
+"""The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
+
+
+class OfferedLoad:
+    """Tokens are uncached ones."""
+
+    def __init__(self) -> None:
+        self.token_rate = self.request_rate = 0.0
+        """Per second, smoothed."""
+        self._rate_s: float | None = None
+        self.mean_tokens = 1.0
+        """Of a request."""
+        self.capacity_tokens = 0.0
+        """Of a pass of each instance together."""
+        self.load = 0.0
+        """Share of the time that goes into tokens."""
+        self._is_limited = False
+        """Passes of some instance have a limit of requests."""
+        self._tokens_per_s = 0.0
+        """Of all instances; 0: to be worked out again, as is the next."""
+        self._pass_times_s: list[tuple[float, float]] = []
+        """Of each instance an empty pass and a full one."""
+
+    def arrived(self, tokens: int, now_s: float) -> None:
+        """A request came."""
+        self._decay(now_s)
+        self.token_rate += tokens / RATE_WINDOW_S
+        self.request_rate += 1 / RATE_WINDOW_S
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+        """These are the instances that are up."""
+        self.capacity_tokens = sum(i.capacity_tokens for i in instances)
+        self._is_limited = any(i.prefill_max_requests for i in instances)
+        self.forget_speed()
+
+    def forget_speed(self) -> None:
+        """The forward model of some instance has changed."""
+        self._tokens_per_s = 0.0
+
+    def measure(self, instances: Sequence[PrefillInstance], now_s: float) -> None:
+        """Before a decision: as things are now."""
+        self._decay(now_s)
+        self.mean_tokens = max(1.0, self.token_rate / max(1e-9, self.request_rate))
+        if self._is_limited:
+            self.capacity_tokens = sum(i.capacity_of(self.mean_tokens) for i in instances)
+        if not self._tokens_per_s:
+            rates = [tokens_per_s(instance) for instance in instances]
+            self._tokens_per_s = sum(rates)
+            self._pass_times_s = [
+                (i.model.fixed_s, i.model.fixed_s + i.capacity_of(self.mean_tokens) / rate)
+                for i, rate in zip(instances, rates, strict=True)
+            ]
+        self.load = min(MOST_LOAD, self.token_rate / self._tokens_per_s)
+
+    def capacity_of(self, instance: PrefillInstance) -> float:
+        """Tokens of a pass of it with requests of the mean length."""
+        if self._is_limited:
+            return instance.capacity_of(self.mean_tokens)
+        return instance.capacity_tokens
+
+    @property
+    def pass_s(self) -> float:
+        """How long passes take in which what came during the one before is computed."""
+        idle_share = 1 - self.load
+        times_s = [min(fixed_s / idle_share, full_s) for fixed_s, full_s in self._pass_times_s]
+        return sum(times_s) / len(times_s)
+
+    def leaving_s(self, waiting: int, serial_s: float) -> float:
+        """How much longer than a single request a batch of those that wait is on its way, with
+        what arrives while they leave one after the other; no more than a pass takes.
+
+        ``serial_s``: what each further request of a batch adds to L_net.
+        """
+        coming = min(MOST_LOAD, self.request_rate * serial_s)
+        most = self.capacity_tokens / len(self._pass_times_s) / self.mean_tokens
+        return serial_s * max(0.0, min(waiting / (1 - coming), most) - 1)
+
+    def _decay(self, now_s: float) -> None:
+        if self._rate_s is not None:
+            share = math.exp(-(now_s - self._rate_s) / RATE_WINDOW_S)
+            self.token_rate *= share
+            self.request_rate *= share
+        self._rate_s = now_s

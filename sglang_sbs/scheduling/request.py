@@ -1,0 +1,85 @@
+"""The scheduler's record of one request, which every part of it reads.
+
+Must not know who waits, instances or how a request is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.prefix.index import NO_HITS, Hits
+from sglang_sbs.scheduling.prefix.upcoming import Upcoming
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, from arrival to end. Sizes in tokens, times in seconds."""
+
+    rid: str
+    order: int
+    """Arrival number: the FCFS key."""
+    prompt_tokens: int
+    max_new_tokens: int | None
+    arrived_s: float
+    deadline_s: float
+    exclude: tuple[InstanceId, ...] = ()
+    blocks: Sequence[int] = ()
+    """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""
+    block_tokens: int = 0
+    session: str = ""
+    priority: int = 0
+    """Larger is more urgent, as are the next two bounded."""
+    ttft_slo_s: float | None = None
+    tenant: str = ""
+    hits: Hits = NO_HITS
+    """L_hit per rank, as of when it was last looked up."""
+    upcoming: Sequence[Upcoming] = ()
+    """Ranks that will have some of it, as of then."""
+    hits_version: int = -1
+    upcoming_version: int = -1
+    cached_tokens: int = 0
+    """L_hit of the rank it was sent to."""
+    decode_hits: dict[int, int] = field(default_factory=dict)
+    """While decode ranks are chosen: tokens of the prompt in their caches, by position."""
+    total_tokens: int = 0
+    """Prompt plus expected output: what it will occupy in decode."""
+    key: float = 0.0
+    """Place in the policy's order, smallest first; fixed at arrival."""
+    waited_batches: int = 0
+    """How many left without it that it could have been in. 0 means newly arrived."""
+    waited_cycles: float = 0.0
+    """``r.wait`` of Algorithm 2. As many batches as there are instances are a cycle."""
+    prefill: tuple[InstanceId, int] | None = None
+    decode: tuple[InstanceId, int] | None = None
+    dispatched_s: float = 0.0
+    prefilled: bool = False
+    uncached_tokens: int = field(init=False)
+    """L(r) - L_hit(r, d) on the rank that has most of it."""
+
+    def __post_init__(self) -> None:
+        self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
+
+    def hit_tokens(self, instance: InstanceId, rank: int) -> int:
+        """L_hit(r, d)."""
+        hits = self.hits.by_instance.get(instance)
+        return hits[rank] if hits is not None else 0
+
+    @property
+    def cached_until(self) -> int | None:
+        """The last block of it that some rank has: requests with the same one share a prefix that
+        is worth having."""
+        if not self.hits.best_tokens:
+            return None
+        return self.blocks[self.hits.best_tokens // self.block_tokens - 1]
+
+    def uncached_tokens_on(self, instance: InstanceId) -> int:
+        """L(r) - L_hit(r, d) on the best rank of one instance."""
+        hits = self.hits.by_instance.get(instance)
+        return self.prompt_tokens - max(hits) if hits is not None else self.prompt_tokens
+
+
+def uncached_tokens_of(requests: Iterable[Request]) -> int:
+    """Sum of L(r) - L_hit(r)."""
+    return sum(r.uncached_tokens for r in requests)

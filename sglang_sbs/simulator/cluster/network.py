@@ -1,0 +1,47 @@
+"""The way of requests from the scheduler to the ranks of an instance.
+
+Owns when each request of a batch is there: latency, jitter, one after the other, and the plugin's
+gang gate, which lets the engine start with the whole of it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from sglang_sbs.scheduling import Dispatch
+from sglang_sbs.simulator.cluster.spec import ClusterSpec
+
+
+class DispatchNetwork:
+    """Driven by the simulation, which asks once for each batch, in order of time."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self._rng = random.Random(spec.seed)
+        self._front_free_s = dict.fromkeys(dict(spec.prefill), 0.0)
+        """When the last request for an instance has left."""
+        self._gang = (-1, 1.0)
+        """Number of the batch and its latency factor."""
+
+    def arrive_s(self, batch: Sequence[Dispatch], now_s: float) -> list[float]:
+        """When each request of what leaves for one instance is schedulable there."""
+        reach_s = [self._reach_s(command, now_s) for command in batch]
+        gate_s = min(max(reach_s), min(reach_s) + self._spec.gang_gate_s)
+        return [max(at_s, gate_s) for at_s in reach_s]
+
+    def _reach_s(self, command: Dispatch, now_s: float) -> float:
+        latency_s = self._spec.dispatch_latency_s
+        if self._spec.gang_jitter:
+            if command.batch != self._gang[0]:
+                self._gang = command.batch, math.exp(self._rng.gauss(0.0, self._spec.gang_jitter))
+            latency_s *= self._gang[1]
+        if self._spec.dispatch_jitter:
+            latency_s *= math.exp(self._rng.gauss(0.0, self._spec.dispatch_jitter))
+        reach_s = now_s + latency_s
+        if self._spec.dispatch_serial_s:
+            free_s = max(now_s, self._front_free_s[command.prefill])
+            self._front_free_s[command.prefill] = free_s + self._spec.dispatch_serial_s
+            reach_s += free_s + self._spec.dispatch_serial_s - now_s
+        return reach_s

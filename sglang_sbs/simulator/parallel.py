@@ -1,0 +1,53 @@
+"""Independent runs on all cores. Owns what a run gives, a row; must not know what is run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import active_children
+from typing import Any
+
+Row = dict[str, Any]
+Task = tuple[Callable[..., Row], tuple[Any, ...]]
+"""A function of the simulator and its arguments, to be called in some process."""
+
+
+def run_all(
+    jobs: Iterable[Task],
+    on_row: Callable[[Row], None] = lambda _row: None,
+    workers: int | None = None,
+) -> list[Row]:
+    """Run independent jobs on all cores (or ``workers``); rows in the order of the jobs.
+
+    The first error, or an interrupt, ends it: no further job is begun, and none is waited for.
+    """
+    listed = list(jobs)
+    rows: list[Row | None] = [None] * len(listed)
+    if workers == 1:
+        for index, (call, args) in enumerate(listed):
+            rows[index] = row = call(*args)
+            on_row(row)
+        return [row for row in rows if row is not None]
+    others = set(active_children())
+    # A terminal interrupts the workers, too: they leave the word to this process.
+    pool = ProcessPoolExecutor(
+        workers or len(os.sched_getaffinity(0)),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        futures = {pool.submit(call, *args): i for i, (call, args) in enumerate(listed)}
+        for done in as_completed(futures):
+            row = done.result()
+            rows[futures[done]] = row
+            on_row(row)
+    except BaseException:
+        mine = set(active_children()) - others
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in mine:
+            process.terminate()
+        raise
+    pool.shutdown()
+    return [row for row in rows if row is not None]
