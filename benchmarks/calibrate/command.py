@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.calibrate.endforward_capture import capture
+from benchmarks.command_line import command_parser
 from benchmarks.fitting.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
 from benchmarks.fitting.captured import Captured, read_capture, recording_of_messages
 from benchmarks.fitting.recorded_runs import record_runs
@@ -80,11 +81,8 @@ class CalibrationFile(msgspec.Struct, kw_only=True):
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "scripts/calibrate",
-        description="Fit the cost of a prefill pass, with errors.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "scripts/calibrate", "Fit the cost of a prefill pass, with errors.", _EPILOG
     )
     add = parser.add_argument
     add("logs", nargs="*", type=Path, metavar="LOG", help="event logs or captures")

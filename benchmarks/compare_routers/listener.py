@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Self, cast
 
 import aiohttp
@@ -67,12 +66,7 @@ class ReportListener:
         self._task = asyncio.create_task(self._listen(), name="EndForward listener")
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -13,6 +13,7 @@ answers when the pass with the last token of a prompt is over. A decode stream b
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
 import time
@@ -26,7 +27,15 @@ import orjson
 import uvloop
 import zmq
 
-from benchmarks.raw_engine import COMPLETE, LAST_TOKEN, STREAM_HEAD, TOKEN, reply
+from benchmarks.raw_engine import (
+    COMPLETE,
+    STREAM_HEAD,
+    EngineConnection,
+    control_answer,
+    listen,
+    server_info,
+    tokens_asked,
+)
 from sglang_sbs.engine.publish import SEND_HWM
 from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.wire import EndForward, encode_endforward
@@ -139,7 +148,6 @@ class _Instance:
         self.boot_id = uuid.uuid4().hex
         self.url = ""
         self.ranks = [_Rank(self, number, fleet.publisher()) for number in range(dp_size)]
-        self._info = reply(orjson.dumps(self._server_info()))
         self._pass = 0
         self._busy = False
         self._launched_s = 0.0
@@ -157,12 +165,19 @@ class _Instance:
 
     def control(self, path: bytes) -> bytes:
         """The answer to everything that is no inference."""
-        if path in (b"/server_info", b"/get_server_info"):
-            return self._info
-        if path in (b"/model_info", b"/get_model_info"):
-            return reply(b'{"model_path":"fleet","is_generation":true}')
-        known = (b"/ready", b"/ping", b"/health", b"/abort_request", b"/flush_cache")
-        return reply(b"{}") if path in known else reply(b"{}", b"404 Not Found")
+        info = server_info(
+            self.role,
+            MAX_RUNNING,
+            dp_size=self.dp_size,
+            enable_dp_attention=True,
+            chunked_prefill_size=CHUNK_TOKENS,
+            max_running_requests=MAX_RUNNING * self.dp_size,
+            max_total_num_tokens=KV_TOKENS,
+            max_req_input_len=131_072,
+            disable_radix_cache=True,
+            sbs={"boot_id": self.boot_id, "routers": [self.fleet.shape.endforward]},
+        )
+        return control_answer(path, info)
 
     # Prefill ------------------------------------------------------------------------------------
 
@@ -274,27 +289,6 @@ class _Instance:
         due_s = max(now_s, due_s + self.fleet.shape.token_s / self.dp_size)
         self.fleet.loop.call_at(due_s, self._tokens, due_s)
 
-    def _server_info(self) -> dict[str, Any]:
-        return {
-            "version": "0.5.23",
-            "disaggregation_mode": self.role,
-            "dp_size": self.dp_size,
-            "enable_dp_attention": True,
-            "chunked_prefill_size": CHUNK_TOKENS,
-            "max_prefill_tokens": 16_384,
-            "max_running_requests": MAX_RUNNING * self.dp_size,
-            "max_total_num_tokens": KV_TOKENS,
-            "max_req_input_len": 131_072,
-            "page_size": 1,
-            "disable_radix_cache": True,
-            "served_model_name": "fleet",
-            "model_path": "fleet",
-            "disaggregation_bootstrap_port": 8998,
-            "load_balance_method": "auto",
-            "internal_states": [{"effective_max_running_requests_per_dp": MAX_RUNNING}],
-            "sbs": {"boot_id": self.boot_id, "routers": [self.fleet.shape.endforward]},
-        }
-
 
 class Fleet:
     """All instances, on one event loop."""
@@ -317,13 +311,7 @@ class Fleet:
         """Listen; the ports, prefill instances first."""
         ports = []
         for number, instance in enumerate(self._instances):
-            server = await self.loop.create_server(
-                lambda instance=instance: _Connection(instance),  # type: ignore[misc]
-                "127.0.0.1",
-                0,
-                backlog=4096,
-            )
-            port = int(server.sockets[0].getsockname()[1])
+            port = await listen(self.loop, functools.partial(_Connection, instance))
             instance.start(port, self.report_s * number / len(self._instances))
             ports.append(port)
         return ports
@@ -363,67 +351,44 @@ class Fleet:
             await asyncio.sleep(0)
 
 
-class _Connection(asyncio.Protocol):
-    __slots__ = ("_buffer", "_instance", "_rank", "_transport", "left")
-    _transport: asyncio.Transport
+class _Connection(EngineConnection):
+    __slots__ = ("_instance", "_rank")
 
     def __init__(self, instance: _Instance) -> None:
+        super().__init__()
         self._instance = instance
         self._rank: _Rank | None = None
-        self._buffer = b""
-        self.left = 0
-        """Tokens of the stream that are still to come."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._rank is not None and self._rank.streams.pop(self, self) is None:
             self._instance.fleet.counts.hung_up += 1
         self._rank = None
 
-    def data_received(self, data: bytes) -> None:
-        data = self._buffer + data
-        end = data.find(b"\r\n\r\n")
-        head = data[:end].lower() if end >= 0 else b""
-        at = head.find(b"content-length:")
-        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        if end < 0 or len(data) < end + 4 + length:
-            self._buffer = data
-            return
-        self._buffer = b""
-        self._request(data.split(b" ", 2)[1], data[end + 4 : end + 4 + length])
-
-    def _request(self, path: bytes, body: bytes) -> None:
+    def request(self, path: bytes, body: bytes) -> None:
+        """A whole one came."""
         if path != b"/v1/chat/completions":
-            self._transport.write(self._instance.control(path))
+            self._write(self._instance.control(path))
             return
         asked = orjson.loads(body)
         if self._instance.role == "prefill":
             self._instance.prefill(asked, self.answer)
         else:
-            self.left = asked.get("max_completion_tokens") or asked["max_tokens"]
+            self.left = tokens_asked(asked)
             self._instance.decode(asked, self)
 
     def answer(self, data: bytes) -> None:
         """Unless the router has hung up."""
         if not self._transport.is_closing():
-            self._transport.write(data)
+            self._write(data)
 
     def begin(self, rank: _Rank) -> None:
         """The KV has come: head and first token."""
         if self._transport.is_closing():
             return
         self._rank = rank
-        self._transport.write(STREAM_HEAD)
+        self._write(STREAM_HEAD)
         if not self.token():
             rank.streams[self] = None
-
-    def token(self) -> bool:
-        """The next one; True when it was the last."""
-        self.left -= 1
-        self._transport.write(LAST_TOKEN if self.left <= 0 else TOKEN)
-        return self.left <= 0
 
 
 async def _serve() -> None:
