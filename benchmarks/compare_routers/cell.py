@@ -27,10 +27,10 @@ from benchmarks.compare_routers.endforward_check import (
     silent_prefill,
 )
 from benchmarks.compare_routers.engines import Engines
-from benchmarks.compare_routers.listener import Heard
 from benchmarks.compare_routers.prompts import Prompts
 from benchmarks.compare_routers.rows import Key, Row
 from benchmarks.compare_routers.workloads import arrivals
+from benchmarks.listener import Heard
 from benchmarks.router_processes import Contender, Processes
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.demo.load import Arrival, Sample, run_load

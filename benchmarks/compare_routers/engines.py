@@ -15,8 +15,8 @@ import aiohttp
 from rich.console import Console
 
 from benchmarks.compare_routers.contenders import EngineVariant
-from benchmarks.compare_routers.listener import ReportListener, boots
 from benchmarks.compare_routers.workloads import WORKLOADS
+from benchmarks.listener import ReportListener, boots
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, pd_urls, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
