@@ -221,15 +221,11 @@ class SyntheticCluster:
             while one.coming and one.coming[0].ready_s <= at_s:
                 _, rid, rank, tokens = one.coming.popleft()
                 engine.deliver(rid, rank, tokens)
-            self._step(one, now_s, at_s)
+            launched, messages = engine.step(at_s)
+            engine.waits_for(launched)
+            self._say(one, messages, now_s, at_s)
         if now_s - one.reported_s > _IDLE_REPORT_S:
-            engine.asleep = False  # and says once more that it has nothing to do
-            self._step(one, now_s, now_s)
-
-    def _step(self, one: _Prefill, now_s: float, at_s: float) -> None:
-        launched, messages = one.engine.step(at_s)
-        one.engine.waits_for(launched)
-        self._say(one, messages, now_s, at_s)
+            self._say(one, engine.messages("idle"), now_s, now_s)
 
     def _say(
         self, one: _Prefill, messages: Sequence[EndForward], now_s: float, at_s: float
