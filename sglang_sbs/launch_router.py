@@ -20,14 +20,15 @@ import uvloop
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.options.arguments import FlagError
-from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_args import RouterArgs
-from sglang_sbs.router.processes.parent_line import Parent
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
-from sglang_sbs.router.processes.stop_signals import end_on_signals
-from sglang_sbs.router.processes.supervisor import supervise
 from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 from sglang_sbs.router.server import RouterServer
+from sglang_sbs.router.supervision.parent_line import Parent
+from sglang_sbs.router.supervision.stop_signals import end_on_signals
+from sglang_sbs.router.supervision.supervisor import supervise
 from sglang_sbs.router.telemetry.logs import set_up_logging
 
 __all__ = ["Router", "RouterArgs", "launch_router", "main", "parse_router_args"]

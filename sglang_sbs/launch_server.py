@@ -28,7 +28,8 @@ from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
 from sglang_sbs.extras import without_sglang
 from sglang_sbs.router.options.arguments import FlagError
-from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost

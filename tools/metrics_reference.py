@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.telemetry.metrics import RouterMetrics

@@ -16,8 +16,9 @@ from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.worker_metrics import Drift
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.wire import EndForward, encode_endforward
@@ -83,7 +84,7 @@ async def message_costs(shape: FleetShape) -> dict[str, float]:
         decided=lambda command: None,
         failed=lambda rid: None,
     )
-    registry = Registry(pump.submit)
+    registry = Registry(WorkerEvents(pump.submit))
     metrics, drift = RouterMetrics(), Drift()
 
     def booked(worker: Worker, report: EndForward) -> None:

@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_keep(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Ends the program with code 2 for a flag that means nothing with, or without, ``--keep``."""
     meaningless, why = (
-        (("requests", "baseline", "json", "skip_token_match", "dwdp"), "--keep compares nothing")
+        (("requests", "baseline", "json", "skip_token_match"), "--keep compares nothing")
         if args.keep
         else (("port", "prometheus_port"), "only --keep serves at a fixed port")
     )
@@ -194,6 +194,7 @@ def _keep(args: argparse.Namespace, console: Console) -> int:
         decode=decode,
         dp_size=args.dp,
         attention_tp=args.attention_tp,
+        dwdp=args.dwdp,
         router_flags=_policy_flags(args.policy, args.trigger),
         load=args.load,
         seed=args.seed,

@@ -23,7 +23,13 @@ from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, ClusterP
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
 from sglang_sbs.demo.load import Arrival, Latency, Sample, Workload, send_one
-from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, COST, capacity_qps, parallel_flags
+from sglang_sbs.demo.virtual_cluster import (
+    CHUNK_TOKENS,
+    COST,
+    capacity_qps,
+    parallel_flags,
+    prefill_flags,
+)
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 OUTPUT_TOKENS = 24
@@ -50,6 +56,7 @@ class KeepOptions:
     decode: int
     dp_size: int
     attention_tp: int
+    dwdp: bool
     router_flags: list[str]
     load: float
     """Arrival rate as a share of the prefill capacity."""
@@ -102,7 +109,8 @@ def keep(options: KeepOptions, console: Console) -> int:
     """
     _check_ports(options)
     plan = plan_of(options)
-    qps = options.load * capacity_qps(options.prefill, options.dp_size)
+    capacity = capacity_qps(options.prefill, options.dp_size, barrier=not options.dwdp)
+    qps = options.load * capacity
 
     async def meanwhile(cluster: LocalCluster) -> None:
         assert cluster.router is not None
@@ -146,7 +154,7 @@ def plan_of(options: KeepOptions) -> ClusterPlan:
         prefill_instances=options.prefill,
         decode_instances=options.decode,
         engine_flags=parallel_flags(options.dp_size, options.attention_tp),
-        prefill_flags=["--chunked-prefill-size", str(CHUNK_TOKENS * options.dp_size)],
+        prefill_flags=prefill_flags(options.dp_size, dwdp=options.dwdp),
         virtual_gpu=COST,
         log_dir=options.out,
         environment=dict(os.environ),

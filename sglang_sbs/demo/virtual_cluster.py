@@ -73,8 +73,7 @@ class Rig:
     @property
     def capacity_qps(self) -> float:
         """Requests per second when every pass has a full chunk on every rank."""
-        together = self.dp_size if self.barrier else 1
-        return capacity_qps(self.prefill_instances * (self.dp_size // together), together)
+        return capacity_qps(self.prefill_instances, self.dp_size, barrier=self.barrier)
 
     async def run(self, label: str, flags: Sequence[str], workload: Workload) -> Run:
         """One policy under one load (prompts up to a chunk), after a warm-up at half the rate."""
@@ -95,9 +94,9 @@ class Rig:
         )
 
 
-def capacity_qps(prefill_instances: int, dp_size: int) -> float:
+def capacity_qps(prefill_instances: int, dp_size: int, *, barrier: bool = True) -> float:
     """Requests per second when every pass of this rig's engines has a full chunk on every rank."""
-    pass_s = COST.prefill_s([CHUNK_TOKENS] * dp_size)
+    pass_s = COST.prefill_s([CHUNK_TOKENS] * (dp_size if barrier else 1))
     tokens_per_s = prefill_instances * dp_size * CHUNK_TOKENS / pass_s
     return tokens_per_s / (MEAN_PROMPT_SHARE * CHUNK_TOKENS)
 
@@ -128,10 +127,7 @@ async def running_rig(
         prefill_instances=prefill,
         decode_instances=decode,
         engine_flags=parallel_flags(dp_size, attention_tp),
-        prefill_flags=[
-            *("--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)),
-            *(dwdp_flags(dp_size) if dwdp else ()),
-        ],
+        prefill_flags=prefill_flags(dp_size, dwdp=dwdp),
         virtual_gpu=COST,
         log_dir=log_dir,
         environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},
@@ -148,8 +144,14 @@ def parallel_flags(dp_size: int, attention_tp: int = 1) -> list[str]:
     return [*flags, "--dp", str(dp_size), "--enable-dp-attention"] if dp_size > 1 else flags
 
 
+def prefill_flags(dp_size: int, *, dwdp: bool = False) -> list[str]:
+    """Beside :func:`parallel_flags`, on prefill."""
+    flags = ["--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)]
+    return [*flags, *dwdp_flags(dp_size)] if dwdp else flags
+
+
 def dwdp_flags(dp_size: int) -> list[str]:
-    """Beside :func:`parallel_flags` on prefill: no DP rank waits for another."""
+    """DP ranks that wait for nobody."""
     return ["--dwdp-size", str(dp_size)]
 
 

@@ -14,7 +14,8 @@ from typing import NoReturn
 
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.arguments import FlagError
-from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.router_options import RouterOptions
 
 _EXAMPLES = """\
 flags of the router (all are accepted, these are looked at):

@@ -146,8 +146,8 @@ def rank_is_on_several_hosts(scheduler: Any) -> bool:
     hosts = read_hosts(scheduler)
     if hosts < 2:
         return False
-    here = int(scheduler.server_args.tp_size) // hosts
-    return here < 1 or here % rank_processes(scheduler).of_rank > 0
+    processes_here = int(scheduler.server_args.tp_size) // hosts
+    return processes_here % rank_processes(scheduler).of_rank > 0
 
 
 def read_kv_address(scheduler: Any) -> KvAddress | None:

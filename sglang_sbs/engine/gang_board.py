@@ -145,6 +145,8 @@ class Line:
         self._board: Board | None = None
         self._rank = 0
         self._silences = 0
+        self.failed = False
+        """It was open, and the others were not to be heard."""
 
     @property
     def is_open(self) -> bool:
@@ -166,6 +168,7 @@ class Line:
                 self._silences = 0
         except Deserted as why:
             logger.warning("gangs: %s; nobody waits for %s any more", why, self._whom)
+            self.failed = True
             self.close()
 
     def heard(self, tag: int) -> Collection[Word]:
@@ -179,6 +182,7 @@ class Line:
         self._silences = 0 if others else self._silences + 1
         if self._silences >= MAX_SILENCES:
             logger.warning("gangs: nothing is heard of %s; nobody waits for them", self._whom)
+            self.failed = True
             self.close()
 
     def close(self) -> None:

@@ -55,6 +55,7 @@ from sglang_sbs.engine.collect import (
 from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
 from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
 from sglang_sbs.engine.gang_gather import GatherBoard
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,12 @@ class GangHold:
         DP rank say the same, whatever went wrong in one: the gate waits in collective operations.
         """
         return is_sized(req) and not (self._off and self._processes == 1)
+
+    def fault(self) -> str:
+        """``EndForward.gang_gate``."""
+        if self._errors >= MAX_ERRORS:
+            return GATE_ERRORS
+        return GATE_ALONE if self._ranks.failed or self._team.failed else ""
 
     def before_next_batch(self, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
         """Before ``Scheduler.get_next_disagg_prefill_batch_to_run``: once in every turn."""
@@ -321,8 +328,6 @@ class GangHold:
             return False
         if gang.part.ranks == 1 or not self._ranks.is_open:
             return True
-        if not gang.word.arrived:
-            return False
         heard = self._ranks.heard(gang.part.tag)
         return sum(one.arrived for one in heard) >= gang.part.ranks
 

@@ -96,8 +96,11 @@ class RankHook:
         *,
         open_sink: OpenSink = open_publisher,
         clock: Callable[[], float] = time.monotonic,
+        gang_gate: Callable[[], str] = lambda: "",
     ) -> None:
+        """``gang_gate``: the field of that name."""
         self._config = config
+        self._gang_gate = gang_gate
         self._open_sink = open_sink
         self._clock = clock
         self.off = False
@@ -411,6 +414,7 @@ class RankHook:
             started=list(started[:MAX_RIDS]),
             barrier=self._barrier,
             kv_address=self._kv_address,
+            gang_gate=self._gang_gate(),
         )
         sink.send(encode_endforward(message))
         self._seq += 1

@@ -22,6 +22,7 @@ from sglang_sbs.engine.gang_gate import GangGate
 from sglang_sbs.engine.gang_gather import SYNC_CLASS, SYNC_MODULE, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.engine.hooks import RankHook
+from sglang_sbs.engine.room_status import around_update_status
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
 NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
 POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
 GATHERED = f"{SYNC_MODULE}.{SYNC_CLASS}."
+ROOM_STATUS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
 
@@ -81,7 +83,9 @@ def install(config: HookConfig) -> None:
     Raises:
         ImportError: no SGLang.
     """
-    hook = RankHook(config)
+    gather = GatherBoard()
+    hold = GangHold(config.gang_gate_ms, config.boot_id, gather=gather)
+    hook = RankHook(config, gang_gate=hold.fault)
     try:
         registry = importlib.import_module(REGISTRY)
     except ImportError:
@@ -91,7 +95,7 @@ def install(config: HookConfig) -> None:
             hooks_without_plugins, _direct_hooks(hook, config), hooks_without_plugins.is_loaded
         )
         return
-    _register(registry, _plugin_hooks(hook, config), _resolves)
+    _register(registry, _plugin_hooks(hook, hold, gather, config), _resolves)
 
 
 def _rank_hooks(hook: RankHook) -> list[Hook]:
@@ -108,13 +112,13 @@ def _rank_hooks(hook: RankHook) -> list[Hook]:
     ]
 
 
-def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
+def _plugin_hooks(
+    hook: RankHook, hold: GangHold, gather: GatherBoard, config: HookConfig
+) -> list[Hook]:
     def add_sbs_block(result: Any, *_args: Any, **_kwargs: Any) -> None:
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
-    gather = GatherBoard()
-    hold = GangHold(config.gang_gate_ms, config.boot_id, gather=gather)
     gate = GangGate(config.gang_gate_ms, elsewhere=hold.handles)
     return [
         Hook((SERVER_INFO,), add_sbs_block, "AFTER"),
@@ -125,6 +129,7 @@ def _plugin_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
         Hook((GATHERED + "all_gather",), gather.after_gather, "AFTER", optional=True),
         Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
         Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
+        Hook((ROOM_STATUS,), around_update_status, "AROUND", optional=True),
     ]
 
 

@@ -21,18 +21,20 @@ from sglang_sbs.router.assignment.dispatcher import Assigner, Dispatcher
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
-from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
-from sglang_sbs.router.processes.messages import FromScheduler
+from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.messages import DashboardFrame, FromScheduler, LegFailed
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
-from sglang_sbs.router.processes.scheduler_link import Line, SchedulerLink
+from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
 from sglang_sbs.router.telemetry.worker_metrics import model_name
 from sglang_sbs.router.workers.health import Monitor
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
@@ -91,8 +93,10 @@ class OwnScheduler:
         find_owner: FindOwner,
         metrics: RouterMetrics,
         session: aiohttp.ClientSession,
+        silenced: Callable[[Worker], None],
     ) -> None:
-        """``scheduler`` replaces the real one (tests)."""
+        """``scheduler`` replaces the real one (tests). ``silenced``: see
+        :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._metrics = metrics
         dispatcher = Dispatcher(
@@ -103,7 +107,7 @@ class OwnScheduler:
         )
         self.dispatcher: Assigner = dispatcher
         self._times = dispatcher.times
-        self._watch = Watch(options, self.dispatcher.submit, find_owner, metrics, session)
+        self._watch = Watch(options, self.dispatcher.submit, find_owner, metrics, session, silenced)
         self.registry: Registry = self._watch.registry
         self.feed: Feed = LocalFeed(
             dispatcher.pump, options.scheduler, problems=lambda: problems_of(self.registry)
@@ -154,19 +158,31 @@ class RemoteScheduler:
         metrics: RouterMetrics,
         session: aiohttp.ClientSession,
         abort: Callable[[str], int],
+        silenced: Callable[[Worker], None],
     ) -> None:
-        """``abort`` ends requests of clients by the id they gave (empty: all); how many."""
+        """``abort`` ends requests of clients by the id they gave (empty: all); how many.
+        ``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         endpoint = options.scheduler_endpoint
         assert endpoint is not None, "checked with the command line"
         self._options = options
         self._session = session
         self._monitor: Monitor | None = None
+        self._closed = False
 
         def connect(receive: Callable[[FromScheduler], None]) -> Line:
             return FrontEndSocket(endpoint, options.scheduler_keys, receive)
 
-        mirror = MirroredRegistry(self._found_out, options.breaker)
-        metrics.follow(mirror)
+        mirror = MirroredRegistry(
+            WorkerEvents(
+                self._found_out,
+                self._doubted,
+                silenced,
+                removed=lambda worker: metrics.forget(worker.url),
+            ),
+            options.breaker,
+            report=self._report,
+            asks_cheaply=options.monitor.health_endpoint is None,
+        )
         self._link = SchedulerLink(
             connect,
             mirror,
@@ -175,12 +191,14 @@ class RemoteScheduler:
             observer=metrics,
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
+            alone_changed=self._alone_changed,
+            dashboard_frame=self._framed,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self._link.alone_changed = self._alone_changed
         self.registry: Registry = mirror
         self.dispatcher: Assigner = self._link
-        self.feed: Feed = RemoteFeed(self._link, _alone(options))
+        self._remote_feed = RemoteFeed(self._link, _alone(options))
+        self.feed: Feed = self._remote_feed
 
     async def start(self) -> str | None:
         """See :class:`Schedulers`."""
@@ -226,7 +244,7 @@ class RemoteScheduler:
 
     async def close(self) -> None:
         self.feed.close()
-        self._link.alone_changed = lambda alone: None
+        self._closed = True
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
             await monitor.close()
@@ -234,8 +252,20 @@ class RemoteScheduler:
     def _found_out(self, event: Event) -> None:
         self._link.submit(event)
 
+    def _doubted(self, worker: Worker) -> None:
+        if self._monitor is not None:
+            self._monitor.doubt(worker)
+
+    def _report(self, failed: LegFailed) -> bool:
+        return self._link.report(failed)
+
+    def _framed(self, frame: DashboardFrame) -> None:
+        self._remote_feed.received(frame)
+
     def _alone_changed(self, alone: bool) -> None:
         """While nobody else watches the workers, this process does."""
+        if self._closed:
+            return
         if alone and self._monitor is None:
             config = replace(self._options.monitor, load_poll_interval_s=None)
             self._monitor = Monitor(self.registry, self._session, config, self._link.submit)

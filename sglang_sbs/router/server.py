@@ -29,7 +29,7 @@ from sglang_sbs.router.client.serving_port import DirectPort
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.metric_families import gauge, total
-from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.tls import server_ssl, worker_session, worker_ssl
 from sglang_sbs.router.prompts.block_names import BlockNamer
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
@@ -43,7 +43,8 @@ from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedule
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort
 from sglang_sbs.router.telemetry.tracing import open_traces
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ class RouterServer:
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
         """``scheduler`` replaces the real one (tests)."""
         self.options = options
-        self.metrics = RouterMetrics(options.prometheus_duration_buckets, options.scheduler.policy)
+        self.metrics = RouterMetrics(
+            options.prometheus_duration_buckets, options.scheduler.policy, self._knows
+        )
         self.draining = False
         self.started_at = int(time.time())
         self.port = options.port
@@ -146,7 +149,9 @@ class RouterServer:
         self.pool = Pool(loop, ssl_context=worker_ssl(options))
         self._schedulers: Schedulers
         if options.role == "front-end":
-            self._schedulers = RemoteScheduler(options, self.metrics, self.session, self._abort)
+            self._schedulers = RemoteScheduler(
+                options, self.metrics, self.session, self._abort, self._silenced
+            )
         else:
             self._schedulers = OwnScheduler(
                 options,
@@ -154,6 +159,7 @@ class RouterServer:
                 self._find_owner,
                 self.metrics,
                 self.session,
+                self._silenced,
             )
         self.registry = self._schedulers.registry
         self.dispatcher = self._schedulers.dispatcher
@@ -185,7 +191,6 @@ class RouterServer:
             worker_key=options.worker_key,
             traces=self.traces,
         )
-        self.registry.silenced = self.in_flight.fail_worker
         self.admission = Admission(
             options.max_concurrent_requests,
             options.queue_size,
@@ -284,6 +289,12 @@ class RouterServer:
 
     def _abort(self, rid: str) -> int:
         return self.in_flight.abort_client_request(rid) if rid else self.in_flight.abort_all()
+
+    def _knows(self, worker_url: str) -> bool:
+        return self.registry.get(worker_url) is not None
+
+    def _silenced(self, worker: Worker) -> None:
+        self.in_flight.fail_worker(worker)
 
     def _find_owner(self, rid: str, role: str) -> str | None:
         return self.in_flight.find_owner(rid, role)

@@ -132,6 +132,8 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     them for itself."""
     kv_address: KvAddress | None = None
     """Of a rank on another node than the engine's first: ``/server_info`` names no host for it."""
+    gang_gate: str = ""
+    """What became of a gang gate that was on: ``GATE_ALONE``, ``GATE_ERRORS``, or empty."""
 
     @property
     def queued_tokens(self) -> int:
@@ -151,6 +153,10 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 MAX_RIDS = 1024
+GATE_ALONE = "alone"
+"""The rank waits for its own part of a gang only, as others do not tell it of theirs."""
+GATE_ERRORS = "errors"
+"""The rank turned its gate off after errors."""
 GANG_RID_PREFIX = "sbs-"
 """Request ids that begin so were sent by a router that holds requests and sends them in batches: an
 engine may wait a moment for those that came together (``engine.gang_gate``)."""

@@ -17,7 +17,7 @@ from cluster_requests import generate
 
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
-from sglang_sbs.scheduling.events import BlocksStored, Dispatch, PrefillDone
+from sglang_sbs.scheduling.events import BlocksStored, Dispatch, ForwardEnded, PrefillDone
 from sglang_sbs.testing.tiny_model import VOCAB_SIZE
 
 PAGE_TOKENS = 16
@@ -56,6 +56,20 @@ class Site:
         async with asyncio.timeout(WAIT_S):
             while not done(self.records(since_s)):  # noqa: ASYNC110 (another process writes it)
                 await asyncio.sleep(0.2)
+
+    async def until_started(self, rids: set[str]) -> dict[str, int]:
+        """The pass that each was in first, once the record has all."""
+        passes: dict[str, int] = {}
+
+        def all_there(records: list[LogRecord]) -> bool:
+            for record in records:
+                if isinstance(record.event, ForwardEnded):
+                    report = record.event.report
+                    passes.update((one.rid, report.forward_id) for one in report.started)
+            return rids <= passes.keys()
+
+        await self.until(all_there, 0.0)
+        return {rid: passes[rid] for rid in rids}
 
     async def outcomes(self, requests: int, since_s: float) -> list[Outcome]:
         """Of the requests since then, which are so many, in the order of their ends."""

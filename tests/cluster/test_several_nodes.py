@@ -1,4 +1,5 @@
-"""A prefill instance over two nodes: both ranks report, and their caches are known exactly.
+"""A prefill instance over two nodes: both ranks report, their caches are known exactly, and a gang
+with parts on both starts in one pass.
 
 Node 1 is this machine at 127.0.0.2, where its rank publishes KV events and nothing of the first
 node listens.
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 
 import aiohttp
 import pytest
 from cluster_hits import (
+    NEW_TOKENS,
     PAGE_TOKENS,
     RANKS,
     SYSTEM_PROMPT_TOKENS,
@@ -21,20 +24,27 @@ from cluster_hits import (
     environment,
     stored_on_all_ranks,
 )
-from cluster_requests import ENGINE_FLAGS, start
+from cluster_requests import ENGINE_FLAGS, random_prompt, send_legs, start
 
+from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.demo.runs import RouterPorts, running_router
-from sglang_sbs.engine.config import split_tcp
+from sglang_sbs.engine.config import GANG_GATE_MS, split_tcp
 from sglang_sbs.scheduling.events import ForwardEnded, InstanceUp
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
+from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
 CONVERSATIONS = 8
 TURNS = 3
+GANGS = 4
+MEMBERS = 2
+"""Of a gang, per DP rank."""
+GATE_MS = 200
+"""Long, as a busy host may take its time."""
 
 
 async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_that_restarts(
@@ -49,7 +59,7 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
         engine_flags=[*ENGINE_FLAGS, "--page-size", str(PAGE_TOKENS)],
         virtual_gpu=VirtualGpuCost(prefill_base_s=0.03, prefill_per_max_token_s=2e-5),
         log_dir=folder,
-        environment=environment(),
+        environment=environment() | {GANG_GATE_MS: str(GATE_MS)},
         router_flags=[*flags, str(folder / "first"), "--prometheus-port", str(first)],
     )
     async with start(options) as cluster:
@@ -83,6 +93,28 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
             since_s = time.monotonic()
             await asyncio.gather(*(one.turn(http, url) for one in conversations))
             exactly(await second.outcomes(CONVERSATIONS, since_s))
+            for tag in range(GANGS):
+                passes = await second.until_started(await send_gang(http, cluster, tag))
+                assert len(set(passes.values())) == 1, f"a gang was torn: {passes}"
+
+
+async def send_gang(http: aiohttp.ClientSession, cluster: LocalCluster, tag: int) -> set[str]:
+    """Request ids of a gang with parts on both nodes, sent as a router does."""
+    prefill, decode = cluster.instances
+    gang = GangPart(tag, MEMBERS, RANKS)
+    rids = {
+        SIZED_RID_PREFIX + uuid.uuid4().hex: number % RANKS for number in range(MEMBERS * RANKS)
+    }
+    legs = [
+        send_legs(
+            *(http, prefill, decode, random_prompt(number, 40), NEW_TOKENS, rank, number // RANKS),
+            rid=rid,
+            bootstrap_room=gang_room(gang, RANKS, rank),
+        )
+        for number, (rid, rank) in enumerate(rids.items())
+    ]
+    await asyncio.gather(*legs)
+    return set(rids)
 
 
 def exactly(outcomes: list[Outcome]) -> None:

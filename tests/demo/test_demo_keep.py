@@ -40,6 +40,8 @@ def test_a_taken_port_is_named_with_the_flag_that_changes_it(
         (["--keep", "--port", "3000", "--prometheus-port", "3000"], "must differ"),
         (["--tp", "3"], "--tp 3: with --dp 2 it must be 2, 4 or 8"),
         (["--tp", "4", "--dp", "3"], "--tp 4: with --dp 3 it must be 3, 6 or 12"),
+        (["--dwdp", "--tp", "4"], "--dwdp needs --dp of at least 2, and --tp as large"),
+        (["--dwdp", "--dp", "1"], "--dwdp needs --dp of at least 2"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(

@@ -99,6 +99,11 @@ class Cluster:
     def first(self, **fields: Any) -> None:
         self.data["http://p0:1"].update(fields)
 
+    def trouble(self, kind: str, text: str) -> None:
+        """The router has this against all its workers."""
+        for worker in self.asked().workers:
+            worker["problems"] = {kind: text}
+
     def decode(self, **fields: Any) -> None:
         self.data["http://d0:1"].update(fields)
 
@@ -184,7 +189,15 @@ EVERY_RANK = [
         ("endforward-key", options(endforward_encrypted=False), "off", "in the clear"),
         ("endforward-key", lambda c: c.first(sbs={"routers": []}), "partly", "http://p0:1"),
         ("gang-gate", options(gang_gate=False), "off", "--sbs-gang-gate off"),
-        ("gang-gate", lambda c: c.every(tp_size=4 * DP), "off", "4 processes"),
+        ("gang-gate", lambda c: c.every(pp_size=2), "off", "pipeline parallelism"),
+        ("gang-gate", lambda c: c.every(version="0.5.20"), "off", "0.5.22 is the first"),
+        ("gang-gate", lambda c: c.every(tp_size=4 * DP, nnodes=DP * 2), "partly", "several nodes"),
+        (
+            "gang-gate",
+            lambda c: c.trouble("gang_gate", "DP rank 0: it is alone"),
+            "partly",
+            "http://p0:1: DP rank 0: it is alone",
+        ),
         ("gang-gate", lambda c: c.plugins(gang_gate_ms=0.0), "off", "SGLANG_SBS_GANG_GATE_MS=0"),
         ("gang-gate", lambda c: c.first(sbs=None), "partly", "http://p0:1: no plugin"),
         ("gang-gate", state(policy="eta"), "off", "--policy eta"),
@@ -258,11 +271,10 @@ def test_a_front_end_of_several_is_one_of_several() -> None:
     assert cluster.rows()["front-ends"].state == "on"
 
 
-@pytest.mark.parametrize(("nodes", "gate_ms"), [(2, 20.0), (1, None)])
-def test_the_gate_where_a_rank_is_several_processes(nodes: int, gate_ms: float | None) -> None:
+@pytest.mark.parametrize(("nodes", "version"), [(2, "0.5.22"), (2, "0.0.0"), (1, "0.5.11")])
+def test_the_gate_where_a_rank_is_several_processes(nodes: int, version: str) -> None:
     cluster = Cluster()
-    cluster.every(tp_size=4 * DP, nnodes=nodes)
-    cluster.plugins(gang_gate_ms=gate_ms)
+    cluster.every(tp_size=4 * DP, nnodes=nodes, version=version)
     assert cluster.rows()["gang-gate"].state == "on"
 
 

@@ -16,6 +16,7 @@ import textwrap
 import pytest
 
 from sglang_sbs.engine.collect import HEALTH_CHECK_RID_PREFIX
+from sglang_sbs.engine.room_status import OPENING
 from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
 
 ROUTERS = {"SGLANG_SBS_ROUTERS": "tcp://127.0.0.1:1", "SGLANG_SBS_BOOT_ID": "boot-1"}
@@ -56,6 +57,11 @@ def hooked() -> dict[str, object]:
             method = getattr(Scheduler, name)
             original = method.__wrapped__
             answer[name] = list(inspect.signature(original).parameters)
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.common.conn import CommonKVManager
+        update = CommonKVManager.update_status.__wrapped__
+        answer["update_status"] = list(inspect.signature(update).parameters)
+        answer["opening"] = [int(KVPoll.Bootstrapping), int(KVPoll.WaitingForInput)]
         class Args:
             launch_command = ""
             kv_events_config = None
@@ -79,12 +85,14 @@ def test_hook_targets_have_the_expected_parameters(hooked: dict[str, object]) ->
     assert hooked["_add_request_to_queue"] == ["self", "req", "is_retracted"]
     assert hooked["abort_request"] == ["self", "recv_req"]
     assert hooked["maybe_init_rust_server"] == ["self"]
+    assert hooked["update_status"] == ["self", "bootstrap_room", "status"]
+    assert hooked["opening"] == list(OPENING)
     assert hooked["get_next_disagg_prefill_batch_to_run"][0] == "self"  # type: ignore[index]
 
 
 def test_every_hook_is_applied_without_complaint(hooked: dict[str, object]) -> None:
     log = str(hooked["log"])
-    assert log.count("Applied 1 hook(s) to") == 10
+    assert log.count("Applied 1 hook(s) to") == 11
     assert "EndForward goes without" not in log
     assert "Failed to apply" not in log
 

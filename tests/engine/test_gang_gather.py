@@ -25,8 +25,10 @@ from hypothesis import strategies as st
 from sglang_sbs.engine.gang_board import Word
 from sglang_sbs.engine.gang_gather import PAIRS_BITS, Columns, GatherBoard
 from sglang_sbs.engine.gang_hold import ARRIVAL_SHARE, MOST_UNHEARD_TURNS
+from sglang_sbs.wire.endforward import GATE_ALONE
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
+GATE_TURNS = round(GATE_MS / 1e3 / TURN_S)
 LAST_TAG = (1 << TAG_BITS) - 1
 
 
@@ -138,6 +140,7 @@ def test_a_rank_without_the_plugin_is_waited_for_by_nobody() -> None:
         rank.queue.queue.append(Req(rid, GangPart(1, 1, 3)))
     assert hosts.turn() == [["a"], ["b"], ["c"]]
     assert hosts.infos[1].global_attention_pairs == [1000, 1001, 1002]
+    assert [hosts.ranks[number].hold.fault() for number in (0, 2)] == [GATE_ALONE] * 2
 
 
 def test_where_one_turns_off_all_do_in_the_same_turn() -> None:
@@ -170,6 +173,16 @@ def test_ranks_that_take_part_are_no_silence_however_often_their_requests_are_lo
     assert all(rank.hold._ranks.is_open for rank in hosts.ranks)
 
 
+def test_who_gave_up_does_not_wait_until_there_is_room_to_say_so() -> None:
+    hosts = Hosts(2, vote=False)
+    hosts.turn()
+    queue = hosts.ranks[0].queue
+    queue.queue += [Req(f"lost {tag}", GangPart(tag, 1, 2)) for tag in range(60)]
+    for _ in range(GATE_TURNS + MOST_UNHEARD_TURNS + 3):
+        hosts.turn()
+    assert queue.queue == []
+
+
 @pytest.mark.parametrize(
     ("deployment", "opened"),
     [
@@ -192,7 +205,6 @@ def test_processes_of_a_rank_speak_over_sockets_where_they_are_on_one_host(
 
 # Whatever comes -------------------------------------------------------------------------------
 
-GATE_TURNS = round(GATE_MS / 1e3 / TURN_S)
 BOUND_TURNS = (1 + ARRIVAL_SHARE) * GATE_TURNS + MOST_UNHEARD_TURNS + 3
 _MOST_APART = GATE_TURNS // 3
 _MOST_IN_ONE_COLUMN = 4

@@ -13,6 +13,7 @@ from sglang_sbs.engine.gang_hold import (
     MAX_ERRORS,
     MOST_TURN_S,
 )
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 from sglang_sbs.wire.gangs import GangPart
 
 
@@ -160,6 +161,7 @@ def test_an_error_holds_nothing_back_and_some_end_it() -> None:
     for _ in range(MAX_ERRORS):
         rank.queue.queue = [broken]
         assert rank.turn() == ["a"]
+    assert rank.hold.fault() == GATE_ERRORS
     rank.queue.queue = [Req("b", GangPart(2, 2, 1))]
     assert rank.turn() == ["b"]
 
@@ -265,6 +267,7 @@ def test_ranks_that_are_never_heard_are_not_waited_for_any_more() -> None:
     for tag in range(MAX_SILENCES):
         first.queue.queue.append(Req(f"a{tag}", GangPart(tag, 1, 2)))
         assert first.turns_until_pop() > 1
+    assert first.hold.fault() == GATE_ALONE
     first.queue.queue.append(Req("next", GangPart(100, 1, 2)))
     assert first.turn() == ["next"]
 

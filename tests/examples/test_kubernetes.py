@@ -22,7 +22,8 @@ from command_lines import EXAMPLES, ROOT, ROUTER, Command, read_by_router, read_
 from sglang_sbs.router.options.config import LWS_WORKER_INDEX
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery, WatchTiming
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
@@ -186,7 +187,7 @@ def test_the_bootstrap_port_is_annotated_as_it_is_served() -> None:
 
 class Seen:
     def __init__(self) -> None:
-        self.registry = Registry(lambda event: None)
+        self.registry = Registry()
 
     def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         return self.registry.add(url, role, bootstrap_port)

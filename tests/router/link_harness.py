@@ -7,11 +7,12 @@ import errno
 import itertools
 from collections.abc import Callable
 
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.messages import (
     FromScheduler,
+    LegFailed,
     ToScheduler,
     decode_from_scheduler,
     decode_to_scheduler,
@@ -19,8 +20,9 @@ from sglang_sbs.router.processes.messages import (
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling import Command, Dispatch, Refuse, Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import (
     Event,
@@ -37,14 +39,13 @@ HOLDING = SchedulerConfig(policy="sbs", trigger="paper", t_default_s=3600.0)
 class SchedulerSide:
     """A scheduler process without its sockets: workers are up as soon as they are added."""
 
-    def __init__(self, net: Net, config: SchedulerConfig) -> None:
+    def __init__(
+        self, net: Net, config: SchedulerConfig, scheduler: SchedulerLike | None = None
+    ) -> None:
         self.events: list[Event] = []
-        self.registry = Registry(self._submit, BreakerConfig())
-        self.scheduler = Scheduler(config)
-        self.hub = Hub(self, net.to_front_end)
-        self.hub.pump = SchedulerPump(
-            self.scheduler, decided=self.hub.decided, failed=self.hub.failed
-        )
+        self.registry = Registry(WorkerEvents(self._submit, silenced=self._silenced))
+        self.scheduler = scheduler or Scheduler(config)
+        self.hub = Hub(self, net.to_front_end, self.scheduler)
         for number in range(2):
             self.add_worker(f"http://p{number}:1", "prefill", 9000)
         self.add_worker("http://d0:1", "decode", None)
@@ -53,6 +54,9 @@ class SchedulerSide:
         self.events.append(event)
         self.hub.pump.submit(event)
         self.hub.workers_changed()
+
+    def _silenced(self, worker: Worker) -> None:
+        self.hub.silenced(worker)
 
     def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         worker = self.registry.add(url, role, bootstrap_port)
@@ -196,7 +200,14 @@ class FrontEnd:
     def __init__(self, net: Net, name: str = "front end") -> None:
         self.alone = Counts()
         self.aborted: list[str] = []
-        self.registry = MirroredRegistry(self._found_out, BreakerConfig())
+        self.silenced: list[str] = []
+        self.alone_told: list[bool] = []
+        """Each time it lost the scheduler or found it."""
+        self.registry = MirroredRegistry(
+            WorkerEvents(self._found_out, silenced=lambda worker: self.silenced.append(worker.url)),
+            BreakerConfig(),
+            report=self._report,
+        )
         self.link = SchedulerLink(
             net.connect,
             self.registry,
@@ -206,10 +217,14 @@ class FrontEnd:
             metrics_page=lambda: f"# {name}\n",
             abort=self._abort,
             give_up_s=30.0,
+            alone_changed=self.alone_told.append,
         )
 
     def _found_out(self, event: Event) -> None:
         self.link.submit(event)
+
+    def _report(self, failed: LegFailed) -> bool:
+        return self.link.report(failed)
 
     def _abort(self, rid: str) -> int:
         self.aborted.append(rid)
@@ -224,8 +239,10 @@ class World:
         self.net = Net()
         self.front_ends: list[FrontEnd] = []
 
-    async def boot(self, config: SchedulerConfig = IMMEDIATE) -> SchedulerSide:
-        self.net.side = side = SchedulerSide(self.net, config)
+    async def boot(
+        self, config: SchedulerConfig = IMMEDIATE, scheduler: SchedulerLike | None = None
+    ) -> SchedulerSide:
+        self.net.side = side = SchedulerSide(self.net, config, scheduler)
         return side
 
     def crash(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling.events import (
     Command,

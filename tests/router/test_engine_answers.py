@@ -27,6 +27,7 @@ from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.telemetry.logs import set_up_logging
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import parse_server_info
+from sglang_sbs.router.workers.worker import WorkerEvents
 
 HEAD = b"HTTP/1.1 %d Odd\r\nContent-Type: application/json\r\n%b\r\n"
 
@@ -289,14 +290,14 @@ def longest_info(role: str) -> dict[str, Any]:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_front_ends_can_be_told_of_an_engine_whatever_it_says_of_itself(role: Any) -> None:
     """Or with --workers N one engine would keep every front end from its scheduler."""
-    registry = Registry(lambda event: None)
+    registry = Registry()
     worker = registry.add("http://10.0.0.1:1", role)
     registry.described(worker, parse_server_info(longest_info(role), role))
     for kind in ("startup", "signal", "loads", "tokenizer"):
         registry.report_problem(worker, kind, "y" * 1_000_000)
     frames = encode(Cluster(workers=[state_of(worker, 0.0)] * 100))
     assert len(frames[1]) < MAX_MESSAGE_BYTES // 4
-    front_end = MirroredRegistry(lambda event: None, BreakerConfig())
+    front_end = MirroredRegistry(WorkerEvents(), BreakerConfig())
     told: Any = decode_from_scheduler(frames)
     front_end.follow(told.workers)
     assert [mirrored.info for mirrored in front_end] == [worker.info]

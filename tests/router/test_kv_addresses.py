@@ -28,6 +28,7 @@ from sglang_sbs.router.workers.server_info import (
     node_of_rank,
     parse_server_info,
 )
+from sglang_sbs.router.workers.worker import WorkerEvents
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     BlocksRemoved,
@@ -149,7 +150,7 @@ class System:
             sbs=SbsBlock(boot_id="node-0"),
         )
         self.events: list[Event] = []
-        self.registry = Registry(self._emit, prefix_source="auto")
+        self.registry = Registry(WorkerEvents(self._emit), prefix_source="auto")
         self.listener = EndForwardListener(
             self.registry, self.events.append, lambda _rid, _role: None
         )

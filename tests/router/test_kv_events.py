@@ -10,20 +10,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_harness import cluster, until
+from router_harness import TIMEOUT_S, cluster, until
 from router_processes import site, start_group
 
+from sglang_sbs.router.options.config import PrefixWish
 from sglang_sbs.router.processes.summed_metrics import add_pages
 from sglang_sbs.router.signals import kv_rank_feed, kv_subscriber
 from sglang_sbs.router.signals.kv_messages import MAX_EVENT_BLOCKS
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
-from sglang_sbs.router.workers.registry import PrefixWish, Registry
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,
     SbsBlock,
     WorkerInfo,
     parse_server_info,
 )
+from sglang_sbs.router.workers.worker import WorkerEvents
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import (
@@ -56,7 +58,7 @@ class System:
         )
         self.events: list[Event] = []
         self.publishers = [self.publisher(rank) for rank in range(RANKS)]
-        self.registry = Registry(self._emit, prefix_source=wish)
+        self.registry = Registry(WorkerEvents(self._emit), prefix_source=wish)
         self.subscriber = KvEventSubscriber(self.registry, self.events.append)
         self.worker = self.registry.add(URL, "prefill")
 
@@ -161,6 +163,44 @@ async def test_very_many_blocks_are_told_in_slices(monkeypatch: pytest.MonkeyPat
         assert sorted(set(told)) == told
         here.publishers[0].publish(stored(*range(MAX_EVENT_BLOCKS + 1)))
         await until(lambda: here.count("malformed") == 1)
+
+
+async def test_others_get_turns_while_a_large_message_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes behind it waits, as it says what became of the same blocks later."""
+    monkeypatch.setattr(kv_subscriber, "_TURN_S", 0.0)
+    turns = 0
+    decoded_in: set[int] = set()
+    decode = kv_subscriber.decode_in_parts
+
+    def watched(payload: bytes) -> Any:
+        parts = decode(payload)
+        while True:
+            decoded_in.add(turns)
+            try:
+                next(parts)
+            except StopIteration as over:
+                return over.value
+            yield
+
+    monkeypatch.setattr(kv_subscriber, "decode_in_parts", watched)
+    async with system() as here:
+        first = here.publishers[0]
+        first.publish(*map(stored, range(8000)))  # comes with the replay
+        first.publish(stored(8000))
+        here.up()
+        async with asyncio.timeout(TIMEOUT_S):
+            while here.count("stored") < 8001:
+                turns += 1
+                await asyncio.sleep(0)
+        assert len(decoded_in) > 8
+        first.publish(*map(removed, range(8000)))
+        first.publish(stored(1))
+        first.publish(stored(2), {"type": "BlockStored", "token_ids": [0] * 100_000})
+        first.publish(stored(3))
+        await until(lambda: here.count("malformed") == 1)
+        await here.believes({3})
 
 
 async def test_a_lost_batch_is_asked_for_again() -> None:

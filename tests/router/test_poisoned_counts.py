@@ -59,7 +59,7 @@ async def test_the_scheduler_is_told_which_lengths_nobody_has_counted() -> None:
 
 
 def test_absurd_loads_are_counts() -> None:
-    registry = Registry(lambda event: None)
+    registry = Registry()
     worker = registry.add("http://p:1", "prefill")
     registry.described(worker, WorkerInfo())
     load = {
@@ -77,7 +77,7 @@ def test_absurd_loads_are_counts() -> None:
 
 @pytest.mark.parametrize("page", [{"loads": ["x"]}, {"loads": [None]}, {"loads": {}}, [], {}])
 def test_loads_of_no_known_form_are_none(page: Any) -> None:
-    registry = Registry(lambda event: None)
+    registry = Registry()
     worker = registry.add("http://p:1", "prefill")
     registry.described(worker, WorkerInfo(rust_server=True))
     assert parse_loads(worker, [orjson.dumps(page)]) is None

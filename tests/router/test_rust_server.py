@@ -19,6 +19,7 @@ from sglang_sbs.router.workers.server_info import (
     check_rank_server,
     parse_server_info,
 )
+from sglang_sbs.router.workers.worker import WorkerEvents
 from sglang_sbs.scheduling.events import LoadPolled
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
 
@@ -207,10 +208,10 @@ def test_the_old_mode_is_told_apart_without_the_plugin() -> None:
 
 
 def test_a_front_end_knows_the_addresses_too() -> None:
-    own = Registry(lambda event: None)
+    own = Registry()
     worker = own.add("http://p:30000", "prefill", 30000)
     own.described(worker, parse_server_info(info_of(0), "prefill"))
-    mirror = MirroredRegistry(lambda event: None, BreakerConfig())
+    mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
     mirror.follow([state_of(worker, 0.0)])
     (copy,) = mirror
     assert copy.server_urls == ["http://p:30000", "http://p:30001"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from router_harness import Cluster, cluster, until
 
-from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
 
 NO_RETRIES = ("--policy", "round_robin", "--disable-retries")

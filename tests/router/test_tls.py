@@ -14,7 +14,8 @@ import pytest
 from router_harness import TIMEOUT_S, cluster, sse_events, until
 
 from sglang_sbs.router.options.arguments import FlagError
-from sglang_sbs.router.options.options import RouterOptions, parse_flags
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.tls import server_ssl, worker_ssl
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.testing.mock_engine import MockEngine, Rooms

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from model_engine import DecodeEngine, PrefillEngine
 
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling import (
     Dispatch,
     Event,
@@ -57,10 +58,15 @@ class Cluster:
         self.told, self.limits = told, limits
         config = SchedulerConfig(trigger=trigger, t_default_s=0.1, default_output_tokens=OUTPUT)
         self.scheduler = Scheduler(config)
-        self.registry = Registry(self.tell, clock=lambda: self.now_s)
+        self.registry = Registry(
+            WorkerEvents(
+                self.tell,
+                doubted=lambda worker: self.at(0.1, lambda: self.describe(worker)),
+                silenced=self.lose,
+            ),
+            clock=lambda: self.now_s,
+        )
         self.listener = EndForwardListener(self.registry, self.tell, lambda rid, role: None)
-        self.registry.doubted = lambda worker: self.at(0.1, lambda: self.describe(worker))
-        self.registry.silenced = self.lose
         self.prefills = {name: PrefillEngine(name, DP, CHUNK) for name in (P0, P1)}
         self.decodes = {name: DecodeEngine(name, DP) for name in (D0, D1)}
         self.mute: set[str] = set() if plugin else {liar}

@@ -11,7 +11,7 @@ from typing import Any
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, RouterFacts
 from sglang_sbs.doctor.findings import ROUTER, Finding, finding
 from sglang_sbs.router.engines.urls import alias_key
-from sglang_sbs.router.workers.registry import SILENT_AFTER_S
+from sglang_sbs.router.workers.worker import SILENT_AFTER_S
 from sglang_sbs.scheduling.policy_names import facts_of
 
 _MAX_SHOWN = 8

@@ -13,7 +13,10 @@ from sglang_sbs.doctor.checks.cluster import attention_tp
 from sglang_sbs.doctor.checks.fields import number, text
 from sglang_sbs.doctor.facts import EngineFacts
 from sglang_sbs.doctor.features.view import FeatureView, plugin_block
+from sglang_sbs.router.workers.server_info import parse_version
 
+_GATHERING_VERSION = (0, 5, 22)
+"""The first whose DP ranks gather numbers with room for the words of ``engine/gang_gather.py``."""
 _MAX_RANKS = 8
 """Ranks named in one row."""
 
@@ -177,24 +180,36 @@ def gang_gate(view: FeatureView) -> Seen:
         return _untold(view)
     if not told:
         return Seen(State.OFF, "--sbs-gang-gate off", "--sbs-gang-gate on (router)")
-    return _over(view.prefill, _gate_fault, "a pass starts all requests of a batch or none")
+    seen = _over(view.prefill, _gate_fault, "a pass starts all requests of a batch or none")
+    for engine in view.prefill if seen.state is State.ON else ():
+        if half := view.problem(engine, "gang_gate") or _half_a_gate(engine):
+            return Seen(State.PARTLY, f"{engine.url}: {half}")
+    return seen
+
+
+def _half_a_gate(engine: EngineFacts) -> str:
+    processes, nodes = attention_tp(engine), max(1, number(engine.data, "nnodes"))
+    if processes > 1 and number(engine.data, "tp_size") // nodes % processes:
+        return "a DP rank is on several nodes: its first process goes by its own handshakes"
+    return ""
 
 
 def _gate_fault(engine: EngineFacts) -> str:
-    """Why this engine's gate is shut off; as ``engine/gang_hold.py`` decides it for one node, and
-    ``engine/gang_gate.py`` for several."""
+    """Why this engine's gate is shut off, as ``engine/gang_hold.py`` decides it."""
     block = plugin_block(engine)
     if not block:
         return "no plugin"
-    wait_ms = block.get("gang_gate_ms")
-    if isinstance(wait_ms, int | float):
-        return "" if wait_ms > 0 else "SGLANG_SBS_GANG_GATE_MS=0"
-    processes = attention_tp(engine)
-    if processes > 1 and number(engine.data, "nnodes") > 1:
-        return (
-            f"a DP rank is {processes} processes of an engine on several nodes, and "
-            "SGLANG_SBS_GANG_GATE_MS is not set"
-        )
+    if block.get("gang_gate_ms") == 0:
+        return "SGLANG_SBS_GANG_GATE_MS=0"
+    if number(engine.data, "pp_size") > 1:
+        return "pipeline parallelism"
+    info = engine.info
+    assert info is not None, "engines of a view are usable ones"
+    alone = number(engine.data, "nnodes") < 2 or info.dp_size == 1 or info.no_barrier
+    version = parse_version(info.version)
+    # Builds from source call themselves 0.0.0.
+    if not alone and version is not None and (0, 0, 0) < version < _GATHERING_VERSION:
+        return f"SGLang {info.version} on several nodes; 0.5.22 is the first with a gate there"
     return ""
 
 

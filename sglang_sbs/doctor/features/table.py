@@ -88,8 +88,8 @@ FEATURES: tuple[Feature, ...] = (
         "gang-gate",
         "Gang gate",
         "A prefill pass waits for the late requests of a batch, so that a batch is one pass.",
-        "the plugin on every node of the prefill engines named; on several nodes with attention TP "
-        "also SGLANG_SBS_GANG_GATE_MS=40 on each",
+        "the plugin on every node of the prefill engines named, with SGLANG_SBS_GANG_GATE_MS the "
+        "same or unset, and SGLang 0.5.22 or newer where there are several",
         rules.gang_gate,
     ),
     Feature(

@@ -13,7 +13,7 @@ from sglang_sbs.doctor.checks.fields import text
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.options.shown_options import shown_options
-from sglang_sbs.router.workers.registry import SILENT_AFTER_S
+from sglang_sbs.router.workers.worker import SILENT_AFTER_S
 
 
 class FeatureView:

@@ -40,7 +40,6 @@ from sglang_sbs.router.workers.kv_addresses import (
     default_endpoints,
     told_endpoints,
 )
-from sglang_sbs.router.workers.registry import Worker
 from sglang_sbs.router.workers.server_info import (
     RankOutOfReach,
     UnusableWorker,
@@ -50,6 +49,7 @@ from sglang_sbs.router.workers.server_info import (
     not_a_rank,
     parse_server_info,
 )
+from sglang_sbs.router.workers.worker import Worker
 
 ROUND_TRIPS = 8
 _AT_ONCE = 64

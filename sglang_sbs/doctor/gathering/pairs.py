@@ -24,7 +24,7 @@ from sglang_sbs.router.workers.rank_contract import (
     pick_bootstrap_room,
     prefill_members,
 )
-from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 PROBE_TIMEOUT_S = 30.0

@@ -26,7 +26,7 @@ from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.requests.body_fields import bad_request
-from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import describe_worker
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

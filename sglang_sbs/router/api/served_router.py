@@ -12,11 +12,12 @@ import aiohttp
 from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.router.assignment.dispatcher import Assigner
 from sglang_sbs.router.client.intake import Doorman
-from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import Traces
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 

@@ -216,6 +216,19 @@ class Doorman:
             self._look_at(due_s)
 
 
+class Leaving(asyncio.Protocol):
+    """Another protocol as it is, and who is told when its connection is gone."""
+
+    def __init__(self, protocol: asyncio.Protocol, gone: Callable[[], None]) -> None:
+        self._lost, self._gone = protocol.connection_lost, gone
+        for name in ("data_received", "eof_received", "pause_writing", "resume_writing"):
+            setattr(self, name, getattr(protocol, name))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gone()
+        self._lost(exc)
+
+
 class _Line:
     """Connections that wait, the one that has waited longest first."""
 

@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import partial
 from typing import Protocol
 
 from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.client.answer_stream import FINISH_S
 from sglang_sbs.router.client.client import Client
-from sglang_sbs.router.client.intake import MIN_BYTES_PER_S, Doorman
+from sglang_sbs.router.client.intake import MIN_BYTES_PER_S, Doorman, Leaving
 from sglang_sbs.router.errors import reason_phrase
 
 logger = logging.getLogger(__name__)
@@ -275,12 +276,12 @@ class _Connection(asyncio.Protocol):
         self._full = False
 
     def _hand_over(self, data: bytes) -> None:
-        """To aiohttp, for good; also its time with the doorman goes on."""
+        """To aiohttp, for good; with the doorman its time goes on, until it is gone."""
         transport, self.transport = self.transport, None
         assert transport is not None
         self._port.connections.discard(self)
         web = self._port.web()
-        transport.set_protocol(web)
+        transport.set_protocol(Leaving(web, partial(self._port.doorman.heard, transport)))
         web.connection_made(transport)
         web.data_received(data)
 

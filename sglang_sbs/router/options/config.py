@@ -12,9 +12,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sglang_sbs.scheduling.events import InstanceRole
 
+PrefixWish = Literal["auto", "events", "approximate", "off"]
+"""``auto``: events where they can be had, else approximate."""
 MAX_PAYLOAD_BYTES = 32 << 20
 """By default; ``--max-payload-size``."""
 MAX_BODIES_BYTES = 512 << 20
@@ -55,7 +58,7 @@ class PlanLimits:
 
 @dataclass(frozen=True)
 class RelayConfig:
-    request_timeout_s: float = 1800.0
+    request_timeout_s: float = 1800
     max_attempts: int = 5
     initial_backoff_s: float = 0.05
     max_backoff_s: float = 30.0
@@ -76,18 +79,18 @@ class BreakerConfig:
     enabled: bool = True
     failure_threshold: int = 10
     success_threshold: int = 3
-    timeout_s: float = 60.0
-    window_s: float = 120.0
+    timeout_s: float = 60
+    window_s: float = 120
     """Failures further apart than this are not consecutive."""
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    startup_timeout_s: float = 1800.0
-    startup_check_interval_s: float = 30.0
+    startup_timeout_s: float = 1800
+    startup_check_interval_s: float = 30
     health_enabled: bool = True
-    health_interval_s: float = 60.0
-    health_timeout_s: float = 5.0
+    health_interval_s: float = 60
+    health_timeout_s: float = 5
     failure_threshold: int = 3
     success_threshold: int = 2
     health_endpoint: str | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.router_options import RouterOptions
 
 
 def shown_options(options: RouterOptions) -> dict[str, Any]:

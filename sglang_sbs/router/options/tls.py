@@ -14,7 +14,7 @@ from typing import NoReturn
 import aiohttp
 
 from sglang_sbs.router.engines.control_requests import engine_session
-from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.router_options import RouterOptions
 
 
 def server_ssl(options: RouterOptions) -> ssl.SSLContext | None:

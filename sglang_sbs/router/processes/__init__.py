@@ -1,3 +1,1 @@
-"""Several processes: the supervisor, front ends, the scheduler's process, and what they say to each
-other.
-"""
+"""Several processes: front ends, the scheduler's process, and what they say to each other."""

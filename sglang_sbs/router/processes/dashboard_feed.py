@@ -8,7 +8,6 @@ marked as such.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,8 +21,6 @@ RENEW_S = 0.5
 
 class Link(Protocol):
     """What is needed of :class:`~sglang_sbs.router.processes.scheduler_link.SchedulerLink`."""
-
-    dashboard_frame: Callable[[DashboardFrame], None]
 
     @property
     def fallback_pump(self) -> SchedulerPump | None:
@@ -51,7 +48,6 @@ class RemoteFeed:
         self._renewer: asyncio.Task[None] | None = None
         self._own: LocalFeed | None = None
         self._own_pump: SchedulerPump | None = None
-        link.dashboard_frame = self._received
 
     def watch(self, take: Take) -> Stop:
         """See :class:`~sglang_sbs.dashboard.feed.Feed`; the history comes with the answer."""
@@ -104,7 +100,8 @@ class RemoteFeed:
         if own is not None:
             own.close()
 
-    def _received(self, frame: DashboardFrame) -> None:
+    def received(self, frame: DashboardFrame) -> None:
+        """What :meth:`Link.ask_dashboard` brings."""
         if self._own is None:
             self._deliver(frame.payload, frame.full)
 

@@ -16,7 +16,6 @@ like everything else in ``_owners``. A message of an unknown session is answered
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 import uuid
@@ -25,8 +24,10 @@ from dataclasses import dataclass, field
 
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment.decision_times import Spread
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
+from sglang_sbs.router.assignment.dispatcher import DispatchObserver
+from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
 from sglang_sbs.router.errors import LegFailure
+from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.messages import (
     VERSION,
     Abort,
@@ -55,7 +56,8 @@ from sglang_sbs.router.processes.messages import (
 )
 from sglang_sbs.router.processes.mirrored_registry import state_of
 from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
-from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
@@ -104,15 +106,21 @@ class Hub:
         self,
         members: Members,
         tell: Callable[[bytes, FromScheduler], bool],
+        scheduler: SchedulerLike,
         *,
+        observer: DispatchObserver | None = None,
+        event_log: EventLogWriter | None = None,
+        watch_dashboard: Callable[[bytes, WatchDashboard], None] = lambda identity, asked: None,
         retire_page: Callable[[str], None] = lambda page: None,
     ) -> None:
-        """``retire_page`` gets the last known metrics of a front end that is gone."""
+        """``watch_dashboard`` is told that somebody looks at a front end's dashboard;
+        ``retire_page`` gets the last known metrics of a front end that is gone."""
         self.boot_id = uuid.uuid4().hex
-        self.pump: SchedulerPump
-        """Set by the owner: it needs :meth:`decided`."""
-        self.watch_dashboard: Callable[[bytes, WatchDashboard], None]
-        """Set by the owner: somebody looks at the dashboard at a front end."""
+        self.pump = SchedulerPump(
+            scheduler, decided=self._counted, failed=self.failed, event_log=event_log
+        )
+        self._observer = observer
+        self._watch_dashboard = watch_dashboard
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""
         self.lag = Spread()
@@ -124,16 +132,14 @@ class Hub:
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
-        self._asked: dict[int, asyncio.Future[MetricsPage | Aborted]] = {}
+        self._asked: Calls[MetricsPage | Aborted] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count()
         self._flushing = False
         self._membership_known = False
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         self._told_s = 0.0
         self._ticked_s = self._started_s
-        self._registry.silenced = self._silenced
         self._ticker = asyncio.create_task(self._tick())
 
     # From outside -----------------------------------------------------------------------------
@@ -169,7 +175,6 @@ class Hub:
 
     async def metrics_pages(self) -> list[str]:
         """Every front end's page; the last known one of those that do not answer in time."""
-
         for front_end, answer in await self._ask_all(lambda call: AskMetrics(call=call)):
             if isinstance(answer, MetricsPage):
                 self._pages[front_end] = answer.text
@@ -182,16 +187,15 @@ class Hub:
         answers: list[tuple[str, MetricsPage | Aborted]] = []
 
         async def ask(session: _Session) -> None:
-            number = next(self._numbers)
-            self._asked[number] = future = self._loop.create_future()
             try:
-                if self._tell(session.identity, question(number)):
-                    async with asyncio.timeout(_ANSWER_S):
-                        answers.append((session.front_end, await future))
+                answer = await self._asked.ask(
+                    lambda number: self._tell(session.identity, question(number)), _ANSWER_S
+                )
             except TimeoutError:
                 logger.warning("front end %s does not answer", session.name)
-            finally:
-                del self._asked[number]
+                return
+            if answer is not None:
+                answers.append((session.front_end, answer))
 
         asked = [s for s in self._sessions.values() if s.open and s is not besides]
         await asyncio.gather(*map(ask, asked))
@@ -234,13 +238,11 @@ class Hub:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case MetricsPage() | Aborted():
-                asked = self._asked.get(message.call)
-                if asked is not None and not asked.done():
-                    asked.set_result(message)
+                self._asked.answered(message.call, message)
             case BlocksCleared():
                 self.pump.submit(message)
             case WatchDashboard():
-                self.watch_dashboard(identity, message)
+                self._watch_dashboard(identity, message)
             case Bye():
                 self._end_session(session, "it said goodbye")
 
@@ -362,6 +364,13 @@ class Hub:
             self._registry.leg_succeeded(placed.decode)
         self.pump.submit(event)
 
+    def _counted(self, command: Dispatch | Refuse) -> None:
+        if self._observer is not None and isinstance(command, Dispatch):
+            self._observer.dispatched(command)
+        elif self._observer is not None and isinstance(command, Refuse):
+            self._observer.refused(command)
+        self.decided(command)
+
     def decided(self, command: Dispatch | Refuse) -> None:
         """What the scheduler says about a request."""
         session = self._owners.get(command.rid)
@@ -417,7 +426,8 @@ class Hub:
         now_s = time.monotonic()
         return [state_of(worker, now_s) for worker in self._registry]
 
-    def _silenced(self, worker: Worker) -> None:
+    def silenced(self, worker: Worker) -> None:
+        """See :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._flush()
         self._tell_all(Silenced(worker=worker.url))
 

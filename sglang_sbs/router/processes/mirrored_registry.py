@@ -10,52 +10,58 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import LegFailed, WorkerState
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
-from sglang_sbs.scheduling.events import Event, InstanceUp
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
+from sglang_sbs.scheduling.events import InstanceUp
 
 logger = logging.getLogger(__name__)
 
+_SAME = ("id", "healthy", "dispatches", "failures", "priority", "cost", "spelling")
+"""Fields that are the same at a worker and in what is told of it."""
 _MAX_PROBLEM_CHARS = 512
 """All workers go into one message."""
 
 
 def state_of(worker: Worker, now_s: float) -> WorkerState:
     """What a front end is told of a worker."""
+    same: dict[str, Any] = {name: getattr(worker, name) for name in _SAME}
     return WorkerState(
         url=worker.url,
         role=worker.role,
-        id=worker.id,
         bootstrap_port=worker.configured_bootstrap_port,
         info=msgspec.to_builtins(worker.info) if worker.info is not None else None,
-        healthy=worker.healthy,
         breaker=worker.breaker.state,
         active=worker.active,
-        dispatches=worker.dispatches,
-        failures=worker.failures,
-        priority=worker.priority,
-        cost=worker.cost,
         labels=dict(worker.labels),
         problems={kind: text[:_MAX_PROBLEM_CHARS] for kind, text in worker.problems.items()},
         report_age_s=worker.report_age_s(now_s),
         reports=sum(worker.reports.values()),
-        spelling=worker.spelling,
+        **same,
     )
 
 
 class MirroredRegistry(Registry):
-    """A front end's workers. ``emit`` is heard only while there is no scheduler."""
+    """A front end's workers. What it emits is heard only while there is no scheduler."""
 
-    def __init__(self, emit: Callable[[Event], None], breaker: BreakerConfig) -> None:
-        super().__init__(emit, breaker, expects_endforward=False)
-        self.report: Callable[[LegFailed], bool] = lambda failed: False
-        """Blame is the scheduler's business while it takes such messages (then: True)."""
+    def __init__(
+        self,
+        events: WorkerEvents,
+        breaker: BreakerConfig,
+        *,
+        report: Callable[[LegFailed], bool] = lambda failed: False,
+        asks_cheaply: bool = True,
+    ) -> None:
+        """``report``: blame is the scheduler's business while it takes such messages (True)."""
+        super().__init__(events, breaker, expects_endforward=False, asks_cheaply=asks_cheaply)
+        self._report = report
 
     def states(self) -> list[WorkerState]:
         """The workers as last heard, for a scheduler that knows less."""
@@ -82,13 +88,12 @@ class MirroredRegistry(Registry):
                 logger.error("the scheduler speaks of an unusable worker %s: %s", state.url, error)
                 continue
             known.add(worker.url)
-            worker.id, worker.info, worker.healthy = state.id, info, state.healthy
+            for name in _SAME:
+                setattr(worker, name, getattr(state, name))
+            worker.info = info
             worker.configured_bootstrap_port = state.bootstrap_port
-            worker.spelling = state.spelling
             worker.breaker.follow(state.breaker, now_s)
             worker.active_everywhere = state.active
-            worker.dispatches, worker.failures = state.dispatches, state.failures
-            worker.priority, worker.cost = state.priority, state.cost
             worker.labels = dict(state.labels)
             worker.problems = dict(state.problems)
             worker.reports = {0: state.reports}
@@ -113,7 +118,7 @@ class MirroredRegistry(Registry):
             transport=failure.transport,
             unreachable=failure.unreachable,
         )
-        if not self.report(failed):
+        if not self._report(failed):
             super().leg_failed(failure)
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:

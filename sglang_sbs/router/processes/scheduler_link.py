@@ -26,24 +26,20 @@ either direction. A request is in ``_requests`` from :meth:`assign` until it is 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol, Unpack
-
-import msgspec
+from collections.abc import Callable
+from typing import Any, Unpack
 
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment.dispatcher import (
     Arrival,
     Assignment,
     DispatchObserver,
-    lost_track,
 )
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
-from sglang_sbs.router.errors import Refused, RouterError
+from sglang_sbs.router.processes.calls import Calls, no_scheduler
+from sglang_sbs.router.processes.line import Connect, Line
 from sglang_sbs.router.processes.messages import (
     MAX_ADOPTED,
     VERSION,
@@ -61,6 +57,7 @@ from sglang_sbs.router.processes.messages import (
     Done,
     FromScheduler,
     Hello,
+    LegFailed,
     MetricsPage,
     RemoveWorker,
     Silenced,
@@ -71,8 +68,9 @@ from sglang_sbs.router.processes.messages import (
     Welcome,
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
+from sglang_sbs.router.processes.own_requests import OwnRequests
 from sglang_sbs.router.processes.retried_steps import Undone
-from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
@@ -81,7 +79,6 @@ from sglang_sbs.scheduling.events import (
     Outcome,
     PrefillDone,
     Refuse,
-    RequestAdopted,
     RequestArrived,
     RequestEnded,
 )
@@ -101,33 +98,6 @@ _CALL_S = 5.0
 _LAST_WORDS_MS = 200
 
 
-class Line(Protocol):
-    """One session's socket."""
-
-    malformed: int
-
-    def tell(self, message: ToScheduler) -> bool:
-        """False if no scheduler takes it."""
-
-    def drain(self) -> None:
-        """Take what has arrived."""
-
-    def close(self, linger_ms: int = 0) -> None:
-        """``linger_ms``: how long what was told last may take to leave."""
-
-
-Connect = Callable[[Callable[[FromScheduler], None]], Line]
-"""May raise; then it has left nothing open."""
-
-
-@dataclass(slots=True)
-class _Request:
-    arrival: RequestArrived
-    decision: asyncio.Future[Assignment]
-    placed: Dispatch | None = None
-    prefilled: bool = False
-
-
 class SchedulerLink:
     """An :class:`~sglang_sbs.router.assignment.dispatcher.Assigner` whose scheduler is
     elsewhere."""
@@ -143,16 +113,18 @@ class SchedulerLink:
         metrics_page: Callable[[], str],
         abort: Callable[[str], int],
         give_up_s: float,
+        alone_changed: Callable[[bool], None] = lambda alone: None,
+        dashboard_frame: Callable[[DashboardFrame], None] = lambda frame: None,
     ) -> None:
         """``fallback`` makes a scheduler for a time alone; ``observer`` counts its decisions.
-        ``abort`` ends the requests of clients by the id they gave (empty: all); how many."""
-        self.alone_changed: Callable[[bool], None] = lambda alone: None
-        """Called whenever the scheduler is lost or found again."""
-        self.dashboard_frame: Callable[[DashboardFrame], None] = lambda frame: None
-        """Called with each frame that :meth:`ask_dashboard` brings."""
+        ``abort`` ends the requests of clients by the id they gave (empty: all); how many.
+        ``alone_changed`` is told whenever the scheduler is lost or found again, and
+        ``dashboard_frame`` gets what :meth:`ask_dashboard` brings."""
         self.times_alone = 0
         self.connected = False
         self._connect = connect
+        self._alone_changed = alone_changed
+        self._dashboard_frame = dashboard_frame
         self._registry = registry
         self._name = name
         self._fallback = fallback
@@ -163,9 +135,8 @@ class SchedulerLink:
         self._id = uuid.uuid4().hex
         self._scheduler = ""
         self._refusal = ""
-        self._requests: dict[str, _Request] = {}
-        self._calls: dict[int, asyncio.Future[Done]] = {}
-        self._numbers = itertools.count()
+        self._requests = OwnRequests()
+        self._calls: Calls[Done] = Calls()
         self._pump: SchedulerPump | None = None
         self._snapshot: Any = None
         self._errors = 0
@@ -176,7 +147,6 @@ class SchedulerLink:
         self._heard_s = 0.0
         self._patience_s = LOST_AFTER_S
         self._found_s = 0.0
-        registry.report = self._tell
         self._loop = asyncio.get_running_loop()
 
     async def start(self, patience_s: float) -> bool:
@@ -200,8 +170,7 @@ class SchedulerLink:
     async def assign(self, rid: str, **fields: Unpack[Arrival]) -> Assignment:
         """See :class:`~sglang_sbs.router.assignment.dispatcher.Assigner`."""
         arrival = RequestArrived(rid=rid, **fields)
-        request = _Request(arrival, self._loop.create_future())
-        self._requests[rid] = request
+        request = self._requests.enter(arrival)
         watchdog = self._loop.call_later(self._give_up_s, self._give_up, rid)
         try:
             self._say(arrival)
@@ -220,15 +189,13 @@ class SchedulerLink:
     def prefill_done(
         self, rid: str, prompt_tokens: int | None = None, cached_tokens: int | None = None
     ) -> None:
-        request = self._requests.get(rid)
-        if request is not None:
-            request.prefilled = True
+        if self._requests.prefilled(rid):
             self._say(
                 PrefillDone(rid=rid, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
             )
 
     def ended(self, rid: str, outcome: Outcome, completion_tokens: int | None = None) -> None:
-        if self._requests.pop(rid, None) is not None:
+        if self._requests.end(rid):
             self._say(RequestEnded(rid=rid, outcome=outcome, completion_tokens=completion_tokens))
 
     def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
@@ -258,31 +225,14 @@ class SchedulerLink:
             self._observer.dispatched(command)
         else:
             self._observer.refused(command)
-        self._decided(command)
-
-    def _decided(self, command: Dispatch | Refuse) -> None:
-        request = self._requests.get(command.rid)
-        if request is None or request.decision.done():
-            return  # it ended meanwhile, and the scheduler was told
-        if isinstance(command, Dispatch):
-            request.placed = command
-            if request.arrival.blocks:  # nobody asks for them again, and there may be thousands
-                request.arrival = msgspec.structs.replace(request.arrival, blocks=[])
-            request.decision.set_result(command)
-        else:
-            del self._requests[command.rid]
-            request.decision.set_exception(
-                Refused(command.cause, command.message, command.retry_after_s)
-            )
+        self._requests.decide(command)
 
     def _give_up(self, rid: str) -> None:
         logger.error("request %s got no decision in %s s and is given up", rid, self._give_up_s)
         self._failed(rid)
 
     def _failed(self, rid: str) -> None:
-        request = self._requests.get(rid)
-        if request is not None and not request.decision.done():
-            request.decision.set_exception(lost_track())
+        self._requests.lose_track(rid)
         self.ended(rid, "failed")
 
     # Connected and alone ----------------------------------------------------------------------
@@ -300,9 +250,7 @@ class SchedulerLink:
         self.connected = False
         self.times_alone += 1
         self._welcome.clear()
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(_no_scheduler())
+        self._calls.give_up()
         self._undone.begin(self._place_alone, *more, self._tell_alone)
 
     def _place_alone(self) -> None:
@@ -313,11 +261,10 @@ class SchedulerLink:
         try:
             for up in self._registry.announcements():
                 pump.submit(up)
-            for adopted in self._placed():
+            for adopted in self._requests.placed():
                 pump.submit(adopted)
-            for request in list(self._requests.values()):
-                if not request.decision.done():
-                    pump.submit(request.arrival)
+            for arrival in self._requests.undecided():
+                pump.submit(arrival)
         except BaseException:
             self._leave_pump()  # the next one gets it all again
             raise
@@ -329,7 +276,7 @@ class SchedulerLink:
             pump.close()
 
     def _tell_alone(self) -> None:
-        self.alone_changed(True)
+        self._alone_changed(True)
 
     def _welcomed(self, welcome: Welcome) -> None:
         if self.connected or self._line is None:
@@ -341,7 +288,7 @@ class SchedulerLink:
             self._lose("it was not told everything")
         if self.connected:
             self._welcome.set()
-            self.alone_changed(False)
+            self._alone_changed(False)
 
     def _join(self, welcome: Welcome) -> None:
         """From alone to connected, and alone again if it is lost meanwhile."""
@@ -356,12 +303,11 @@ class SchedulerLink:
         self._undone.clear()
         self._leave_pump()
         self._registry.follow(welcome.workers)
-        placed = list(self._placed())
+        placed = list(self._requests.placed())
         for first in range(0, len(placed), MAX_ADOPTED):
             self._tell(Adopted(requests=placed[first : first + MAX_ADOPTED]))
-        for request in list(self._requests.values()):
-            if not request.decision.done():
-                self._say(request.arrival)
+        for arrival in self._requests.undecided():
+            self._say(arrival)
         if not self.connected:
             return
         logger.info(
@@ -369,20 +315,6 @@ class SchedulerLink:
             "restarted " if restarted else "",
             counted(len(placed), "request"),
         )
-
-    def _placed(self) -> Iterable[RequestAdopted]:
-        for rid, request in list(self._requests.items()):
-            if request.placed is not None:
-                yield RequestAdopted(
-                    rid=rid,
-                    prompt_tokens=request.arrival.prompt_tokens,
-                    max_new_tokens=request.arrival.max_new_tokens,
-                    prefill=request.placed.prefill,
-                    prefill_rank=request.placed.prefill_rank,
-                    decode=request.placed.decode,
-                    decode_rank=request.placed.decode_rank,
-                    prefilled=request.prefilled,
-                )
 
     def _new_line(self) -> None:
         """A new session. Raises what ``connect`` does: then there is no line."""
@@ -450,9 +382,7 @@ class SchedulerLink:
                 elif not message.reason:
                     self._lose("it does not know this front end: it was restarted")
             case Done():
-                call = self._calls.get(message.call)
-                if call is not None and not call.done():
-                    call.set_result(message)
+                self._calls.answered(message.call, message)
             case AskMetrics():
                 self._tell(MetricsPage(call=message.call, text=self._metrics_page()))
             case Abort():
@@ -463,13 +393,13 @@ class SchedulerLink:
                 pass
             case Decisions():
                 for command in message.commands:
-                    self._decided(command)
+                    self._requests.decide(command)
             case Cluster():
                 self._registry.follow(message.workers)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case DashboardFrame():
-                self.dashboard_frame(message)
+                self._dashboard_frame(message)
             case Silenced():
                 worker = self._registry.get(message.worker)
                 if worker is not None:
@@ -479,31 +409,34 @@ class SchedulerLink:
 
     async def add_worker(self, url: str, role: Any, bootstrap_port: int | None) -> str:
         """Returns its id. Raises: ValueError as the registry does; RouterError, no scheduler."""
-        call = next(self._numbers)
-        message = AddWorker(call=call, url=url, role=role, bootstrap_port=bootstrap_port)
-        return (await self._call(call, message)).worker_id
+        done = await self._call(
+            lambda call: AddWorker(call=call, url=url, role=role, bootstrap_port=bootstrap_port)
+        )
+        return done.worker_id
 
     async def remove_worker(self, worker_id: str) -> None:
         """Raises: ValueError, there is none; RouterError, no scheduler."""
-        call = next(self._numbers)
-        await self._call(call, RemoveWorker(call=call, worker_id=worker_id))
+        await self._call(lambda call: RemoveWorker(call=call, worker_id=worker_id))
 
     async def update_worker(self, worker: Worker) -> None:
         """Tell its priority, cost and labels. Raises: ValueError; RouterError, no scheduler."""
-        call = next(self._numbers)
-        message = UpdateWorker(
-            call=call,
-            worker_id=worker.id,
-            priority=worker.priority,
-            cost=worker.cost,
-            labels=worker.labels,
+        await self._call(
+            lambda call: UpdateWorker(
+                call=call,
+                worker_id=worker.id,
+                priority=worker.priority,
+                cost=worker.cost,
+                labels=worker.labels,
+            )
         )
-        await self._call(call, message)
 
     async def abort_elsewhere(self, rid: str) -> int:
         """End requests of the other front ends; how many. Raises: RouterError, no scheduler."""
-        call = next(self._numbers)
-        return (await self._call(call, AbortElsewhere(call=call, rid=rid))).count
+        return (await self._call(lambda call: AbortElsewhere(call=call, rid=rid))).count
+
+    def report(self, failed: LegFailed) -> bool:
+        """Blame a worker for a leg; False if there is no scheduler to tell."""
+        return self._tell(failed)
 
     def ask_dashboard(self, question: WatchDashboard) -> bool:
         """Want frames for some seconds; False if there is no scheduler to ask."""
@@ -514,18 +447,13 @@ class SchedulerLink:
         """What places requests while alone."""
         return self._pump
 
-    async def _call(self, number: int, message: ToScheduler) -> Done:
-        future: asyncio.Future[Done] = self._loop.create_future()
-        self._calls[number] = future
+    async def _call(self, question: Callable[[int], ToScheduler]) -> Done:
         try:
-            if not self._tell(message):
-                raise _no_scheduler()
-            async with asyncio.timeout(_CALL_S):
-                done = await future
+            done = await self._calls.ask(lambda number: self._tell(question(number)), _CALL_S)
         except TimeoutError:
-            raise _no_scheduler() from None
-        finally:
-            del self._calls[number]
+            done = None
+        if done is None:
+            raise no_scheduler() from None
         if done.error:
             raise ValueError(done.error)
         return done
@@ -535,7 +463,7 @@ class SchedulerLink:
     @property
     def waiting(self) -> int:
         """Requests that have no assignment yet."""
-        return sum(not request.decision.done() for request in self._requests.values())
+        return sum(1 for _ in self._requests.undecided())
 
     @property
     def open(self) -> int:
@@ -567,8 +495,3 @@ class SchedulerLink:
         if self._line is not None:
             self._line.close(linger_ms=_LAST_WORDS_MS)
             self._line = None
-
-
-def _no_scheduler() -> RouterError:
-    message = "this front end has no connection to the scheduler process; try again"
-    return RouterError(503, "scheduler_unavailable", message, retry_after_s=1.0)

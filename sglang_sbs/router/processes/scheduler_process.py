@@ -21,28 +21,26 @@ from prometheus_client.core import Metric
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.plain_words import naming_port
 from sglang_sbs.router.assignment.decision_times import lag_families
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.metric_families import gauge, total
-from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.tls import worker_session
 from sglang_sbs.router.processes.dashboard_leases import Leases
 from sglang_sbs.router.processes.front_end_sessions import Hub
-from sglang_sbs.router.processes.messages import ToScheduler
+from sglang_sbs.router.processes.messages import ToScheduler, WatchDashboard
 from sglang_sbs.router.processes.sockets import SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort
 from sglang_sbs.router.telemetry.worker_metrics import model_name
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
-    Dispatch,
     Event,
     InstanceDown,
     InstanceUp,
-    Refuse,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,11 +59,14 @@ class SchedulerProcess:
         self.endpoint = ""
         self.prometheus_port = options.prometheus_port
         self.endforward_endpoint: str | None = None
-        self.metrics = RouterMetrics(options.prometheus_duration_buckets, options.scheduler.policy)
+        self.metrics = RouterMetrics(
+            options.prometheus_duration_buckets, options.scheduler.policy, self._knows
+        )
         self._session: aiohttp.ClientSession
         self._watch: Watch
         self._hub: Hub
         self._feed: LocalFeed
+        self._leases: Leases
         self._sockets: SchedulerSocket
         self._retired = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -82,20 +83,25 @@ class SchedulerProcess:
         assert options.scheduler_endpoint is not None, "checked with the command line"
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._session = worker_session(options)
-        self._watch = Watch(options, self._submit, self._find_owner, self.metrics, self._session)
+        self._watch = Watch(
+            *(options, self._submit, self._find_owner, self.metrics, self._session),
+            silenced=self._silenced,
+        )
         self._sockets = SchedulerSocket(self._received)
-        self._hub = Hub(self._watch, self._sockets.tell, retire_page=self._retire)
-        self._hub.pump = SchedulerPump(
+        self._hub = Hub(
+            self._watch,
+            self._sockets.tell,
             Scheduler(options.scheduler),
-            decided=self._decided,
-            failed=self._hub.failed,
+            observer=self.metrics,
             event_log=log,
+            watch_dashboard=self._watch_dashboard,
+            retire_page=self._retire,
         )
         registry = self._watch.registry
         self._feed = LocalFeed(
             self._hub.pump, options.scheduler, problems=lambda: problems_of(registry)
         )
-        self._hub.watch_dashboard = Leases(self._feed, self._sockets.tell).ask
+        self._leases = Leases(self._feed, self._sockets.tell)
         self.metrics.collect_with(self._collect)
         try:
             if options.take_over:
@@ -149,12 +155,14 @@ class SchedulerProcess:
     def _find_owner(self, rid: str, role: str) -> str | None:
         return self._hub.find_owner(rid, role)
 
-    def _decided(self, command: Dispatch | Refuse) -> None:
-        if isinstance(command, Dispatch):
-            self.metrics.dispatched(command)
-        else:
-            self.metrics.refused(command)
-        self._hub.decided(command)
+    def _knows(self, worker_url: str) -> bool:
+        return self._watch.registry.get(worker_url) is not None
+
+    def _silenced(self, worker: Worker) -> None:
+        self._hub.silenced(worker)
+
+    def _watch_dashboard(self, identity: bytes, asked: WatchDashboard) -> None:
+        self._leases.ask(identity, asked)
 
     async def _flush_log(self) -> None:
         while True:
@@ -213,8 +221,7 @@ class SchedulerProcess:
 
     def _of_workers(self, page: str) -> str:
         """Removed ones have no series: their front end's page may be of before."""
-        registry = self._watch.registry
-        return of_workers(page, lambda url: registry.get(url) is not None)
+        return of_workers(page, self._knows)
 
     def _collect(self) -> Iterator[Metric]:
         yield from snapshot_families(self._hub.pump.snapshot(), self._watch.registry)

@@ -32,8 +32,9 @@ from sglang_sbs.router.prompts.chat_template import TemplateError
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind
 from sglang_sbs.router.requests.plan import RouteKind
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo, parse_version
+from sglang_sbs.router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 

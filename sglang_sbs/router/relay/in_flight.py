@@ -20,7 +20,7 @@ from sglang_sbs.router.relay.aborts import Aborts
 from sglang_sbs.router.relay.pair import Pair, PrefillReply
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
-from sglang_sbs.router.workers.registry import Worker
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Outcome
 from sglang_sbs.scheduling.queue.priority import PriorityClass
 

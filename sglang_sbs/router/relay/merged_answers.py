@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from sglang_sbs.router.relay.engine_json import dumped, is_list, one_after_the_other, opened
 from sglang_sbs.router.requests.plan import Plan, Unit
 from sglang_sbs.router.requests.raw_json import (
     JsonError,
@@ -29,7 +30,8 @@ _ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _DONE = b"[DONE]"
 _DATA = b"data:"
 _EVENT_END = b"\n\n"
-MAX_EVENT_BYTES = 64 << 20
+MAX_EVENT_BYTES = 16 << 20
+"""Of one in a stream that is edited or merged."""
 
 
 class SseSplitter:
@@ -63,7 +65,7 @@ class SseSplitter:
 
 
 def sse(value: Any) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(value)
+    return b"data: %b\n\n" % dumped(value)
 
 
 def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
@@ -72,9 +74,9 @@ def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> Non
     if not isinstance(ours, dict) or not isinstance(theirs, dict):
         return
     for key in _INPUT_LOGPROBS:
-        if isinstance(theirs.get(key), list):
+        if is_list(theirs.get(key)):
             own = ours.get(key)
-            ours[key] = theirs[key] + (own if isinstance(own, list) else [])
+            ours[key] = one_after_the_other(theirs[key], own if is_list(own) else [])
 
 
 def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
@@ -93,9 +95,10 @@ def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> No
     merged = dict(own)
     for key in _ECHOED:
         values = theirs.get(key)
-        if isinstance(values, list) and values:
-            prompt = values[: len(values) - (sampled if isinstance(sampled, int) else 1)]
-            merged[key] = prompt + (own.get(key) or [])
+        if is_list(values) and values:
+            leave_out = sampled if isinstance(sampled, int) else 1
+            more = own.get(key)
+            merged[key] = one_after_the_other(values, more if is_list(more) else [], leave_out)
     choice["logprobs"] = merged
 
 
@@ -230,7 +233,7 @@ def event_sink(
         for payload in splitter.feed(data):
             if payload == _DONE:
                 continue
-            out = transform(orjson.loads(payload))
+            out = transform(opened(payload))
             if out is not None:
                 push(out)
 

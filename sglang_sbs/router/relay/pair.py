@@ -33,6 +33,8 @@ from sglang_sbs.router.errors import (
     transport_failure,
 )
 from sglang_sbs.router.limits import MAX_COUNT, clamped_count
+from sglang_sbs.router.relay.engine_json import Parts, opened_in_parts
+from sglang_sbs.router.requests.raw_json import JsonError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ _CONTENT_TYPE = re.compile(r"[!-~][ -~]{0,255}")
 """What may be passed on: anything else could end the head of the client's answer."""
 MAX_ANSWER_BYTES = 256 << 20
 """Of an answer that is not streamed; most of a large one are logprobs."""
+MAX_LOGPROBS_BYTES = 32 << 20
+"""Of a prefill leg's answer whose logprobs go into decode's: half a million tokens."""
 _HELD_BYTES = 1 << 20
 """Of decode's stream, while prefill has not answered."""
 _END_MARK = b"[DONE]"
@@ -367,10 +371,14 @@ class _Leg:
     def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
 
+    def most_bytes(self) -> int:
+        """Of an answer; a longer one is none."""
+        return MAX_ANSWER_BYTES
+
     def body_received(self, data: bytes) -> None:
         self._size += len(data)
-        if self._size > MAX_ANSWER_BYTES:
-            raise MalformedResponse(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+        if self._size > self.most_bytes():
+            raise MalformedResponse(f"its answer is over {self.most_bytes() >> 20} MiB")
         if self.status == 200 or len(self.body) <= MAX_ERROR_BYTES:
             self.body += data
 
@@ -408,21 +416,45 @@ class _PrefillLeg(_Leg):
     def worker(self) -> str:
         return self.pair.request.prefill
 
+    def most_bytes(self) -> int:
+        return MAX_LOGPROBS_BYTES if self._is_needed else MAX_ANSWER_BYTES
+
+    @property
+    def _is_needed(self) -> bool:
+        return self.pair.request.needs_prefill_reply
+
+    def body_received(self, data: bytes) -> None:
+        super().body_received(data)
+        if self._size > _SMALL_BYTES and not self._is_needed:
+            self.body.clear()  # that it came is all that counts
+
     def message_complete(self) -> None:
         if self.status != 200:
             self._status_failed()
-            return
+        elif self._size > _SMALL_BYTES and not self._is_needed:
+            self.pair.prefill_finished(PrefillReply({}, None, None))
+        else:
+            self._open(opened_in_parts(self.body))
+
+    def _open(self, parts: Parts) -> None:
+        """Go on with it; between two parts others get their turn."""
         try:
-            body = orjson.loads(self.body)
-        except orjson.JSONDecodeError:
-            body = None
-        if not isinstance(body, dict):
-            self.pair.leg_failed(
-                transport_failure(
-                    "prefill", self.worker, "the reply is not a JSON object", unreachable=False
-                )
-            )
-            return
+            try:
+                next(parts)
+            except StopIteration as over:
+                self._opened(over.value)
+            else:
+                asyncio.get_running_loop().call_soon(self._open, parts)
+        except JsonError:
+            self._unusable("the reply is not a JSON object")
+        except Exception as error:
+            logger.exception("an answer of %s could not be used", self.worker)
+            self._unusable(f"unusable response: {error}")
+
+    def _unusable(self, why: str) -> None:
+        self.pair.leg_failed(transport_failure("prefill", self.worker, why, unreachable=False))
+
+    def _opened(self, body: dict[str, Any]) -> None:
         abort = abort_of(body)
         if abort is not None:
             self.pair.leg_failed(leg_aborted("prefill", self.worker, *abort))

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import orjson
-
 from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.assignment.dispatcher import Assigner, Assignment
 from sglang_sbs.router.client.answer_stream import Downstream
@@ -35,6 +33,7 @@ from sglang_sbs.router.options.config import (
 from sglang_sbs.router.prompts.reader import PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.admission import Admission
+from sglang_sbs.router.relay.engine_json import dumped, opened_in_parts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.merged_answers import (
     NoAnswer,
@@ -50,6 +49,7 @@ from sglang_sbs.router.relay.pair import Body, Pair, PairRequest
 from sglang_sbs.router.requests.headers import Asked, session_header
 from sglang_sbs.router.requests.legs import LegFields, leg_bodies
 from sglang_sbs.router.requests.plan import Plan, RouteKind, Unit, plan_request
+from sglang_sbs.router.requests.raw_json import JsonError
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
@@ -261,14 +261,14 @@ class Relay:
             return None
         if plan.single:
             pair = await self._run_unit(exchange, plan.units[0], None)
-            return Answer(pair.status, self._body_of(plan, pair, 0), pair.content_type)
+            return Answer(pair.status, await self._body_of(plan, pair, 0), pair.content_type)
         answers: list[Body] = [b""] * len(plan.units)
         engines = [""] * len(plan.units)
 
         async def run(unit: Unit) -> None:
             # Thousands of answers may be kept, so nothing else of their pairs is.
             pair = await self._run_unit(exchange, unit, None)
-            answers[unit.index] = self._body_of(plan, pair, unit.index)
+            answers[unit.index] = await self._body_of(plan, pair, unit.index)
             engines[unit.index] = pair.request.decode
 
         await self._run_all(exchange, run)
@@ -284,10 +284,22 @@ class Relay:
 
     # Edits of complete answers and stream events ----------------------------------------------
 
-    def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
+    async def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
         if not self._needs_edit(plan):
             return pair.body
-        return orjson.dumps(self._edited(plan, pair, _answer_of(pair), position))
+        parts = opened_in_parts(pair.body)
+        try:
+            while True:
+                next(parts)
+                await asyncio.sleep(0)
+        except StopIteration as over:
+            answer = over.value
+        except JsonError as error:
+            raise _no_answer(pair.request.decode) from error
+        try:
+            return dumped(self._edited(plan, pair, answer, position))
+        except JsonError as error:
+            raise _no_answer(pair.request.prefill, "prefill") from error
 
     @staticmethod
     def _needs_edit(plan: Plan) -> bool:
@@ -624,20 +636,9 @@ def _aborted() -> RouterError:
     return RouterError(499, "request_aborted", "aborted by /abort_request or the router's end")
 
 
-def _answer_of(pair: Pair) -> dict[str, Any]:
-    """Decode's answer parsed. Raises: RouterError (502), it is no JSON object."""
-    try:
-        value = orjson.loads(pair.body)
-    except orjson.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise _no_answer(pair.request.decode)
-    return value
-
-
-def _no_answer(engine: str) -> LegFailure:
+def _no_answer(engine: str, role: Leg = "decode") -> LegFailure:
     message = "the reply is not a JSON object as SGLang's"
-    return transport_failure("decode", engine, message, unreachable=False)
+    return transport_failure(role, engine, message, unreachable=False)
 
 
 def _alone() -> GangPart:

@@ -28,8 +28,9 @@ import msgspec
 import zmq
 
 from sglang_sbs.router.engines.urls import bracketed, split_worker_url
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import MAX_DP_SIZE, WorkerInfo
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Event, ForwardEnded
 from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
 from sglang_sbs.wire.curve import CurveKeys, Gatekeeper

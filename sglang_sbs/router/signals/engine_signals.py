@@ -15,7 +15,7 @@ import aiohttp
 from prometheus_client.core import Metric
 
 from sglang_sbs.router.metric_families import total
-from sglang_sbs.router.options.options import RouterOptions
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.tls import worker_ssl
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener, FindOwner
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
@@ -23,8 +23,9 @@ from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.worker_metrics import Drift, worker_families
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
 from sglang_sbs.scheduling.policy_names import facts_of
 from sglang_sbs.wire import EndForward
@@ -44,21 +45,23 @@ class Watch:
         find_owner: FindOwner,
         metrics: RouterMetrics,
         session: aiohttp.ClientSession,
+        silenced: Callable[[Worker], None],
     ) -> None:
+        """``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._options = options
         self._metrics = metrics
         self._drift = Drift()
         self._submit = submit
         self.registry = Registry(
-            self._emit,
+            WorkerEvents(self._emit, self._doubted, silenced, self._removed),
             options.breaker,
             expects_endforward=(
                 facts_of(options.scheduler.policy).reads_reports
                 and options.endforward_bind is not None
             ),
+            asks_cheaply=options.monitor.health_endpoint is None,
             prefix_source=options.prefix_source,
         )
-        metrics.follow(self.registry)
         self._kv_events = KvEventSubscriber(self.registry, submit)
         self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
         self._monitor = Monitor(
@@ -124,7 +127,6 @@ class Watch:
         self._monitor.stop(worker)
         self._listener.removed(worker.url)
         self._kv_events.removed(worker.url)
-        self._drift.forget(worker.url)
 
     def families(self) -> Iterator[Metric]:
         """What is known of workers and their messages, for a scrape."""
@@ -157,6 +159,13 @@ class Watch:
                 self._kv_events.up(worker)
             elif worker is not None:
                 self._kv_events.down(worker)
+
+    def _doubted(self, worker: Worker) -> None:
+        self._monitor.doubt(worker)
+
+    def _removed(self, worker: Worker) -> None:
+        self._metrics.forget(worker.url)
+        self._drift.forget(worker.url)
 
     def _described(self, worker: Worker, info: WorkerInfo) -> None:
         self._listener.described(worker, info)

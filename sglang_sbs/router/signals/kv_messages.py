@@ -12,7 +12,8 @@ the names of blocks are read: token ids, which are most of a message, are not de
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -25,8 +26,15 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Of a batch: what one pass can store and evict, with its token ids, is far below."""
 MAX_EVENT_BLOCKS = 1 << 17
 """Of one event, for the same reason."""
+MOST_EVENTS = 1 << 17
+MOST_BLOCKS = 1 << 18
+"""Of one message: an event of SGLang has one block and takes a hundred bytes."""
 _MOST_CHANGES = 10_000
 """Of one message: a pass of an engine makes a few."""
+_PART_BYTES = 64 << 10
+"""Of one message, between two pauses, if it is not one event."""
+_EVENT_BYTES = 100
+"""What an event counts for at least: it takes its time, too."""
 END_OF_REPLAY = -1
 """Sequence number of the message that ends a replay."""
 
@@ -62,10 +70,13 @@ class KvBatch:
     """The engine's wall clock."""
     changes: list[Change]
     dp_rank: int | None = None
+    size_bytes: int = field(default=0, compare=False)
+    """Of the message."""
 
 
 _Block = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Blocks = Annotated[list[_Block], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
+_EVENTS = msgspec.Meta(max_length=MOST_EVENTS)
 _Skipped = msgspec.Raw(b"\xc0")
 
 
@@ -106,13 +117,7 @@ _AnyEvent = _Stored | _Removed | _Cleared | _StoredArray | _RemovedArray | _Clea
 
 class _Batch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[_Stored | _Removed | _Cleared]
-    attn_dp_rank: int | None = None
-
-
-class _RawBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], _EVENTS]
     attn_dp_rank: int | None = None
 
 
@@ -125,7 +130,7 @@ class _ArrayTag(msgspec.Struct, array_like=True):
 
 
 _batches = msgspec.msgpack.Decoder(_Batch)
-_raw_batches = msgspec.msgpack.Decoder(_RawBatch)
+_map_lists = msgspec.msgpack.Decoder(list[_Stored | _Removed | _Cleared])
 _maps: msgspec.msgpack.Decoder[_AnyEvent] = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 _arrays: msgspec.msgpack.Decoder[_AnyEvent] = msgspec.msgpack.Decoder(
     _StoredArray | _RemovedArray | _ClearedArray
@@ -182,34 +187,67 @@ def decode_kv_batch(payload: bytes) -> KvBatch:
     Raises:
         MalformedMessage: not a batch, or an event of a known type that is none.
     """
-    events: Sequence[_AnyEvent]
-    batch: _Batch | _RawBatch
-    try:
+    parts = decode_in_parts(payload)
+    while True:
         try:
-            batch = _batches.decode(payload)
-            events = batch.events
-        except msgspec.ValidationError:
-            batch = _raw_batches.decode(payload)
-            events = [event for raw in batch.events if (event := _decode_event(raw)) is not None]
+            next(parts)
+        except StopIteration as over:
+            batch: KvBatch = over.value
+            return batch
+
+
+def decode_in_parts(payload: bytes) -> Generator[None, None, KvBatch]:
+    """The same with pauses, in which others get their turn. Raises: MalformedMessage."""
+    changes: list[Change] = []
+    blocks = 0
+    try:
+        batch = _batches.decode(payload)
+        for part in _parts(batch.events):
+            for event in _decode_events(part):
+                blocks += _add(changes, event)
+                if len(changes) > _MOST_CHANGES or blocks > MOST_BLOCKS:
+                    raise MalformedMessage(f"over {_MOST_CHANGES} changes or {MOST_BLOCKS} blocks")
+            yield
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMessage(str(error)) from error
-    changes: list[Change] = []
-    for event in events:
-        if isinstance(event, _Cleared | _ClearedArray):
-            if not changes or changes[-1].kind != "cleared":
-                changes.append(Change("cleared"))
-            continue
-        tier = _TIERS.get(event.medium)
-        if tier is None:
-            continue
-        kind: ChangeKind = "stored" if isinstance(event, _Stored | _StoredArray) else "removed"
-        if changes and changes[-1].kind == kind and changes[-1].tier == tier:
-            changes[-1].blocks += event.block_hashes
-        else:
-            changes.append(Change(kind, tier, list(event.block_hashes)))
-        if len(changes) > _MOST_CHANGES:
-            raise MalformedMessage(f"more than {_MOST_CHANGES} changes")
-    return KvBatch(batch.ts, changes, batch.attn_dp_rank)
+    return KvBatch(batch.ts, changes, batch.attn_dp_rank, len(payload))
+
+
+def _parts(raws: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
+    part: list[msgspec.Raw] = []
+    size = 0
+    for raw in raws:
+        part.append(raw)
+        size += max(_EVENT_BYTES, memoryview(raw).nbytes)
+        if size >= _PART_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _add(changes: list[Change], event: _AnyEvent) -> int:
+    """Append an event, or add it to the change before it; how many blocks it has."""
+    if isinstance(event, _Cleared | _ClearedArray):
+        if not changes or changes[-1].kind != "cleared":
+            changes.append(Change("cleared"))
+        return 0
+    tier = _TIERS.get(event.medium)
+    if tier is None:
+        return 0
+    kind: ChangeKind = "stored" if isinstance(event, _Stored | _StoredArray) else "removed"
+    if changes and changes[-1].kind == kind and changes[-1].tier == tier:
+        changes[-1].blocks += event.block_hashes
+    else:
+        changes.append(Change(kind, tier, event.block_hashes))
+    return len(event.block_hashes)
+
+
+def _decode_events(raws: list[msgspec.Raw]) -> Sequence[_AnyEvent]:
+    """Those of known types; at once where all are maps, as of SGLang since 0.5.20."""
+    with suppress(msgspec.ValidationError):
+        return _map_lists.decode(b"\xdc%b%b" % (len(raws).to_bytes(2, "big"), b"".join(raws)))
+    return [event for raw in raws if (event := _decode_event(raw)) is not None]
 
 
 def _decode_event(raw: msgspec.Raw) -> _AnyEvent | None:

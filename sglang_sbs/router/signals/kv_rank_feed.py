@@ -43,6 +43,10 @@ _MAX_FRUITLESS = 3
 """Replays without progress after which the engine is taken to give none."""
 
 
+Message = bytes | KvBatch
+"""As it came, or decoded already, as large ones are."""
+
+
 class RankFeed:
     """``submit`` takes scheduler events; ``ask`` requests a replay from a number on."""
 
@@ -75,7 +79,7 @@ class RankFeed:
         self._fruitless = 0
         self._survivors: dict[CacheTier, dict[int, None]] | None = None
         """While everything is learned: blocks that are there so far. ``None``: only what is new."""
-        self._held: deque[tuple[int, bytes]] = deque()
+        self._held: deque[tuple[int, KvBatch | None]] = deque()
         self._held_bytes = 0
 
     @property
@@ -104,11 +108,13 @@ class RankFeed:
 
     # Live batches -----------------------------------------------------------------------------
 
-    def live(self, seq: int, payload: bytes) -> None:
+    def live(self, seq: int, message: Message) -> None:
         """A published batch."""
+        self._follow(seq, self._read(message))
+
+    def _follow(self, seq: int, batch: KvBatch | None) -> None:
         if self._replaying:
-            self._held.append((seq, payload))
-            self._held_bytes += len(payload)
+            self._hold(seq, batch)
             if self._held_bytes > _MAX_HELD_BYTES:
                 self._drop_held()
                 self._broken = True
@@ -116,16 +122,18 @@ class RankFeed:
         if self._next is not None and seq > self._next:
             self.counts["gaps"] += 1
             if self._ask is not None:
-                self._held.append((seq, payload))
-                self._held_bytes += len(payload)
+                self._hold(seq, batch)
                 self._replay_from(self._next)
                 return
             self._lose()
-        self._take(seq, payload)
+        self._take(seq, batch)
 
-    def _take(self, seq: int, payload: bytes) -> None:
+    def _hold(self, seq: int, batch: KvBatch | None) -> None:
+        self._held.append((seq, batch))
+        self._held_bytes += batch.size_bytes if batch is not None else 0
+
+    def _take(self, seq: int, batch: KvBatch | None) -> None:
         """A batch in its turn, or one from before it."""
-        batch = self._read(payload)
         if self._next is not None and seq < self._next:
             if batch is None or not batch.ts_s > self._ts_s:
                 return  # the replay had it
@@ -140,9 +148,9 @@ class RankFeed:
         self._ts_s = batch.ts_s
         self._tell(batch.changes)
 
-    def _read(self, payload: bytes) -> KvBatch | None:
+    def _read(self, message: Message) -> KvBatch | None:
         try:
-            batch = decode_kv_batch(payload)
+            batch = decode_kv_batch(message) if isinstance(message, bytes) else message
         except MalformedMessage:
             self.counts["malformed"] += 1
             return None
@@ -154,7 +162,7 @@ class RankFeed:
 
     # Replays ----------------------------------------------------------------------------------
 
-    def replayed(self, seq: int, payload: bytes) -> None:
+    def replayed(self, seq: int, message: Message) -> None:
         """A message of the replay; the last one has the number ``END_OF_REPLAY``."""
         if not self._replaying:
             return
@@ -172,7 +180,7 @@ class RankFeed:
             if expected > 0:
                 self._begin_anew()
         self._next = seq + 1
-        batch = self._read(payload)
+        batch = self._read(message)
         if batch is None:
             self._begin_anew()
             return
@@ -209,8 +217,7 @@ class RankFeed:
             self._lose()
             self._next = held[0][0]
         while held:
-            seq, payload = held.popleft()
-            self.live(seq, payload)
+            self._follow(*held.popleft())
 
     def _learn_all(self) -> None:
         self._next = None

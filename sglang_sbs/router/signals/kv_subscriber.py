@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,14 +26,17 @@ from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.signals.kv_messages import (
     MAX_MESSAGE_BYTES,
+    KvBatch,
+    decode_in_parts,
     live_frames,
     replay_frames,
     replay_request,
 )
-from sglang_sbs.router.signals.kv_rank_feed import RankFeed
+from sglang_sbs.router.signals.kv_rank_feed import Message, RankFeed
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints, default_endpoints
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import KvEventsBlock, node_of_rank
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     BlocksRemoved,
@@ -59,6 +62,8 @@ _MAX_REPLAYS = 8
 _TURN_S = 0.002
 """Time for messages of one socket, or for what they say, before other callbacks of the event loop
 get a turn."""
+_AT_ONCE_BYTES = 64 << 10
+"""A larger message is decoded in parts."""
 _MOST_UNTOLD = 64
 """Events for the scheduler that wait for their turn."""
 _LIVE_HWM = 2_000
@@ -373,6 +378,8 @@ class _RankSockets:
         self._loop = asyncio.get_running_loop()
         self._delay: asyncio.TimerHandle | None = None
         self._going_on: set[Callable[..., None]] = set()
+        self._reading: Generator[None, None, KvBatch] | None = None
+        """A large message being decoded; no other is taken meanwhile."""
         self._replay_seq = 0
         self._replay_heard_s = 0.0
         self.feed = RankFeed(
@@ -449,6 +456,7 @@ class _RankSockets:
             self._delay.cancel()
             self._delay = None
         self.connected = False
+        self._reading = None
         self._close_replay()
         self._owner.replay_over(self)
         self.feed.disconnected()
@@ -460,7 +468,7 @@ class _RankSockets:
     def _drain_live(self) -> None:
         until_s = time.monotonic() + _TURN_S
         while self._live is not None:
-            if self._owner.behind:
+            if self._owner.behind or self._reading is not None:
                 self._soon(self._drain_live)
                 return
             try:
@@ -475,10 +483,45 @@ class _RankSockets:
                 self._malformed(error)
                 continue
             if self._delay is None:
-                self.feed.live(seq, payload)
+                self._read(self._live, seq, payload)
             if time.monotonic() >= until_s:
                 self._soon(self._drain_live)
                 return
+
+    def _read(self, sock: zmq.Socket[bytes], seq: int, payload: bytes) -> None:
+        """Take what came on one of the two sockets: a large message in parts."""
+        if len(payload) <= _AT_ONCE_BYTES:
+            self._told(sock, seq, payload)
+            return
+        self._reading = decode_in_parts(payload)
+        self._read_on(self._reading, sock, seq)
+
+    def _read_on(
+        self, parts: Generator[None, None, KvBatch], sock: zmq.Socket[bytes], seq: int
+    ) -> None:
+        if parts is not self._reading:
+            return
+        until_s = time.monotonic() + _TURN_S
+        message: Message = b""
+        try:
+            next(parts)
+            while time.monotonic() < until_s:
+                next(parts)
+            self._loop.call_soon(self._read_on, parts, sock, seq)
+            return
+        except StopIteration as over:
+            message = over.value
+        except MalformedMessage:
+            pass  # so is nothing
+        self._reading = None
+        self._told(sock, seq, message)
+
+    def _told(self, sock: zmq.Socket[bytes], seq: int, message: Message) -> None:
+        if sock is self._live:
+            self.feed.live(seq, message)
+        elif sock is self._replay:
+            self.feed.replayed(seq, message)
+            self._after_replay()
 
     def _soon(self, drain: Callable[..., None], *args: Any) -> None:
         """Go on in the next turn of the loop; once, however often it is asked for: the socket's
@@ -528,7 +571,7 @@ class _RankSockets:
     def _drain_replay(self, sock: zmq.Socket[bytes]) -> None:
         until_s = time.monotonic() + _TURN_S
         while sock is self._replay:
-            if self._owner.behind:
+            if self._owner.behind or self._reading is not None:
                 self._soon(self._drain_replay, sock)
                 return
             try:
@@ -541,8 +584,7 @@ class _RankSockets:
             except MalformedMessage as error:
                 self._malformed(error)
                 continue
-            self.feed.replayed(seq, payload)
-            self._after_replay()
+            self._read(sock, seq, payload)
             if self._replay_heard_s >= until_s:
                 self._soon(self._drain_replay, sock)
                 return

@@ -61,8 +61,12 @@ _ENDPOINTS = {
 
 class RouterMetrics:
     def __init__(
-        self, duration_buckets: tuple[float, ...] | None = None, policy: str = "sbs"
+        self,
+        duration_buckets: tuple[float, ...] | None = None,
+        policy: str = "sbs",
+        knows: Callable[[str], bool] = lambda worker_url: True,
     ) -> None:
+        """``knows``: whether there is a worker of that URL; no other has series of its own."""
         self._policy = policy
         self.registry = CollectorRegistry()
         buckets = duration_buckets or _DURATION_BUCKETS
@@ -209,7 +213,7 @@ class RouterMetrics:
             _HIT_ERROR_BUCKETS,
         )
         self._gang = (-1, 0)
-        self._of_workers = WorkerSeries()
+        self._of_workers = WorkerSeries(knows)
         # Looking a label set up costs more than counting: keep those of the hot paths.
         self._http: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._responses: dict[tuple[int, str], Counter] = {}
@@ -225,11 +229,6 @@ class RouterMetrics:
         self.registry.register(_ScrapeTime(collect))
 
     # Workers come and go ----------------------------------------------------------------------
-
-    def follow(self, workers: Registry) -> None:
-        """From now on only its workers have series of their own, each until it is removed."""
-        self._of_workers.known = lambda url: workers.get(url) is not None
-        workers.removed = lambda worker: self.forget(worker.url)
 
     def forget(self, worker_url: str) -> None:
         """Remove the series of a worker. One that is added again begins at 0."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 
-from sglang_sbs.router.client.intake import Doorman, ParserLog
+from sglang_sbs.router.client.intake import Doorman, Leaving, ParserLog
 
 MAX_CONNECTIONS = 64
 """Of scrapers; when all are taken the longest silent one has to go, else the new one."""
@@ -60,7 +61,7 @@ class MetricsPort:
             return
         self._doorman.watch(transport)
         protocol = server()
-        transport.set_protocol(protocol)
+        transport.set_protocol(Leaving(protocol, partial(self._doorman.heard, transport)))
         protocol.connection_made(transport)
 
     @web.middleware

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import Metric
 
 from sglang_sbs.router.metric_families import gauge, total
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.wire import EndForward
 
 _STATES = {"closed": 0, "open": 1, "half_open": 2}

@@ -19,9 +19,9 @@ class WorkerSeries:
     """By worker URL. A worker that is not known has none: what its last requests still bring is
     not counted for it, so that nothing of it comes back."""
 
-    def __init__(self) -> None:
-        self.known: Callable[[str], bool] = lambda worker_url: True
-        """Whether there is such a worker now."""
+    def __init__(self, knows: Callable[[str], bool]) -> None:
+        """``knows``: whether there is such a worker now."""
+        self._knows = knows
         self._series: dict[str, dict[tuple[Any, ...], Any]] = {}
 
     def of(self, metric: _M, worker_url: str, *labels: str | int) -> _M | None:
@@ -29,7 +29,7 @@ class WorkerSeries:
         looking it up there costs more than counting. ``None``: the worker is not known."""
         own = self._series.get(worker_url)
         if own is None:
-            if not self.known(worker_url):
+            if not self._knows(worker_url):
                 return None
             own = self._series[worker_url] = {}
         one: _M | None = own.get((metric, labels))

@@ -25,7 +25,7 @@ from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.engines.urls import rank_url
 from sglang_sbs.router.limits import clamped_count
 from sglang_sbs.router.options.config import MonitorConfig
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     RankOutOfReach,
     UnusableWorker,
@@ -34,6 +34,7 @@ from sglang_sbs.router.workers.server_info import (
     not_a_rank,
     parse_server_info,
 )
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Event, LoadPolled
 
 logger = logging.getLogger(__name__)
@@ -87,8 +88,6 @@ class Monitor:
         self._probe_path: dict[str, str] = {}
         self.checks: Counter[tuple[str, str]] = Counter()
         """Health checks by role and result."""
-        registry.doubted = self._doubt
-        registry.asks_cheaply = config.health_endpoint is None
         self._ticker = asyncio.create_task(self._tick())
 
     def start(self, worker: Worker) -> None:
@@ -121,7 +120,8 @@ class Monitor:
     async def close(self) -> None:
         await asyncio.gather(*self.stop_all(), return_exceptions=True)
 
-    def _doubt(self, worker: Worker) -> None:
+    def doubt(self, worker: Worker) -> None:
+        """Probe it now."""
         event = self._doubts.get(worker.url)
         if event is not None:
             event.set()

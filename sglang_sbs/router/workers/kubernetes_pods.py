@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 from sglang_sbs.router.engines.urls import bracketed, normalise_worker_url
 from sglang_sbs.router.options.config import BOOTSTRAP_PORT_ANNOTATION, LWS_WORKER_INDEX
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 logger = logging.getLogger(__name__)

@@ -9,45 +9,33 @@ from __future__ import annotations
 import logging
 import math
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
-
-import msgspec
 
 from sglang_sbs.router.engines.urls import (
     alias_key,
-    bracketed,
     normalise_worker_url,
-    rank_url,
-    respelled,
-    split_worker_url,
 )
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.kv_addresses import KvEndpoints, RefusedAddress, told_endpoints
+from sglang_sbs.router.workers.diagnosis import AS_REPORTED, as_reported, why_mute
+from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
 from sglang_sbs.router.workers.server_info import (
-    PLUGIN_VERSION,
     WorkerInfo,
     node_of_rank,
-    parse_version,
 )
+from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.scheduling.events import (
-    Event,
     InstanceDown,
     InstanceRole,
     InstanceUp,
     PrefixSource,
-    RankChoice,
 )
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 
 logger = logging.getLogger(__name__)
 
-SILENT_AFTER_S = 5.0
-"""No EndForward for this long (heartbeats come every second): the signal counts as lost."""
 QUIET_S = 2.0
 """Nothing heard for this long from a worker that should say something: it is asked."""
 MISSED_AFTER_S = 20.0
@@ -57,171 +45,46 @@ LOG_AGAIN_S = 300.0
 """A problem that comes and goes is logged at most this often; ``/workers`` always shows it."""
 RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
-_AS_REPORTED = "as its EndForward says"
 BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
+_GATE_FAULTS = {
+    GATE_ALONE: "the gang gate does not hear other processes of the engine: batches come apart. Is "
+    "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
+    GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
+}
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
 """Dispatches without any EndForward after which the missing signal is reported."""
-PrefixWish = Literal["auto", "events", "approximate", "off"]
-"""``auto``: events where they can be had, else approximate."""
-
-
-@dataclass(eq=False)
-class Worker:
-    """One engine instance. ``url`` is its normalised URL and the scheduler's instance id."""
-
-    url: str
-    role: InstanceRole
-    breaker: Breaker
-    configured_bootstrap_port: int | None = None
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    info: WorkerInfo | None = None
-    healthy: bool = False
-    draining: bool = False
-    announced: bool = False
-    """The scheduler was told ``InstanceUp`` last."""
-    active: int = 0
-    """Legs in flight here."""
-    active_everywhere: int | None = None
-    """The same over all front ends, where another process counts them."""
-    dispatches: int = 0
-    failures: int = 0
-    successes: int = 0
-    priority: int = 50
-    cost: float = 1.0
-    labels: dict[str, str] = field(default_factory=dict)
-    """As ``PUT /workers/{id}`` set them, for people and tools: placement does not look at them."""
-    problems: dict[str, str] = field(default_factory=dict)
-    """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
-    boots: dict[int, str] = field(default_factory=dict)
-    barrier_told_s: float = float("-inf")
-    retired_boots: set[str] = field(default_factory=set)
-    stranger: str = ""
-    """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
-    restarted_s: float = -math.inf
-    """When another boot was believed last."""
-    recheck: bool = False
-    """``/server_info`` must be read again before the worker is trusted."""
-    kv_events_missing: bool = False
-    """It publishes KV events, but not so that they arrive."""
-    kv_endpoints: dict[int, KvEndpoints] = field(default_factory=dict)
-    """Where its present boot publishes those of DP ranks on other nodes than the first."""
-    kv_refused: dict[int, str] = field(default_factory=dict)
-    """Why what such a rank said last about that is not followed."""
-    rechecked_s: float = -math.inf
-    logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    heard_s: float = 0.0
-    """When it last answered a probe or a poll, or was asked to."""
-    last_report_s: dict[int, float] = field(default_factory=dict)
-    reports: dict[int, int] = field(default_factory=dict)
-    spelling: int = 0
-    """Which way of writing its host engines are told."""
-
-    @property
-    def bootstrap_host(self) -> str:
-        """What decode is told. It keeps what it knows of a prefill instance by how that is spelled
-        (SGLang, ``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``).
-        """
-        return bracketed(respelled(split_worker_url(self.url)[1], self.spelling))
-
-    @property
-    def bootstrap_port(self) -> int | None:
-        """As configured, else as the engine says; ``None`` lets SGLang use its default.
-
-        With SGLang's Rust server the engine knows better: its registry is on its HTTP port.
-        """
-        if self.rust_server and self.info is not None and self.info.bootstrap_port is not None:
-            return self.info.bootstrap_port
-        if self.configured_bootstrap_port is not None:
-            return self.configured_bootstrap_port
-        return self.info.bootstrap_port if self.info is not None else None
-
-    @property
-    def coupled(self) -> bool:
-        """Its release couples prefill and decode ranks (``rank_contract``)."""
-        return self.info is not None and self.info.coupled
-
-    @property
-    def rust_server(self) -> bool:
-        """Each of its DP ranks is to be spoken to at its own address."""
-        return self.info is not None and self.info.rust_server
-
-    def url_of(self, rank: int) -> str:
-        """Where requests for that DP rank go."""
-        return rank_url(self.url, rank) if self.rust_server else self.url
-
-    @property
-    def server_urls(self) -> list[str]:
-        """Its HTTP servers, that of DP rank 0 first."""
-        return [self.url_of(rank) for rank in range(self.dp_size if self.rust_server else 1)]
-
-    @property
-    def rank_choice(self) -> RankChoice:
-        return self.info.rank_choice if self.info is not None else "free"
-
-    @property
-    def dp_size(self) -> int:
-        return self.info.dp_size if self.info is not None else 1
-
-    @property
-    def load(self) -> int:
-        """Legs in flight there, as far as is known."""
-        return self.active if self.active_everywhere is None else self.active_everywhere
-
-    @property
-    def usable(self) -> bool:
-        return (
-            self.info is not None
-            and self.healthy
-            and not self.draining
-            and self.breaker.state != "open"
-        )
-
-    def report_age_s(self, now_s: float) -> float | None:
-        """Since the last EndForward of any rank; ``None`` if there never was one."""
-        return now_s - max(self.last_report_s.values()) if self.last_report_s else None
-
-    def quiet_s(self, now_s: float) -> float:
-        """Since the last EndForward of any rank, or since another boot was believed."""
-        return now_s - max([self.restarted_s, *self.last_report_s.values()])
-
-    def reporting(self, now_s: float) -> bool:
-        age_s = self.report_age_s(now_s)
-        return age_s is not None and age_s < SILENT_AFTER_S
 
 
 class Registry:
-    """``emit`` takes scheduler events; every change of a worker goes through here."""
+    """Every change of a worker goes through here."""
 
     def __init__(
         self,
-        emit: Callable[[Event], None],
+        events: WorkerEvents = WorkerEvents(),  # noqa: B008 - it is frozen
         breaker: BreakerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         expects_endforward: bool = True,
+        asks_cheaply: bool = True,
         prefix_source: PrefixWish = "off",
     ) -> None:
-        """``expects_endforward``: its absence is a problem worth telling. ``prefix_source``: how
+        """``expects_endforward``: its absence is a problem worth telling. ``asks_cheaply``: a probe
+        costs an engine nothing, so that silence is reason enough for one. ``prefix_source``: how
         the scheduler learns what prefill instances have cached."""
-        self._emit = emit
+        self._emit = events.emit
+        self.doubted = events.doubted
+        self.silenced = events.silenced
+        self._removed = events.removed
+        self._asks_cheaply = asks_cheaply
         self._breaker = breaker or BreakerConfig()
         self._clock = clock
         self._expects_endforward = expects_endforward
         self._prefix_source = prefix_source
         self._workers: dict[str, Worker] = {}
         self._aliases: dict[tuple[str, int], str] = {}
-        self.doubted: Callable[[Worker], None] = lambda worker: None
-        """Called when something casts doubt on a worker: probe it now."""
-        self.asks_cheaply = True
-        """A probe costs an engine nothing, so that silence is reason enough for one."""
-        self.silenced: Callable[[Worker], None] = lambda worker: None
-        """Called when a worker answers nothing any more, or restarted: what it was doing is lost,
-        though the connections may not know yet."""
-        self.removed: Callable[[Worker], None] = lambda worker: None
-        """Called when a worker was removed: what was counted for it may go."""
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -281,15 +144,15 @@ class Registry:
         self._workers.pop(worker.url, None)
         self._aliases = {alias_key(url): url for url in reversed(self._workers)}
         logger.info("worker %s (%s) removed", worker.url, worker.role)
-        self.removed(worker)
+        self._removed(worker)
 
     # Reports ----------------------------------------------------------------------------------
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read: the limits are known (or changed)."""
         self._check_boot(worker, info)
-        if worker.info is not None and worker.info.no_barrier == _AS_REPORTED:
-            info = _as_reported(info)
+        if worker.info is not None and worker.info.no_barrier == AS_REPORTED:
+            info = as_reported(info)
         changed = worker.info != info
         worker.info = info
         worker.problems.pop("unusable", None)
@@ -397,6 +260,7 @@ class Registry:
             return False
         if worker.info is not None:
             self._hear_of_barrier(worker, worker.info, report.barrier)
+        self._hear_of_gang_gate(worker, rank, report.gang_gate)
         worker.boots[rank] = boot_id
         worker.last_report_s[rank] = self._clock()
         worker.reports[rank] = worker.reports.get(rank, 0) + 1
@@ -404,8 +268,20 @@ class Registry:
         worker.problems.pop("role", None)
         return True
 
+    def _hear_of_gang_gate(self, worker: Worker, rank: int, told: str) -> None:
+        if told in _GATE_FAULTS:
+            worker.gates_at_fault[rank] = told
+        elif worker.gates_at_fault.pop(rank, None) is None:
+            return
+        first = min(worker.gates_at_fault, default=None)
+        if first is None:
+            worker.problems.pop("gang_gate", None)
+        else:
+            fault = _GATE_FAULTS[worker.gates_at_fault[first]]
+            self.report_problem(worker, "gang_gate", f"DP rank {first}: {fault}")
+
     def _hear_of_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
-        as_told = _as_reported(info, barrier)
+        as_told = as_reported(info, barrier)
         now_s = self._clock()
         # Who speaks in its name without a key may contradict it all the time.
         if as_told.no_barrier != info.no_barrier and now_s >= worker.barrier_told_s + BARRIER_S:
@@ -534,6 +410,8 @@ class Registry:
         worker.last_report_s.clear()
         worker.kv_endpoints.clear()
         worker.kv_refused.clear()
+        worker.gates_at_fault.clear()
+        worker.problems.pop("gang_gate", None)
         worker.restarted_s = self._clock()
         worker.info = None
         worker.breaker.reset()
@@ -592,7 +470,7 @@ class Registry:
         something while it has work.
         """
         expected = worker.load > 0 or bool(worker.last_report_s)
-        if not self.asks_cheaply or not worker.healthy or not expected:
+        if not self._asks_cheaply or not worker.healthy or not expected:
             return
         heard_s = max([worker.heard_s, *worker.last_report_s.values()])
         if now_s - heard_s >= QUIET_S:
@@ -605,7 +483,7 @@ class Registry:
             return
         if not worker.last_report_s:
             if self._expects_endforward and worker.dispatches >= MUTE_AFTER_DISPATCHES:
-                where = _why_mute(worker.info)
+                where = why_mute(worker.info)
                 self.report_problem(
                     worker,
                     "signal",
@@ -625,36 +503,3 @@ class Registry:
                 self.doubted(worker)
         else:
             worker.problems.pop("signal", None)
-
-
-def _as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
-    """What EndForward says of the barrier is believed where /server_info, which nobody else can
-    answer, does not say."""
-    told = info.sbs is not None and info.sbs.barrier is not None
-    if told or info.no_barrier not in ("", _AS_REPORTED) or info.dp_size == 1:
-        return info
-    return msgspec.structs.replace(info, no_barrier="" if barrier else _AS_REPORTED)
-
-
-def _why_mute(info: WorkerInfo) -> str:
-    """What to do about an engine that sends no EndForward."""
-    version = parse_version(info.version)
-    if info.sbs is None and version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
-        wanted = ".".join(map(str, PLUGIN_VERSION))
-        return (
-            f"SGLang {info.version} loads no plugins: install sglang-sbs next to it, run "
-            "'sglang-sbs patch apply' there and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, or "
-            f"upgrade the engine to {wanted} or later"
-        )
-    if info.sbs is None:
-        return (
-            "the sglang-sbs plugin is not installed or not configured there: pip install . in a "
-            "checkout of sglang-sbs, next to SGLang, and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
-        )
-    speaks = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
-    return (
-        f"the plugin is there and speaks to {speaks}, but nothing arrives: check that "
-        "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind, that the port can be "
-        "reached, and that SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here are the "
-        "same secret, or both unset"
-    )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 
 
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:

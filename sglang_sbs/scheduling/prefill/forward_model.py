@@ -59,23 +59,24 @@ _Features = tuple[float, float, float, float]
 def padded(tokens_per_rank: Sequence[int], captured: Sequence[int]) -> Sequence[int]:
     """What the ranks compute in a pass, where CUDA graphs are captured for these token counts.
 
-    A graph is replayed if every rank has tokens and the fullest fits the largest graph. All ranks
-    then compute as many tokens as the smallest graph that holds the fullest, so the cost of a pass
-    has steps. Source: ``forward_batch_info.py`` (``prepare_mlp_sync_batch``) and
-    ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of SGLang.
+    A graph is replayed if the fullest rank fits the largest graph and each rank agrees; one without
+    tokens always does. All ranks then compute as many tokens as the smallest graph that holds the
+    fullest, the idle ones those of a dummy request, so the cost of a pass has steps. Source:
+    ``dp_attn.py`` (``_local_prefill_cuda_graph_vote``), ``forward_batch_info.py``
+    (``prepare_mlp_sync_batch``) and ``prefill_cuda_graph_runner.py`` (``can_replay_locally``) of
+    SGLang.
 
     Args:
         tokens_per_rank: extend tokens.
         captured: ascending; empty for an engine without prefill graphs.
     """
-    if not captured or not min(tokens_per_rank) or max(tokens_per_rank) > captured[-1]:
+    fullest = max(tokens_per_rank)
+    if not captured or not 0 < fullest <= captured[-1]:
         return tokens_per_rank
-    sizes = [captured[bisect_left(captured, tokens)] for tokens in tokens_per_rank]
-    if any(
-        size > _MOST_PADDING * tokens for size, tokens in zip(sizes, tokens_per_rank, strict=True)
-    ):
-        return tokens_per_rank
-    return [max(sizes)] * len(sizes)
+    for tokens in tokens_per_rank:
+        if tokens and captured[bisect_left(captured, tokens)] > _MOST_PADDING * tokens:
+            return tokens_per_rank
+    return [captured[bisect_left(captured, fullest)]] * len(tokens_per_rank)
 
 
 class _Observed(NamedTuple):

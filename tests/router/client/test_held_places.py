@@ -7,6 +7,7 @@ import heapq
 import socket
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
@@ -15,6 +16,7 @@ from router_harness import cluster, until
 from sglang_sbs.router.api import endpoints
 from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.client.answer_stream import Downstream
+from sglang_sbs.router.client.intake import Doorman
 from sglang_sbs.router.telemetry.metrics_port import MAX_CONNECTIONS
 from sglang_sbs.testing.mock_engine import Behaviour
 
@@ -201,3 +203,47 @@ async def test_of_silent_connections_to_the_serving_port_the_oldest_go() -> None
         assert (await c.generate(text="x"))[0] == 200
         for _, writer in silent:
             writer.close()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"\x16\x03\x01 no HTTP\r\n\r\n",
+        b"GET /hea",
+        b"",
+    ],
+    ids=["kept", "close", "1.0", "nonsense", "cut off", "silent"],
+)
+@pytest.mark.parametrize("metrics", [False, True], ids=["serving", "metrics"])
+async def test_connections_of_aiohttp_that_are_gone_leave_the_books(
+    asked: bytes, metrics: bool
+) -> None:
+    """Whoever ends them: else they stand for places that nobody has."""
+    async with cluster() as c:
+        assert c.server._metrics_port is not None
+        port = c.server.prometheus_port if metrics else c.server.port
+        doorman = c.server._metrics_port._doorman if metrics else c.server.doorman
+        books = doorman._silent.since_s, doorman._idle.since_s
+        known = {transport for book in books for transport in book}
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await until(lambda: any(one not in known for one in books[0]))
+        writer.write(asked)
+        if asked.endswith(b"\r\n\r\n"):
+            await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        await until(lambda: all(one in known for book in books for one in book))
+
+
+async def test_what_is_closed_already_makes_no_room() -> None:
+    doorman = Doorman()
+    gone, there = Mock(), Mock()
+    gone.is_closing.return_value, there.is_closing.return_value = True, False
+    gone.get_write_buffer_size.return_value = there.get_write_buffer_size.return_value = 0
+    doorman.watch(gone)
+    doorman.watch(there)
+    assert doorman.close_oldest()
+    there.abort.assert_called_once()
+    gone.abort.assert_not_called()

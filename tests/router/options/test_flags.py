@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import pytest
 from sglang_sbs.launch_router import main
 from sglang_sbs.router.options.arguments import FlagError, build_parser
 from sglang_sbs.router.options.config import default_bodies_bytes
+from sglang_sbs.router.options.option import switch
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY
+from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import POLICIES
 
@@ -87,6 +91,20 @@ def test_the_command_of_the_readme() -> None:
 def test_defaults_are_those_of_the_stock_router() -> None:
     args = vars(build_parser().parse_args([]))
     assert {name: args[name] for name in STOCK_DEFAULTS} == STOCK_DEFAULTS
+
+
+def test_what_a_flag_says_is_in_each_of_its_fields() -> None:
+    """A row of the table that is not used, or used twice, would be a flag without effect."""
+    rows = [option for options in GROUPS.values() for option in options]
+    paths = Counter(path for option in rows for path in option.fields.split())
+    assert [path for path, times in paths.items() if times > 1] == []
+    switches = [option for option in rows if option.type is switch and option.fields]
+    flags = [f"--{option.flag}" for option in switches]
+    without, given = parse_flags(PD), parse_flags([*PD, *flags])
+    for option in switches:
+        field = attrgetter(option.fields)
+        assert isinstance(field(given), bool), option.flag
+        assert field(given) is not field(without), option.flag
 
 
 def test_bodies_are_smaller_than_the_stock_router_lets_them_be() -> None:

@@ -11,7 +11,6 @@ import pytest
 from link_harness import HOLDING, IMMEDIATE, FakeLine, FrontEnd, OneAtATime, World, too_many_files
 from router_harness import until
 
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.errors import Refused, RouterError, transport_failure
 from sglang_sbs.router.processes import front_end_sessions as hub_module
 from sglang_sbs.router.processes import scheduler_link as link_module
@@ -80,7 +79,7 @@ async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_
     )
     (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
     assert (arrival.blocks, arrival.block_tokens, arrival.session) == (blocks, 64, "talk")
-    assert front_end.link._requests["a"].arrival.blocks == []
+    assert front_end.link._requests._requests["a"].arrival.blocks == []
 
 
 async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None:
@@ -209,9 +208,8 @@ async def test_a_front_end_that_parts_leaves_nothing(world: World) -> None:
 async def test_the_end_of_a_session_ends_all_its_requests_whatever_the_scheduler_makes_of_it(
     world: World,
 ) -> None:
-    side = await world.boot()
     scheduler = OneAtATime()
-    side.hub.pump = SchedulerPump(scheduler, decided=side.hub.decided, failed=side.hub.failed)
+    side = await world.boot(scheduler=scheduler)
     front_end = await world.front_end()
     asked = [front_end.ask(rid) for rid in "abcd"]
     await until(lambda: len(scheduler.waiting) == 4)
@@ -270,11 +268,9 @@ async def test_blame_goes_to_the_scheduler_and_its_verdict_to_everybody(world: W
 async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
     side = await world.boot()
     one, other = [await world.front_end() for _ in range(2)]
-    silenced: list[str] = []
-    other.registry.silenced = lambda worker: silenced.append(worker.url)
     worker = side.registry.of_role("decode")[0]
     side.registry.silenced(worker)
-    await until(lambda: silenced == [worker.url])
+    await until(lambda: other.silenced == [worker.url])
     assert await one.link.abort_elsewhere("x") == 2
     assert (one.aborted, other.aborted) == ([], ["x"])
     assert await side.hub.metrics_pages() == ["# front end 0\n", "# front end 1\n"]
@@ -351,8 +347,8 @@ async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_e
     side = await world.boot(HOLDING)
     front_end = await world.front_end()
     link = front_end.link
-    told: list[bool] = []
-    link.alone_changed = told.append
+    told = front_end.alone_told
+    told.clear()
     await front_end.ask("running")
     waiting = front_end.ask("waiting")
     await until(lambda: side.books[0] == 1)
@@ -361,7 +357,7 @@ async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_e
         "close": (link._line, "close"),
         "fallback": (link, "_fallback"),
         "books": (front_end.registry, "announcements"),
-        "alone changed": (link, "alone_changed"),
+        "alone changed": (link, "_alone_changed"),
     }[step]
     monkeypatch.setattr(owner, name, failing(2, getattr(owner, name)))
     world.crash()

@@ -13,14 +13,14 @@ from router_harness import until
 
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.processes import supervisor as supervisor_module
-from sglang_sbs.router.processes.socket_handover import (
+from sglang_sbs.router.supervision import supervisor as supervisor_module
+from sglang_sbs.router.supervision.socket_handover import (
     PortTakenError,
     check_free,
     control_path,
     listen,
 )
-from sglang_sbs.router.processes.supervisor import Child, Supervisor
+from sglang_sbs.router.supervision.supervisor import Child, Supervisor
 
 WORKERS = ["--prefill", "http://p0:1", "8998", "--decode", "http://d0:1"]
 

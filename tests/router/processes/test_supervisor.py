@@ -15,10 +15,10 @@ import pytest
 from router_harness import until
 
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.processes import supervisor as supervisor_module
-from sglang_sbs.router.processes.parent_line import ChildLine
-from sglang_sbs.router.processes.socket_handover import listen
-from sglang_sbs.router.processes.supervisor import Supervisor
+from sglang_sbs.router.supervision import supervisor as supervisor_module
+from sglang_sbs.router.supervision.parent_line import ChildLine
+from sglang_sbs.router.supervision.socket_handover import listen
+from sglang_sbs.router.supervision.supervisor import Supervisor
 
 FLAGS = [
     *("--prefill", "http://p0:1", "8998", "--decode", "http://d0:1"),

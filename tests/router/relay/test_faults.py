@@ -148,6 +148,31 @@ async def test_engines_that_are_not_there_do_not_end_the_retries() -> None:
         await c.settled()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_restart_between_decision_and_dispatch_can_be_tried_again(
+    role: str, others: int
+) -> None:
+    """Elsewhere by the router, later by the client: nothing was sent."""
+    async with cluster("--retry-max-retries", "2", **{role: 1 + others}) as c:
+        c.scheduler.hold = True
+        asked = asyncio.create_task(c.generate(text="x"))
+        await until(lambda: c.scheduler.held)
+        c.scheduler.hold = False
+        (arrived,) = c.scheduler.held.values()
+        decision = c.scheduler._place(arrived)
+        restarted = c.server.registry.get(getattr(decision, role))
+        assert restarted is not None
+        restarted.info = None  # what it is now has not been asked yet
+        c.server.dispatcher._decided(decision)
+        status, answer = await asked
+        assert status == (200 if others else 503), answer
+        if not others:
+            assert answer["error"]["code"] == f"{role}_unavailable"
+        await c.settled()
+        c.check_books()
+
+
 async def test_client_errors_are_not_retried() -> None:
     async with cluster() as c:
         c.prefill[0].behaviour = Behaviour(status=400)

@@ -18,6 +18,7 @@ from sglang_sbs.router.signals import endforward_listener
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener, publisher_endpoints
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
+from sglang_sbs.router.workers.worker import WorkerEvents
 from sglang_sbs.scheduling.events import Event, ForwardEnded, InstanceDown, InstanceUp, LoadPolled
 from sglang_sbs.testing.mock_engine import MockEngine
 from sglang_sbs.wire import TOPIC, EndForward, encode_endforward
@@ -29,7 +30,7 @@ class Setup:
         """``prefill`` and ``decode`` are hosts."""
         self.events: list[Event] = []
         self.owners: dict[tuple[str, str], str] = {}
-        self.registry = Registry(self.events.append)
+        self.registry = Registry(WorkerEvents(self.events.append))
         self.prefill = self.registry.add(f"http://{prefill}:30000", "prefill")
         self.decode = self.registry.add(f"http://{decode}:30001", "decode")
         for worker in (self.prefill, self.decode):

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from sglang_sbs.router.signals.kv_messages import (
     END_OF_REPLAY,
+    MOST_BLOCKS,
+    MOST_EVENTS,
     Change,
     KvBatch,
+    decode_in_parts,
     decode_kv_batch,
     live_frames,
     replay_frames,
@@ -177,6 +180,35 @@ def test_frames_of_a_replay() -> None:
 def test_clears_in_a_row_are_one() -> None:
     changes = decode_kv_batch(batch(stored([1]), CLEARED, CLEARED, CLEARED)).changes
     assert changes == [Change("stored", "device", [1]), Change("cleared")]
+
+
+def test_a_large_message_is_decoded_in_parts() -> None:
+    """Whichever way an engine could make one part of it large."""
+    odd: list[Any] = [["X"]]
+    wide = [stored([block]) for block in range(5_000)]
+    payload = pack([1.0, wide, 0])
+    parts, batch = 0, None
+    decoding = decode_in_parts(payload)
+    try:
+        while True:
+            next(decoding)
+            parts += 1
+    except StopIteration as over:
+        batch = over.value
+    assert parts >= len(payload) // (80 << 10)
+    assert batch == KvBatch(1.0, [Change("stored", "device", list(range(5_000)))], 0)
+    assert sum(1 for _ in decode_in_parts(pack([1.0, odd * 50_000]))) > 50
+
+
+@pytest.mark.parametrize(
+    "events",
+    [[["X"]] * (MOST_EVENTS + 1), [stored([1] * 100_000)] * (MOST_BLOCKS // 100_000 + 1)],
+    ids=["events", "blocks"],
+)
+def test_a_message_has_so_many_events_and_blocks_at_most(events: list[Any]) -> None:
+    with pytest.raises(MalformedMessage):
+        decode_kv_batch(pack([1.0, events]))
+    assert decode_kv_batch(pack([1.0, events[:-1]]))
 
 
 def test_very_many_changes_in_one_message_are_no_message() -> None:

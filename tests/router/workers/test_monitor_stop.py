@@ -29,7 +29,7 @@ class Deaf(Monitor):
 
 @pytest.mark.parametrize("all_at_once", [True, False])
 async def test_a_cancellation_that_a_timeout_hid_is_not_outlived(all_at_once: bool) -> None:
-    registry = Registry(lambda event: None)
+    registry = Registry()
     worker = registry.add("http://127.0.0.1:1", "decode")
     registry.described(worker, WorkerInfo(dp_size=1))
     async with aiohttp.ClientSession() as session:

@@ -14,23 +14,18 @@ from sglang_sbs.router.errors import leg_status_failure, transport_failure
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.registry import (
-    BARRIER_S,
-    MISSED_AFTER_S,
-    QUIET_S,
-    SILENT_AFTER_S,
-    Registry,
-    Worker,
-)
+from sglang_sbs.router.workers.registry import BARRIER_S, MISSED_AFTER_S, QUIET_S, Registry
 from sglang_sbs.router.workers.server_info import (
     SbsBlock,
     UnusableWorker,
     WorkerInfo,
     parse_server_info,
 )
+from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import describe_worker
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 
 INFO: dict[str, Any] = {
     "version": "0.5.23",
@@ -230,16 +225,21 @@ def test_one_failure_reopens_a_half_open_breaker() -> None:
 
 
 class Setup:
-    def __init__(self, threshold: int = 2) -> None:
+    def __init__(self, threshold: int = 2, *, asks_cheaply: bool = True) -> None:
         self.events: list[Event] = []
         self.now_s = 100.0
         self.doubted: list[str] = []
+        self.silenced: list[Worker] = []
         self.registry = Registry(
-            self.events.append,
+            WorkerEvents(
+                self.events.append,
+                doubted=lambda worker: self.doubted.append(worker.url),
+                silenced=self.silenced.append,
+            ),
             BreakerConfig(failure_threshold=threshold, timeout_s=10),
             lambda: self.now_s,
+            asks_cheaply=asks_cheaply,
         )
-        self.registry.doubted = lambda worker: self.doubted.append(worker.url)
 
     def up(self, url: str, role: Any = "prefill", **info: Any) -> Worker:
         worker = self.registry.add(url, role)
@@ -392,8 +392,6 @@ def test_reports_that_are_ignored_are_no_signal() -> None:
 def test_a_boot_that_server_info_does_not_confirm_takes_nothing_down() -> None:
     setup = Setup()
     worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
-    silenced: list[Worker] = []
-    setup.registry.silenced = silenced.append
     assert setup.registry.reported(worker, report(0))
     assert not setup.registry.reported(worker, report(0, boot="evil"))
     assert (setup.doubted, worker.recheck) == ([worker.url], True)
@@ -405,20 +403,18 @@ def test_a_boot_that_server_info_does_not_confirm_takes_nothing_down() -> None:
         setup.registry.reported(worker, report(0, boot=f"evil{number}"))
     assert setup.doubted == [worker.url]
     assert worker.usable
-    assert silenced == []
+    assert setup.silenced == []
 
 
 def test_a_boot_that_server_info_confirms_is_a_restart() -> None:
     setup = Setup()
     worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
-    silenced: list[Worker] = []
-    setup.registry.silenced = silenced.append
     assert setup.registry.reported(worker, report(0))
     assert not setup.registry.reported(worker, report(0, boot="b2"))
     setup.registry.described(worker, WorkerInfo(dp_size=2, sbs=SbsBlock(boot_id="b2")))
     setup.registry.refresh(worker)
     assert [type(event) for event in setup.events[-2:]] == [InstanceDown, InstanceUp]
-    assert silenced == [worker]
+    assert setup.silenced == [worker]
     assert setup.registry.reported(worker, report(0, boot="b2"))
     assert not setup.registry.reported(worker, report(1, boot="b1"))
 
@@ -441,7 +437,7 @@ def test_decode_is_told_another_spelling_of_a_prefill_host_that_was_not_away_for
     assert restart(prefill, "b3", MISSED_AFTER_S) == "0x0a.0.0.1"
     assert restart(decode, "b1", 4.0) == "10.0.0.2"
     state = state_of(prefill, setup.now_s)
-    mirror = MirroredRegistry(lambda event: None, BreakerConfig())
+    mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
     mirror.follow([state])
     (seen,) = mirror
     assert seen.bootstrap_host == "0x0a.0.0.1"
@@ -493,6 +489,21 @@ def test_the_reason_of_a_missing_signal_is_named(info: dict[str, Any], words: li
         assert word in worker.problems["signal"]
 
 
+def test_a_gang_gate_at_fault_is_a_problem_until_every_rank_has_one_again() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
+
+    def say(rank: int, seq: int, told: str) -> str:
+        assert setup.registry.reported(worker, report(rank, seq=seq, gang_gate=told))
+        return worker.problems.get("gang_gate", "")
+
+    assert say(0, 1, "") == say(1, 1, "unheard of") == ""
+    assert "DP rank 1: the gang gate does not hear" in say(1, 2, GATE_ALONE)
+    assert "DP rank 0: the gang gate turned itself off" in say(0, 2, GATE_ERRORS)
+    assert "DP rank 1" in say(0, 3, "")
+    assert say(1, 3, "") == ""
+
+
 def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
     setup = Setup()
     worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
@@ -506,7 +517,7 @@ def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
     setup.registry.described(worker, again)
     assert len(setup.events) == 2
     state = state_of(worker, 0.0)
-    mirror = MirroredRegistry(lambda event: None, BreakerConfig())
+    mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
     mirror.follow([state])
     assert [one.barrier for one in mirror.announcements()] == [False]
     setup.registry.described(worker, msgspec.structs.replace(again, sbs=SbsBlock(boot_id="b2")))
@@ -593,8 +604,7 @@ def test_a_worker_that_should_say_something_and_does_not_is_asked() -> None:
 
 
 def test_a_check_that_costs_a_forward_pass_is_not_made_because_of_silence() -> None:
-    setup = Setup()
-    setup.registry.asks_cheaply = False
+    setup = Setup(asks_cheaply=False)
     worker = setup.up("http://p:1")
     worker.active = 1
     setup.now_s = 100.0

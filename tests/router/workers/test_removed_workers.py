@@ -14,7 +14,8 @@ from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, stat
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import Dispatch
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine, Rooms
@@ -36,9 +37,8 @@ class Counted:
     """A registry, and the metrics that follow it."""
 
     def __init__(self) -> None:
-        self.registry = Registry(lambda event: None)
-        self.metrics = RouterMetrics()
-        self.metrics.follow(self.registry)
+        self.metrics = metrics = RouterMetrics(knows=lambda url: self.registry.get(url) is not None)
+        self.registry = Registry(WorkerEvents(removed=lambda worker: metrics.forget(worker.url)))
 
     def of(self, worker_url: str) -> dict[str, float]:
         return series(self.metrics.render().decode(), worker_url)
@@ -102,12 +102,12 @@ def test_what_ends_after_the_removal_is_not_counted_and_the_next_one_begins_at_0
 
 
 def test_a_front_end_forgets_what_the_scheduler_process_names_no_more() -> None:
-    there = Registry(lambda event: None)
+    there = Registry()
     prefill = there.add("http://p0:1", "prefill")
     decode = there.add("http://d0:1", "decode")
-    here = MirroredRegistry(lambda event: None, BreakerConfig())
-    metrics = RouterMetrics()
-    metrics.follow(here)
+    metrics = RouterMetrics(knows=lambda url: here.get(url) is not None)
+    events = WorkerEvents(removed=lambda worker: metrics.forget(worker.url))
+    here = MirroredRegistry(events, BreakerConfig())
     here.follow(state_of(worker, 0.0) for worker in there)
     use(metrics, prefill.url, decode.url)
     here.follow([state_of(decode, 0.0)])

@@ -15,7 +15,6 @@ from router_harness import FakeScheduler, until
 
 from sglang_sbs import extras
 from sglang_sbs.launch_router import main
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.config import (
     BOOTSTRAP_PORT_ANNOTATION,
@@ -30,7 +29,8 @@ from sglang_sbs.router.processes.mirrored_registry import state_of
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.kubernetes_pods import read_pod
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery, WatchTiming
-from sglang_sbs.router.workers.registry import Registry, Worker
+from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.testing.mock_engine import MockEngine, Rooms
 
@@ -53,7 +53,7 @@ class Members:
     """The registry as the router changes it, without looking at the workers."""
 
     def __init__(self) -> None:
-        self.registry = Registry(lambda event: None)
+        self.registry = Registry()
         self.log: list[str] = []
 
     def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
@@ -275,8 +275,7 @@ async def test_a_scheduler_that_restarted_believes_the_pods_not_its_front_ends(
     timing = WatchTiming(stream_s=1, first_pause_s=0.01)
     async with following(members, timing=timing):
         await until(lambda: len(members.registry) == 2)
-        hub = Hub(members, lambda identity, message: True)
-        hub.pump = SchedulerPump(FakeScheduler(), decided=hub.decided, failed=hub.failed)
+        hub = Hub(members, lambda identity, message: True, FakeScheduler())
         hub.receive(
             b"f", Hello(version=VERSION, front_end="f", name="f", scheduler="old", workers=states)
         )

@@ -149,7 +149,9 @@ def test_it_learns_what_the_context_of_long_prompts_costs():
     [
         ([100, 300], [512, 512]),  # the smallest graph that holds the fullest, on every rank
         ([256, 255], [256, 256]),
-        ([0, 300], [0, 300]),  # a rank without tokens
+        ([0, 300], [512, 512]),  # a rank without tokens computes a dummy request
+        ([0, 50], [0, 50]),
+        ([0, 0], [0, 0]),
         ([300, 1025], [300, 1025]),  # more than any graph
         ([50, 300], [50, 300]),  # of its own, a rank would be padded to more than twice as much
         ([300], [512]),

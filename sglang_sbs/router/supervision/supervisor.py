@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sbs import __version__
-from sglang_sbs.router.options.options import RouterOptions
-from sglang_sbs.router.processes.parent_line import ChildLine
-from sglang_sbs.router.processes.socket_handover import (
+from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.supervision.parent_line import ChildLine
+from sglang_sbs.router.supervision.socket_handover import (
     Predecessor,
     Successors,
     check_free,
     control_path,
     listen,
 )
-from sglang_sbs.router.processes.stop_signals import end_on_signals
+from sglang_sbs.router.supervision.stop_signals import end_on_signals
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,29 @@
+"""Keeps a handshake from being lost between two threads of SGLang's prefill.
+
+A request's status in KV transfer is written by the scheduler, which opens it, and by the thread
+that hears from decode. ``CommonKVManager.update_status`` (``disaggregation/common/conn.py`` of
+0.5.23) reads it, then writes. If the interpreter changes threads in between, the scheduler writes
+"handshake" over decode's answer. Such a request waits for it until the time-out, 300 s. A router
+that sends both legs at once makes the two meet often.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+OPENING = (1, 2)
+"""``KVPoll.Bootstrapping``, ``KVPoll.WaitingForInput`` (``disaggregation/base/conn.py``)."""
+_one_at_a_time = threading.Lock()
+
+
+def around_update_status(
+    original: Callable[..., Any], manager: Any, bootstrap_room: int, status: int
+) -> Any:
+    """Around ``CommonKVManager.update_status``. Later statuses send messages from within: no lock
+    may be held then, and they find what these two have written."""
+    if status not in OPENING:
+        return original(manager, bootstrap_room, status)
+    with _one_at_a_time:
+        return original(manager, bootstrap_room, status)

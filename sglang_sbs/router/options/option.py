@@ -1,0 +1,120 @@
+"""A flag of the router: what it is called, what it may say, and which option it becomes.
+
+Must not know what an option is good for. The flags themselves are in :mod:`.table`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_METAVARS = {"ms": "MS", "secs": "SECONDS", "host": "HOST", "port": "PORT", "policy": "POLICY"}
+"""By the last word of a flag."""
+OF_ITS_FIELD: Any = object()
+"""The default of a flag that becomes a field as it is."""
+
+
+def switch(text: str) -> bool:
+    """The type of a flag without a value, which is never read."""
+    raise AssertionError(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table."""
+
+    flag: str
+    """Without dashes; every one exists as ``--x`` and as ``--router-x``."""
+    fields: str
+    """Which fields of :class:`~.router_options.RouterOptions` its value becomes, with dots, and
+    spaces between several. Empty: more than its value decides."""
+    type: Callable[[str], Any] | tuple[str, ...]
+    """What reads its value (or :func:`switch`), or what it may be."""
+    help: str
+    default: Any = OF_ITS_FIELD
+    nargs: str | int | None = None
+    metavar: str | tuple[str, ...] | None = None
+    repeated: bool = False
+    """The flag may be there several times."""
+    per_s: int = 1
+    """The field is in seconds, the flag in so many parts of one."""
+    read: Callable[[Any], Any] | None = None
+    """From the flag's value to the field's."""
+    hidden: bool = False
+    """Processes of the router say it to each other."""
+
+    @property
+    def dest(self) -> str:
+        """Where argparse puts its value."""
+        return self.flag.replace("-", "_")
+
+    def value_in(self, args: argparse.Namespace) -> Any:
+        """What its fields become."""
+        value = getattr(args, self.dest)
+        if self.per_s != 1:
+            return value / self.per_s
+        return value if self.read is None else self.read(value)
+
+    def arguments(self, default: Any) -> dict[str, Any]:
+        """For argparse, besides the help. ``default``: of its field."""
+        if self.type is switch:
+            return {"action": "store_true"}
+        found: dict[str, Any] = {}
+        if isinstance(self.type, tuple):
+            found["choices"] = self.type
+        else:
+            found["metavar"] = self.metavar or _METAVARS.get(self.flag.rpartition("-")[2], "N")
+            if self.type is not str:
+                found["type"] = self.type
+        if self.nargs is not None:
+            found["nargs"] = self.nargs
+        if self.repeated:
+            found["action"] = "append"
+        if self.default is not OF_ITS_FIELD:
+            default = self.default
+        elif self.per_s != 1:
+            default *= self.per_s
+        return found if default is None else found | {"default": default}
+
+
+def _number(text: str, low: float, high: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Of any unit. Raises: ArgumentTypeError, as all here."""
+    return _number(text, 1e-9, 1e9, "a number greater than 0")
+
+
+def non_negative(text: str) -> float:
+    return _number(text, 0, 1e9, "a number >= 0")
+
+
+def share(text: str) -> float:
+    return _number(text, 0, 1, "a number from 0 to 1")
+
+
+def _whole(text: str, low: int, high: int, what: str) -> int:
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return int(text)
+
+
+def positive_int(text: str) -> int:
+    return _whole(text, 1, 2**63, "a whole number >= 1")
+
+
+def count(text: str) -> int:
+    return _whole(text, 0, 2**63, "a whole number >= 0")
+
+
+def port(text: str) -> int:
+    return _whole(text, 0, 65535, "a port in 0..65535")

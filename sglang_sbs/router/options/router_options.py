@@ -1,0 +1,115 @@
+"""What the router is told, all of it: the command line, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sglang_sbs.router.options.config import (
+    MAX_PAYLOAD_BYTES,
+    BreakerConfig,
+    DiscoveryConfig,
+    MonitorConfig,
+    PrefixWish,
+    RelayConfig,
+)
+from sglang_sbs.router.options.keys import ControlKey, JwtConfig
+from sglang_sbs.scheduling.config import SchedulerConfig
+from sglang_sbs.scheduling.policy_names import facts_of
+from sglang_sbs.wire.curve import CurveKeys
+
+Role = Literal["router", "scheduler", "front-end"]
+ForwardTokenIds = Literal["auto", "on", "off"]
+REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """The command line, checked. Times in seconds."""
+
+    prefill: tuple[tuple[str, int | None], ...]
+    """URL and bootstrap port."""
+    decode: tuple[str, ...]
+    scheduler: SchedulerConfig
+    relay: RelayConfig
+    breaker: BreakerConfig
+    monitor: MonitorConfig
+    discovery: DiscoveryConfig | None = None
+    """Workers that are found as Kubernetes pods."""
+    starts_empty: bool = False
+    """``--pd-disaggregation`` without any worker: all of them come by ``POST /workers``."""
+    host: str = "0.0.0.0"
+    port: int = 30000
+    prometheus_host: str = "0.0.0.0"
+    prometheus_port: int = 29000
+    prometheus_duration_buckets: tuple[float, ...] | None = None
+    endforward_bind: str | None = "tcp://0.0.0.0:7600"
+    event_log: Path | None = None
+    tokenizer_path: Path | None = None
+    chat_template: Path | None = None
+    prefix_source: PrefixWish = "auto"
+    """How it is found out what ranks have cached; ``auto``: events where there are any."""
+    forward_token_ids: ForwardTokenIds = "auto"
+    tenant_header: str | None = None
+    """In lower case."""
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    control_plane_keys: tuple[ControlKey, ...] = ()
+    control_plane_audit: bool = False
+    jwt: JwtConfig | None = None
+    """Whose tokens are as good as such keys."""
+    max_concurrent_requests: int = -1
+    queue_size: int = 100
+    queue_timeout_s: float = 60
+    rate_limit_per_s: float = 0.0
+    """Tokens added per second; 0: none, a plain limit of requests at once."""
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    shutdown_grace_s: float = 180
+    request_id_headers: tuple[str, ...] = REQUEST_ID_HEADERS
+    cors_allowed_origins: tuple[str, ...] = ()
+    log_level: str = "info"
+    log_dir: Path | None = None
+    log_json: bool = False
+    otlp_endpoint: str | None = None
+    """Where spans go; ``None``: tracing is off."""
+    tls_cert_path: Path | None = None
+    tls_key_path: Path | None = None
+    client_cert_path: Path | None = None
+    client_key_path: Path | None = None
+    ca_cert_paths: tuple[Path, ...] = ()
+    workers: int = 1
+    """Front-end processes."""
+    role: Role = "router"
+    scheduler_endpoint: str | None = None
+    scheduler_keys: CurveKeys | None = None
+    endforward_keys: CurveKeys | None = None
+    take_over: bool = False
+    parent_fd: int | None = None
+    """Socket to the supervisor, in its children."""
+    listen_fds: tuple[int, ...] = ()
+    """Sockets that listen already, inherited from the supervisor."""
+    warnings: tuple[str, ...] = ()
+    """To be logged once logging is set up."""
+
+    @property
+    def names_blocks(self) -> bool:
+        """Whether anybody looks for prefixes."""
+        return self.prefix_source != "off" and facts_of(self.scheduler.policy).reads_prefixes
+
+    @property
+    def roles_without_workers(self) -> list[str]:
+        """Those of which there is no instance, and none may come."""
+        found = self.discovery or DiscoveryConfig()
+        if self.starts_empty:
+            return []
+        known = {
+            "prefill": self.prefill or found.prefill_selector,
+            "decode": self.decode or found.decode_selector,
+        }
+        return [role for role, workers in known.items() if not workers]
+
+    @property
+    def worker_key(self) -> str | None:
+        """The key for engines' admin endpoints (``/abort_request``)."""
+        return self.admin_api_key or self.api_key

@@ -1,0 +1,58 @@
+"""Questions with a number, and the answer that brings it back: both ways between front end and
+scheduler process. Must not know what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from sglang_sbs.router.errors import RouterError
+
+_A = TypeVar("_A")
+
+
+class Calls(Generic[_A]):
+    """Those under way. Must be used from one event loop only."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[_A]] = {}
+
+    async def ask(self, tell: Callable[[int], bool], limit_s: float) -> _A | None:
+        """``tell`` sends the question with its number. ``None``: nobody takes it.
+
+        Raises:
+            TimeoutError: no answer came.
+            RouterError: 503, it will not come any more (:meth:`give_up`).
+        """
+        number = next(self._numbers)
+        future: asyncio.Future[_A] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            if not tell(number):
+                return None
+            async with asyncio.timeout(limit_s):
+                return await future
+        finally:
+            del self._waiting[number]
+
+    def answered(self, number: int, answer: _A) -> None:
+        """One that nobody waits for any more is dropped."""
+        future = self._waiting.get(number)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def give_up(self) -> None:
+        """Whoever was asked is lost."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(no_scheduler())
+
+
+def no_scheduler() -> RouterError:
+    """Why a front end cannot do what only the scheduler process can."""
+    message = "this front end has no connection to the scheduler process; try again"
+    return RouterError(503, "scheduler_unavailable", message, retry_after_s=1.0)

@@ -1,0 +1,165 @@
+"""One worker: what is known of an engine instance, and what follows from it alone.
+
+Every change of a worker goes through :class:`~.registry.Registry`. Must not know who is told.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sglang_sbs.router.engines.urls import bracketed, rank_url, respelled, split_worker_url
+from sglang_sbs.router.workers.breaker import Breaker
+from sglang_sbs.router.workers.kv_addresses import KvEndpoints
+from sglang_sbs.router.workers.server_info import WorkerInfo
+from sglang_sbs.scheduling.events import Event, InstanceRole, RankChoice
+
+SILENT_AFTER_S = 5.0
+"""No EndForward for this long (heartbeats come every second): the signal counts as lost."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One engine instance. ``url`` is its normalised URL and the scheduler's instance id."""
+
+    url: str
+    role: InstanceRole
+    breaker: Breaker
+    configured_bootstrap_port: int | None = None
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    info: WorkerInfo | None = None
+    healthy: bool = False
+    draining: bool = False
+    announced: bool = False
+    """The scheduler was told ``InstanceUp`` last."""
+    active: int = 0
+    """Legs in flight here."""
+    active_everywhere: int | None = None
+    """The same over all front ends, where another process counts them."""
+    dispatches: int = 0
+    failures: int = 0
+    successes: int = 0
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, str] = field(default_factory=dict)
+    """As ``PUT /workers/{id}`` set them, for people and tools: placement does not look at them."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
+    boots: dict[int, str] = field(default_factory=dict)
+    barrier_told_s: float = float("-inf")
+    gates_at_fault: dict[int, str] = field(default_factory=dict)
+    """DP ranks whose gang gate does not do what it should."""
+    retired_boots: set[str] = field(default_factory=set)
+    stranger: str = ""
+    """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
+    restarted_s: float = -math.inf
+    """When another boot was believed last."""
+    recheck: bool = False
+    """``/server_info`` must be read again before the worker is trusted."""
+    kv_events_missing: bool = False
+    """It publishes KV events, but not so that they arrive."""
+    kv_endpoints: dict[int, KvEndpoints] = field(default_factory=dict)
+    """Where its present boot publishes those of DP ranks on other nodes than the first."""
+    kv_refused: dict[int, str] = field(default_factory=dict)
+    """Why what such a rank said last about that is not followed."""
+    rechecked_s: float = -math.inf
+    logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    heard_s: float = 0.0
+    """When it last answered a probe or a poll, or was asked to."""
+    last_report_s: dict[int, float] = field(default_factory=dict)
+    reports: dict[int, int] = field(default_factory=dict)
+    spelling: int = 0
+    """Which way of writing its host engines are told."""
+
+    @property
+    def bootstrap_host(self) -> str:
+        """What decode is told. It keeps what it knows of a prefill instance by how that is spelled
+        (SGLang, ``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``).
+        """
+        return bracketed(respelled(split_worker_url(self.url)[1], self.spelling))
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        """As configured, else as the engine says; ``None`` lets SGLang use its default.
+
+        With SGLang's Rust server the engine knows better: its registry is on its HTTP port.
+        """
+        if self.rust_server and self.info is not None and self.info.bootstrap_port is not None:
+            return self.info.bootstrap_port
+        if self.configured_bootstrap_port is not None:
+            return self.configured_bootstrap_port
+        return self.info.bootstrap_port if self.info is not None else None
+
+    @property
+    def coupled(self) -> bool:
+        """Its release couples prefill and decode ranks (``rank_contract``)."""
+        return self.info is not None and self.info.coupled
+
+    @property
+    def rust_server(self) -> bool:
+        """Each of its DP ranks is to be spoken to at its own address."""
+        return self.info is not None and self.info.rust_server
+
+    def url_of(self, rank: int) -> str:
+        """Where requests for that DP rank go."""
+        return rank_url(self.url, rank) if self.rust_server else self.url
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Its HTTP servers, that of DP rank 0 first."""
+        return [self.url_of(rank) for rank in range(self.dp_size if self.rust_server else 1)]
+
+    @property
+    def rank_choice(self) -> RankChoice:
+        return self.info.rank_choice if self.info is not None else "free"
+
+    @property
+    def dp_size(self) -> int:
+        return self.info.dp_size if self.info is not None else 1
+
+    @property
+    def load(self) -> int:
+        """Legs in flight there, as far as is known."""
+        return self.active if self.active_everywhere is None else self.active_everywhere
+
+    @property
+    def usable(self) -> bool:
+        return (
+            self.info is not None
+            and self.healthy
+            and not self.draining
+            and self.breaker.state != "open"
+        )
+
+    def report_age_s(self, now_s: float) -> float | None:
+        """Since the last EndForward of any rank; ``None`` if there never was one."""
+        return now_s - max(self.last_report_s.values()) if self.last_report_s else None
+
+    def quiet_s(self, now_s: float) -> float:
+        """Since the last EndForward of any rank, or since another boot was believed."""
+        return now_s - max([self.restarted_s, *self.last_report_s.values()])
+
+    def reporting(self, now_s: float) -> bool:
+        age_s = self.report_age_s(now_s)
+        return age_s is not None and age_s < SILENT_AFTER_S
+
+
+def _nobody(_worker: Worker) -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvents:
+    """Who is told what becomes of workers; the registry is made with it."""
+
+    emit: Callable[[Event], None] = lambda event: None
+    """``InstanceUp`` and ``InstanceDown``: whether the scheduler may use it."""
+    doubted: Callable[[Worker], None] = _nobody
+    """Something casts doubt on it: probe it now."""
+    silenced: Callable[[Worker], None] = _nobody
+    """It answers nothing any more, or restarted: what it was doing is lost, though the connections
+    may not know yet."""
+    removed: Callable[[Worker], None] = _nobody
+    """What was counted for it may go."""

@@ -1,0 +1,124 @@
+"""Answers of engines are opened as far as somebody looks; what is long in them stays JSON."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_harness import cluster, until
+
+from sglang_sbs.router.relay import engine_json, pair
+from sglang_sbs.router.relay.engine_json import dumped, opened
+from sglang_sbs.router.relay.merged_answers import merge_echoed_logprobs, merge_input_logprobs
+from sglang_sbs.router.requests.raw_json import JsonError
+
+numbers = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=9)
+values = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+lists = st.lists(values, max_size=6)
+metas = st.fixed_dictionaries(
+    {"prompt_tokens": st.integers(0, 9)},
+    optional=dict.fromkeys(("input_token_logprobs", "input_top_logprobs"), lists | st.none()),
+)
+parallel = st.fixed_dictionaries({}, optional=dict.fromkeys(("tokens", "text_offset"), lists))
+choice = st.fixed_dictionaries({"logprobs": parallel})
+choices = st.lists(choice, min_size=1, max_size=1) | st.lists(
+    st.dictionaries(st.text(), values) | choice, max_size=2
+)
+answers = st.dictionaries(st.text(), values, max_size=3) | st.fixed_dictionaries(
+    {"meta_info": metas, "choices": choices}
+)
+
+
+def with_all_long(body: bytes) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_json, "SHORT_BYTES", 8)
+        return opened(body)
+
+
+@given(answers)
+def test_what_was_opened_is_the_same_when_it_is_closed(answer: dict[str, Any]) -> None:
+    body = orjson.dumps(answer)
+    assert orjson.loads(dumped(with_all_long(body))) == answer
+
+
+@given(answers, answers)
+def test_long_logprobs_are_merged_as_short_ones(ours: Any, theirs: Any) -> None:
+    for merge in (merge_input_logprobs, merge_echoed_logprobs):
+        output, prefill = (orjson.loads(orjson.dumps(one)) for one in (ours, theirs))
+        long = with_all_long(orjson.dumps(output))
+        merge(long, with_all_long(orjson.dumps(prefill)))
+        merge(output, prefill)
+        assert orjson.loads(dumped(long)) == output
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b'{"a":' + b"[" * 100_000, b"x" * 100_000, b""])
+def test_what_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(JsonError):
+        opened(body)
+
+
+def reply_to(logprobs: list[Any], **more: Any) -> bytes:
+    meta = {"prompt_tokens": 5, "cached_tokens": 2, "input_token_logprobs": logprobs}
+    body = orjson.dumps({"text": "x", "meta_info": meta} | more)
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+@pytest.mark.parametrize("rid", [{}, {"rid": "mine"}])
+async def test_long_logprobs_are_never_unfolded(monkeypatch: Any, rid: dict[str, str]) -> None:
+    unfolded: list[int] = []
+
+    def loads(data: Any) -> Any:
+        unfolded.append(len(data))
+        return orjson.loads(data)
+
+    watched = SimpleNamespace(loads=loads, dumps=orjson.dumps, Fragment=orjson.Fragment)
+    monkeypatch.setattr(engine_json, "orjson", watched)
+    logprobs = [[-0.5, token, None] for token in range(100_000)]
+    async with cluster() as c:
+        c.prefill[0].raw_answers["/generate"] = reply_to(logprobs)
+        c.decode[0].raw_answers["/generate"] = reply_to([])
+        status, answer = await c.generate(text="x", return_logprob=True, **rid)
+        assert status == 200
+        assert answer["meta_info"]["input_token_logprobs"] == logprobs
+        assert unfolded
+        assert max(unfolded) <= 64 << 10
+        await c.settled()
+        c.check_books()
+
+
+async def test_nobody_looks_into_a_long_reply_of_prefill_that_is_not_asked_for(
+    monkeypatch: Any,
+) -> None:
+    counts: list[int | None] = []
+    finished = pair.Pair.prefill_finished
+
+    def watched(its: pair.Pair, reply: pair.PrefillReply) -> None:
+        counts.append(reply.prompt_tokens)
+        finished(its, reply)
+
+    monkeypatch.setattr(pair.Pair, "prefill_finished", watched)
+    async with cluster() as c:
+        c.decode[0].raw_answers["/generate"] = reply_to([])
+        for size in (10, 3 << 20):
+            c.prefill[0].raw_answers["/generate"] = reply_to([], text="x" * size)
+            status, _ = await c.generate(text="x")
+            assert status == 200
+        await until(lambda: len(counts) == 2)
+        assert counts == [5, None]
+        await c.settled()
+        c.check_books()
+
+
+async def test_logprobs_of_prefill_have_a_bound(monkeypatch: Any) -> None:
+    monkeypatch.setattr(pair, "MAX_LOGPROBS_BYTES", 1 << 20)
+    async with cluster("--disable-retries") as c:
+        c.prefill[0].raw_answers["/generate"] = reply_to([[-0.5, 1, None]] * 100_000)
+        status, answer = await c.generate(text="x", return_logprob=True)
+        assert status == 502
+        assert "over 1 MiB" in answer["error"]["message"]
+        await c.settled()
+        c.check_books()
