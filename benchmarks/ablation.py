@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sglang_sbs.scheduling
+from benchmarks.command_line import command_parser
 from sglang_sbs.simulator.experiments.sweep import Job, run_job
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.options.common import (
@@ -158,11 +159,10 @@ class Variant(NamedTuple):
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/ablate",
-        description="What each constant of the default trigger is worth, in the simulator.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "scripts/ablate",
+        "What each constant of the default trigger is worth, in the simulator.",
+        _EPILOG,
     )
     parser.add_argument("--only", metavar="NAMES", help="constants, comma-separated (all)")
     parser.add_argument(

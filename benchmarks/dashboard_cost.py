@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
-from benchmarks import CHECKOUT
+from benchmarks.router_processes import Processes, helper
 from benchmarks.synthetic_cluster import SyntheticCluster, WatchedScheduler
 from sglang_sbs.dashboard.client import frames
 from sglang_sbs.dashboard.feed import FRAME_S
@@ -33,7 +32,6 @@ from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling import Event, SchedulerConfig
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _WARM_UP_S = 5.0
 _LINGER_S = 16.0
 """After the last watcher the router goes on recording for a while."""
@@ -52,29 +50,6 @@ class Cost(NamedTuple):
     """Of a core."""
     browser_share: float | None = None
     kib_per_s: float | None = None
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of a process and all its descendants, seconds."""
-    total = 0.0
-    children: dict[int, list[int]] = {}
-    ticks: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        number = int(entry.name)
-        children.setdefault(int(fields[1]), []).append(number)
-        ticks[number] = int(fields[11]) + int(fields[12])
-    todo = [pid]
-    while todo:
-        one = todo.pop()
-        total += ticks.get(one, 0) / _TICKS_PER_S
-        todo += children.get(one, [])
-    return total
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -140,9 +115,10 @@ def _cluster(
 
 
 async def _share(pid: int, seconds: float) -> float:
-    began_s, used_s = time.monotonic(), cpu_s(pid)
+    processes = Processes(pid)
+    began_s, used_s = time.monotonic(), processes.cpu_s()
     await asyncio.sleep(seconds)
-    return (cpu_s(pid) - used_s) / (time.monotonic() - began_s)
+    return (processes.cpu_s() - used_s) / (time.monotonic() - began_s)
 
 
 async def _read(url: str, counted: list[int]) -> None:
@@ -189,15 +165,10 @@ async def _browsed(url: str, pid: int, chromium: str, seconds: float) -> Cost:
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All phases, one after another, over one router."""
-    command = [sys.executable, "-m", "benchmarks.dashboard_cost", "--serve"]
+    words = ["--serve"]
     for name in ("prefill", "prefill_dp", "decode", "decode_dp", "load"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    router = await asyncio.create_subprocess_exec(
-        *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CHECKOUT
-    )
-    assert router.stdout is not None
-    assert router.stdin is not None
-    try:
+        words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    async with helper("benchmarks.dashboard_cost", *words) as router:
         url = f"http://127.0.0.1:{int(await router.stdout.readline())}"
         await asyncio.sleep(_WARM_UP_S)
         chromium = shutil.which("chromium")
@@ -218,9 +189,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         async for frame in frames(url, None):
             ranks = [len(one["age"]) for role in ("prefill", "decode") for one in frame[role]]
             break
-    finally:
-        router.stdin.close()
-        await router.wait()
     return {"dp_ranks": sum(ranks), "costs": [cost._asdict() for cost in costs]}
 
 

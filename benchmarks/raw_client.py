@@ -20,12 +20,15 @@ CONNECT_AT_ONCE = 128
 """Connections that are being opened at the same time: less than any listener's backlog."""
 
 
-def chat_request(max_tokens: int, *, stream: bool) -> bytes:
+_PROMPT = "How much does it cost to be passed on?"
+
+
+def chat_request(max_tokens: int, *, stream: bool, prompt: str = _PROMPT) -> bytes:
     """A chat request as bytes, head and body."""
     body = orjson.dumps(
         {
             "model": "raw",
-            "messages": [{"role": "user", "content": "How much does it cost to be passed on?"}],
+            "messages": [{"role": "user", "content": prompt}],
             "max_tokens": max_tokens,
             "stream": stream,
         }

@@ -9,6 +9,7 @@ Streams get their tokens in groups that take turns, as the DP ranks of a decode 
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,32 @@ def reply(body: bytes, status: bytes = b"200 OK") -> bytes:
 COMPLETE = reply(_ANSWER)
 
 
+def server_info(role: InstanceRole, most_requests: int, **more: Any) -> dict[str, Any]:
+    """What an engine says of itself; ``most_requests`` run on each DP rank at a time."""
+    return {
+        "version": "0.5.23",
+        "disaggregation_mode": role,
+        "dp_size": 1,
+        "max_prefill_tokens": 16_384,
+        "page_size": 1,
+        "served_model_name": "raw",
+        "model_path": "raw",
+        "disaggregation_bootstrap_port": 8998,
+        "load_balance_method": "auto",
+        "internal_states": [{"effective_max_running_requests_per_dp": most_requests}],
+    } | more
+
+
+def control_answer(path: bytes, info: dict[str, Any]) -> bytes:
+    """The answer to what every engine is asked; ``info`` is its :func:`server_info`."""
+    if path in (b"/server_info", b"/get_server_info"):
+        return reply(orjson.dumps(info))
+    if path in (b"/model_info", b"/get_model_info"):
+        return reply(b'{"model_path":"raw","is_generation":true}')
+    known = (b"/ready", b"/ping", b"/health", b"/abort_request", b"/flush_cache")
+    return reply(b"{}") if path in known else reply(b"{}", b"404 Not Found")
+
+
 class RawEngine:
     """One engine; ``interval_s`` is the time between two tokens of a stream."""
 
@@ -111,10 +138,6 @@ class RawEngine:
             self._next_s = self.loop.time()
             self._tick()
             return reply(b"{}")
-        if path in (b"/server_info", b"/get_server_info"):
-            return reply(orjson.dumps(self._server_info()))
-        if path in (b"/model_info", b"/get_model_info"):
-            return reply(b'{"model_path":"raw","is_generation":true}')
         if path.startswith(b"/v1/loads"):
             running = sum(map(len, self.groups))
             load = {
@@ -126,46 +149,37 @@ class RawEngine:
                 "num_waiting_uncached_tokens": 0,
             }
             return reply(orjson.dumps({"loads": [load], "version": "0.5.23"}))
-        known = (b"/ready", b"/ping", b"/health", b"/abort_request", b"/flush_cache")
-        return reply(b"{}") if path in known else reply(b"{}", b"404 Not Found")
-
-    def _server_info(self) -> dict[str, Any]:
-        return {
-            "version": "0.5.23",
-            "disaggregation_mode": self.role,
-            "dp_size": 1,
-            "chunked_prefill_size": 8192,
-            "max_prefill_tokens": 16384,
-            "max_running_requests": _LIMIT,
-            "max_total_num_tokens": 1000 * _LIMIT,
-            "max_req_input_len": 32_768,
-            "page_size": 1,
-            "served_model_name": "raw",
-            "model_path": "raw",
-            "disaggregation_bootstrap_port": 8998,
-            "load_balance_method": "auto",
-            "internal_states": [{"effective_max_running_requests_per_dp": _LIMIT}],
-        }
+        info = server_info(
+            self.role,
+            _LIMIT,
+            chunked_prefill_size=8192,
+            max_running_requests=_LIMIT,
+            max_total_num_tokens=1000 * _LIMIT,
+            max_req_input_len=32_768,
+        )
+        return control_answer(path, info)
 
 
-class Connection(asyncio.Protocol):
-    """One of the router's to an engine."""
+class EngineConnection(asyncio.Protocol):
+    """One of the router's to an engine: whole requests come in, a stream's tokens go out."""
 
-    __slots__ = ("_buffer", "_dropped_bytes", "_engine", "_left", "_write")
+    __slots__ = ("_buffer", "_dropped_bytes", "_transport", "_write", "left")
+    _transport: asyncio.Transport
     _write: Callable[[bytes], None]
 
-    def __init__(self, engine: RawEngine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._buffer = b""
         self._dropped_bytes = 0
-        self._left = 0
+        self.left = 0
+        """Tokens of the stream that are still to come."""
+
+    def request(self, path: bytes, body: bytes) -> None:
+        """A whole one came."""
+        raise NotImplementedError
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert hasattr(transport, "write")
-        self._write = transport.write
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._engine.leave(self)
+        self._transport = transport  # type: ignore[assignment]
+        self._write = self._transport.write
 
     def data_received(self, data: bytes) -> None:
         if self._dropped_bytes:
@@ -191,6 +205,31 @@ class Connection(asyncio.Protocol):
         self._buffer = b""
         self.request(head.split(b" ", 2)[1], data[end + 4 : end + 4 + length])
 
+    def token(self) -> bool:
+        """The next one; True when it was the last."""
+        self.left -= 1
+        last = self.left <= 0
+        self._write(LAST_TOKEN if last else TOKEN)
+        return last
+
+
+def tokens_asked(body: dict[str, Any]) -> int:
+    """The Rust router passes a chat request's ``max_tokens`` on under its newer name."""
+    return int(body.get("max_completion_tokens") or body["max_tokens"])
+
+
+class Connection(EngineConnection):
+    """Of a :class:`RawEngine`."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: RawEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._engine.leave(self)
+
     def request(self, path: bytes, body: bytes) -> None:
         """A whole one came."""
         if path not in (b"/v1/chat/completions", b"/v1/completions", b"/generate"):
@@ -203,20 +242,20 @@ class Connection(asyncio.Protocol):
         if not asked.get("stream"):
             self._write(COMPLETE)
             return
-        # The Rust router passes a chat request's max_tokens on under its newer name.
-        self._left = (asked.get("max_completion_tokens") or asked["max_tokens"]) - 1
+        self.left = tokens_asked(asked) - 1
         self._write(STREAM_HEAD + TOKEN)
-        if self._left < SHORT_TOKENS:
+        if self.left < SHORT_TOKENS:
             self._engine.loop.call_later(_SHORT_GAP_S, self.token)
         else:
             self._engine.join(self)
 
-    def token(self) -> bool:
-        """The next one; True when it was the last."""
-        self._left -= 1
-        last = self._left <= 0
-        self._write(LAST_TOKEN if last else TOKEN)
-        return last
+
+async def listen(
+    loop: asyncio.AbstractEventLoop, connection: Callable[[], asyncio.Protocol]
+) -> int:
+    """Take connections on loopback; the port."""
+    server = await loop.create_server(connection, "127.0.0.1", 0, backlog=4096)
+    return int(server.sockets[0].getsockname()[1])
 
 
 async def serve(connection: type[Connection] = Connection) -> None:
@@ -226,13 +265,7 @@ async def serve(connection: type[Connection] = Connection) -> None:
     roles: tuple[InstanceRole, ...] = ("prefill", "decode")
     for role in roles:
         engine = RawEngine(role, loop)
-        server = await loop.create_server(
-            lambda engine=engine: connection(engine),  # type: ignore[misc]
-            "127.0.0.1",
-            0,
-            backlog=4096,
-        )
-        ports.append(server.sockets[0].getsockname()[1])
+        ports.append(await listen(loop, functools.partial(connection, engine)))
     print(*ports, flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import platform
-import resource
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,8 +25,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command_line import command_parser, raise_file_limit
 from benchmarks.raw_client import closed_loop, open_streams, probe_first_byte
 from benchmarks.router_processes import Contender, Running, raw_engines, running, select, set_pace
+from sglang_sbs.simulator.options.common import integers
 
 _EPILOG = """\
 What is measured, per contender and number of streams, on loopback:
@@ -59,25 +60,10 @@ _QUIET_LIMIT = 20
 """How many times that is waited for a router to become idle."""
 
 
-def _positive_list(text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers >= 1, as in 1,50,200")
-    return values
-
-
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "scripts/bench-relay",
-        description=__doc__.split("\n", 1)[0] if __doc__ else None,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("scripts/bench-relay", (__doc__ or "").split("\n", 1)[0], _EPILOG)
     add = parser.add_argument
-    add("--streams", type=_positive_list, default=[1, 50, 200, 1000], help="(1,50,200,1000)")
+    add("--streams", type=integers, default=[1, 50, 200, 1000], help="(1,50,200,1000)")
     add("--seconds", type=float, default=2.0, help="of each measurement (2)")
     add("--rounds", type=int, default=3, help="each contender has a turn in each round (3)")
     add("--workers", type=int, default=1, help="--workers of ours (1; with --many 2)")
@@ -347,10 +333,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if a stream of ``--many`` failed."""
     options = parse_arguments(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = raise_file_limit()
     if options.many:
-        if hard != resource.RLIM_INFINITY and hard < options.many + 500:
+        if hard < options.many + 500:
             console.print(f"--many {options.many} needs more open files than {hard} (ulimit -n)")
             return 2
         many = uvloop.run(run_many(options.many, options.contenders[0], options.chunk_rate))

@@ -11,25 +11,57 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 from benchmarks import CHECKOUT
+from sglang_sbs.cluster.router_command import router_argv
 
 _START_S = 60.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+STOCK = "stock"
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """``flags`` come after those that all PD routers understand."""
+    """A router; ``flags`` come after those that all PD routers understand."""
 
     name: str
     module: str
     flags: tuple[str, ...]
+    engines: str = STOCK
+    """What flags the engines it runs on have: a name in
+    :data:`benchmarks.compare_routers.contenders.ENGINE_VARIANTS`."""
     ready_path: str = "/readiness"
+    ours: bool = False
+    """From this package; needs the tokenizer to count tokens, and takes EndForward."""
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def installed(self) -> bool:
+        return find_spec(self.package) is not None
+
+    def command(
+        self,
+        prefill: Iterable[tuple[str, int | None]],
+        decode: Iterable[str],
+        port: int,
+        prometheus_port: int,
+    ) -> list[str]:
+        """Argv in front of engines at these URLs (prefill with bootstrap port), on loopback."""
+        argv = router_argv(prefill, decode, self.module)
+        argv += ["--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)]
+        return [*argv, *self.flags]
 
 
 _QUIET = ("--log-level", "warn", "--disable-retries", "--disable-circuit-breaker")
@@ -44,7 +76,7 @@ def contenders(workers: int) -> dict[str, Contender]:
         Contender("ours", module, ("--policy", "round_robin", *ours)),
         Contender("ours-sbs", module, ("--policy", "sbs", *ours)),
         Contender("rust", stock, ("--policy", "round_robin", *_QUIET)),
-        Contender("mini_lb", stock, ("--mini-lb", "--policy", "random"), "/health"),
+        Contender("mini_lb", stock, ("--mini-lb", "--policy", "random"), ready_path="/health"),
     )
     return {contender.name: contender for contender in every}
 
@@ -55,6 +87,19 @@ def _children(pid: int) -> list[int]:
         return [int(c) for task in tasks for c in (task / "children").read_text().split()]
     except OSError:
         return []
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """User and system time of these processes so far; one that has ended counts for nothing.
+
+    From each process's CPU clock (``clock_getcpuclockid(3)``): the same as in ``/proc/PID/stat``,
+    in nanoseconds instead of ticks of 10 ms.
+    """
+    total_s = 0.0
+    for pid in pids:
+        with suppress(OSError):
+            total_s += time.clock_gettime(~pid << 3 | 2)
+    return total_s
 
 
 class Processes:
@@ -70,16 +115,8 @@ class Processes:
         return found
 
     def cpu_s(self) -> float:
-        """User and system time of all of them so far.
-
-        From each process's CPU clock (``clock_getcpuclockid(3)``): the same as in
-        ``/proc/PID/stat``, in nanoseconds instead of ticks of 10 ms.
-        """
-        total_s = 0.0
-        for pid in self.pids():
-            with suppress(OSError):
-                total_s += time.clock_gettime(~pid << 3 | 2)
-        return total_s
+        """User and system time of all of them so far."""
+        return cpu_s(self.pids())
 
     def resident_bytes(self) -> int:
         total = 0
@@ -120,25 +157,38 @@ async def running(contender: Contender, prefill: int, decode: int) -> AsyncItera
         RuntimeError: it does not get ready; with the end of what it said.
     """
     port, metrics_port = free_ports(2)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", contender.module, "--pd-disaggregation"),
-        *("--prefill", f"http://127.0.0.1:{prefill}", "8998"),
-        *("--decode", f"http://127.0.0.1:{decode}"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
-        *("--worker-startup-check-interval", "1", *contender.flags),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        await until_ready(process, port, contender)
+    argv = contender.command([(_url(prefill), 8998)], [_url(decode)], port, metrics_port)
+    argv += ["--worker-startup-check-interval", "1"]
+    async with serving(contender, argv, port) as process:
         processes = Processes(process.pid)
         yield Running(contender, port, processes, processes.resident_bytes())
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def serving(
+    contender: Contender, argv: Sequence[str], port: int, log: IO[bytes] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The router of this command line once it is ready at its port; ``log`` takes what it says.
+
+    Raises:
+        RuntimeError: it does not get ready.
+    """
+    output = asyncio.subprocess.DEVNULL if log is None else log
+    process = await asyncio.create_subprocess_exec(*argv, stdout=output, stderr=output)
+    try:
+        await _until_ready(process, port, contender)
+        yield process
     finally:
         await end_process(process)
 
 
-async def until_ready(process: asyncio.subprocess.Process, port: int, contender: Contender) -> None:
+async def _until_ready(
+    process: asyncio.subprocess.Process, port: int, contender: Contender
+) -> None:
     """Raises: RuntimeError, it does not get ready."""
     end_s = time.monotonic() + _START_S
     request = f"GET {contender.ready_path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
@@ -172,6 +222,32 @@ async def end_process(process: asyncio.subprocess.Process) -> None:
                 os.kill(pid, 9)
 
 
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """A process of this checkout, talked to by its pipes."""
+
+    pid: int
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+
+
+@asynccontextmanager
+async def helper(module: str, *words: str, folder: Path = CHECKOUT) -> AsyncIterator[Helper]:
+    """``python -m MODULE WORDS`` in ``folder``; it is to end when its stdin does."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *words),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=folder,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield Helper(process.pid, process.stdin, process.stdout)
+    finally:
+        process.stdin.close()
+        await end_process(process)
+
+
 @asynccontextmanager
 async def raw_engines(
     module: str = "benchmarks.raw_engine", folder: Path = CHECKOUT
@@ -180,20 +256,9 @@ async def raw_engines(
 
     Yields: the ports of prefill and decode.
     """
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=folder,
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    try:
-        prefill, decode = map(int, (await process.stdout.readline()).split())
+    async with helper(module, folder=folder) as engines:
+        prefill, decode = map(int, (await engines.stdout.readline()).split())
         yield prefill, decode
-    finally:
-        process.stdin.close()
-        await end_process(process)
 
 
 async def set_pace(port: int, interval_s: float) -> None:

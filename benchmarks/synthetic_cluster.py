@@ -13,12 +13,15 @@ submit events. For looking at the dashboard with hundreds of DP ranks on a small
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import NamedTuple
+
+import msgspec
 
 from sglang_sbs.scheduling import (
     Command,
@@ -31,10 +34,15 @@ from sglang_sbs.scheduling import (
     RequestEnded,
     Scheduler,
 )
+from sglang_sbs.simulator.cluster.cost import PassCost
+from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.wire import EndForward
 
 STEP_S = 0.02
 _REPORT_S = 0.2
+"""Between two reports of a decode engine."""
+_IDLE_REPORT_S = 1.0
+"""Between two reports of a prefill engine with nothing to do."""
 _MEAN_PROMPT_TOKENS = 1510.0
 """Of the log-normal lengths drawn below."""
 _NETWORK_S = 0.02
@@ -55,39 +63,37 @@ class WatchedScheduler(Scheduler):
         return commands
 
 
-@dataclass(slots=True)
-class _Job:
-    rid: str
-    left_tokens: int
-    decode: tuple[str, int]
+class _Coming(NamedTuple):
+    """A request between the router and a prefill engine."""
+
     ready_s: float
+    rid: str
+    rank: int
+    tokens: int
 
 
 @dataclass(slots=True)
-class _Engine:
+class _Prefill:
+    engine: SimulatedPrefill
+    coming: deque[_Coming] = field(default_factory=deque)
+    reported_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Decode:
     name: str
-    role: Literal["prefill", "decode"]
-    dp_size: int
-    queues: list[deque[_Job]]
     running: list[dict[str, float]]
+    """By DP rank: when each request ends."""
     fresh: list[list[str]]
     reported_s: float = 0.0
-    forward_id: int = 0
     seq: int = 0
-    pass_start_s: float = 0.0
-    pass_end_s: float | None = None
-    pass_tokens: list[int] = field(default_factory=list)
-    finishing: list[_Job] = field(default_factory=list)
 
 
 class SyntheticCluster:
-    """Prefill passes of ``fixed_s`` plus ``per_token_s`` of the fullest rank; decode by time."""
+    """Prefill engines are the simulator's, by the clock of this process; decode goes by time."""
 
     chunk_tokens = 4096
-    prefill_max_requests = 0
-    """As the engines' flag: of a rank in one pass; 0: no limit."""
-    fixed_s = 0.2
-    per_token_s = 1e-4
+    cost = PassCost(fixed_s=0.2, max_s=1e-4)
     decode_s = 4.0
     kv_capacity_tokens = 200_000
 
@@ -108,46 +114,58 @@ class SyntheticCluster:
         """Engines that say nothing any more."""
         self._submit = submit
         self._random = random.Random(seed)
-        self._engines: dict[str, _Engine] = {}
-        for number in range(prefill):
-            self._add(f"http://prefill-{number}.cluster:30000", "prefill", prefill_dp)
-        for number in range(decode):
-            self._add(f"http://decode-{number}.cluster:30000", "decode", decode_dp)
-        full_s = self.fixed_s + self.per_token_s * self.chunk_tokens
+        self._prefill = {
+            name: _Prefill(self._simulated(name, prefill_dp, number))
+            for number, name in enumerate(_names("prefill", prefill))
+        }
+        self._decode = {
+            name: _Decode(name, [{} for _ in range(decode_dp)], [[] for _ in range(decode_dp)])
+            for name in _names("decode", decode)
+        }
+        full_s = self.cost.full_chunk_s(self.chunk_tokens)
         self._tokens_per_s = load * prefill * prefill_dp * self.chunk_tokens / full_s
         self._next_s = 0.0
-        self._sizes: dict[str, int] = {}
+        self._asked: dict[str, int] = {}
+        """Prompt tokens of what waits for its dispatch."""
+        self._placed: dict[str, tuple[str, int]] = {}
+        """Decode instance and DP rank of what is in prefill."""
         self._task: asyncio.Task[None] | None = None
         scheduler.listener = self._dispatched
 
-    def _add(self, name: str, role: Literal["prefill", "decode"], dp_size: int) -> None:
-        self._engines[name] = _Engine(
+    def _simulated(self, name: str, dp_size: int, seed: int) -> SimulatedPrefill:
+        return SimulatedPrefill(
             name,
-            role,
-            dp_size,
-            queues=[deque() for _ in range(dp_size)],
-            running=[{} for _ in range(dp_size)],
-            fresh=[[] for _ in range(dp_size)],
+            dp_size=dp_size,
+            chunk_tokens=self.chunk_tokens,
+            cost=self.cost,
+            jitter=0.0,
+            rng=random.Random(seed),
         )
 
     @property
     def engines(self) -> list[str]:
         """Their names, prefill first."""
-        return list(self._engines)
+        return [*self._prefill, *self._decode]
 
     def begin(self) -> None:
         """All instances come up, and requests begin to arrive."""
-        for engine in self._engines.values():
+        for name, prefill in self._prefill.items():
             self._submit(
                 InstanceUp(
-                    instance=engine.name,
-                    role=engine.role,
-                    dp_size=engine.dp_size,
-                    chunk_tokens=self.chunk_tokens if engine.role == "prefill" else 0,
+                    instance=name,
+                    role="prefill",
+                    dp_size=prefill.engine.dp_size,
+                    chunk_tokens=self.chunk_tokens,
                     kv_capacity_tokens=self.kv_capacity_tokens,
-                    prefill_max_requests=(
-                        self.prefill_max_requests if engine.role == "prefill" else 0
-                    ),
+                )
+            )
+        for name, decode in self._decode.items():
+            self._submit(
+                InstanceUp(
+                    instance=name,
+                    role="decode",
+                    dp_size=len(decode.running),
+                    kv_capacity_tokens=self.kv_capacity_tokens,
                 )
             )
         self._task = asyncio.create_task(self._run())
@@ -169,125 +187,93 @@ class SyntheticCluster:
                 pace = self._tokens_per_s / _MEAN_PROMPT_TOKENS
                 self._next_s += self._random.expovariate(pace)
                 rid = f"{self._random.getrandbits(128):032x}"
-                self._sizes[rid] = tokens
+                self._asked[rid] = tokens
                 self._submit(RequestArrived(rid=rid, prompt_tokens=tokens, max_new_tokens=256))
-            for engine in self._engines.values():
-                if engine.role == "prefill":
-                    self._prefill(engine, now_s)
-                else:
-                    self._decode(engine, now_s)
+            for prefill in self._prefill.values():
+                self._compute(prefill, now_s)
+            for decode in self._decode.values():
+                self._generate(decode, now_s)
             await asyncio.sleep(STEP_S)
 
     def _dispatched(self, command: Dispatch) -> None:
-        engine = self._engines[command.prefill]
-        where = (command.decode, command.decode_rank)
-        ready_s = time.monotonic() + _NETWORK_S
-        job = _Job(command.rid, self._sizes.pop(command.rid), where, ready_s)
-        engine.queues[command.prefill_rank].append(job)
-        engine.fresh[command.prefill_rank].append(command.rid)
+        self._placed[command.rid] = (command.decode, command.decode_rank)
+        ready_s, tokens = time.monotonic() + _NETWORK_S, self._asked.pop(command.rid)
+        coming = _Coming(ready_s, command.rid, command.prefill_rank, tokens)
+        self._prefill[command.prefill].coming.append(coming)
 
-    def _prefill(self, engine: _Engine, now_s: float) -> None:
+    def _compute(self, one: _Prefill, now_s: float) -> None:
         """Passes begin and end when they should, however late this is called."""
+        engine = one.engine
         while True:
-            free_s = engine.reported_s
-            if engine.pass_end_s is not None:
-                if now_s < engine.pass_end_s:
+            at_s = one.reported_s
+            if engine.device:
+                at_s = engine.device[0].end_s
+                if now_s < at_s:
                     return
-                free_s = self._end_pass(engine, engine.pass_end_s, now_s)
-            heads = [queue[0].ready_s for queue in engine.queues if queue]
-            start_s = max(free_s, min(heads)) if heads else now_s + 1
-            if start_s > now_s:
+                ended, messages = engine.finish(at_s)
+                self._say(one, messages, now_s, at_s)
+                for completed in ended.completed:
+                    self._prefilled(completed.request.rid, at_s)
+            if not any(rank.waiting for rank in engine.ranks):
+                at_s = max(at_s, one.coming[0].ready_s) if one.coming else math.inf
+            if at_s > now_s:
                 break
-            engine.finishing = []
-            ranks = range(engine.dp_size)
-            engine.pass_tokens = [self._take(engine, rank, start_s) for rank in ranks]
-            engine.forward_id += 1
-            engine.pass_start_s = start_s
-            most = max(engine.pass_tokens)
-            engine.pass_end_s = start_s + self.fixed_s + self.per_token_s * most
-            self._report(engine, "launch", now_s, start_s)
-        if now_s - engine.reported_s > 1.0:
-            self._report(engine, "idle", now_s, now_s)
+            while one.coming and one.coming[0].ready_s <= at_s:
+                _, rid, rank, tokens = one.coming.popleft()
+                engine.deliver(rid, rank, tokens)
+            launched, messages = engine.step(at_s)
+            engine.waits_for(launched)
+            self._say(one, messages, now_s, at_s)
+        if now_s - one.reported_s > _IDLE_REPORT_S:
+            self._say(one, engine.messages("idle"), now_s, now_s)
 
-    def _end_pass(self, engine: _Engine, end_s: float, now_s: float) -> float:
-        engine.pass_end_s = None
-        self._report(engine, "forward", now_s, end_s)
-        for job in engine.finishing:
-            self._submit(PrefillDone(rid=job.rid))
-            decode = self._engines[job.decode[0]]
-            ends_s = end_s + self.decode_s * (0.5 + self._random.random())
-            decode.running[job.decode[1]][job.rid] = ends_s
-            decode.fresh[job.decode[1]].append(job.rid)
-        return end_s
-
-    def _take(self, engine: _Engine, rank: int, now_s: float) -> int:
-        taken = 0
-        places = self.prefill_max_requests or -1
-        queue = engine.queues[rank]
-        while queue and taken < self.chunk_tokens and places and queue[0].ready_s <= now_s:
-            places -= 1
-            job = queue[0]
-            part = min(job.left_tokens, self.chunk_tokens - taken)
-            taken += part
-            job.left_tokens -= part
-            if job.left_tokens:
-                break
-            queue.popleft()
-            engine.finishing.append(job)
-        return taken
-
-    def _decode(self, engine: _Engine, now_s: float) -> None:
-        if now_s - engine.reported_s < _REPORT_S:
+    def _say(
+        self, one: _Prefill, messages: Sequence[EndForward], now_s: float, at_s: float
+    ) -> None:
+        """What happened at ``at_s``."""
+        one.reported_s = at_s
+        if one.engine.name in self.silent:
             return
-        for running in engine.running:
+        for message in messages:
+            report = msgspec.structs.replace(message, age_s=now_s - at_s)
+            self._submit(ForwardEnded(instance=one.engine.name, report=report))
+
+    def _prefilled(self, rid: str, now_s: float) -> None:
+        self._submit(PrefillDone(rid=rid))
+        name, rank = self._placed.pop(rid)
+        decode = self._decode[name]
+        decode.running[rank][rid] = now_s + self.decode_s * (0.5 + self._random.random())
+        decode.fresh[rank].append(rid)
+
+    def _generate(self, one: _Decode, now_s: float) -> None:
+        if now_s - one.reported_s < _REPORT_S:
+            return
+        for running in one.running:
             for rid in [rid for rid, ends_s in running.items() if ends_s <= now_s]:
                 del running[rid]
                 self._submit(RequestEnded(rid=rid, outcome="completed", completion_tokens=200))
-        self._report(engine, "heartbeat", now_s, now_s)
-
-    def _report(
-        self,
-        engine: _Engine,
-        kind: Literal["launch", "forward", "idle", "heartbeat"],
-        now_s: float,
-        at_s: float,
-    ) -> None:
-        """What happened at ``at_s``, of every rank."""
-        engine.reported_s = at_s
-        if engine.name in self.silent:
+        one.reported_s = now_s
+        if one.name in self.silent:
             return
-        busy = kind in ("launch", "forward")
-        engine.seq += 1
-        for rank in range(engine.dp_size):
-            fresh, engine.fresh[rank] = engine.fresh[rank], []
-            running = engine.running[rank]
-            self._submit(
-                ForwardEnded(
-                    instance=engine.name,
-                    report=EndForward(
-                        instance_id=engine.name,
-                        boot_id="synthetic",
-                        role=engine.role,
-                        dp_rank=rank,
-                        dp_size=engine.dp_size,
-                        seq=engine.seq,
-                        kind=kind,
-                        forward_id=engine.forward_id,
-                        forward_s=at_s - engine.pass_start_s if kind == "forward" else 0.0,
-                        age_s=now_s - at_s,
-                        extend_tokens=engine.pass_tokens[rank] if busy else 0,
-                        tokens_per_rank=engine.pass_tokens if busy else None,
-                        waiting_requests=(
-                            len(engine.queues[rank]) if engine.role == "prefill" else 0
-                        ),
-                        waiting_tokens=sum(job.left_tokens for job in engine.queues[rank])
-                        if engine.role == "prefill"
-                        else 0,
-                        running_requests=len(running),
-                        kv_tokens=1_700 * len(running),
-                        kv_capacity_tokens=self.kv_capacity_tokens,
-                        chunk_tokens=self.chunk_tokens,
-                        rids=fresh,
-                    ),
-                )
+        one.seq += 1
+        for rank, running in enumerate(one.running):
+            fresh, one.fresh[rank] = one.fresh[rank], []
+            report = EndForward(
+                instance_id=one.name,
+                boot_id=one.name,
+                role="decode",
+                dp_rank=rank,
+                dp_size=len(one.running),
+                seq=one.seq,
+                kind="heartbeat",
+                running_requests=len(running),
+                kv_tokens=1_700 * len(running),
+                kv_capacity_tokens=self.kv_capacity_tokens,
+                chunk_tokens=self.chunk_tokens,
+                rids=fresh,
             )
+            self._submit(ForwardEnded(instance=one.name, report=report))
+
+
+def _names(role: str, count: int) -> list[str]:
+    return [f"http://{role}-{number}.cluster:30000" for number in range(count)]

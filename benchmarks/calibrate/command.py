@@ -20,12 +20,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.calibrate.endforward_capture import capture
+from benchmarks.command_line import command_parser
 from benchmarks.fitting.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
-from benchmarks.fitting.captured import Captured, read_capture, recording_of_messages
+from benchmarks.fitting.captured import read_capture, recording_of_messages
 from benchmarks.fitting.recorded_runs import record_runs
 from benchmarks.fitting.recording import RecordedPass, read_recording
 from benchmarks.fitting.validation import virtual_gpu_cost, virtual_gpu_pass_cost
+from benchmarks.listener import Heard, ReportListener, listen_for
 from sglang_sbs import __version__
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.demo.virtual_cluster import COST as RIG_COST
@@ -80,11 +81,8 @@ class CalibrationFile(msgspec.Struct, kw_only=True):
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "scripts/calibrate",
-        description="Fit the cost of a prefill pass, with errors.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "scripts/calibrate", "Fit the cost of a prefill pass, with errors.", _EPILOG
     )
     add = parser.add_argument
     add("logs", nargs="*", type=Path, metavar="LOG", help="event logs or captures")
@@ -181,13 +179,11 @@ def _live(options: argparse.Namespace, console: Console) -> list[RecordedPass]:
             f"  {elapsed_s:.0f} of {options.seconds:g} s: {messages} messages", style="dim"
         )
 
-    messages: list[Captured] = capture(
-        options.seconds,
-        listen=options.listen,
-        connect=options.connect,
-        key_file=options.key_file,
-        on_progress=show,
-    )
+    async def listen() -> list[Heard]:
+        listener = ReportListener(options.listen, options.key_file, options.connect)
+        return await listen_for(listener, options.seconds, show)
+
+    messages = asyncio.run(listen())
     if not messages:
         raise CostError(
             f"no EndForward in {options.seconds:g} s. Is {options.listen or options.connect} in "

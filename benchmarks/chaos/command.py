@@ -18,6 +18,7 @@ from rich.table import Table
 
 from benchmarks.chaos.faults import ALL, BY_NAME
 from benchmarks.chaos.run import DP_SIZE, Fault, FaultResult, run_fault, running_site
+from benchmarks.command_line import command_parser
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.demo.load import Workload
 from sglang_sbs.demo.virtual_cluster import (
@@ -40,12 +41,11 @@ faults:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of ``scripts/chaos``."""
-    parser = argparse.ArgumentParser(
-        prog="chaos",
-        description="Break things under load and count what clients see of it. Exit code 1 if an "
+    parser = command_parser(
+        "chaos",
+        "Break things under load and count what clients see of it. Exit code 1 if an "
         "accepted request was left without an answer or the router's books kept something.",
-        epilog=_EXAMPLE + "\n".join(f"  {fault.name:<15} {fault.summary}" for fault in ALL),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLE + "\n".join(f"  {fault.name:<15} {fault.summary}" for fault in ALL),
     )
     parser.add_argument("--faults", default=",".join(BY_NAME), help="comma-separated (default all)")
     parser.add_argument(

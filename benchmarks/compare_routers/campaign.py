@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Self
 
 from msgspec.structs import replace
@@ -30,12 +29,13 @@ from rich.progress import (
 )
 
 from benchmarks.compare_routers.cell import Setting, run_cell
-from benchmarks.compare_routers.contenders import BY_NAME, STOCK, Contender
+from benchmarks.compare_routers.contenders import BY_NAME
 from benchmarks.compare_routers.engines import Engines
 from benchmarks.compare_routers.ratios import is_immediate, is_peer, is_sbs, ranking
 from benchmarks.compare_routers.revision import revision
 from benchmarks.compare_routers.rows import NOT_RUN, Key, Row, RowFile
 from benchmarks.compare_routers.search import best_peer_load, next_load
+from benchmarks.router_processes import STOCK, Contender
 from sglang_sbs.cluster.local import ClusterStartError
 
 StartEngines = Callable[[str], AbstractAsyncContextManager[Engines]]
@@ -232,12 +232,7 @@ class _Runner:
         self._task = self._progress.add_task("", total=self._campaign.expected_total_s())
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
         self._progress.stop()
 

@@ -14,14 +14,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 from msgspec.structs import replace
 
 from benchmarks.compare_routers import endforward_check, measure
 from benchmarks.compare_routers.clients import NotFinishedError, send_load
-from benchmarks.compare_routers.contenders import OPTIONAL_PACKAGE_HINT, Contender
+from benchmarks.compare_routers.contenders import OPTIONAL_PACKAGE_HINT
 from benchmarks.compare_routers.endforward_check import (
     UnheardError,
     router_misses,
@@ -29,18 +27,14 @@ from benchmarks.compare_routers.endforward_check import (
     silent_prefill,
 )
 from benchmarks.compare_routers.engines import Engines
-from benchmarks.compare_routers.listener import Heard
 from benchmarks.compare_routers.prompts import Prompts
 from benchmarks.compare_routers.rows import Key, Row
 from benchmarks.compare_routers.workloads import arrivals
-from benchmarks.router_processes import Processes
-from sglang_sbs.cluster.logs import last_log_lines
+from benchmarks.listener import Heard
+from benchmarks.router_processes import Contender, Processes
 from sglang_sbs.cluster.plan import ProcessPlan
-from sglang_sbs.cluster.readiness import NotReadyError, wait_until_ready
-from sglang_sbs.cluster.spawn import ChildSpawner
-from sglang_sbs.cluster.supervise import Supervisor
 from sglang_sbs.demo.load import Arrival, Sample, run_load
-from sglang_sbs.demo.runs import ROUTER_TIMEOUT_S
+from sglang_sbs.demo.runs import RouterStartError, router_process
 
 WARM_UP_REQUESTS = 24
 _WARM_UP_LOAD = 0.5
@@ -280,25 +274,11 @@ async def _running(
     log = setting.log_dir / f"router-{_file_name(contender.name)}.log"
     plan = ProcessPlan(contender.name, tuple(argv), dict(os.environ), log)
     url = f"http://127.0.0.1:{ports.http}"
-    supervisor = Supervisor()
     try:
-        process = await supervisor.start(plan, ChildSpawner())
-        async with aiohttp.ClientSession() as session:
-            waiting = asyncio.create_task(
-                wait_until_ready(session, url, (contender.ready_path,), ROUTER_TIMEOUT_S)
-            )
-            either: list[asyncio.Future[Any]] = [waiting, process.exited]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                waiting.cancel()
-                raise DoesNotWorkError(f"it ended at its start: {last_log_lines(log)}")
-            try:
-                waiting.result()
-            except NotReadyError as error:
-                raise DoesNotWorkError(f"{error}: {last_log_lines(log)}") from error
-        yield url, Processes(process.pid)
-    finally:
-        await supervisor.stop(_STOP_GRACE_S)
+        async with router_process(plan, url, (contender.ready_path,), _STOP_GRACE_S) as process:
+            yield url, Processes(process.pid)
+    except RouterStartError as error:
+        raise DoesNotWorkError(str(error)) from error
 
 
 def _own_flags(key: Key, endforward_port: int, setting: Setting) -> list[str]:

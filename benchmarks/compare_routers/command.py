@@ -13,15 +13,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.campaign import Campaign
 from benchmarks.compare_routers.clients import CLIENTS
-from benchmarks.compare_routers.contenders import BY_NAME, ENGINE_VARIANTS, STOCK
+from benchmarks.compare_routers.contenders import BY_NAME, ENGINE_VARIANTS
 from benchmarks.compare_routers.engines import H800_CHUNK_TOKENS, PASS_S
 from benchmarks.compare_routers.plan import SLO_PASSES, SLO_TPOT_S, TIMEOUT_S, Plan, check_outputs
 from benchmarks.compare_routers.ratios import errors, is_sbs, ratio_cells
 from benchmarks.compare_routers.report import summary, write_into_docs, write_json, write_report
 from benchmarks.compare_routers.rows import Header, Row, RowFile, figures
 from benchmarks.compare_routers.workloads import WORKLOADS
+from benchmarks.router_processes import STOCK
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError
@@ -53,11 +55,10 @@ written to DIR/rows.jsonl at once.
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="compare-routers",
-        description="Compare routers on one real SGLang PD cluster: same engines, same arrivals.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "compare-routers",
+        "Compare routers on one real SGLang PD cluster: same engines, same arrivals.",
+        _EXAMPLE,
     )
     what = parser.add_argument_group("what is compared")
     what.add_argument("--contenders", metavar="NAMES", help="see below (all)")

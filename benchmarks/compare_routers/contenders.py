@@ -5,16 +5,12 @@ Owns the list of contenders. Must not know how they are run or measured.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
-STOCK = "stock"
+from benchmarks.router_processes import STOCK, Contender
+from sglang_sbs.demo.compare_policies import policy_flags
+
 OPTIONAL_PACKAGE_HINT = "install the bench extra: pip install 'sglang-sbs[bench]'"
-
-_NO_FLOW_CONTROL = ("--sbs-n-limit", "1000000")
-"""A run in overload measures waiting; a refusal would look like a short wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +34,6 @@ ENGINE_VARIANTS = {
 ``delayer``: ranks wait for each other before a prefill pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A router with its flags, on engines with theirs."""
-
-    name: str
-    module: str
-    flags: tuple[str, ...]
-    engines: str = STOCK
-    """Name of the :class:`EngineVariant` it runs on."""
-    ready_path: str = "/readiness"
-    ours: bool = False
-    """From this package; needs the tokenizer to count tokens, and takes EndForward."""
-
-    @property
-    def package(self) -> str:
-        return self.module.partition(".")[0]
-
-    @property
-    def installed(self) -> bool:
-        return find_spec(self.package) is not None
-
-    def command(
-        self,
-        prefill: Sequence[tuple[str, int | None]],
-        decode: Sequence[str],
-        port: int,
-        prometheus_port: int,
-    ) -> list[str]:
-        """Argv in front of engines at these URLs (prefill with bootstrap port), on loopback."""
-        argv = [sys.executable, "-m", self.module, "--pd-disaggregation"]
-        for url, bootstrap_port in prefill:
-            argv += ["--prefill", url, *([] if bootstrap_port is None else [str(bootstrap_port)])]
-        for url in decode:
-            argv += ["--decode", url]
-        argv += ["--host", "127.0.0.1", "--port", str(port)]
-        argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)]
-        return [*argv, *self.flags]
-
-
 def _stock(policy: str, engines: str = STOCK) -> Contender:
     suffix = "" if engines == STOCK else f"@{engines}"
     return Contender(
@@ -87,10 +44,10 @@ def _stock(policy: str, engines: str = STOCK) -> Contender:
     )
 
 
-def _ours(name: str, *flags: str) -> Contender:
-    return Contender(
-        name, "sglang_sbs.launch_router", (*flags, *_NO_FLOW_CONTROL), STOCK, ours=True
-    )
+def _ours(name: str, policy: str, *flags: str) -> Contender:
+    """``policy``: as ``sglang-sbs bench`` calls it."""
+    module = "sglang_sbs.launch_router"
+    return Contender(name, module, (*policy_flags(policy), *flags), STOCK, ours=True)
 
 
 def _smg(name: str, *flags: str, engines: str = STOCK) -> Contender:
@@ -112,12 +69,12 @@ def _mini_lb(engines: str = STOCK) -> Contender:
 _MIN_TOKENS = "--dp-minimum-tokens-scheduler"
 
 FIELD: tuple[Contender, ...] = (
-    _ours("sbs", "--policy", "sbs"),
-    _ours("sbs_paper", "--policy", "sbs", "--sbs-trigger", "paper"),
-    _ours("sbs_no_gate", "--policy", "sbs", "--sbs-gang-gate", "off"),
+    _ours("sbs", "sbs"),
+    _ours("sbs_paper", "sbs_paper"),
+    _ours("sbs_no_gate", "sbs", "--sbs-gang-gate", "off"),
     # Without `session`: no two requests of these loads are of one conversation.
     *(
-        _ours(policy, "--policy", policy)
+        _ours(policy, policy)
         for policy in (
             *("eta", "least_tokens", "least_requests", "stale_tokens"),
             *("random_rank", "round_robin", "power_of_two", "random"),

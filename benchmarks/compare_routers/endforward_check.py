@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.compare_routers.listener import Heard
+from benchmarks.listener import Heard
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 
 WAIT_S = 10.0

@@ -15,10 +15,10 @@ import aiohttp
 from rich.console import Console
 
 from benchmarks.compare_routers.contenders import EngineVariant
-from benchmarks.compare_routers.listener import ReportListener, boots
 from benchmarks.compare_routers.workloads import WORKLOADS
+from benchmarks.listener import ReportListener, boots
 from sglang_sbs.cluster.local import LocalCluster
-from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, pd_urls, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.demo.runs import RouterPorts, instance_names
 from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, parallel_flags, progress_printer
@@ -160,9 +160,10 @@ async def virtual_engines(
         ReportListener(addresses[1]) as listener,
         LocalCluster(plan, on_progress=progress_printer(console)) as running,
     ):
+        prefill, decode = pd_urls(plan.instances)
         yield Engines(
-            prefill=[(one.url, one.bootstrap_port) for one in plan.of_role(Role.PREFILL)],
-            decode=[one.url for one in plan.of_role(Role.DECODE)],
+            prefill=prefill,
+            decode=decode,
             names=await boots(instance_names(running.instances)),
             dp_size=cluster.dp_size,
             chunk_tokens=CHUNK_TOKENS,

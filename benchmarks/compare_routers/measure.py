@@ -13,7 +13,7 @@ from itertools import pairwise
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.compare_routers.listener import Heard, engine_clocks
+from benchmarks.listener import Heard, engine_clocks
 from sglang_sbs.demo.load import Latency, Sample
 from sglang_sbs.demo.passes import ForwardPass, PassBuilder, PassStatistics, pass_statistics
 

@@ -26,8 +26,6 @@ from benchmarks.compare_routers.contenders import (
     BY_NAME,
     ENGINE_VARIANTS,
     FIELD,
-    STOCK,
-    Contender,
     chosen,
 )
 from benchmarks.compare_routers.engines import (
@@ -45,6 +43,7 @@ from benchmarks.compare_routers.report import check_marks
 from benchmarks.compare_routers.revision import revision
 from benchmarks.compare_routers.rows import Header, Row, RowFile
 from benchmarks.compare_routers.workloads import WORKLOADS, duration_s
+from benchmarks.router_processes import STOCK, Contender
 from sglang_sbs.demo.cli import parse_topology
 from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, attention_tp_of
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, PassCost, find_cost

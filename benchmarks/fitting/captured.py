@@ -16,24 +16,13 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.fitting.recording import Recording, recording_of
+from benchmarks.listener import Heard
 from sglang_sbs.scheduling import ForwardEnded, InstanceUp, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import LogRecord
-from sglang_sbs.wire import EndForward
-
-
-class Captured(msgspec.Struct, frozen=True):
-    """One message."""
-
-    received_s: float
-    report: EndForward
-
-    def line(self) -> bytes:
-        """As a file has it."""
-        return msgspec.json.encode(self) + b"\n"
 
 
 def read_capture(path: Path) -> Recording:
-    """Read a file of :meth:`Captured.line`.
+    """Read a file of :meth:`Heard.line`.
 
     Raises:
         OSError, ValueError: it cannot be read, a line is no message (named by its number), or
@@ -43,7 +32,7 @@ def read_capture(path: Path) -> Recording:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
             try:
-                messages.append(msgspec.json.decode(line, type=Captured))
+                messages.append(msgspec.json.decode(line, type=Heard))
             except msgspec.DecodeError as error:
                 raise ValueError(
                     f"{path}, line {number}: no EndForward message, nor is the file an event log "
@@ -55,18 +44,18 @@ def read_capture(path: Path) -> Recording:
         raise ValueError(f"{path} {error}") from error
 
 
-def recording_of_messages(messages: Iterable[Captured]) -> Recording:
+def recording_of_messages(messages: Iterable[Heard]) -> Recording:
     """Raises: ValueError, there is no EndForward of a prefill pass among them."""
     return recording_of(list(_records(messages)), SchedulerConfig())
 
 
-def _records(messages: Iterable[Captured]) -> Iterator[LogRecord]:
+def _records(messages: Iterable[Heard]) -> Iterator[LogRecord]:
     """The events a router that did nothing would have logged."""
     counters: dict[tuple[str, int], tuple[int, int]] = {}
     seen: dict[tuple[str, int], int] = {}
     known: set[str] = set()
     for message in messages:
-        report, now_s = message.report, message.received_s
+        report, now_s = message.report, message.at_s
         key = (report.boot_id, report.dp_rank)
         if report.role != "prefill" or report.seq <= seen.get(key, -1):
             continue

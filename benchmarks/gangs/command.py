@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.prompts import Prompts, id_prompts, text_prompts
 from benchmarks.gangs.gangs import AIM_S, Figures, figures, read_gangs
 from sglang_sbs.cluster.local import ClusterStartError
@@ -66,11 +67,8 @@ milliseconds of a GPU host; compare runs on the same machine.
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="measure-gangs",
-        description="How whole the batches of SBS arrive at prefill engines.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "measure-gangs", "How whole the batches of SBS arrive at prefill engines.", _EPILOG
     )
     parser.add_argument(
         "logs",

@@ -12,15 +12,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-import orjson
-
-from benchmarks.raw_client import ENDLESS, Exchange, Tally
+from benchmarks.raw_client import CONNECT_AT_ONCE, ENDLESS, Exchange, Tally, chat_request
 
 SHORT_TOKENS = 4
 """Of a request that comes and goes."""
 _SIZES = 64
 _LONGEST_PROMPT_BYTES = 8000
-_CONNECTING_AT_ONCE = 128
 _TURN_S = 0.02
 
 
@@ -66,7 +63,7 @@ class Clients:
         self._port = port
         self._rng = random.Random(seed)
         self._tally = Tally()
-        self._gate = asyncio.Semaphore(_CONNECTING_AT_ONCE)
+        self._gate = asyncio.Semaphore(CONNECT_AT_ONCE)
         self._held: list[TimedStream] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._bodies = {
@@ -150,15 +147,4 @@ class Clients:
 
 def _request(tokens: int, rng: random.Random) -> bytes:
     prompt = "a word " * (rng.randint(40, _LONGEST_PROMPT_BYTES) // 7)
-    body = orjson.dumps(
-        {
-            "model": "fleet",
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": tokens,
-            "stream": True,
-        }
-    )
-    return (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json"
-        b"\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-    )
+    return chat_request(tokens, stream=True, prompt=prompt)

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import resource
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,13 @@ import msgspec
 import uvloop
 from rich.console import Console
 
+from benchmarks.command_line import command_parser, raise_file_limit
 from benchmarks.router_processes import free_ports
 from benchmarks.scale.client import Clients
 from benchmarks.scale.messages import message_costs
 from benchmarks.scale.router import Reading, ScaledRouter, running_fleet, running_router, shape_of
 from sglang_sbs.outputs import make_writable
+from sglang_sbs.simulator.options.common import integers
 
 _EPILOG = """\
 Everything runs on this machine: engines that cost next to nothing (one process, one EndForward
@@ -333,15 +334,10 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "scripts/bench-scale",
-        description=__doc__.split("\n", 1)[0] if __doc__ else None,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("scripts/bench-scale", (__doc__ or "").split("\n", 1)[0], _EPILOG)
     add = parser.add_argument
-    add("--ranks", help="DP ranks per case, by commas (256,512,1000)")
-    add("--streams", help="streams that stay, as many numbers (2500,5000,10000)")
+    add("--ranks", type=integers, help="DP ranks per case, by commas (256,512,1000)")
+    add("--streams", type=integers, help="streams that stay, as many numbers (2500,5000,10000)")
     add("--reports", type=float, default=20.0, help="EndForward messages per s and rank (20)")
     add("--workers", type=int, default=2, help="front ends (2)")
     add("--churn", type=float, default=100.0, help="short requests per second besides (100)")
@@ -368,10 +364,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if not 1 <= options.seconds < math.inf:
         parser.error("--seconds must be 1 or more")
     known = _QUICK if options.quick else _CASES
-    ranks = _numbers(parser, "--ranks", options.ranks) or list(known)
-    streams = _numbers(parser, "--streams", options.streams) or [
-        known.get(count, 10 * count) for count in ranks
-    ]
+    ranks = options.ranks or list(known)
+    streams = options.streams or [known.get(count, 10 * count) for count in ranks]
     if len(ranks) != len(streams):
         parser.error(f"--streams needs as many numbers as --ranks: {len(ranks)}")
     if min(ranks) < 16:
@@ -391,18 +385,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         for count, some in zip(ranks, streams, strict=True)
     ]
     return options
-
-
-def _numbers(parser: argparse.ArgumentParser, flag: str, text: str | None) -> list[int]:
-    if text is None:
-        return []
-    try:
-        values = [int(word) for word in text.split(",")]
-    except ValueError:
-        values = [0]
-    if min(values) < 1:
-        parser.error(f"{flag}: {text!r} is no list of numbers >= 1, as in 256,1000")
-    return values
 
 
 def _messages(options: argparse.Namespace, console: Console) -> int:
@@ -431,12 +413,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         console.print(error.strerror, style="red", markup=False)
         return 2
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = raise_file_limit()
     for case in options.cases:
         # A front end has its share of the clients' connections and one to an engine for each.
         wanted = max(case.streams, math.ceil(2.3 * case.streams / case.workers)) + _SPARE_FILES
-        if hard != resource.RLIM_INFINITY and hard < wanted:
+        if hard < wanted:
             console.print(
                 f"[red]{case.streams} streams over {case.workers} front ends need {wanted} open "
                 f"files per process, the limit is {hard}: raise it (ulimit -n) or --workers[/]"

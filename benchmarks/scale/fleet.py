@@ -13,11 +13,12 @@ answers when the pass with the last token of a prompt is over. A decode stream b
 from __future__ import annotations
 
 import asyncio
+import functools
+import random
 import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,15 +27,31 @@ import orjson
 import uvloop
 import zmq
 
-from benchmarks.raw_engine import COMPLETE, LAST_TOKEN, STREAM_HEAD, TOKEN, reply
+from benchmarks.raw_engine import (
+    COMPLETE,
+    STREAM_HEAD,
+    EngineConnection,
+    control_answer,
+    listen,
+    server_info,
+    tokens_asked,
+)
 from sglang_sbs.engine.publish import SEND_HWM
 from sglang_sbs.scheduling.events import InstanceRole
+from sglang_sbs.simulator.cluster.cost import PassCost
+from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.wire import EndForward, encode_endforward
 
 CHUNK_TOKENS = 3072
 KV_TOKENS = 500_000
 MAX_RUNNING = 1024
 BYTES_PER_TOKEN = 4
+_LIMITS: dict[str, Any] = {
+    "kv_capacity_tokens": KV_TOKENS,
+    "max_running_requests": MAX_RUNNING,
+    "sglang_version": "0.5.23",
+}
+"""What every message says of its rank."""
 _ENDED_AT_ONCE = 200
 """Streams that get their last token in one turn of the event loop."""
 
@@ -72,196 +89,181 @@ class FleetCounts(msgspec.Struct, kw_only=True):
     """How far behind their own pace the engines ever were."""
 
 
-class _Prompt:
-    __slots__ = ("answer", "left", "rid", "room", "tokens")
-
-    def __init__(self, rid: str, room: int, tokens: int, answer: Callable[[bytes], None]) -> None:
-        self.rid, self.room, self.tokens, self.left = rid, room, tokens, tokens
-        self.answer = answer
-
-
-class _Rank:
-    """One DP rank and its publisher."""
-
-    __slots__ = (
-        *("accepted", "accepted_tokens", "computed", "instance", "new_rids", "number", "queue"),
-        *("running", "seq", "socket", "streams"),
-    )
-
-    def __init__(self, instance: _Instance, number: int, socket: zmq.Socket[bytes]) -> None:
-        self.instance, self.number, self.socket = instance, number, socket
-        self.seq = self.accepted = self.accepted_tokens = self.computed = 0
-        self.new_rids: list[str] = []
-        self.queue: deque[_Prompt] = deque()
-        self.running: list[_Prompt] = []
-        """Prompts that end in the pass that runs."""
-        self.streams: dict[_Connection, None] = {}
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        instance, counts = self.instance, self.instance.fleet.counts
-        report = EndForward(
-            instance_id=instance.url,
-            boot_id=instance.boot_id,
-            role=instance.role,
-            dp_rank=self.number,
-            dp_size=instance.dp_size,
-            seq=self.seq,
-            kind=kind,  # type: ignore[arg-type]
-            kv_capacity_tokens=KV_TOKENS,
-            chunk_tokens=CHUNK_TOKENS,
-            max_running_requests=MAX_RUNNING,
-            accepted_requests=self.accepted,
-            accepted_tokens=self.accepted_tokens,
-            computed_tokens=self.computed,
-            rids=self.new_rids,
-            sglang_version="0.5.23",
-            **fields,
-        )
-        self.seq += 1
-        self.new_rids = []
-        counts.reports += 1
-        try:
-            self.socket.send_multipart(encode_endforward(report), zmq.NOBLOCK, copy=True)
-        except zmq.Again:
-            counts.dropped_reports += 1
-
-    def accept(self, rid: str, tokens: int) -> None:
-        self.accepted += 1
-        self.accepted_tokens += tokens
-        self.new_rids.append(rid)
-
-
 class _Instance:
-    """One engine: an HTTP port and its ranks."""
+    """One engine: an HTTP port, and a publisher for each DP rank."""
 
-    def __init__(self, fleet: Fleet, role: InstanceRole, dp_size: int) -> None:
-        self.fleet, self.role, self.dp_size = fleet, role, dp_size
+    role: InstanceRole
+
+    def __init__(self, fleet: Fleet, dp_size: int) -> None:
+        self.fleet, self.dp_size = fleet, dp_size
         self.boot_id = uuid.uuid4().hex
         self.url = ""
-        self.ranks = [_Rank(self, number, fleet.publisher()) for number in range(dp_size)]
-        self._info = reply(orjson.dumps(self._server_info()))
-        self._pass = 0
-        self._busy = False
-        self._launched_s = 0.0
-        self._token_turn = 0
+        self._sockets = [fleet.publisher() for _ in range(dp_size)]
 
     def start(self, port: int, first_s: float) -> None:
         """``first_s``: when its reports begin, so that not all instances speak at once."""
         self.url = f"http://127.0.0.1:{port}"
-        loop = self.fleet.loop
-        if self.role == "prefill":
-            loop.call_later(first_s, self._heartbeat)
-        else:
-            loop.call_later(first_s, self._decode_step, loop.time() + first_s)
-            loop.call_later(first_s, self._tokens, loop.time() + first_s)
+
+    def serve(self, body: dict[str, Any], connection: _Connection) -> None:
+        """A request came."""
+        raise NotImplementedError
+
+    def publish(self, report: EndForward) -> None:
+        """What a rank says, unless its socket's queue is full."""
+        self.fleet.counts.reports += 1
+        try:
+            socket = self._sockets[report.dp_rank]
+            socket.send_multipart(encode_endforward(report), zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            self.fleet.counts.dropped_reports += 1
 
     def control(self, path: bytes) -> bytes:
         """The answer to everything that is no inference."""
-        if path in (b"/server_info", b"/get_server_info"):
-            return self._info
-        if path in (b"/model_info", b"/get_model_info"):
-            return reply(b'{"model_path":"fleet","is_generation":true}')
-        known = (b"/ready", b"/ping", b"/health", b"/abort_request", b"/flush_cache")
-        return reply(b"{}") if path in known else reply(b"{}", b"404 Not Found")
+        info = server_info(
+            self.role,
+            MAX_RUNNING,
+            dp_size=self.dp_size,
+            enable_dp_attention=True,
+            chunked_prefill_size=CHUNK_TOKENS,
+            max_running_requests=MAX_RUNNING * self.dp_size,
+            max_total_num_tokens=KV_TOKENS,
+            max_req_input_len=131_072,
+            disable_radix_cache=True,
+            sbs={"boot_id": self.boot_id, "routers": [self.fleet.shape.endforward]},
+        )
+        return control_answer(path, info)
 
-    # Prefill ------------------------------------------------------------------------------------
 
-    def prefill(self, body: dict[str, Any], answer: Callable[[bytes], None]) -> None:
-        rank = self.ranks[body["routed_dp_rank"]]
-        text = body["messages"][0]["content"]
-        tokens = max(1, len(text) // BYTES_PER_TOKEN)
-        rank.accept(body["rid"], tokens)
-        rank.queue.append(_Prompt(body["rid"], body["bootstrap_room"], tokens, answer))
+class _Prefill(_Instance):
+    """The simulator's engine; each of its passes is a launch and an end from every rank."""
+
+    role = "prefill"
+
+    def __init__(self, fleet: Fleet, dp_size: int) -> None:
+        super().__init__(fleet, dp_size)
+        self._asked: dict[str, tuple[int, _Connection]] = {}
+        """By request id, until its prompt is computed: its room, and who waits for the answer."""
+        self._busy = False
+
+    def start(self, port: int, first_s: float) -> None:
+        """See :class:`_Instance`."""
+        super().start(port, first_s)
+        self._engine = SimulatedPrefill(
+            self.url,
+            dp_size=self.dp_size,
+            chunk_tokens=CHUNK_TOKENS,
+            cost=PassCost(fixed_s=self.fleet.pass_s),
+            jitter=0.0,
+            rng=random.Random(0),
+            boot_id=self.boot_id,
+        )
+        self.fleet.loop.call_later(first_s, self._heartbeat)
+
+    def serve(self, body: dict[str, Any], connection: _Connection) -> None:
+        """A prompt came; it is taken in when the next pass is formed."""
+        tokens = max(1, len(body["messages"][0]["content"]) // BYTES_PER_TOKEN)
+        self._asked[body["rid"]] = (body["bootstrap_room"], connection)
+        self._engine.deliver(body["rid"], body["routed_dp_rank"], tokens)
         self.fleet.counts.prefills += 1
         if not self._busy:
             self._busy = True
             self.fleet.loop.call_soon(self._launch)
 
     def _launch(self) -> None:
-        self._pass += 1
         self.fleet.counts.passes += 1
-        self._launched_s = time.monotonic()
-        tokens, requests = [], []
-        for rank in self.ranks:
-            room, batch = CHUNK_TOKENS, 0
-            while rank.queue and room > 0:
-                prompt = rank.queue[0]
-                part = min(room, prompt.left)
-                prompt.left -= part
-                room -= part
-                batch += 1
-                if prompt.left == 0:
-                    rank.running.append(rank.queue.popleft())
-            tokens.append(CHUNK_TOKENS - room)
-            requests.append(batch)
-            rank.computed += CHUNK_TOKENS - room
-        for rank in self.ranks:
-            self._tell_pass(rank, "launch", tokens, requests)
-        # A launch and an end from every rank: two reports per pass.
-        self.fleet.loop.call_later(self.fleet.pass_s, self._finish, tokens, requests)
+        launched, messages = self._engine.step(time.monotonic())
+        self._engine.waits_for(launched)
+        self._say(messages)
+        self.fleet.loop.call_later(self.fleet.pass_s, self._finish)
 
-    def _tell_pass(self, rank: _Rank, kind: str, tokens: list[int], requests: list[int]) -> None:
-        now_s = time.monotonic()
-        ended = kind == "forward"
-        rank.tell(
-            kind,
-            forward_id=self._pass,
-            mode="extend",
-            launch_s=self._launched_s,
-            end_s=now_s if ended else 0.0,
-            age_s=0.0 if ended else now_s - self._launched_s,
-            forward_s=now_s - self._launched_s if ended else 0.0,
-            extend_tokens=tokens[rank.number],
-            batch_size=requests[rank.number],
-            tokens_per_rank=tokens,
-            waiting_requests=len(rank.queue),
-            waiting_tokens=sum([prompt.left for prompt in rank.queue]),
-        )
-
-    def _finish(self, tokens: list[int], requests: list[int]) -> None:
-        for rank in self.ranks:
-            self._tell_pass(rank, "forward", tokens, requests)
-        for rank in self.ranks:
-            over, rank.running = rank.running, []
-            for prompt in over:
-                prompt.answer(COMPLETE)
-                self.fleet.computed(prompt.room)
-        if any(rank.queue for rank in self.ranks):
+    def _finish(self) -> None:
+        ended, messages = self._engine.finish(time.monotonic())
+        self._say(messages)
+        for completed in ended.completed:
+            room, connection = self._asked.pop(completed.request.rid)
+            connection.answer(COMPLETE)
+            self.fleet.computed(room)
+        self._busy = bool(self._asked)
+        if self._busy:
             self._launch()
-        else:
-            self._busy = False
 
     def _heartbeat(self) -> None:
         if not self._busy:
-            for rank in self.ranks:
-                rank.tell("heartbeat", forward_id=self._pass)
+            self._say(self._engine.messages("heartbeat"))
         self.fleet.loop.call_later(self.fleet.report_s, self._heartbeat)
 
-    # Decode -------------------------------------------------------------------------------------
+    def _say(self, messages: list[EndForward]) -> None:
+        for message in messages:
+            self.publish(msgspec.structs.replace(message, **_LIMITS))
 
-    def decode(self, body: dict[str, Any], connection: _Connection) -> None:
+
+class _DecodeRank:
+    __slots__ = ("accepted", "new_rids", "seq", "streams")
+
+    def __init__(self) -> None:
+        self.accepted = self.seq = 0
+        self.new_rids: list[str] = []
+        self.streams: dict[_Connection, None] = {}
+
+
+class _Decode(_Instance):
+    """Steps and tokens at the pace that is set."""
+
+    role = "decode"
+
+    def __init__(self, fleet: Fleet, dp_size: int) -> None:
+        super().__init__(fleet, dp_size)
+        self.ranks = [_DecodeRank() for _ in range(dp_size)]
+        self._steps = 0
+        self._token_turn = 0
+
+    def start(self, port: int, first_s: float) -> None:
+        """See :class:`_Instance`."""
+        super().start(port, first_s)
+        loop = self.fleet.loop
+        loop.call_later(first_s, self._step, loop.time() + first_s)
+        loop.call_later(first_s, self._tokens, loop.time() + first_s)
+
+    def serve(self, body: dict[str, Any], connection: _Connection) -> None:
+        """A stream begins when its prompt is computed."""
+        connection.left = tokens_asked(body)
         rank = self.ranks[body["routed_dp_rank"]]
-        rank.accept(body["rid"], 0)
+        rank.accepted += 1
+        rank.new_rids.append(body["rid"])
         self.fleet.counts.streams += 1
-        self.fleet.when_computed(body["bootstrap_room"], lambda: connection.begin(rank))
+        begin = functools.partial(connection.begin, rank.streams)
+        self.fleet.when_computed(body["bootstrap_room"], begin)
 
-    def _decode_step(self, due_s: float) -> None:
-        self._pass += 1
+    def _step(self, due_s: float) -> None:
+        self._steps += 1
         now_s = time.monotonic()
-        for rank in self.ranks:
+        for number, rank in enumerate(self.ranks):
             running = len(rank.streams)
-            rank.tell(
-                "forward",
-                forward_id=self._pass,
+            report = EndForward(
+                instance_id=self.url,
+                boot_id=self.boot_id,
+                role="decode",
+                dp_rank=number,
+                dp_size=self.dp_size,
+                seq=rank.seq,
+                kind="forward",
+                forward_id=self._steps,
                 mode="decode" if running else "idle",
                 launch_s=now_s,
                 end_s=now_s,
                 batch_size=running,
                 running_requests=running,
                 kv_tokens=running * CHUNK_TOKENS // 2,
+                chunk_tokens=CHUNK_TOKENS,
+                accepted_requests=rank.accepted,
+                rids=rank.new_rids,
+                **_LIMITS,
             )
+            rank.seq += 1
+            rank.new_rids = []
+            self.publish(report)
         due_s = max(self.fleet.loop.time(), due_s + self.fleet.report_s)
-        self.fleet.loop.call_at(due_s, self._decode_step, due_s)
+        self.fleet.loop.call_at(due_s, self._step, due_s)
 
     def _tokens(self, due_s: float) -> None:
         """A token to every stream of one rank; the ranks take turns."""
@@ -273,27 +275,6 @@ class _Instance:
             rank.streams.pop(connection, None)
         due_s = max(now_s, due_s + self.fleet.shape.token_s / self.dp_size)
         self.fleet.loop.call_at(due_s, self._tokens, due_s)
-
-    def _server_info(self) -> dict[str, Any]:
-        return {
-            "version": "0.5.23",
-            "disaggregation_mode": self.role,
-            "dp_size": self.dp_size,
-            "enable_dp_attention": True,
-            "chunked_prefill_size": CHUNK_TOKENS,
-            "max_prefill_tokens": 16_384,
-            "max_running_requests": MAX_RUNNING * self.dp_size,
-            "max_total_num_tokens": KV_TOKENS,
-            "max_req_input_len": 131_072,
-            "page_size": 1,
-            "disable_radix_cache": True,
-            "served_model_name": "fleet",
-            "model_path": "fleet",
-            "disaggregation_bootstrap_port": 8998,
-            "load_balance_method": "auto",
-            "internal_states": [{"effective_max_running_requests_per_dp": MAX_RUNNING}],
-            "sbs": {"boot_id": self.boot_id, "routers": [self.fleet.shape.endforward]},
-        }
 
 
 class Fleet:
@@ -308,22 +289,16 @@ class Fleet:
         self._context.set(zmq.MAX_SOCKETS, shape.ranks + 8)
         self._rooms: dict[int, Callable[[], None] | None] = {}
         """Prefilled and not yet asked of decode (None), or what decode does then."""
-        self._instances = [
-            *(_Instance(self, "prefill", dp_size) for dp_size in shape.prefill),
-            *(_Instance(self, "decode", dp_size) for dp_size in shape.decode),
+        self._instances: list[_Instance] = [
+            *(_Prefill(self, dp_size) for dp_size in shape.prefill),
+            *(_Decode(self, dp_size) for dp_size in shape.decode),
         ]
 
     async def start(self) -> list[int]:
         """Listen; the ports, prefill instances first."""
         ports = []
         for number, instance in enumerate(self._instances):
-            server = await self.loop.create_server(
-                lambda instance=instance: _Connection(instance),  # type: ignore[misc]
-                "127.0.0.1",
-                0,
-                backlog=4096,
-            )
-            port = int(server.sockets[0].getsockname()[1])
+            port = await listen(self.loop, functools.partial(_Connection, instance))
             instance.start(port, self.report_s * number / len(self._instances))
             ports.append(port)
         return ports
@@ -354,76 +329,48 @@ class Fleet:
 
     async def finish(self) -> None:
         """The next token of every stream is its last."""
-        streams = [
-            one for instance in self._instances for rank in instance.ranks for one in rank.streams
-        ]
+        decode = [one for one in self._instances if isinstance(one, _Decode)]
+        streams = [one for instance in decode for rank in instance.ranks for one in rank.streams]
         for first in range(0, len(streams), _ENDED_AT_ONCE):
             for connection in streams[first : first + _ENDED_AT_ONCE]:
                 connection.left = 1
             await asyncio.sleep(0)
 
 
-class _Connection(asyncio.Protocol):
-    __slots__ = ("_buffer", "_instance", "_rank", "_transport", "left")
-    _transport: asyncio.Transport
+class _Connection(EngineConnection):
+    __slots__ = ("_instance", "_streams")
 
     def __init__(self, instance: _Instance) -> None:
+        super().__init__()
         self._instance = instance
-        self._rank: _Rank | None = None
-        self._buffer = b""
-        self.left = 0
-        """Tokens of the stream that are still to come."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._streams: dict[_Connection, None] = {}
+        """Those of its rank; its own, empty ones before it began."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._rank is not None and self._rank.streams.pop(self, self) is None:
+        if self in self._streams:
+            del self._streams[self]
             self._instance.fleet.counts.hung_up += 1
-        self._rank = None
 
-    def data_received(self, data: bytes) -> None:
-        data = self._buffer + data
-        end = data.find(b"\r\n\r\n")
-        head = data[:end].lower() if end >= 0 else b""
-        at = head.find(b"content-length:")
-        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        if end < 0 or len(data) < end + 4 + length:
-            self._buffer = data
-            return
-        self._buffer = b""
-        self._request(data.split(b" ", 2)[1], data[end + 4 : end + 4 + length])
-
-    def _request(self, path: bytes, body: bytes) -> None:
+    def request(self, path: bytes, body: bytes) -> None:
+        """A whole one came."""
         if path != b"/v1/chat/completions":
-            self._transport.write(self._instance.control(path))
+            self._write(self._instance.control(path))
             return
-        asked = orjson.loads(body)
-        if self._instance.role == "prefill":
-            self._instance.prefill(asked, self.answer)
-        else:
-            self.left = asked.get("max_completion_tokens") or asked["max_tokens"]
-            self._instance.decode(asked, self)
+        self._instance.serve(orjson.loads(body), self)
 
     def answer(self, data: bytes) -> None:
         """Unless the router has hung up."""
         if not self._transport.is_closing():
-            self._transport.write(data)
+            self._write(data)
 
-    def begin(self, rank: _Rank) -> None:
-        """The KV has come: head and first token."""
+    def begin(self, streams: dict[_Connection, None]) -> None:
+        """The KV has come: head and first token. ``streams`` are those of its rank."""
         if self._transport.is_closing():
             return
-        self._rank = rank
-        self._transport.write(STREAM_HEAD)
+        self._streams = streams
+        self._write(STREAM_HEAD)
         if not self.token():
-            rank.streams[self] = None
-
-    def token(self) -> bool:
-        """The next one; True when it was the last."""
-        self.left -= 1
-        self._transport.write(LAST_TOKEN if self.left <= 0 else TOKEN)
-        return self.left <= 0
+            streams[self] = None
 
 
 async def _serve() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -19,8 +18,15 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import CHECKOUT
-from benchmarks.router_processes import Contender, Processes, end_process, free_ports, until_ready
+from benchmarks.router_processes import (
+    Contender,
+    Helper,
+    Processes,
+    cpu_s,
+    free_ports,
+    helper,
+    serving,
+)
 from benchmarks.scale.fleet import FleetCounts, FleetShape
 
 PREFILL_DP = 8
@@ -49,13 +55,11 @@ def shape_of(ranks: int, endforward: str, reports_per_s: float, token_s: float) 
 class FleetProcess:
     """The engines' process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ports: list[int]) -> None:
+    def __init__(self, process: Helper, ports: list[int]) -> None:
         self.process, self.ports = process, ports
 
     async def ask(self, word: str) -> FleetCounts:
         """Send a command; what the engines have seen so far."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(word.encode() + b"\n")
         return msgspec.json.decode(await self.process.stdout.readline(), type=FleetCounts)
 
@@ -63,23 +67,12 @@ class FleetProcess:
 @asynccontextmanager
 async def running_fleet(shape: FleetShape) -> AsyncIterator[FleetProcess]:
     """Raises: RuntimeError, it ended at its start."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.scale.fleet"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=CHECKOUT,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
+    async with helper("benchmarks.scale.fleet") as process:
         process.stdin.write(msgspec.json.encode(shape) + b"\n")
         ports = [int(word) for word in (await process.stdout.readline()).split()]
         if len(ports) != len(shape.prefill) + len(shape.decode):
             raise RuntimeError("the engines' process ended at its start; it has said why")
         yield FleetProcess(process, ports)
-    finally:
-        process.stdin.close()
-        await end_process(process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +129,7 @@ class ScaledRouter:
         every = {**self.components, **others}
         reading = Reading(
             time.perf_counter(),
-            {name: sum(map(_cpu_s, pids)) for name, pids in every.items()},
+            {name: cpu_s(pids) for name, pids in every.items()},
             {name: sum(map(_memory_bytes, pids)) for name, pids in every.items()},
             [thread for pid in self.components["scheduler"] for thread in _threads(pid)],
         )
@@ -169,27 +162,16 @@ async def running_router(
         RuntimeError: it does not get there.
     """
     port, metrics_port = free_ports(2)
-    words: list[str] = []
-    for number, engine in enumerate(fleet.ports):
-        url = f"http://127.0.0.1:{engine}"
-        prefill = number < len(shape.prefill)
-        words += ["--prefill", url, "8998"] if prefill else ["--decode", url]
+    urls = [f"http://127.0.0.1:{engine}" for engine in fleet.ports]
+    prefill, decode = urls[: len(shape.prefill)], urls[len(shape.prefill) :]
+    own = ("--workers", str(workers), "--sbs-endforward-bind", endforward, "--log-level", "warn")
+    contender = Contender("the router", "sglang_sbs.launch_router", (*own, *flags))
+    argv = contender.command([(url, 8998) for url in prefill], decode, port, metrics_port)
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "sglang_sbs.launch_router", "--pd-disaggregation", *words),
-            *("--host", "127.0.0.1", "--port", str(port), "--workers", str(workers)),
-            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
-            *("--sbs-endforward-bind", endforward, "--log-level", "warn", *flags),
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        await until_ready(process, port, Contender("the router", "sglang_sbs.launch_router", ()))
-        router = ScaledRouter(port, metrics_port, process.pid)
-        await _until_heard(router, shape)
-        yield router
-    finally:
-        await end_process(process)
+        async with serving(contender, argv, port, output) as process:
+            router = ScaledRouter(port, metrics_port, process.pid)
+            await _until_heard(router, shape)
+            yield router
 
 
 async def _until_heard(router: ScaledRouter, shape: FleetShape) -> None:
@@ -203,13 +185,6 @@ async def _until_heard(router: ScaledRouter, shape: FleetShape) -> None:
             return
         await asyncio.sleep(0.5)
     raise RuntimeError(f"the router heard {heard} of {shape.ranks} ranks in {_READY_S:g} s")
-
-
-def _cpu_s(pid: int) -> float:
-    """By the process's CPU clock, as :meth:`benchmarks.router_processes.Processes.cpu_s`."""
-    with suppress(OSError):
-        return time.clock_gettime(~pid << 3 | 2)
-    return 0.0
 
 
 def _memory_bytes(pid: int) -> int:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from sglang_sbs.cluster.router_command import router_argv
 from sglang_sbs.testing.cpu_engine.environment import (
     CPU_DECODE_FLAGS,
     CPU_ENGINE_FLAGS,
@@ -418,18 +419,19 @@ def _node_host(host: str, node: int) -> str:
     return host if node == 0 else f"127.0.0.{1 + node}"
 
 
+def pd_urls(instances: Sequence[InstancePlan]) -> tuple[list[tuple[str, int | None]], list[str]]:
+    """What a router is told of: prefill instances with their bootstrap ports, decode instances."""
+    prefill = [(one.url, one.bootstrap_port) for one in instances if one.role is Role.PREFILL]
+    return prefill, [one.url for one in instances if one.role is Role.DECODE]
+
+
 def _plan_router(
     options: ClusterOptions,
     instances: Sequence[InstancePlan],
     port: int,
     endforward_endpoint: str,
 ) -> ServerPlan:
-    argv = [sys.executable, "-m", "sglang_sbs.launch_router", "--pd-disaggregation"]
-    for instance in instances:
-        if instance.role is Role.PREFILL:
-            argv += ["--prefill", instance.url, str(instance.bootstrap_port)]
-        elif instance.role is Role.DECODE:
-            argv += ["--decode", instance.url]
+    argv = router_argv(*pd_urls(instances))
     argv += ["--host", options.router_host, "--port", str(port)]
     tokenizer = options.router_tokenizer
     if tokenizer is None:

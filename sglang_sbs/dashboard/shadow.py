@@ -7,7 +7,8 @@ Must not know the scheduler's state, decode, or what the result is compared with
 
 It is an estimate: KV transfer, decode, failures and the pages of a chunk are left out, and the
 forward model has its error. :mod:`.ttft` shows how far the same model is off for what was really
-done.
+done. It does not use the simulator's engine: that needs pages, caches, handshakes and overlap, of
+which a router does not know enough, and the simulator does not belong in a router's process.
 """
 
 from __future__ import annotations

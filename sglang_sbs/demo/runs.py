@@ -5,30 +5,41 @@ Owns the router process of a run and its event log. Must not know how the engine
 
 from __future__ import annotations
 
+import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_sbs.cluster.logs import last_log_lines
-from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role
+from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role, pd_urls
 from sglang_sbs.cluster.readiness import (
     ROUTER_READINESS_PATHS,
     NotReadyError,
     wait_until_ready,
 )
-from sglang_sbs.cluster.spawn import ChildSpawner
+from sglang_sbs.cluster.router_command import router_argv
+from sglang_sbs.cluster.spawn import ChildSpawner, SpawnedProcess
 from sglang_sbs.cluster.supervise import Supervisor
 from sglang_sbs.demo.load import Arrival, Sample, run_load
 from sglang_sbs.demo.passes import EngineRecord, read_engines
 
 ROUTER_TIMEOUT_S = 60.0
 STOP_GRACE_S = 10.0
+
+
+class RouterStartError(RuntimeError):
+    """A router did not become ready; the message says why and has its last log lines."""
+
+    def __init__(self, why: str, log: Path) -> None:
+        super().__init__(
+            f"the router did not start: {why}. Last lines of {log}:\n{last_log_lines(log)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,34 +84,47 @@ async def running_router(
     """Start ``launch_router`` over the instances; its URL once it is ready. Stops it at the end.
 
     Raises:
-        RuntimeError: it did not become ready; the message has its last log lines.
+        RouterStartError: it did not become ready.
     """
-    argv = [sys.executable, "-m", "sglang_sbs.launch_router", "--pd-disaggregation"]
-    for instance in instances:
-        if instance.role is Role.PREFILL:
-            argv += ["--prefill", instance.url, str(instance.bootstrap_port)]
-        elif instance.role is Role.DECODE:
-            argv += ["--decode", instance.url]
+    argv = router_argv(*pd_urls(instances))
     argv += ["--host", "127.0.0.1", "--port", str(ports.http)]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(ports.prometheus)]
     argv += ["--sbs-endforward-bind", f"tcp://127.0.0.1:{ports.endforward}", *flags]
     plan = ProcessPlan(name, tuple(argv), dict(os.environ), log_dir / f"{name}.log")
     url = f"http://127.0.0.1:{ports.http}"
+    async with router_process(plan, url, ROUTER_READINESS_PATHS, STOP_GRACE_S):
+        yield url
+
+
+@asynccontextmanager
+async def router_process(
+    plan: ProcessPlan, url: str, ready_paths: Sequence[str], stop_grace_s: float
+) -> AsyncIterator[SpawnedProcess]:
+    """Start a router of any make, and stop it at the end; its process once it is ready at ``url``.
+
+    Raises:
+        RouterStartError: it ended at its start, or did not become ready in time.
+    """
     supervisor = Supervisor()
     try:
         process = await supervisor.start(plan, ChildSpawner())
         async with aiohttp.ClientSession() as session:
+            waiting = asyncio.create_task(
+                wait_until_ready(session, url, ready_paths, ROUTER_TIMEOUT_S)
+            )
+            either: list[asyncio.Future[Any]] = [waiting, process.exited]
             try:
-                await wait_until_ready(session, url, ROUTER_READINESS_PATHS, ROUTER_TIMEOUT_S)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not waiting.done():
+                    raise RouterStartError("it ended at its start", plan.log_path)
+                waiting.result()
             except NotReadyError as error:
-                state = "it ended" if process.exited.done() else str(error)
-                raise RuntimeError(
-                    f"the router did not start: {state}. Last lines of {plan.log_path}:\n"
-                    f"{last_log_lines(plan.log_path)}"
-                ) from error
-        yield url
+                raise RouterStartError(str(error), plan.log_path) from error
+            finally:
+                waiting.cancel()
+        yield process
     finally:
-        await supervisor.stop(STOP_GRACE_S)
+        await supervisor.stop(stop_grace_s)
 
 
 async def run_policy(

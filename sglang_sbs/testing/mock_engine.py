@@ -1,7 +1,8 @@
 """A scripted SGLang engine: HTTP surface, EndForward, faults on command, no model and no sleeping.
 
 Owns what a test needs to play a prefill or decode instance; the script and the record are those of
-:mod:`.mock_script`. Must not know the router. Everything listens at 127.0.0.1 on a free port.
+:mod:`.mock_script`. It forms no passes: a test says what it reports. Must not know the router.
+Everything listens at 127.0.0.1 on a free port.
 
     engine = MockEngine("prefill", dp_size=2)
     await engine.start()

@@ -73,8 +73,8 @@ def test_ratios_are_those_of_medians_and_the_worst_is_on_top():
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (["--streams", "1,x"], "no list of numbers"),
-        (["--streams", "0"], "no list of numbers"),
+        (["--streams", "1,x"], "write positive integers"),
+        (["--streams", "0"], "write positive integers"),
         (["--contenders", "ours,go"], "no contender 'go'; there are ours, ours-sbs, rust, mini_lb"),
         (["--seconds", "0"], "--seconds must be more than 0"),
     ],

@@ -101,7 +101,7 @@ def test_quick_is_one_case_and_the_default_three():
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (["--ranks", "x"], "--ranks: 'x' is no list of numbers"),
+        (["--ranks", "x"], "--ranks: 'x': write positive integers"),
         (["--ranks", "8"], "--ranks must be 16 or more"),
         (["--ranks", "256", "--streams", "1,2"], "--streams needs as many numbers"),
         (["--workers", "1"], "--workers must be 2 or more"),

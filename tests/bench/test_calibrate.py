@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
@@ -12,11 +13,11 @@ import pytest
 import zmq
 
 from benchmarks.calibrate.command import main, parse_arguments
-from benchmarks.calibrate.endforward_capture import capture
 from benchmarks.fitting.calibration import fit_cost
-from benchmarks.fitting.captured import Captured, read_capture
+from benchmarks.fitting.captured import read_capture
 from benchmarks.fitting.recording import RecordedPass
 from benchmarks.fitting.validation import virtual_gpu_cost
+from benchmarks.listener import Heard, ReportListener, listen_for
 from benchmarks.router_processes import free_ports
 from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
@@ -147,9 +148,7 @@ def messages(
 
 def test_a_capture_of_messages_alone_gives_the_cost(tmp_path: Path, capsys):
     path, out = tmp_path / "run.jsonl", tmp_path / "cost.json"
-    path.write_bytes(
-        b"".join(Captured(report.launch_s, report).line() for report, _ in messages(120))
-    )
+    path.write_bytes(b"".join(Heard(report.launch_s, report).line() for report, _ in messages(120)))
     save_cost(COST, tmp_path / "truth.json")
     truth = str(tmp_path / "truth.json")
     assert main([str(path), "--expect", truth, "--out", str(out), "--note", "made up"]) == 0
@@ -168,9 +167,7 @@ def test_a_capture_of_messages_alone_gives_the_cost(tmp_path: Path, capsys):
 
 
 def captured(path: Path, count: int, **how) -> str:
-    path.write_bytes(
-        b"".join(Captured(one.launch_s, one).line() for one, _ in messages(count, **how))
-    )
+    path.write_bytes(b"".join(Heard(one.launch_s, one).line() for one, _ in messages(count, **how)))
     return str(path)
 
 
@@ -232,7 +229,7 @@ def test_an_event_log_gives_the_same_as_a_capture(tmp_path: Path):
         writer.write(report.launch_s, ForwardEnded(instance="p0", report=report), [])
     writer.close()
     (tmp_path / "run.jsonl").write_bytes(
-        b"".join(Captured(r.launch_s, r).line() for r, _ in made_messages)
+        b"".join(Heard(r.launch_s, r).line() for r, _ in made_messages)
     )
     for name in ("events", "jsonl"):
         assert main([str(tmp_path / f"run.{name}"), "--out", str(tmp_path / f"{name}.json")]) == 0
@@ -255,10 +252,13 @@ def test_a_live_cluster_is_listened_to(tmp_path: Path):
         sock.close(0)
         context.term()
 
+    async def listened() -> list[Heard]:
+        return await listen_for(ReportListener(endpoint), 2.0, lambda elapsed_s, count: None)
+
     thread = threading.Thread(target=publish)
     thread.start()
     try:
-        got = capture(2.0, listen=endpoint)
+        got = asyncio.run(listened())
     finally:
         stop.set()
         thread.join()

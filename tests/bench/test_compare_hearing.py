@@ -18,10 +18,10 @@ from benchmarks.compare_routers import cell, endforward_check, report
 from benchmarks.compare_routers.command import build_parser
 from benchmarks.compare_routers.contenders import BY_NAME
 from benchmarks.compare_routers.engines import Engines
-from benchmarks.compare_routers.listener import Heard, ReportListener
 from benchmarks.compare_routers.plan import Plan
 from benchmarks.compare_routers.prompts import id_prompts
 from benchmarks.compare_routers.rows import Key, RowFile
+from benchmarks.listener import Heard, ReportListener
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.demo.runs import RouterPorts
 from sglang_sbs.wire import EndForward, encode_endforward

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.compare_routers import clients, measure
-from benchmarks.compare_routers.listener import Heard
 from benchmarks.compare_routers.measure import KvBand
 from benchmarks.compare_routers.prompts import id_prompts
 from benchmarks.compare_routers.workloads import arrivals
+from benchmarks.listener import Heard
 from sglang_sbs.demo.load import Sample
 from sglang_sbs.wire import EndForward
 

@@ -18,10 +18,11 @@ from rich.console import Console
 
 from benchmarks.compare_routers import campaign, ratios, report
 from benchmarks.compare_routers.cell import Setting
-from benchmarks.compare_routers.contenders import BY_NAME, FIELD, Contender, chosen
+from benchmarks.compare_routers.contenders import BY_NAME, FIELD, chosen
 from benchmarks.compare_routers.prompts import id_prompts
 from benchmarks.compare_routers.rows import Key, Row, RowFile
 from benchmarks.compare_routers.tables import ratio_table
+from benchmarks.router_processes import Contender
 
 # ---- contenders
 

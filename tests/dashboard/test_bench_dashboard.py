@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.dashboard_cost import Cost, cpu_s, summarize
+from benchmarks.dashboard_cost import Cost, summarize
+from benchmarks.router_processes import Processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,18 +26,18 @@ def test_help_teaches_with_an_example() -> None:
 
 def test_cpu_time_includes_children() -> None:
     code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    before = cpu_s(os.getpid())
+    before = Processes(os.getpid()).cpu_s()
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        own = cpu_s(child.pid)
-        both = cpu_s(os.getpid())
+        own = Processes(child.pid).cpu_s()
+        both = Processes(os.getpid()).cpu_s()
         child.communicate(b"\n")
     assert own >= 0.25
     assert both - before >= 0.25
-    assert cpu_s(child.pid) == 0.0, "it is gone"
+    assert Processes(child.pid).cpu_s() == 0.0, "it is gone"
 
 
 def test_the_summary_has_medians_and_the_spread() -> None:

@@ -25,25 +25,11 @@ from sglang_sbs.doctor.examine import gather, judge
 from sglang_sbs.doctor.facts import ClusterFacts
 from sglang_sbs.doctor.findings import Finding
 from sglang_sbs.doctor.options import parse_options
+from sglang_sbs.testing.kv_publisher import free_ports
 from sglang_sbs.testing.mock_engine import EngineRole, MockEngine, Rooms
 from sglang_sbs.wire.curve import CurveKeys
 
 DP = 2
-
-
-def free_port(count: int = 1) -> int:
-    """The first of ``count`` neighbouring ports that nobody listens at."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                for offset in range(1, count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            except OSError:
-                continue
-            return port
 
 
 class Engine(MockEngine):
@@ -304,7 +290,7 @@ def layout_of(engine: Engine) -> dict[str, Any]:
 @asynccontextmanager
 async def rig() -> AsyncIterator[Rig]:
     """A healthy cluster; everything is stopped at the end."""
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)}"
     rooms = Rooms()
     prefill = [Engine("prefill", rooms, endpoint) for _ in range(2)]
     decode = Engine("decode", rooms, endpoint)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_rig import DP, Engine, Rig, free_port, rig
+from doctor_rig import DP, Engine, Rig, rig
 from rust_mock_engine import RustMockEngine
 
 from sglang_sbs.doctor.catalogue.table import CATALOGUE, Severity
@@ -19,6 +19,7 @@ from sglang_sbs.doctor.facts import ClusterFacts, Target
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.engine.publish import Publisher
+from sglang_sbs.testing.kv_publisher import free_ports
 from sglang_sbs.testing.mock_engine import Behaviour, Rooms
 from sglang_sbs.wire import encode_endforward
 from sglang_sbs.wire.curve import keys_of
@@ -62,7 +63,7 @@ def silent(r: Rig) -> None:
 
 def publishes_kv(r: Rig, **fields: object) -> None:
     for engine in r.prefill:
-        port, replay = free_port(DP), free_port(DP)
+        port, replay = free_ports(DP), free_ports(DP)
         for first in (port, replay):
             for rank in range(DP):
                 r.listen_at(first + rank)
@@ -80,7 +81,7 @@ def publishes_small_pages(r: Rig) -> None:
 
 
 def publishes_at_closed_ports(r: Rig) -> None:
-    port = free_port(DP)
+    port = free_ports(DP)
     publishes_kv(r, endpoint_port_base=port)
 
 
@@ -102,7 +103,7 @@ def publishes_on_one(r: Rig) -> None:
 def taken_port(r: Rig) -> None:
     """As when a router listens at the EndForward port; the engines' release hides the plugin."""
     unseen_plugin(r)
-    port = free_port()
+    port = free_ports(1)
     r.listen_at(port)
     r.flags += ["--sbs-endforward-bind", f"tcp://127.0.0.1:{port}"]
 
@@ -598,7 +599,7 @@ async def test_the_same_secret_is_heard_and_another_one_is_told(tmp_path: Path) 
 
 
 async def test_engines_that_listen_are_dialled() -> None:
-    port = free_port(DP)
+    port = free_ports(DP)
     async with rig() as r:
         engine = r.prefill[0]
         engine.hush()
@@ -663,7 +664,7 @@ async def test_a_control_plane_key_opens_the_router() -> None:
 async def test_ports_of_other_nodes_are_looked_at_where_their_ranks_speak_from() -> None:
     async with rig() as r:
         lies_over_two_nodes(r)
-        port, replay = free_port(DP), free_port(DP)
+        port, replay = free_ports(DP), free_ports(DP)
         r.prefill[0].says["kv_address"] = KvAddress("", port, replay)
         url = r.prefill[0].url
         found = {one.id: one for one in await r.examine() if one.subject == url}

@@ -14,6 +14,7 @@ from engine_fakes import Role, Scheduler, config
 from sglang_sbs.engine import publish
 from sglang_sbs.engine.hooks import RankHook
 from sglang_sbs.engine.publish import BindError, Publisher, resolve_endpoints
+from sglang_sbs.testing.kv_publisher import free_ports
 from sglang_sbs.wire import decode_endforward
 from sglang_sbs.wire.curve import keys_of
 
@@ -63,12 +64,6 @@ def routers() -> Iterator[list[Router]]:
     yield made
     for router in made:
         router.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_every_router_gets_every_message(routers: list[Router]) -> None:
@@ -122,7 +117,7 @@ def test_a_router_that_had_a_key_and_returns_without_is_found(
 
 
 def test_sending_without_a_listener_neither_blocks_nor_fails() -> None:
-    publisher = Publisher([f"tcp://127.0.0.1:{free_port()}"], None)
+    publisher = Publisher([f"tcp://127.0.0.1:{free_ports(1)}"], None)
     try:
         for _ in range(1000):
             publisher.send([b"t", b"x" * 200])
@@ -131,7 +126,7 @@ def test_sending_without_a_listener_neither_blocks_nor_fails() -> None:
 
 
 def test_bind_mode() -> None:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)}"
     publisher = Publisher([], endpoint)
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import orjson
 import pytest
 from router_harness import TIMEOUT_S
 
+from benchmarks.router_processes import free_ports
 from sglang_sbs.testing.mock_engine import Behaviour, MockEngine, Rooms
 
 pytest.importorskip("sglang_router.sglang_router_rs")
@@ -224,16 +224,6 @@ PATIENCE_S = 4.0
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for sock in sockets:
-        sock.bind(("127.0.0.1", 0))
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 Answers = dict[str, tuple[int, dict[str, str], Any]]

@@ -20,8 +20,9 @@ import aiohttp
 import pytest
 from fake_kubernetes import FakeKubernetes, pod
 from test_jwt import AUDIENCE, Issuer
-from test_stock_contract import bearer, free_ports
+from test_stock_contract import bearer
 
+from benchmarks.router_processes import free_ports
 from sglang_sbs.testing.mock_engine import MockEngine, Rooms
 
 MODULES = ("sglang_router.launch_router", "sglang_sbs.launch_router")

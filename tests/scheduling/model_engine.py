@@ -3,6 +3,9 @@
 Owns small, exact models of a prefill instance (chunked prefill, first come first served per DP
 rank, all ranks behind one barrier) and a decode instance, with the EndForward messages they send.
 They know nothing of time: whoever drives them says when a pass starts and ends.
+
+They do not use the simulator's engine, on purpose: that one shares code with the scheduler and is
+what policies are tuned on. Here a second reading of SGLang checks the scheduler.
 """
 
 from __future__ import annotations

@@ -186,18 +186,14 @@ class SimulatedPrefill:
         self._ingest()
         launched = self._launch(launch_s) if any(rank.waiting for rank in self.ranks) else None
         if launched is not None:
-            messages = [self._message(d, "launch", launch_s, launched) for d in range(self.dp_size)]
+            messages = self.messages("launch", launched)
             self.device.append(launched)
             return launched, messages
         if self.device:
             return None, []
         if any(rank.bootstrapping or rank.waiting for rank in self.ranks):
-            return None, [
-                self._message(d, "heartbeat", launch_s, None) for d in range(self.dp_size)
-            ]
-        if self.asleep:
-            return None, []
-        return None, [self._message(d, "idle", launch_s, None) for d in range(self.dp_size)]
+            return None, self.messages("heartbeat")
+        return None, [] if self.asleep else self.messages("idle")
 
     def waits_for(self, launched: DevicePass | None) -> DevicePass | None:
         """The second half of the iteration: the pass at whose end the next one begins.
@@ -219,7 +215,7 @@ class SimulatedPrefill:
                 cache = self.ranks[index].cache
                 assert cache is not None
                 cache.publish(request.hold, request.prompt_tokens)
-        return ended, [self._message(d, "forward", now_s, ended) for d in range(self.dp_size)]
+        return ended, self.messages("forward", ended)
 
     def sent(self, completed: Completed) -> None:
         """The KV of a completed request has reached decode: its blocks may be evicted."""
@@ -315,10 +311,12 @@ class SimulatedPrefill:
         rank.waiting_tokens -= tokens
         return tokens, count, pairs, cached
 
-    def _message(
-        self, index: int, kind: Kind, now_s: float, about: DevicePass | None
-    ) -> EndForward:
-        """``about``: the pass that was launched or has ended; it is not in ``device``."""
+    def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
+        """What every rank says; ``about``: the pass that was launched or has ended, which is not
+        in ``device``."""
+        return [self._message(index, kind, about) for index in range(self.dp_size)]
+
+    def _message(self, index: int, kind: Kind, about: DevicePass | None) -> EndForward:
         rank = self.ranks[index]
         first = rank.waiting[0] if rank.waiting else None
         remainder = first.remaining if first and first.remaining < first.prompt_tokens else 0

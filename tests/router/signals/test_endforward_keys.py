@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.signals.endforward_listener import _MAX_MESSAGE_BYTES
 from sglang_sbs.scheduling.events import ForwardEnded
+from sglang_sbs.testing.kv_publisher import free_ports
 from sglang_sbs.testing.mock_engine import MockEngine
 from sglang_sbs.wire import TOPIC, encode_endforward
 from sglang_sbs.wire.curve import keys_of
@@ -33,12 +33,6 @@ def key_file(tmp_path: Path) -> Path:
     path.write_text(SECRET + "\n")
     path.chmod(0o600)
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager
@@ -79,7 +73,7 @@ async def test_only_who_has_the_secret_is_heard(key_file: Path) -> None:
 async def test_an_engine_that_binds_shows_itself_only_to_who_has_the_secret(
     key_file: Path,
 ) -> None:
-    bind = f"tcp://127.0.0.1:{free_port()}"
+    bind = f"tcp://127.0.0.1:{free_ports(1)}"
     engine = MockEngine("prefill", dp_size=1)
     engine._server_info = {"sbs": {"boot_id": engine.boot_id, "bind": bind}}
     await engine.start()

@@ -1,0 +1,24 @@
+"""What the commands of the benchmarks have in common."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+
+
+def command_parser(prog: str, about: str, epilog: str) -> argparse.ArgumentParser:
+    """A parser whose help keeps the epilog's lines as they are written."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=about,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def raise_file_limit() -> float:
+    """Let this process and those it starts open as many files as they may; how many that is."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return math.inf if hard == resource.RLIM_INFINITY else hard
