@@ -45,6 +45,7 @@ MEMBERS = 2
 """Of a gang, per DP rank."""
 GATE_MS = 200
 """Long, as a busy host may take its time."""
+LATE_S = 0.05
 
 
 async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_that_restarts(
@@ -99,7 +100,7 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
 
 
 async def send_gang(http: aiohttp.ClientSession, cluster: LocalCluster, tag: int) -> set[str]:
-    """Request ids of a gang with parts on both nodes, sent as a router does."""
+    """Request ids of a gang with parts on both nodes, one of which is late on its way."""
     prefill, decode = cluster.instances
     gang = GangPart(tag, MEMBERS, RANKS)
     rids = {
@@ -113,7 +114,11 @@ async def send_gang(http: aiohttp.ClientSession, cluster: LocalCluster, tag: int
         )
         for number, (rid, rank) in enumerate(rids.items())
     ]
-    await asyncio.gather(*legs)
+    *first, late = legs
+    answers = asyncio.gather(*first)
+    await asyncio.sleep(LATE_S)
+    await late
+    await answers
     return set(rids)
 
 
