@@ -206,6 +206,8 @@ class AdaptiveTrigger(PrefillPolicy):
         late = self._urgency.matters(now_s) and not self._long.matter(queue, instances)
         self._open(one, late)
         chunked = self._choose(one, late)
+        if not one.candidates and self._decision_s != now_s:
+            return Plan(wake_s=min(one.wakes, default=None))
         affinity = self._decision_at(one.candidates, instances, len(queue), one.at)
         tried = 0
         for instance in one.candidates:
@@ -291,9 +293,6 @@ class AdaptiveTrigger(PrefillPolicy):
         """Of those that may get a batch the ones that should, the most urgent first; whether
         prompts of many chunks decide it."""
         queue, instances, at = one.queue, one.instances, one.at
-        for _, free_s, index in one.starts:
-            name = instances[index].id
-            one.start_of[name] = free_s if name in one.in_time else max(at.arrives_s, free_s)
         if not late:
             mean_tokens = self._offered.mean_tokens
             one.ahead, due_s = lookahead(
@@ -301,7 +300,12 @@ class AdaptiveTrigger(PrefillPolicy):
             )
             if due_s is not None:
                 one.wakes.append(due_s)
-        chunked = bool(one.candidates or one.ahead) and self._long.matter(queue, instances)
+        if not (one.candidates or one.ahead):
+            return False
+        for _, free_s, index in one.starts:
+            name = instances[index].id
+            one.start_of[name] = free_s if name in one.in_time else max(at.arrives_s, free_s)
+        chunked = self._long.matter(queue, instances)
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
         elif not one.overdue and not one.all_idle:
