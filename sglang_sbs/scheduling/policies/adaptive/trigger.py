@@ -259,7 +259,7 @@ class AdaptiveTrigger(PrefillPolicy):
         is committed early, which would take the next pass from an urgent request that comes
         meanwhile."""
         now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
-        whole_s = self.lead_s + self._offered.leaving_s(len(queue), serial_s)
+        whole_s = self._whole_s(queue)
         few = len(queue) <= MOST_JOINING
         join_s = self._lead.join_s(self._interval.lone_s)
         ahead_tokens = 0.0
@@ -289,15 +289,18 @@ class AdaptiveTrigger(PrefillPolicy):
             else:
                 one.wakes.append(open_s)
 
+    def _whole_s(self, queue: RequestQueue) -> float:
+        """The lead of a batch of those that wait."""
+        return self.lead_s + self._offered.leaving_s(len(queue), self._interval.serial_s)
+
     def _choose(self, one: Decision, late: bool) -> bool:
         """Of those that may get a batch the ones that should, the most urgent first; whether
         prompts of many chunks decide it."""
         queue, instances, at = one.queue, one.instances, one.at
         if not late:
             mean_tokens = self._offered.mean_tokens
-            one.ahead, due_s = lookahead(
-                instances, queue.tokens, mean_tokens, self.lead_s, at.now_s
-            )
+            lead_s = self._whole_s(queue)
+            one.ahead, due_s = lookahead(instances, queue.tokens, mean_tokens, lead_s, at.now_s)
             if due_s is not None:
                 one.wakes.append(due_s)
         if not (one.candidates or one.ahead):
