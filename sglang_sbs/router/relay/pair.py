@@ -18,13 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import orjson
-
 from sglang_sbs.router.engines.connection_pool import Call, Pool, UpstreamError, request_head
 from sglang_sbs.router.engines.response_framing import MalformedResponse
 from sglang_sbs.router.errors import (
     MAX_ERROR_BYTES,
-    MAX_MESSAGE_CHARS,
     Leg,
     LegFailure,
     leg_aborted,
@@ -33,18 +30,22 @@ from sglang_sbs.router.errors import (
     transport_failure,
 )
 from sglang_sbs.router.lanes import Pace
-from sglang_sbs.router.limits import MAX_COUNT, clamped_count
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, Parts, opened_in_parts
+from sglang_sbs.router.relay.engine_verdicts import (
+    ABORT_MARK,
+    ABORT_MARK_BYTES,
+    SSE_ERROR,
+    abort_of,
+    completion_tokens_of,
+    read_abort,
+    sse_failure,
+    token_counts,
+)
 from sglang_sbs.router.requests.raw_json import JsonError
 
 logger = logging.getLogger(__name__)
 
-_SSE_ERROR = b'data: {"error"'
-_MOST_DIGITS = 18
 _END_BYTES = 1024
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
-_ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
-_ABORT_MARK_BYTES = 23
 _SMALL_BYTES = 1 << 20
 """Answers up to this size are parsed and copied without a thought."""
 _SETTLE_S = 10.0
@@ -231,18 +232,14 @@ class Pair:
     @property
     def engine_failed(self) -> bool:
         """The stream that reached the client ends in an abort or error of the engine."""
-        tail = self._tail
-        return _SSE_ERROR in tail or _ABORT_MARK.search(tail) is not None
+        return SSE_ERROR in self._tail or ABORT_MARK.search(self._tail) is not None
 
     @property
     def completion_tokens(self) -> int | None:
         """As the answer says, else counted by stream events; ``None`` if neither helps."""
         data = self._tail or self.body
-        found = _COMPLETION_TOKENS.match(data, max(0, data.rfind(b'"completion_tokens"')))
-        if found:
-            digits = found[1]
-            return MAX_COUNT if len(digits) > _MOST_DIGITS else clamped_count(int(digits))
-        return self.chunks or None
+        said = completion_tokens_of(data)
+        return (self.chunks or None) if said is None else said
 
     # Verdicts (from the legs) -----------------------------------------------------------------
 
@@ -322,7 +319,7 @@ class Pair:
         """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
         if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
             return self._decode_broke("what it streams are no events")
-        if not (data.startswith(_SSE_ERROR) or _ABORT_MARK.search(data)):
+        if not (data.startswith(SSE_ERROR) or ABORT_MARK.search(data)):
             return None
         return sse_failure(self.request.decode, data)
 
@@ -511,17 +508,17 @@ class _DecodeLeg(_Leg):
         if self.status == 200 and self.pair.request.stream:
             self.pair.decode_data(data)
             return
-        new = max(0, len(self.body) - _ABORT_MARK_BYTES)
+        new = max(0, len(self.body) - ABORT_MARK_BYTES)
         super().body_received(data)
         # As it comes: at its end a search through all of a large answer would take long.
-        self._aborted = self._aborted or _ABORT_MARK.search(self.body, new) is not None
+        self._aborted = self._aborted or ABORT_MARK.search(self.body, new) is not None
 
     def message_complete(self) -> None:
         if self.status != 200:
             self._status_failed()
             return
         if not self.pair.request.stream and self._aborted:
-            abort = _read_abort(self.body)
+            abort = (500, "") if len(self.body) > _SMALL_BYTES else read_abort(self.body)
             if abort is not None:
                 self.pair.leg_failed(leg_aborted("decode", self.worker, *abort))
                 return
@@ -532,79 +529,6 @@ class _DecodeLeg(_Leg):
         self.pair.decode_finished(bytes(self.body) if small else self.body)
 
 
-def _read_abort(body: bytearray) -> tuple[int, str] | None:
-    """See :func:`abort_of`, of an answer that has the mark of one."""
-    if len(body) > _SMALL_BYTES:
-        return 500, ""
-    try:
-        return abort_of(orjson.loads(body))
-    except orjson.JSONDecodeError:
-        return None
-
-
 def _looks_like_json(body: bytearray) -> bool:
     """Whether it begins and ends as an object does: all that can be told without parsing it."""
     return body[:1] == b"{" and body[-_END_BYTES:].rstrip()[-1:] == b"}"
-
-
-# SGLang's JSON --------------------------------------------------------------------------------
-
-
-def abort_of(body: Any) -> tuple[int, str] | None:
-    """Status and message if a response body says that the engine aborted the request."""
-    if not isinstance(body, dict):
-        return None
-    meta = body.get("meta_info")
-    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-    if isinstance(reason, dict) and reason.get("type") == "abort":
-        status = reason.get("status_code")
-        if not isinstance(status, int) or not 400 <= status < 600:
-            status = 500
-        return status, str(reason.get("message") or "")
-    choices = body.get("choices")
-    if isinstance(choices, list):
-        for choice in choices:
-            if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
-                return 500, ""
-    return None
-
-
-def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
-    """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's ``sglext``.
-
-    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``.
-    """
-    meta, usage = body.get("meta_info"), body.get("usage")
-    if isinstance(meta, dict):
-        prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")
-    elif isinstance(usage, dict):
-        prompt = usage.get("prompt_tokens")
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        if asks_cached:
-            extra = body.get("sglext")
-            tiers = (extra if isinstance(extra, dict) else {}).get("cached_tokens_details") or {}
-            cached = sum(tokens for tokens in tiers.values() if isinstance(tokens, int))
-    else:
-        return None, None
-    return (
-        clamped_count(prompt) if isinstance(prompt, int) else None,
-        clamped_count(cached) if isinstance(cached, int) else None,
-    )
-
-
-def sse_failure(worker: str, data: bytes) -> LegFailure | None:
-    """The failure an SSE event of decode reports, if it does."""
-    try:
-        event = orjson.loads(data.split(b"\n\n", 1)[0].removeprefix(b"data:"))
-    except orjson.JSONDecodeError:
-        event = None
-    if isinstance(event, dict) and isinstance(event.get("error"), dict):
-        error = event["error"]
-        code = error.get("code")
-        status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        failure = leg_status_failure("decode", worker, status, b"")
-        failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
-        return failure
-    abort = abort_of(event)
-    return leg_aborted("decode", worker, *abort) if abort is not None else None
