@@ -21,7 +21,7 @@ from sglang_sbs.router.processes.messages import (
     encode,
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
-from sglang_sbs.router.relay import pair
+from sglang_sbs.router.relay import leg_answers, pair
 from sglang_sbs.router.relay.merged_answers import NoAnswer, merge_answers
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.telemetry.logs import set_up_logging
@@ -105,7 +105,7 @@ async def test_an_odd_content_type_does_not_cost_the_answer_its_head(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_answer_without_end_is_cut_off(role: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pair, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(leg_answers, "MAX_ANSWER_BYTES", 1 << 20)
     async with cluster("--disable-retries") as c:
         engine = getattr(c, role)[0]
         head = b"HTTP/1.1 %d Odd\r\nContent-Length: 1000000000000\r\n\r\n"
