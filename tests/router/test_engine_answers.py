@@ -12,7 +12,7 @@ import orjson
 import pytest
 from router_harness import cluster, until
 
-from sglang_sbs.router.engines import connection_pool, control_requests
+from sglang_sbs.router.engines import connection, connection_pool, control_requests
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import (
     MAX_MESSAGE_BYTES,
@@ -229,7 +229,7 @@ async def test_polls_have_an_end(monkeypatch: Any) -> None:
         engine = c.prefill[0]
         engine.raw_answers["/v1/loads"] = HEAD % (200, b"") + b" " * (3 << 20)
         pool = connection_pool.Pool(asyncio.get_running_loop())
-        with pytest.raises(connection_pool.UpstreamError, match="over 1 MiB"):
+        with pytest.raises(connection.UpstreamError, match="over 1 MiB"):
             await connection_pool.fetch(pool, engine.url, "/v1/loads", b"", 20.0)
         assert pool.open_connections == 0
 

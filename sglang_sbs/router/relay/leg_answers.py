@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang_sbs.router.engines.connection_pool import UpstreamError
+from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.response_framing import MalformedResponse
 from sglang_sbs.router.errors import (
     MAX_ERROR_BYTES,

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_sbs.router.engines.connection_pool import Call, Pool, Receiver, request_head
+from sglang_sbs.router.engines.connection import Receiver
+from sglang_sbs.router.engines.connection_pool import Call, Pool, request_head
 from sglang_sbs.router.errors import LegFailure, transport_failure
 from sglang_sbs.router.lanes import Pace
 from sglang_sbs.router.relay.engine_verdicts import (
