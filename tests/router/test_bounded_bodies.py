@@ -26,8 +26,9 @@ from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.relay import relay
+from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.merged_answers import merge_answers
-from sglang_sbs.router.relay.pair import Pair, _DecodeLeg
+from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.legs import LegFields, leg_bodies
 from sglang_sbs.router.requests.plan import MOST_READ_BYTES, plan_request
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
@@ -570,7 +571,7 @@ def test_an_abort_is_found_in_an_answer_however_it_comes(size: int, cut: int) ->
     failures: list[LegFailure] = []
     request = SimpleNamespace(stream=False, decode="http://d:1")
     pair: Any = SimpleNamespace(request=request, leg_failed=failures.append)
-    leg = _DecodeLeg(pair)
+    leg = DecodeLeg(pair)
     leg.head_received(200, {})
     for at in range(0, len(answer), cut):
         leg.body_received(answer[at : at + cut])

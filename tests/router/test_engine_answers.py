@@ -12,7 +12,7 @@ import orjson
 import pytest
 from router_harness import cluster, until
 
-from sglang_sbs.router.engines import connection_pool, control_requests
+from sglang_sbs.router.engines import connection, connection_pool, control_requests
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import (
     MAX_MESSAGE_BYTES,
@@ -21,7 +21,7 @@ from sglang_sbs.router.processes.messages import (
     encode,
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
-from sglang_sbs.router.relay import pair
+from sglang_sbs.router.relay import leg_answers, pair
 from sglang_sbs.router.relay.merged_answers import NoAnswer, merge_answers
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.telemetry.logs import set_up_logging
@@ -105,7 +105,7 @@ async def test_an_odd_content_type_does_not_cost_the_answer_its_head(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_answer_without_end_is_cut_off(role: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pair, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(leg_answers, "MAX_ANSWER_BYTES", 1 << 20)
     async with cluster("--disable-retries") as c:
         engine = getattr(c, role)[0]
         head = b"HTTP/1.1 %d Odd\r\nContent-Length: 1000000000000\r\n\r\n"
@@ -230,7 +230,7 @@ async def test_polls_have_an_end(monkeypatch: Any) -> None:
         engine = c.prefill[0]
         engine.raw_answers["/v1/loads"] = HEAD % (200, b"") + b" " * (3 << 20)
         pool = connection_pool.Pool(asyncio.get_running_loop())
-        with pytest.raises(connection_pool.UpstreamError, match="over 1 MiB"):
+        with pytest.raises(connection.UpstreamError, match="over 1 MiB"):
             await connection_pool.fetch(pool, engine.url, "/v1/loads", b"", 20.0)
         assert pool.open_connections == 0
 

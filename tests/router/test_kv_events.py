@@ -15,7 +15,7 @@ from router_processes import site, start_group
 
 from sglang_sbs.router.options.config import PrefixWish
 from sglang_sbs.router.processes.summed_metrics import add_pages
-from sglang_sbs.router.signals import kv_rank_feed, kv_subscriber
+from sglang_sbs.router.signals import kv_rank_feed, kv_rank_sockets, kv_subscriber
 from sglang_sbs.router.signals.kv_messages import MAX_EVENT_BLOCKS
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
 from sglang_sbs.router.workers.registry import Registry
@@ -149,7 +149,7 @@ async def test_the_past_and_then_what_happens_of_every_rank() -> None:
 
 async def test_very_many_blocks_are_told_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop has other things to do between any two of them."""
-    monkeypatch.setattr(kv_subscriber, "_TURN_S", 0.0)
+    monkeypatch.setattr(kv_subscriber, "TURN_S", 0.0)
     async with system() as here:
         here.up()
         await until(lambda: here.subscriber.counts_of(URL, 0)["replays"] > 0)
@@ -169,10 +169,10 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What comes behind it waits, as it says what became of the same blocks later."""
-    monkeypatch.setattr(kv_subscriber, "_TURN_S", 0.0)
+    monkeypatch.setattr(kv_rank_sockets, "TURN_S", 0.0)
     turns = 0
     decoded_in: set[int] = set()
-    decode = kv_subscriber.decode_in_parts
+    decode = kv_rank_sockets.decode_in_parts
 
     def watched(payload: bytes) -> Any:
         parts = decode(payload)
@@ -184,7 +184,7 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
                 return over.value
             yield
 
-    monkeypatch.setattr(kv_subscriber, "decode_in_parts", watched)
+    monkeypatch.setattr(kv_rank_sockets, "decode_in_parts", watched)
     async with system() as here:
         first = here.publishers[0]
         first.publish(*map(stored, range(8000)))  # comes with the replay
@@ -236,7 +236,7 @@ async def test_without_a_replay_endpoint_too() -> None:
         here.up()
         await first.subscribed()
         await until(lambda: all(rank.connected for rank in here.subscriber._instances[URL].ranks))
-        await asyncio.sleep(2 * kv_subscriber._SUBSCRIBED_S)
+        await asyncio.sleep(2 * kv_rank_sockets._SUBSCRIBED_S)
         first.publish(stored(1, 2))
         await here.believes({1, 2})
         first.publish(removed(1), lose=True)
@@ -354,7 +354,7 @@ async def test_the_flag_has_the_last_word(wish: PrefixWish, expected: str) -> No
         if expected == "events":
             await here.believes({1})
         else:
-            await asyncio.sleep(2 * kv_subscriber._SUBSCRIBED_S)
+            await asyncio.sleep(2 * kv_rank_sockets._SUBSCRIBED_S)
             assert here.held(0) == set()
 
 
@@ -441,7 +441,7 @@ async def test_many_ranks_take_turns_with_their_replays(monkeypatch: pytest.Monk
 
 async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the engine's socket holds: what that drops is asked for again."""
-    monkeypatch.setattr(kv_subscriber, "_REPLAY_SILENCE_S", 0.3)
+    monkeypatch.setattr(kv_rank_sockets, "_REPLAY_SILENCE_S", 0.3)
     monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system() as here:
         first = here.publishers[0]
@@ -459,7 +459,7 @@ async def test_a_long_past_is_learned_to_its_end(monkeypatch: pytest.MonkeyPatch
 async def test_an_engine_that_answers_no_replay_is_followed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_subscriber, "_REPLAY_SILENCE_S", 0.1)
+    monkeypatch.setattr(kv_rank_sockets, "_REPLAY_SILENCE_S", 0.1)
     monkeypatch.setattr(kv_subscriber, "_TICK_S", 0.05)
     async with system(replay=False) as here:
         port = free_ports(RANKS)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sbs.router.engines import connection_pool
-from sglang_sbs.router.engines.connection_pool import Pool, UpstreamError, fetch, request_head
+from sglang_sbs.router.engines import connection, connection_pool
+from sglang_sbs.router.engines.connection import UpstreamError
+from sglang_sbs.router.engines.connection_pool import Pool, fetch, request_head
 from sglang_sbs.router.engines.response_framing import ChunkedDecoder
 
 
@@ -325,4 +326,4 @@ async def test_what_comes_at_once_is_taken_in_parts_between_which_others_get_tur
                 await receiver.over.wait()
             assert receiver.error is None
             assert receiver.body == body
-            assert max(receiver.sizes) <= connection_pool._TAKEN_BYTES
+            assert max(receiver.sizes) <= connection._TAKEN_BYTES

@@ -1,9 +1,10 @@
 """A lean HTTP/1.1 client for the two legs: callbacks instead of streams.
 
-Owns connections to engines: pooling, framing of responses, back pressure, cancellation. A received
-piece of body reaches the :class:`Receiver` in the same event loop callback that read it, with no
-task, future or buffer in between; that is what makes relaying a chunk cheap. Must not know SGLang,
-PD or JSON.
+Owns which connection carries a call: kept, made anew, or replaced once where it crossed with the
+engine's idle close. What passes over it is :mod:`.connection`'s. A received piece of body reaches
+the :class:`~.connection.Receiver` in the same event loop callback that read it, with no task,
+future or buffer in between; that is what makes relaying a chunk cheap. Must not know SGLang, PD or
+JSON.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
 
-from sglang_sbs.router.engines.control_requests import MAX_ANSWER_BYTES
-from sglang_sbs.router.engines.response_framing import (
-    MAX_HEAD_BYTES,
-    ChunkedDecoder,
-    MalformedResponse,
-    parse_head,
+from sglang_sbs.router.engines.connection import (
+    Connection,
+    FailureKind,
+    Receiver,
+    UpstreamError,
 )
+from sglang_sbs.router.engines.control_requests import MAX_ANSWER_BYTES
+from sglang_sbs.router.engines.response_framing import MalformedResponse
 from sglang_sbs.router.engines.urls import bracketed, split_worker_url
 
 logger = logging.getLogger(__name__)
@@ -38,39 +39,12 @@ engine's idle close: the request was not read and is sent once more. Later than 
 have been at work on it, and only a new attempt (new rid, new room) is safe."""
 _DNS_TTL_S = 10.0
 
-FailureKind = Literal["refused", "connect", "reset", "protocol", "local"]
-
-_SLICE_BYTES = 256 << 10
-"""Of a large request so much is written before others get their turn."""
-_TAKEN_BYTES = 16 << 10
-"""Of what an engine sent so much is looked at before others get theirs."""
-
 _OUR_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS})
 
 
 def is_our_own(error: BaseException) -> bool:
     """This machine has no descriptors or ports left: no connection anywhere would work."""
     return isinstance(error, OSError) and error.errno in _OUR_OWN_ERRORS
-
-
-class UpstreamError(Exception):
-    """The exchange broke off.
-
-    ``refused``: nothing listens there. ``local``: this machine is out of descriptors or ports.
-    """
-
-    def __init__(self, kind: FailureKind, detail: str) -> None:
-        super().__init__(detail)
-        self.kind: FailureKind = kind
-
-
-class Receiver(Protocol):
-    """Where a response goes. After ``message_complete`` or ``failed`` nothing more comes."""
-
-    def head_received(self, status: int, headers: Mapping[str, str]) -> None: ...
-    def body_received(self, data: bytes) -> None: ...
-    def message_complete(self) -> None: ...
-    def failed(self, error: UpstreamError) -> None: ...
 
 
 class Call:
@@ -96,7 +70,7 @@ class Call:
         self.origin = origin
         self.payload = payload
         self.receiver: Receiver | None = receiver
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._replayable = True
         self._sent_s = 0.0
@@ -160,7 +134,7 @@ class Call:
         else:
             self._send(connection)
 
-    def _send(self, connection: _Connection) -> None:
+    def _send(self, connection: Connection) -> None:
         self._connection = connection
         self.sent = True
         self._sent_s = time.monotonic()
@@ -213,8 +187,8 @@ class Pool:
         self.loop = loop
         self.connect_timeout_s = connect_timeout_s
         self._ssl = ssl_context
-        self._idle: dict[str, deque[_Connection]] = {}
-        self._all: set[_Connection] = set()
+        self._idle: dict[str, deque[Connection]] = {}
+        self._all: set[Connection] = set()
         self._addresses: dict[str, tuple[float, list[str]]] = {}
 
     def call(self, origin: str, payload: Sequence[bytes], receiver: Receiver) -> Call:
@@ -232,7 +206,7 @@ class Pool:
     def open_connections(self) -> int:
         return len(self._all)
 
-    def take_idle(self, origin: str) -> _Connection | None:
+    def take_idle(self, origin: str) -> Connection | None:
         idle = self._idle.get(origin)
         oldest = time.monotonic() - IDLE_LIMIT_S
         while idle:
@@ -242,20 +216,20 @@ class Pool:
             connection.close()
         return None
 
-    def keep(self, connection: _Connection) -> None:
+    def keep(self, connection: Connection) -> None:
         connection.idle_since = time.monotonic()
         idle = self._idle.setdefault(connection.origin, deque())
         idle.append(connection)
         while idle[0].idle_since < connection.idle_since - IDLE_LIMIT_S:
             idle.popleft().close()
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: Connection) -> None:
         self._all.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle and connection in idle:
             idle.remove(connection)
 
-    async def connect(self, origin: str) -> _Connection:
+    async def connect(self, origin: str) -> Connection:
         """To the first address of the host that takes it. Raises: OSError (also TimeoutError)."""
         scheme, host, port = split_worker_url(origin)
         tls = scheme == "https"
@@ -264,7 +238,7 @@ class Pool:
             for left in range(len(addresses) - 1, -1, -1):
                 try:
                     _, connection = await self.loop.create_connection(
-                        lambda: _Connection(self, origin),
+                        lambda: Connection(self, origin),
                         addresses[0],
                         port,
                         ssl=self._tls_context() if tls else None,
@@ -293,222 +267,6 @@ class Pool:
         addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
         self._addresses[host] = (now + _DNS_TTL_S, addresses)
         return addresses
-
-
-class _Connection(asyncio.Protocol):
-    """One TCP connection carrying one exchange at a time (no pipelining)."""
-
-    __slots__ = (
-        "_body_left",
-        "_buffer",
-        "_chunked",
-        "_in_body",
-        "_keep_alive",
-        "_paused",
-        "_pool",
-        "_silent",
-        "_unread",
-        "_unsent",
-        "_until_eof",
-        "_writable",
-        "call",
-        "idle_since",
-        "origin",
-        "transport",
-    )
-
-    transport: asyncio.Transport
-
-    def __init__(self, pool: Pool, origin: str) -> None:
-        self._pool = pool
-        self.origin = origin
-        self.call: Call | None = None
-        self.idle_since = 0.0
-        self._paused = False
-        self._writable = True
-        self._unsent: Iterator[bytes] | None = None
-        """What is left of a large request."""
-        self._unread = b""
-        """What came and waits for its turn; nothing is read meanwhile."""
-        self._reset()
-
-    def _reset(self) -> None:
-        self._buffer = b""
-        self._in_body = False
-        self._chunked: ChunkedDecoder | None = None
-        self._body_left = 0
-        self._until_eof = False
-        self._keep_alive = True
-        self._silent = True  # not a byte of an answer so far
-
-    def send(self, payload: Sequence[bytes]) -> None:
-        """Write a request: now, or the later parts of a large one as the engine takes it."""
-        if sum(map(len, payload)) <= _SLICE_BYTES:
-            self.transport.writelines(payload)
-            return
-        self._unsent = (
-            piece[at : at + _SLICE_BYTES]
-            for piece in payload
-            for at in range(0, len(piece), _SLICE_BYTES)
-        )
-        self._send_more()
-
-    def _send_more(self) -> None:
-        if self._unsent is None or not self._writable or self.transport.is_closing():
-            return
-        piece = next(self._unsent, None)
-        if piece is None:
-            self._unsent = None
-            return
-        self.transport.write(piece)
-        if self._writable:  # else when the engine has taken that
-            self._pool.loop.call_soon(self._send_more)
-
-    def pause_writing(self) -> None:
-        self._writable = False
-
-    def resume_writing(self) -> None:
-        self._writable = True
-        self._send_more()
-
-    def set_paused(self, paused: bool) -> None:
-        if paused == self._paused or self.transport.is_closing():
-            return
-        self._paused = paused
-        if self._unread:  # nothing is read until that is through
-            if not paused:
-                self._pool.loop.call_soon(self._go_on)
-        elif paused:
-            self.transport.pause_reading()
-        else:
-            self.transport.resume_reading()
-
-    def close(self) -> None:
-        self.call = None
-        self._unsent = None
-        self._unread = b""
-        self._pool.forget(self)
-        self.transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "writelines")
-        self.transport = transport  # type: ignore[assignment]
-
-    def data_received(self, data: bytes) -> None:
-        if self._unread:
-            self._unread += data
-            return
-        if len(data) > _TAKEN_BYTES:
-            # A quarter of a megabyte may come at once: a thousand events, each some work.
-            self._unread = data[_TAKEN_BYTES:]
-            data = data[:_TAKEN_BYTES]
-            self.transport.pause_reading()
-            self._pool.loop.call_soon(self._go_on)
-        self._take(data)
-
-    def _go_on(self) -> None:
-        """Take the next part of what came."""
-        if not self._unread or self._paused:
-            return
-        data = self._unread[:_TAKEN_BYTES]
-        self._unread = self._unread[_TAKEN_BYTES:]
-        if self._unread:
-            self._pool.loop.call_soon(self._go_on)
-        elif not self.transport.is_closing():
-            self.transport.resume_reading()
-        self._take(data)
-
-    def _take(self, data: bytes) -> None:
-        call = self.call
-        if call is None or call.receiver is None:
-            self.close()
-            return
-        self._silent = False
-        try:
-            if not self._in_body:
-                data = self._head(data, call)
-                if not self._in_body:
-                    return
-            self._body(data, call)
-        except MalformedResponse as error:
-            self._give_up(call, f"malformed response: {error}")
-        except Exception as error:
-            logger.exception("an answer of %s could not be used", self.origin)
-            self._give_up(call, f"unusable response: {error}")
-
-    def _give_up(self, call: Call, detail: str) -> None:
-        self.close()
-        call.lost(UpstreamError("protocol", detail), silent=False)
-
-    def _body(self, data: bytes, call: Call) -> None:
-        chunked = self._chunked
-        if chunked is not None:
-            payload = chunked.feed(data)
-            done, surplus = chunked.done, chunked.surplus
-        elif self._until_eof:
-            payload, done, surplus = data, False, False
-        else:
-            payload = data[: self._body_left]
-            surplus = len(data) > self._body_left
-            self._body_left -= len(payload)
-            done = self._body_left == 0
-        if payload and call.receiver is not None:
-            call.receiver.body_received(payload)
-        if done and self.call is call:
-            reusable = self._keep_alive and not surplus and not self._unread
-            self._complete(call, reusable=reusable)
-
-    def _complete(self, call: Call, *, reusable: bool) -> None:
-        self.call = None
-        self._reset()
-        # An answer that came before the whole request was written leaves the rest in the way.
-        if reusable and self._unsent is None and self.transport.get_write_buffer_size() == 0:
-            self.set_paused(False)  # a slow client may have paused the exchange that ended
-            self._pool.keep(self)
-        else:
-            self.close()
-        call.completed()
-
-    def _head(self, data: bytes, call: Call) -> bytes:
-        """Consume the response head; returns the body bytes behind it."""
-        data = self._buffer + data
-        while True:
-            end = data.find(b"\r\n\r\n")
-            if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
-                raise MalformedResponse("response head over 64 KiB")
-            if end < 0:
-                self._buffer = data
-                return b""
-            head = parse_head(data[:end])
-            data = data[end + 4 :]
-            if not head.interim:
-                break
-        self._buffer = b""
-        self._in_body = True
-        self._keep_alive = head.keep_alive
-        if head.chunked:
-            self._chunked = ChunkedDecoder()
-        elif head.content_length is not None:
-            self._body_left = head.content_length
-        else:
-            self._until_eof = True
-        if call.receiver is not None:
-            call.receiver.head_received(head.status, head.headers)
-        return data
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._unread and self.call is not None:
-            data, self._unread = self._unread, b""
-            self._take(data)
-        self._pool.forget(self)
-        call, self.call = self.call, None
-        if call is None:
-            return
-        if self._until_eof and exc is None:
-            call.completed()
-            return
-        detail = f"connection lost ({exc})" if exc else "connection closed before the end"
-        call.lost(UpstreamError("reset", detail), silent=self._silent)
 
 
 async def fetch(

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from sglang_sbs.router.engines.connection_pool import Pool, UpstreamError, request_head
+from sglang_sbs.router.engines.connection import UpstreamError
+from sglang_sbs.router.engines.connection_pool import Pool, request_head
 
 AT_ONCE = 16
 """Aborts under way to one engine; the others wait for their turn."""

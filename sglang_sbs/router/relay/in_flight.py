@@ -17,7 +17,8 @@ from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
 from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths
 from sglang_sbs.router.relay.aborts import Aborts
-from sglang_sbs.router.relay.pair import Pair, PrefillReply
+from sglang_sbs.router.relay.leg_answers import PrefillReply
+from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
 from sglang_sbs.router.workers.worker import Worker

@@ -1,7 +1,8 @@
 """One attempt at a request: its prefill leg and its decode leg, as one thing that works or fails.
 
-Owns both exchanges, the verdict on each, and the abort of both. Must not know clients, retries or
-the scheduler: it reports through :class:`PairObserver` and is awaited.
+Owns both exchanges, the verdict on the pair, and the abort of both. What one leg's answer means is
+:mod:`.leg_answers`'. Must not know clients, retries or the scheduler: it reports through
+:class:`PairObserver` and is awaited.
 
 Decode's body goes to ``sink`` in the callback that received it. Prefill is watched on the side:
 its failure fails the pair only until decode has produced its first byte, for from then on decode
@@ -12,51 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import orjson
-
-from sglang_sbs.router.engines.connection_pool import Call, Pool, UpstreamError, request_head
-from sglang_sbs.router.engines.response_framing import MalformedResponse
-from sglang_sbs.router.errors import (
-    MAX_ERROR_BYTES,
-    MAX_MESSAGE_CHARS,
-    Leg,
-    LegFailure,
-    leg_aborted,
-    leg_status_failure,
-    own_failure,
-    transport_failure,
-)
+from sglang_sbs.router.engines.connection import Receiver
+from sglang_sbs.router.engines.connection_pool import Call, Pool, request_head
+from sglang_sbs.router.errors import LegFailure, transport_failure
 from sglang_sbs.router.lanes import Pace
-from sglang_sbs.router.limits import MAX_COUNT, clamped_count
-from sglang_sbs.router.relay.engine_json import SHORT_BYTES, Parts, opened_in_parts
-from sglang_sbs.router.requests.raw_json import JsonError
+from sglang_sbs.router.relay.engine_verdicts import (
+    ABORT_MARK,
+    SSE_ERROR,
+    completion_tokens_of,
+    sse_failure,
+)
+from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
 
 logger = logging.getLogger(__name__)
 
-_SSE_ERROR = b'data: {"error"'
-_MOST_DIGITS = 18
-_END_BYTES = 1024
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
-_ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
-_ABORT_MARK_BYTES = 23
-_SMALL_BYTES = 1 << 20
-"""Answers up to this size are parsed and copied without a thought."""
 _SETTLE_S = 10.0
 """How long a prefill reply may still take once decode is through."""
 _EVENT_STREAM = "text/event-stream"
 _SSE_STARTS = (b"data:", b"event:", b"id:", b"retry:", b":")
-_CONTENT_TYPE = re.compile(r"[!-~][ -~]{0,255}")
-"""What may be passed on: anything else could end the head of the client's answer."""
-MAX_ANSWER_BYTES = 256 << 20
-"""Of an answer that is not streamed; most of a large one are logprobs."""
-MAX_LOGPROBS_BYTES = 32 << 20
-"""Of a prefill leg's answer whose logprobs go into decode's: half a million tokens."""
 _HELD_BYTES = 1 << 20
 """Of decode's stream, while prefill has not answered."""
 _END_MARK = b"[DONE]"
@@ -64,20 +43,6 @@ _TAIL_BYTES = 4096
 """Of a stream, kept to see how it ended."""
 _ABORT_AGAIN_S = 1.0
 """An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
-
-Body = bytes | bytearray
-"""Of an answer; never changed once it is whole, for a copy of a large one would take time."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillReply:
-    """What the prefill leg answered."""
-
-    body: dict[str, Any]
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    size_bytes: int = 0
-    """Of ``body``."""
 
 
 class PairObserver(Protocol):
@@ -162,12 +127,12 @@ class Pair:
         self._started_s = time.monotonic()
         # Prefill first: it is the one that queues. Both writes leave in this very callback.
         self.prefill_call = self._send(
-            request.prefill_origin, request.prefill_body, _PrefillLeg(self)
+            request.prefill_origin, request.prefill_body, PrefillLeg(self)
         )
-        self.decode_call = self._send(request.decode_origin, request.decode_body, _DecodeLeg(self))
+        self.decode_call = self._send(request.decode_origin, request.decode_body, DecodeLeg(self))
         request.prefill_body = request.decode_body = ()
 
-    def _send(self, origin: str, body: Sequence[bytes], leg: _Leg) -> Call:
+    def _send(self, origin: str, body: Sequence[bytes], leg: Receiver) -> Call:
         size = sum(map(len, body))
         head = request_head("POST", origin, self.request.path, self.request.headers, size)
         return self._pool.call(origin, (head, *body), leg)
@@ -231,18 +196,14 @@ class Pair:
     @property
     def engine_failed(self) -> bool:
         """The stream that reached the client ends in an abort or error of the engine."""
-        tail = self._tail
-        return _SSE_ERROR in tail or _ABORT_MARK.search(tail) is not None
+        return SSE_ERROR in self._tail or ABORT_MARK.search(self._tail) is not None
 
     @property
     def completion_tokens(self) -> int | None:
         """As the answer says, else counted by stream events; ``None`` if neither helps."""
         data = self._tail or self.body
-        found = _COMPLETION_TOKENS.match(data, max(0, data.rfind(b'"completion_tokens"')))
-        if found:
-            digits = found[1]
-            return MAX_COUNT if len(digits) > _MOST_DIGITS else clamped_count(int(digits))
-        return self.chunks or None
+        said = completion_tokens_of(data)
+        return (self.chunks or None) if said is None else said
 
     # Verdicts (from the legs) -----------------------------------------------------------------
 
@@ -322,7 +283,7 @@ class Pair:
         """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
         if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
             return self._decode_broke("what it streams are no events")
-        if not (data.startswith(_SSE_ERROR) or _ABORT_MARK.search(data)):
+        if not (data.startswith(SSE_ERROR) or ABORT_MARK.search(data)):
             return None
         return sse_failure(self.request.decode, data)
 
@@ -360,253 +321,3 @@ class Pair:
     def _give_up_prefill(self) -> None:
         if not self._prefill_over:
             self.abort()
-
-
-class _Leg:
-    """Collects a response; subclasses decide what it means."""
-
-    __slots__ = ("_size", "body", "pair", "status")
-
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
-        self.status = 0
-        self._size = 0
-        self.body = bytearray()
-
-    @property
-    def name(self) -> Leg:
-        raise NotImplementedError
-
-    @property
-    def worker(self) -> str:
-        raise NotImplementedError
-
-    def head_received(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status = status
-
-    def most_bytes(self) -> int:
-        """Of an answer; a longer one is none."""
-        return MAX_ANSWER_BYTES
-
-    def body_received(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._size > self.most_bytes():
-            raise MalformedResponse(f"its answer is over {self.most_bytes() >> 20} MiB")
-        if self.status == 200 or len(self.body) <= MAX_ERROR_BYTES:
-            self.body += data
-
-    def message_complete(self) -> None:
-        raise NotImplementedError
-
-    def failed(self, error: UpstreamError) -> None:
-        if error.kind == "local":
-            self.pair.leg_failed(own_failure(self.name, self.worker, str(error)))
-            return
-        self.pair.leg_failed(
-            transport_failure(
-                self.name,
-                self.worker,
-                str(error),
-                unreachable=error.kind == "refused",
-                broke_off=error.kind == "reset",
-            )
-        )
-
-    def _status_failed(self) -> None:
-        self.pair.leg_failed(
-            leg_status_failure(self.name, self.worker, self.status, bytes(self.body))
-        )
-
-
-class _PrefillLeg(_Leg):
-    __slots__ = ()
-
-    @property
-    def name(self) -> Leg:
-        return "prefill"
-
-    @property
-    def worker(self) -> str:
-        return self.pair.request.prefill
-
-    def most_bytes(self) -> int:
-        return MAX_LOGPROBS_BYTES if self._is_needed else MAX_ANSWER_BYTES
-
-    @property
-    def _is_needed(self) -> bool:
-        return self.pair.request.needs_prefill_reply
-
-    def body_received(self, data: bytes) -> None:
-        before = self._size
-        super().body_received(data)
-        if self.status != 200:
-            return
-        if before <= SHORT_BYTES < self._size:
-            self.pair.prefill_came()
-        if self._size > _SMALL_BYTES and not self._is_needed:
-            self.body.clear()  # that it came is all that counts
-
-    def message_complete(self) -> None:
-        if self.status != 200:
-            self._status_failed()
-        elif self._size > _SMALL_BYTES and not self._is_needed:
-            self.pair.prefill_finished(PrefillReply({}, None, None))
-        elif len(self.body) <= SHORT_BYTES:
-            self._open(opened_in_parts(self.body))
-        else:
-            self._open_soon(opened_in_parts(self.body))
-
-    def _open_soon(self, parts: Parts) -> None:
-        wait_s = self.pair.pace.wait_s(len(self.body))
-        asyncio.get_running_loop().call_later(wait_s, self._open, parts)
-
-    def _open(self, parts: Parts) -> None:
-        """Go on with it; between two parts others get their turn."""
-        try:
-            try:
-                next(parts)
-            except StopIteration as over:
-                self._opened(over.value)
-            else:
-                self._open_soon(parts)
-        except JsonError:
-            self._unusable("the reply is not a JSON object")
-        except Exception as error:
-            logger.exception("an answer of %s could not be used", self.worker)
-            self._unusable(f"unusable response: {error}")
-
-    def _unusable(self, why: str) -> None:
-        self.pair.leg_failed(transport_failure("prefill", self.worker, why, unreachable=False))
-
-    def _opened(self, body: dict[str, Any]) -> None:
-        abort = abort_of(body)
-        if abort is not None:
-            self.pair.leg_failed(leg_aborted("prefill", self.worker, *abort))
-            return
-        counts = token_counts(body, self.pair.request.asks_cached)
-        self.pair.prefill_finished(PrefillReply(body, *counts, len(self.body)))
-
-
-class _DecodeLeg(_Leg):
-    __slots__ = ("_aborted",)
-
-    def __init__(self, pair: Pair) -> None:
-        super().__init__(pair)
-        self._aborted = False
-
-    @property
-    def name(self) -> Leg:
-        return "decode"
-
-    @property
-    def worker(self) -> str:
-        return self.pair.request.decode
-
-    def head_received(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status = self.pair.status = status
-        content_type = headers.get("content-type") or "application/json"
-        if _CONTENT_TYPE.fullmatch(content_type) is None:
-            raise MalformedResponse(f"its content-type is none: {content_type[:40]!r}")
-        self.pair.content_type = content_type
-
-    def body_received(self, data: bytes) -> None:
-        if self.status == 200 and self.pair.request.stream:
-            self.pair.decode_data(data)
-            return
-        new = max(0, len(self.body) - _ABORT_MARK_BYTES)
-        super().body_received(data)
-        # As it comes: at its end a search through all of a large answer would take long.
-        self._aborted = self._aborted or _ABORT_MARK.search(self.body, new) is not None
-
-    def message_complete(self) -> None:
-        if self.status != 200:
-            self._status_failed()
-            return
-        if not self.pair.request.stream and self._aborted:
-            abort = _read_abort(self.body)
-            if abort is not None:
-                self.pair.leg_failed(leg_aborted("decode", self.worker, *abort))
-                return
-        if not self.pair.request.stream and not _looks_like_json(self.body):
-            self.failed(UpstreamError("protocol", "the reply is not a JSON object"))
-            return
-        small = len(self.body) <= _SMALL_BYTES
-        self.pair.decode_finished(bytes(self.body) if small else self.body)
-
-
-def _read_abort(body: bytearray) -> tuple[int, str] | None:
-    """See :func:`abort_of`, of an answer that has the mark of one."""
-    if len(body) > _SMALL_BYTES:
-        return 500, ""
-    try:
-        return abort_of(orjson.loads(body))
-    except orjson.JSONDecodeError:
-        return None
-
-
-def _looks_like_json(body: bytearray) -> bool:
-    """Whether it begins and ends as an object does: all that can be told without parsing it."""
-    return body[:1] == b"{" and body[-_END_BYTES:].rstrip()[-1:] == b"}"
-
-
-# SGLang's JSON --------------------------------------------------------------------------------
-
-
-def abort_of(body: Any) -> tuple[int, str] | None:
-    """Status and message if a response body says that the engine aborted the request."""
-    if not isinstance(body, dict):
-        return None
-    meta = body.get("meta_info")
-    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-    if isinstance(reason, dict) and reason.get("type") == "abort":
-        status = reason.get("status_code")
-        if not isinstance(status, int) or not 400 <= status < 600:
-            status = 500
-        return status, str(reason.get("message") or "")
-    choices = body.get("choices")
-    if isinstance(choices, list):
-        for choice in choices:
-            if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
-                return 500, ""
-    return None
-
-
-def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
-    """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's ``sglext``.
-
-    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``.
-    """
-    meta, usage = body.get("meta_info"), body.get("usage")
-    if isinstance(meta, dict):
-        prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")
-    elif isinstance(usage, dict):
-        prompt = usage.get("prompt_tokens")
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        if asks_cached:
-            extra = body.get("sglext")
-            tiers = (extra if isinstance(extra, dict) else {}).get("cached_tokens_details") or {}
-            cached = sum(tokens for tokens in tiers.values() if isinstance(tokens, int))
-    else:
-        return None, None
-    return (
-        clamped_count(prompt) if isinstance(prompt, int) else None,
-        clamped_count(cached) if isinstance(cached, int) else None,
-    )
-
-
-def sse_failure(worker: str, data: bytes) -> LegFailure | None:
-    """The failure an SSE event of decode reports, if it does."""
-    try:
-        event = orjson.loads(data.split(b"\n\n", 1)[0].removeprefix(b"data:"))
-    except orjson.JSONDecodeError:
-        event = None
-    if isinstance(event, dict) and isinstance(event.get("error"), dict):
-        error = event["error"]
-        code = error.get("code")
-        status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        failure = leg_status_failure("decode", worker, status, b"")
-        failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
-        return failure
-    abort = abort_of(event)
-    return leg_aborted("decode", worker, *abort) if abort is not None else None

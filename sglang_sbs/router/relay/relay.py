@@ -31,6 +31,7 @@ from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
 from sglang_sbs.router.relay.in_flight import InFlight
+from sglang_sbs.router.relay.leg_answers import Body
 from sglang_sbs.router.relay.merged_answers import (
     NoAnswer,
     StreamMerger,
@@ -41,7 +42,7 @@ from sglang_sbs.router.relay.merged_answers import (
     restore_rid,
     sse,
 )
-from sglang_sbs.router.relay.pair import Body, Pair, PairRequest
+from sglang_sbs.router.relay.pair import Pair, PairRequest
 from sglang_sbs.router.requests.headers import Asked, session_header
 from sglang_sbs.router.requests.legs import LegFields, leg_bodies
 from sglang_sbs.router.requests.plan import Plan, RouteKind, Unit, plan_request

@@ -1,10 +1,10 @@
-"""Subscribes to the KV events of engines: sockets, connections, replays.
+"""Follows the KV events of engines, from the time the scheduler is told of one until it is gone.
 
-Owns one subscription per DP rank of every instance the scheduler was told of that publishes KV
-events, and says which of them cannot be heard. Must not know what the events are good for, nor
-their order: that is :mod:`.kv_rank_feed`. SGLang publishes without authentication: only the host
-that the worker's own URL names is connected to, and for ranks on other nodes what
-:mod:`.kv_addresses` believes. Whatever arrives is bounded and counted.
+Decides which instances are listened to, which ranks may replay now, when the scheduler hears what
+came, and which ranks cannot be heard. The sockets of a rank are :mod:`.kv_rank_sockets`', the order
+of its events :mod:`.kv_rank_feed`'s. SGLang publishes without authentication: only the host that
+the worker's own URL names is connected to, and for ranks on other nodes what
+:mod:`~sglang_sbs.router.workers.kv_addresses` believes.
 """
 
 from __future__ import annotations
@@ -13,38 +13,20 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
-from typing import Any
 
 import zmq
 from prometheus_client.core import Metric
-from zmq.utils.monitor import parse_monitor_message
 
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.metric_families import gauge, total
-from sglang_sbs.router.signals.kv_messages import (
-    MAX_MESSAGE_BYTES,
-    KvBatch,
-    decode_in_parts,
-    live_frames,
-    replay_frames,
-    replay_request,
-)
-from sglang_sbs.router.signals.kv_rank_feed import Message, RankFeed
-from sglang_sbs.router.workers.kv_addresses import KvEndpoints, default_endpoints
+from sglang_sbs.router.signals.kv_rank_sockets import TURN_S, BlockEvent, RankSockets
+from sglang_sbs.router.workers.kv_addresses import default_endpoints
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import KvEventsBlock, node_of_rank
 from sglang_sbs.router.workers.worker import Worker
-from sglang_sbs.scheduling.events import (
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    Event,
-    InstanceId,
-)
-from sglang_sbs.wire import MalformedMessage
+from sglang_sbs.scheduling.events import BlocksCleared, Event, InstanceId
 
 logger = logging.getLogger(__name__)
 
@@ -53,25 +35,11 @@ PATIENCE_S = 10.0
 KEEP_S = 60.0
 """An instance that is not used is listened to for so long."""
 _TICK_S = 0.5
-_SUBSCRIBED_S = 0.2
-"""From a connection to the first replay: by then the publisher knows of the subscription."""
-_REPLAY_SILENCE_S = 3.0
-"""Between two messages of a replay, and before the first."""
 _MAX_REPLAYS = 8
 """At once, of all ranks: one can be hundreds of megabytes."""
-_TURN_S = 0.002
-"""Time for messages of one socket, or for what they say, before other callbacks of the event loop
-get a turn."""
-_AT_ONCE_BYTES = 64 << 10
-"""A larger message is decoded in parts."""
 _MOST_UNTOLD = 64
 """Events for the scheduler that wait for their turn."""
-_LIVE_HWM = 2_000
-_REPLAY_HWM = 1_000
 _MAX_SOCKETS = 32_768
-_CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-
-BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class KvEventSubscriber:
@@ -80,13 +48,13 @@ class KvEventSubscriber:
     def __init__(self, registry: Registry, submit: Callable[[Event], None]) -> None:
         self._registry = registry
         self._submit = submit
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._instances: dict[InstanceId, _Subscription] = {}
         self._counts: dict[tuple[InstanceId, int], Counter[str]] = {}
         self._named_elsewhere: set[InstanceId] = set()
-        self._replaying: set[_RankSockets] = set()
-        self._waiting: deque[_RankSockets] = deque()
+        self._replaying: set[RankSockets] = set()
+        self._waiting: deque[RankSockets] = deque()
         self._untold: deque[BlockEvent] = deque()
         self._telling = False
         self._ticker = asyncio.create_task(self._tick())
@@ -136,7 +104,7 @@ class KvEventSubscriber:
         for instance in list(self._instances):
             self._forget(instance)
         await asyncio.gather(self._ticker, return_exceptions=True)
-        self._context.term()
+        self.context.term()
 
     def _say_if_elsewhere(self, worker: Worker, source: KvEventsBlock) -> None:
         host = split_worker_url(worker.url)[1]
@@ -177,7 +145,7 @@ class KvEventSubscriber:
     def _tell(self) -> None:
         """As many as there is time for, the others in the next turns of the event loop."""
         self._telling = False
-        until_s = time.monotonic() + _TURN_S
+        until_s = time.monotonic() + TURN_S
         try:
             while self._untold:
                 self._submit(self._untold.popleft())
@@ -191,21 +159,7 @@ class KvEventSubscriber:
         """The scheduler has much to be told of what came: no more is to be read."""
         return len(self._untold) >= _MOST_UNTOLD
 
-    def socket(self, kind: int, hwm: int) -> zmq.Socket[bytes]:
-        """Not connected yet."""
-        sock = self._context.socket(kind)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.IPV6, 1)
-        sock.setsockopt(zmq.RCVHWM, hwm)
-        sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        sock.setsockopt(zmq.RECONNECT_IVL, 100)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
-        # A host that vanished closes no connection.
-        sock.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
-        return sock
-
-    def may_replay(self, rank: _RankSockets) -> bool:
+    def may_replay(self, rank: RankSockets) -> bool:
         """Whether it may send its request now; else it is called back."""
         if rank in self._replaying:
             return True
@@ -216,7 +170,7 @@ class KvEventSubscriber:
             self._waiting.append(rank)
         return False
 
-    def replay_over(self, rank: _RankSockets) -> None:
+    def replay_over(self, rank: RankSockets) -> None:
         """Let the next one begin."""
         self._replaying.discard(rank)
         with suppress(ValueError):
@@ -288,12 +242,12 @@ class _Subscription:
         self._heard_s = time.monotonic()
         self.ranks = [self._open(dp_rank) for dp_rank in range(dp_size)]
 
-    def _open(self, dp_rank: int) -> _RankSockets:
+    def _open(self, dp_rank: int) -> RankSockets:
         worker = self._worker
         endpoints = worker.kv_endpoints.get(dp_rank)
         if endpoints is None:
             endpoints = default_endpoints(worker.url, self.source, dp_rank)
-        return _RankSockets(self._owner, worker.url, endpoints, self.source.topic, dp_rank)
+        return RankSockets(self._owner, worker.url, endpoints, self.source.topic, dp_rank)
 
     def follow(self) -> None:
         """Connect to ranks on other nodes where they say they are. A connection that was made so is
@@ -358,236 +312,3 @@ class _Subscription:
             "can those ports be reached from here, and does the endpoint in --kv-events-config "
             "have a wildcard host?"
         )
-
-
-class _RankSockets:
-    """The connection to one rank's publisher, and one to its replay endpoint while needed."""
-
-    def __init__(
-        self,
-        owner: KvEventSubscriber,
-        instance: InstanceId,
-        endpoints: KvEndpoints,
-        topic: str,
-        dp_rank: int,
-    ) -> None:
-        self.endpoints = endpoints
-        self.connected = False
-        self._owner = owner
-        self._topic = topic.encode()
-        self._loop = asyncio.get_running_loop()
-        self._delay: asyncio.TimerHandle | None = None
-        self._going_on: set[Callable[..., None]] = set()
-        self._reading: Generator[None, None, KvBatch] | None = None
-        """A large message being decoded; no other is taken meanwhile."""
-        self._replay_seq = 0
-        self._replay_heard_s = 0.0
-        self.feed = RankFeed(
-            instance,
-            dp_rank,
-            partial(owner.submit, instance),
-            self._ask if endpoints.replay else None,
-            owner.counts_of(instance, dp_rank),
-        )
-        self._foreign_before = self.feed.counts["foreign"]
-        self._replay: zmq.Socket[bytes] | None = None
-        self._live: zmq.Socket[bytes] | None = owner.socket(zmq.SUB, _LIVE_HWM)
-        self._live.setsockopt(zmq.SUBSCRIBE, self._topic)
-        self._monitor: zmq.Socket[bytes] | None = self._live.get_monitor_socket(_CONNECTION_EVENTS)
-        self._watch(self._monitor, self._drain_monitor)
-        self._watch(self._live, self._drain_live)
-        self._live.connect(self.endpoint)
-
-    @property
-    def endpoint(self) -> str:
-        return self.endpoints.live
-
-    @property
-    def foreign(self) -> bool:
-        """Another rank publishes there."""
-        return self.feed.counts["foreign"] > self._foreign_before
-
-    def close(self) -> None:
-        if self._delay is not None:
-            self._delay.cancel()
-        self._close_replay()
-        self._owner.replay_over(self)
-        live, self._live = self._live, None
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None and live is not None:
-            self._loop.remove_reader(int(monitor.getsockopt(zmq.FD)))
-            self._loop.remove_reader(int(live.getsockopt(zmq.FD)))
-            live.disable_monitor()
-            monitor.close(0)
-            live.close(0)
-        self.feed.disconnected()
-
-    def tick(self, now_s: float) -> None:
-        """Notice a replay that stopped."""
-        if self._replay is not None and now_s - self._replay_heard_s >= _REPLAY_SILENCE_S:
-            self._close_replay()
-            self.feed.replay_failed()
-            self._after_replay()
-
-    def _watch(self, sock: zmq.Socket[bytes], drain: Callable[[], None]) -> None:
-        self._loop.add_reader(int(sock.getsockopt(zmq.FD)), drain)
-        # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
-        self._loop.call_soon(drain)
-
-    # Publisher --------------------------------------------------------------------------------
-
-    def _drain_monitor(self) -> None:
-        monitor = self._monitor
-        while monitor is not None and monitor is self._monitor:
-            try:
-                frames = monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            event = parse_monitor_message(frames)["event"]
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self._gone()
-                self.connected = True
-                self._delay = self._loop.call_later(_SUBSCRIBED_S, self._subscribed)
-            elif event == zmq.Event.DISCONNECTED:
-                self._gone()
-
-    def _gone(self) -> None:
-        if self._delay is not None:
-            self._delay.cancel()
-            self._delay = None
-        self.connected = False
-        self._reading = None
-        self._close_replay()
-        self._owner.replay_over(self)
-        self.feed.disconnected()
-
-    def _subscribed(self) -> None:
-        self._delay = None
-        self.feed.connected()
-
-    def _drain_live(self) -> None:
-        until_s = time.monotonic() + _TURN_S
-        while self._live is not None:
-            if self._owner.behind or self._reading is not None:
-                self._soon(self._drain_live)
-                return
-            try:
-                frames = self._live.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            # The publisher of this message may be another one than that of the message before.
-            self._drain_monitor()
-            try:
-                seq, payload = live_frames(frames, self._topic)
-            except MalformedMessage as error:
-                self._malformed(error)
-                continue
-            if self._delay is None:
-                self._read(self._live, seq, payload)
-            if time.monotonic() >= until_s:
-                self._soon(self._drain_live)
-                return
-
-    def _read(self, sock: zmq.Socket[bytes], seq: int, payload: bytes) -> None:
-        """Take what came on one of the two sockets: a large message in parts."""
-        if len(payload) <= _AT_ONCE_BYTES:
-            self._told(sock, seq, payload)
-            return
-        self._reading = decode_in_parts(payload)
-        self._read_on(self._reading, sock, seq)
-
-    def _read_on(
-        self, parts: Generator[None, None, KvBatch], sock: zmq.Socket[bytes], seq: int
-    ) -> None:
-        if parts is not self._reading:
-            return
-        began_s = time.monotonic()
-        message: Message = b""
-        try:
-            while True:
-                next(parts)
-                took_s = time.monotonic() - began_s
-                if took_s >= _TURN_S:
-                    break
-            # A part can be a whole message that is one event: as long, others are on their own.
-            self._loop.call_later(took_s, self._read_on, parts, sock, seq)
-            return
-        except StopIteration as over:
-            message = over.value
-        except MalformedMessage:
-            pass  # so is nothing
-        self._reading = None
-        self._told(sock, seq, message)
-
-    def _told(self, sock: zmq.Socket[bytes], seq: int, message: Message) -> None:
-        if sock is self._live:
-            self.feed.live(seq, message)
-        elif sock is self._replay:
-            self.feed.replayed(seq, message)
-            self._after_replay()
-
-    def _soon(self, drain: Callable[..., None], *args: Any) -> None:
-        """Go on in the next turn of the loop; once, however often it is asked for: the socket's
-        descriptor calls too while anything is left."""
-        if drain not in self._going_on:
-            self._going_on.add(drain)
-            self._loop.call_soon(self._go_on, drain, args)
-
-    def _go_on(self, drain: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self._going_on.discard(drain)
-        drain(*args)
-
-    def _malformed(self, error: MalformedMessage) -> None:
-        self.feed.counts["malformed"] += 1
-        if self.feed.counts["malformed"] == 1:
-            logger.warning(
-                "malformed KV events at %s (counted from now on): %s", self.endpoint, error
-            )
-
-    # Replay -----------------------------------------------------------------------------------
-
-    def _ask(self, seq: int) -> None:
-        self._replay_seq = seq
-        if self._owner.may_replay(self):
-            self.request_replay()
-
-    def request_replay(self) -> None:
-        """Send the request; on a socket of its own, as answers do not say what they answer."""
-        self._close_replay()
-        self._replay = sock = self._owner.socket(zmq.DEALER, _REPLAY_HWM)
-        self._replay_heard_s = time.monotonic()
-        sock.connect(self.endpoints.replay)
-        sock.send_multipart(replay_request(self._replay_seq))
-        self._watch(sock, partial(self._drain_replay, sock))
-
-    def _close_replay(self) -> None:
-        sock, self._replay = self._replay, None
-        if sock is not None:
-            self._loop.remove_reader(int(sock.getsockopt(zmq.FD)))
-            sock.close(0)
-
-    def _after_replay(self) -> None:
-        if not self.feed.replaying:
-            self._close_replay()
-            self._owner.replay_over(self)
-
-    def _drain_replay(self, sock: zmq.Socket[bytes]) -> None:
-        until_s = time.monotonic() + _TURN_S
-        while sock is self._replay:
-            if self._owner.behind or self._reading is not None:
-                self._soon(self._drain_replay, sock)
-                return
-            try:
-                frames = sock.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._replay_heard_s = time.monotonic()
-            try:
-                seq, payload = replay_frames(frames)
-            except MalformedMessage as error:
-                self._malformed(error)
-                continue
-            self._read(sock, seq, payload)
-            if self._replay_heard_s >= until_s:
-                self._soon(self._drain_replay, sock)
-                return

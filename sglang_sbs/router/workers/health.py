@@ -20,7 +20,8 @@ import aiohttp
 import orjson
 
 from sglang_sbs.plain_words import plain_error
-from sglang_sbs.router.engines.connection_pool import Pool, UpstreamError, fetch, is_our_own
+from sglang_sbs.router.engines.connection import UpstreamError
+from sglang_sbs.router.engines.connection_pool import Pool, fetch, is_our_own
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.engines.urls import rank_url
 from sglang_sbs.router.limits import clamped_count

@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_upstream import Collector, ask, chunked, raw_server, read_request
 
-from sglang_sbs.router.engines.connection_pool import (
-    IDLE_LIMIT_S,
-    Call,
-    Pool,
-    UpstreamError,
-    _Connection,
-    request_head,
-)
+from sglang_sbs.router.engines.connection import Connection, UpstreamError
+from sglang_sbs.router.engines.connection_pool import IDLE_LIMIT_S, Call, Pool, request_head
 from sglang_sbs.router.engines.response_framing import MalformedResponse, parse_head
 
 ORIGIN = "http://10.0.0.1:1"
@@ -72,10 +66,10 @@ class Once(Collector):
         self.error = error
 
 
-def exchange(receiver: Collector) -> tuple[Pool, _Connection, FakeTransport, Call]:
+def exchange(receiver: Collector) -> tuple[Pool, Connection, FakeTransport, Call]:
     """A call whose request was just written to a connection that cannot be replaced."""
     pool = Pool(None)  # type: ignore[arg-type]
-    connection, transport = _Connection(pool, ORIGIN), FakeTransport()
+    connection, transport = Connection(pool, ORIGIN), FakeTransport()
     connection.transport = transport  # type: ignore[assignment]
     call = Call(pool, ORIGIN, (b"GET",), receiver)
     call._replayable = False
@@ -256,7 +250,7 @@ def test_a_connection_that_was_paused_is_read_again_by_its_next_user() -> None:
 
 def test_a_pause_holds_for_a_call_that_has_no_connection_yet() -> None:
     pool = Pool(None)  # type: ignore[arg-type]
-    connection, transport = _Connection(pool, ORIGIN), FakeTransport()
+    connection, transport = Connection(pool, ORIGIN), FakeTransport()
     connection.transport = transport  # type: ignore[assignment]
     call = Call(pool, ORIGIN, (b"GET",), Once())
     call.pause()
@@ -317,7 +311,7 @@ def test_idle_connections_that_an_engine_leaves_open_are_closed_here() -> None:
     pool, connection, transport, _ = exchange(Once())
     connection.data_received(VALID["length"])
     connection.idle_since -= IDLE_LIMIT_S + 1
-    newer, other = _Connection(pool, ORIGIN), FakeTransport()
+    newer, other = Connection(pool, ORIGIN), FakeTransport()
     newer.transport = other  # type: ignore[assignment]
     pool.keep(newer)
     assert (transport.closing, other.closing) == (True, False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router_harness import cluster, until
 
 from sglang_sbs.router.lanes import Pace
-from sglang_sbs.router.relay import engine_json, pair
+from sglang_sbs.router.relay import engine_json, leg_answers, pair
 from sglang_sbs.router.relay.engine_json import dumped, opened
 from sglang_sbs.router.relay.merged_answers import merge_echoed_logprobs, merge_input_logprobs
 from sglang_sbs.router.requests.raw_json import JsonError
@@ -104,7 +104,7 @@ async def test_who_waits_for_prefill_is_not_held_while_a_long_reply_is_read(
             yield
         return (yield from engine_json.opened_in_parts(body))
 
-    monkeypatch.setattr(pair, "opened_in_parts", opened_in_parts)
+    monkeypatch.setattr(leg_answers, "opened_in_parts", opened_in_parts)
     async with cluster() as c:
         c.prefill[0].raw_answers["/generate"] = reply_to([[-0.5, 1, None]] * 10_000)
         c.decode[0].raw_answers["/generate"] = reply_to([])
@@ -122,7 +122,7 @@ async def test_nobody_looks_into_a_long_reply_of_prefill_that_is_not_asked_for(
     counts: list[int | None] = []
     finished = pair.Pair.prefill_finished
 
-    def watched(its: pair.Pair, reply: pair.PrefillReply) -> None:
+    def watched(its: pair.Pair, reply: leg_answers.PrefillReply) -> None:
         counts.append(reply.prompt_tokens)
         finished(its, reply)
 
@@ -140,7 +140,7 @@ async def test_nobody_looks_into_a_long_reply_of_prefill_that_is_not_asked_for(
 
 
 async def test_logprobs_of_prefill_have_a_bound(monkeypatch: Any) -> None:
-    monkeypatch.setattr(pair, "MAX_LOGPROBS_BYTES", 1 << 20)
+    monkeypatch.setattr(leg_answers, "MAX_LOGPROBS_BYTES", 1 << 20)
     async with cluster("--disable-retries") as c:
         c.prefill[0].raw_answers["/generate"] = reply_to([[-0.5, 1, None]] * 100_000)
         status, answer = await c.generate(text="x", return_logprob=True)

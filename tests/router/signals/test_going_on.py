@@ -6,12 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_sbs.router.signals import kv_subscriber
+from sglang_sbs.router.signals import kv_rank_sockets
 
 
 async def test_a_socket_that_calls_in_every_turn_does_not_multiply_what_goes_on() -> None:
     """Its descriptor stays readable while the scheduler is behind and nothing is received."""
-    sockets: Any = object.__new__(kv_subscriber._RankSockets)
+    sockets: Any = object.__new__(kv_rank_sockets.RankSockets)
     sockets._loop = asyncio.get_running_loop()
     sockets._going_on = set()
     sockets._owner = SimpleNamespace(behind=True)

@@ -1,0 +1,318 @@
+"""The sockets to one DP rank that publishes KV events: connections, reading, replays.
+
+Says whether the rank can be heard, and hands what it publishes to its :class:`.RankFeed`, which
+knows in what order events belong. Whatever arrives is bounded, counted, and read in turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from sglang_sbs.router.signals.kv_messages import (
+    MAX_MESSAGE_BYTES,
+    KvBatch,
+    decode_in_parts,
+    live_frames,
+    replay_frames,
+    replay_request,
+)
+from sglang_sbs.router.signals.kv_rank_feed import Message, RankFeed
+from sglang_sbs.router.workers.kv_addresses import KvEndpoints
+from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored, InstanceId
+from sglang_sbs.wire import MalformedMessage
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.002
+"""Time for messages of one socket, or for what they say, before other callbacks of the event loop
+get a turn."""
+_SUBSCRIBED_S = 0.2
+"""From a connection to the first replay: by then the publisher knows of the subscription."""
+_REPLAY_SILENCE_S = 3.0
+"""Between two messages of a replay, and before the first."""
+_AT_ONCE_BYTES = 64 << 10
+"""A larger message is decoded in parts."""
+_LIVE_HWM = 2_000
+_REPLAY_HWM = 1_000
+_CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+
+BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+class RankOwner(Protocol):
+    """Who holds the sockets of all ranks."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+
+    def counts_of(self, instance: InstanceId, rank: int) -> Counter[str]:
+        """They outlive the connections."""
+
+    def submit(self, instance: InstanceId, event: BlockEvent) -> None:
+        """For the scheduler."""
+
+    @property
+    def behind(self) -> bool:
+        """The scheduler has much to be told of what came: no more is to be read."""
+
+    def may_replay(self, rank: RankSockets) -> bool:
+        """Whether it may send its request now; else its ``request_replay`` is called later."""
+
+    def replay_over(self, rank: RankSockets) -> None:
+        """It needs no replay, or no longer."""
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, hwm: int) -> zmq.Socket[bytes]:
+    """Not connected yet."""
+    sock = context.socket(kind)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.IPV6, 1)
+    sock.setsockopt(zmq.RCVHWM, hwm)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    sock.setsockopt(zmq.RECONNECT_IVL, 100)
+    sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+    # A host that vanished closes no connection.
+    sock.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+    return sock
+
+
+class RankSockets:
+    """The connection to one rank's publisher, and one to its replay endpoint while needed."""
+
+    def __init__(
+        self,
+        owner: RankOwner,
+        instance: InstanceId,
+        endpoints: KvEndpoints,
+        topic: str,
+        dp_rank: int,
+    ) -> None:
+        self.endpoints = endpoints
+        self.connected = False
+        self._owner = owner
+        self._topic = topic.encode()
+        self._loop = asyncio.get_running_loop()
+        self._delay: asyncio.TimerHandle | None = None
+        self._going_on: set[Callable[..., None]] = set()
+        self._reading: Generator[None, None, KvBatch] | None = None
+        """A large message being decoded; no other is taken meanwhile."""
+        self._replay_seq = 0
+        self._replay_heard_s = 0.0
+        self.feed = RankFeed(
+            instance,
+            dp_rank,
+            partial(owner.submit, instance),
+            self._ask if endpoints.replay else None,
+            owner.counts_of(instance, dp_rank),
+        )
+        self._foreign_before = self.feed.counts["foreign"]
+        self._replay: zmq.Socket[bytes] | None = None
+        self._live: zmq.Socket[bytes] | None = _socket(owner.context, zmq.SUB, _LIVE_HWM)
+        self._live.setsockopt(zmq.SUBSCRIBE, self._topic)
+        self._monitor: zmq.Socket[bytes] | None = self._live.get_monitor_socket(_CONNECTION_EVENTS)
+        self._watch(self._monitor, self._drain_monitor)
+        self._watch(self._live, self._drain_live)
+        self._live.connect(self.endpoint)
+
+    @property
+    def endpoint(self) -> str:
+        return self.endpoints.live
+
+    @property
+    def foreign(self) -> bool:
+        """Another rank publishes there."""
+        return self.feed.counts["foreign"] > self._foreign_before
+
+    def close(self) -> None:
+        if self._delay is not None:
+            self._delay.cancel()
+        self._close_replay()
+        self._owner.replay_over(self)
+        live, self._live = self._live, None
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None and live is not None:
+            self._loop.remove_reader(int(monitor.getsockopt(zmq.FD)))
+            self._loop.remove_reader(int(live.getsockopt(zmq.FD)))
+            live.disable_monitor()
+            monitor.close(0)
+            live.close(0)
+        self.feed.disconnected()
+
+    def tick(self, now_s: float) -> None:
+        """Notice a replay that stopped."""
+        if self._replay is not None and now_s - self._replay_heard_s >= _REPLAY_SILENCE_S:
+            self._close_replay()
+            self.feed.replay_failed()
+            self._after_replay()
+
+    def _watch(self, sock: zmq.Socket[bytes], drain: Callable[[], None]) -> None:
+        self._loop.add_reader(int(sock.getsockopt(zmq.FD)), drain)
+        # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
+        self._loop.call_soon(drain)
+
+    # Publisher --------------------------------------------------------------------------------
+
+    def _drain_monitor(self) -> None:
+        monitor = self._monitor
+        while monitor is not None and monitor is self._monitor:
+            try:
+                frames = monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = parse_monitor_message(frames)["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._gone()
+                self.connected = True
+                self._delay = self._loop.call_later(_SUBSCRIBED_S, self._subscribed)
+            elif event == zmq.Event.DISCONNECTED:
+                self._gone()
+
+    def _gone(self) -> None:
+        if self._delay is not None:
+            self._delay.cancel()
+            self._delay = None
+        self.connected = False
+        self._reading = None
+        self._close_replay()
+        self._owner.replay_over(self)
+        self.feed.disconnected()
+
+    def _subscribed(self) -> None:
+        self._delay = None
+        self.feed.connected()
+
+    def _drain_live(self) -> None:
+        until_s = time.monotonic() + TURN_S
+        while self._live is not None:
+            if self._owner.behind or self._reading is not None:
+                self._soon(self._drain_live)
+                return
+            try:
+                frames = self._live.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            # The publisher of this message may be another one than that of the message before.
+            self._drain_monitor()
+            try:
+                seq, payload = live_frames(frames, self._topic)
+            except MalformedMessage as error:
+                self._malformed(error)
+                continue
+            if self._delay is None:
+                self._read(self._live, seq, payload)
+            if time.monotonic() >= until_s:
+                self._soon(self._drain_live)
+                return
+
+    def _read(self, sock: zmq.Socket[bytes], seq: int, payload: bytes) -> None:
+        """Take what came on one of the two sockets: a large message in parts."""
+        if len(payload) <= _AT_ONCE_BYTES:
+            self._told(sock, seq, payload)
+            return
+        self._reading = decode_in_parts(payload)
+        self._read_on(self._reading, sock, seq)
+
+    def _read_on(
+        self, parts: Generator[None, None, KvBatch], sock: zmq.Socket[bytes], seq: int
+    ) -> None:
+        if parts is not self._reading:
+            return
+        began_s = time.monotonic()
+        message: Message = b""
+        try:
+            while True:
+                next(parts)
+                took_s = time.monotonic() - began_s
+                if took_s >= TURN_S:
+                    break
+            # A part can be a whole message that is one event: as long, others are on their own.
+            self._loop.call_later(took_s, self._read_on, parts, sock, seq)
+            return
+        except StopIteration as over:
+            message = over.value
+        except MalformedMessage:
+            pass  # so is nothing
+        self._reading = None
+        self._told(sock, seq, message)
+
+    def _told(self, sock: zmq.Socket[bytes], seq: int, message: Message) -> None:
+        if sock is self._live:
+            self.feed.live(seq, message)
+        elif sock is self._replay:
+            self.feed.replayed(seq, message)
+            self._after_replay()
+
+    def _soon(self, drain: Callable[..., None], *args: Any) -> None:
+        """Go on in the next turn of the loop; once, however often it is asked for: the socket's
+        descriptor calls too while anything is left."""
+        if drain not in self._going_on:
+            self._going_on.add(drain)
+            self._loop.call_soon(self._go_on, drain, args)
+
+    def _go_on(self, drain: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._going_on.discard(drain)
+        drain(*args)
+
+    def _malformed(self, error: MalformedMessage) -> None:
+        self.feed.counts["malformed"] += 1
+        if self.feed.counts["malformed"] == 1:
+            logger.warning(
+                "malformed KV events at %s (counted from now on): %s", self.endpoint, error
+            )
+
+    # Replay -----------------------------------------------------------------------------------
+
+    def _ask(self, seq: int) -> None:
+        self._replay_seq = seq
+        if self._owner.may_replay(self):
+            self.request_replay()
+
+    def request_replay(self) -> None:
+        """Send the request; on a socket of its own, as answers do not say what they answer."""
+        self._close_replay()
+        self._replay = sock = _socket(self._owner.context, zmq.DEALER, _REPLAY_HWM)
+        self._replay_heard_s = time.monotonic()
+        sock.connect(self.endpoints.replay)
+        sock.send_multipart(replay_request(self._replay_seq))
+        self._watch(sock, partial(self._drain_replay, sock))
+
+    def _close_replay(self) -> None:
+        sock, self._replay = self._replay, None
+        if sock is not None:
+            self._loop.remove_reader(int(sock.getsockopt(zmq.FD)))
+            sock.close(0)
+
+    def _after_replay(self) -> None:
+        if not self.feed.replaying:
+            self._close_replay()
+            self._owner.replay_over(self)
+
+    def _drain_replay(self, sock: zmq.Socket[bytes]) -> None:
+        until_s = time.monotonic() + TURN_S
+        while sock is self._replay:
+            if self._owner.behind or self._reading is not None:
+                self._soon(self._drain_replay, sock)
+                return
+            try:
+                frames = sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._replay_heard_s = time.monotonic()
+            try:
+                seq, payload = replay_frames(frames)
+            except MalformedMessage as error:
+                self._malformed(error)
+                continue
+            self._read(sock, seq, payload)
+            if self._replay_heard_s >= until_s:
+                self._soon(self._drain_replay, sock)
+                return
