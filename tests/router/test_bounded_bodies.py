@@ -30,7 +30,8 @@ from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.merged_answers import merge_answers
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.legs import LegFields, leg_bodies
-from sglang_sbs.router.requests.plan import MOST_READ_BYTES, plan_request
+from sglang_sbs.router.requests.plan import plan_request
+from sglang_sbs.router.requests.splitting import MOST_READ_BYTES
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
 from sglang_sbs.testing.mock_engine import Behaviour
 

@@ -22,8 +22,9 @@ from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer, PromptIds
 from sglang_sbs.router.prompts.known_text import TooLong
 from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths, chat_bytes
 from sglang_sbs.router.requests.body_fields import Namespace
-from sglang_sbs.router.requests.plan import Plan, Prompt
+from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.requests.raw_json import json_of_ids
+from sglang_sbs.router.requests.splitting import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind, PromptRe
 from sglang_sbs.router.prompts.tokenizer_check import longest_prompt
 from sglang_sbs.router.relay.engine_verdicts import token_counts
 from sglang_sbs.router.requests.body_fields import Namespace
-from sglang_sbs.router.requests.plan import MOST_READ_BYTES, plan_request
+from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.raw_json import json_of_ids, token_ids_of
+from sglang_sbs.router.requests.splitting import MOST_READ_BYTES
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 

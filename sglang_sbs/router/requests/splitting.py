@@ -1,0 +1,339 @@
+"""The prompts of a request body: a batch and ``n > 1`` taken apart.
+
+Owns what of a body belongs to one prompt and what to all. Both share one bootstrap room inside
+SGLang and break PD there, so they become single requests, each with a room of its own. They are
+counted before anything is built, and what they share is kept once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from sglang_sbs.router.options.config import PlanLimits
+from sglang_sbs.router.requests.body_fields import (
+    NAMESPACE_FIELDS,
+    Namespace,
+    bad_request,
+    given,
+    is_alone,
+    namespace_of,
+    output_limit,
+    positive,
+    scalar,
+    text_bytes_of,
+)
+from sglang_sbs.router.requests.raw_json import (
+    Raw,
+    count_outside_strings,
+    entries_of,
+    first_byte,
+    is_null,
+    is_true,
+    joined,
+    number_lists_of,
+    token_ids_of,
+    value_of,
+)
+
+_PER_PROMPT_FIELDS = (
+    "text",
+    "input_ids",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "mm_hashes",
+    "mm_content_hashes",
+    "sampling_params",
+    "watermark",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_sampling_mask",
+    "sampling_logprobs_mode",
+    "return_hidden_states",
+    "modalities",
+    "lora_path",
+    "custom_logit_processor",
+    "extra_key",
+    "cache_salt",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+)
+"""Fields of ``GenerateReqInput`` that a batch may give per prompt (its ``__getitem__``)."""
+
+_LOGPROB_FIELDS = ("token_ids_logprob",)
+"""Lists of their own right: per prompt only when they are lists of lists."""
+
+_PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
+_PROMPT_FIELDS_SET = frozenset(_PROMPT_FIELDS)
+_NUMBER_STARTS = frozenset(b"%c" % one for one in b"-0123456789")
+_DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
+
+MOST_READ_BYTES = 4 << 20
+"""A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt of a client request."""
+
+    value: Any
+    """What its tokens are counted in: text, token ids (an ``array``), the body of a chat. ``None``:
+    it is not to be looked at, ``tokens`` or ``size_bytes`` say what is known."""
+    member: bytes
+    """It as a member of the JSON both legs get; empty for a chat, which is all over the body."""
+    own: bytes
+    """Members of the JSON that are for this prompt of a batch only."""
+    namespace: Namespace | None
+    """Of the KV cache; ``None``: the body does not say it clearly."""
+    alone: bool = True
+    """There is nothing in the engine's prompt but what ``value`` has."""
+    takes_ids: bool = False
+    """Its token ids say the same: no answer depends on its being text."""
+    tokens: int = 0
+    """Of embeddings, or of what should be token ids and is not."""
+    size_bytes: int = 0
+    """Of a text or of the texts of a chat, too long to be looked at."""
+
+
+_Body = dict[str, Raw]
+_Own = dict[str, Raw | bytes]
+
+_Split = tuple[list[Prompt], int, bool, list[int | None]]
+"""Prompts, samples, whether the answer is a list, the limit of output tokens by prompt. What the
+legs have in common is left in the body."""
+
+
+def split_generate(body: _Body, limits: PlanLimits) -> _Split:
+    key = next((k for k in _PROMPT_FIELDS if given(body, k) is not None), None)
+    if key is None:
+        raise bad_request("one of text, input_ids or input_embeds is required")
+    prompt = body.pop(key)
+    for name in _PROMPT_FIELDS:
+        if name in body and is_null(body[name]):
+            del body[name]
+    values = _batch_of(key, prompt, limits)
+    batch = None if values is None else len(values)
+    params = _params_of(body, batch)
+    samples = _samples_of(params)
+    _check_units(batch or 1, samples, limits)
+    if samples > 1:
+        for one in params:
+            one["n"] = 1
+        several = len(params) > 1
+        body["sampling_params"] = Raw(orjson.dumps(params if several else params[0]))
+    own: list[_Own] = [{} for _ in range(batch or 1)]
+    if batch is not None:
+        _move_own(body, own, batch)
+    others = not _PROMPT_FIELDS_SET.isdisjoint(body)
+    prompts = _prompts(key, values or [prompt], body, own, takes_ids=key == "text" and not others)
+    if len(params) != len(prompts):
+        params = params * len(prompts)
+    of_prompts = [output_limit(one.get("max_new_tokens")) for one in params]
+    default = _DEFAULT_MAX_TOKENS["generate"]
+    found = [default if limit is None else limit for limit in of_prompts]
+    return prompts, samples, batch is not None or samples > 1, found
+
+
+def _batch_of(key: str, raw: Raw, limits: PlanLimits) -> list[Raw] | list[bytes] | None:
+    """The prompts of a batch; ``None`` for a single one."""
+    first = first_byte(raw)
+    if first == b'"':
+        return None
+    if first != b"[":
+        raise bad_request(f"{key} must be a string or a list")
+    inner = first_byte(raw, 1)
+    if inner == b"]":
+        if key == "text":
+            raise bad_request("text must not be an empty list")
+        return None
+    if key == "text":
+        _check_count(raw, b",", limits)
+        return entries_of(raw)
+    depth = 1 if key == "input_ids" else 2
+    if inner != b"[" or (depth == 2 and first_byte(raw, 2) != b"["):
+        return None
+    return number_lists_of(raw, depth, limits.units)
+
+
+def _check_count(raw: Raw, separator: bytes, limits: PlanLimits) -> None:
+    """That a list of texts or such has not too many entries, before it becomes one."""
+    view = memoryview(raw)
+    if len(view) < limits.units:
+        return
+    entries = count_outside_strings(view, b'",')[separator] + 1
+    _check_units(entries, 1, limits)
+
+
+def _params_of(body: _Body, batch: int | None) -> list[dict[str, Any]]:
+    """Sampling parameters: one object for all prompts, or one each."""
+    raw = given(body, "sampling_params")
+    if raw is None:
+        return [{}]
+    if first_byte(raw) == b"[":
+        if batch is None:
+            raise bad_request("sampling_params must be an object: there is one prompt")
+        entries = value_of(raw)
+        _check_entries("sampling_params", entries, batch)
+    else:
+        entries = [value_of(raw)]
+    if not all(item is None or isinstance(item, dict) for item in entries):
+        raise bad_request("sampling_params must be an object or a list of objects")
+    return [item or {} for item in entries]
+
+
+def _move_own(body: _Body, own: list[_Own], batch: int) -> None:
+    """Fields that are lists with an entry per prompt go to the prompts."""
+    for name in _PER_PROMPT_FIELDS:
+        raw = body.get(name)
+        if raw is None or first_byte(raw) != b"[":
+            continue
+        if name in _LOGPROB_FIELDS and first_byte(raw, 1) != b"[":
+            continue
+        entries = entries_of(raw)
+        _check_entries(name, entries, batch)
+        del body[name]
+        for fields, entry in zip(own, entries, strict=True):
+            fields[name] = entry
+
+
+def _check_entries(name: str, entries: list[Any], batch: int) -> None:
+    if len(entries) != batch:
+        raise bad_request(f"{name} has {len(entries)} entries for a batch of {batch}")
+
+
+def _samples_of(params: list[dict[str, Any]]) -> int:
+    """``n`` of native sampling parameters, 1 for beam search (there it counts beams)."""
+    values = {positive("n", item.get("n")) for item in params}
+    if len(values) > 1:
+        raise bad_request("sampling_params.n must be the same for all prompts of a batch")
+    if any((output_limit(item.get("beam_width")) or 1) > 1 for item in params):
+        return 1
+    return values.pop()
+
+
+def split_openai(
+    kind: Literal["completions", "chat"], raw: bytes | bytearray, body: _Body, limits: PlanLimits
+) -> _Split:
+    samples = positive("n", scalar(body, "n"))
+    _check_units(1, samples, limits)
+    if samples > 1:
+        body["n"] = Raw(b"1")
+    if kind == "chat":
+        messages = given(body, "messages")
+        if messages is None or first_byte(messages) != b"[" or first_byte(messages, 1) == b"]":
+            raise bad_request("messages must be a non-empty list")
+        prompts = [_chat_prompt(raw, body)]
+    else:
+        values = _completion_prompts(body.pop("prompt", None), limits)
+        _check_units(len(values), samples, limits)
+        # What is echoed is the text that was sent, not what its tokens decode to.
+        plain = not is_true(body.get("echo"))
+        own: list[_Own] = [{} for _ in values]
+        prompts = _prompts("prompt", values, body, own, takes_ids=plain)
+    limit = output_limit(scalar(body, "max_completion_tokens"))
+    if limit is None:
+        limit = output_limit(scalar(body, "max_tokens"))
+    if limit is None:
+        limit = _DEFAULT_MAX_TOKENS[kind]
+    return prompts, samples, False, [limit] * len(prompts)
+
+
+def _completion_prompts(raw: Raw | None, limits: PlanLimits) -> list[Raw] | list[bytes]:
+    first = b"" if raw is None else first_byte(raw)
+    inner = first_byte(raw, 1) if raw is not None and first == b"[" else b""
+    if raw is not None and (first == b'"' or inner in _NUMBER_STARTS):
+        return [raw]
+    if raw is not None and inner == b'"':
+        _check_count(raw, b",", limits)
+        entries = entries_of(raw)
+        if all(first_byte(entry) == b'"' for entry in entries):
+            return entries
+    if raw is not None and inner == b"[":
+        return number_lists_of(raw, 1, limits.units)
+    raise bad_request("prompt must be a string, a list of strings or token ids")
+
+
+def _prompts(
+    key: str, values: list[Raw] | list[bytes], rest: _Body, own: list[_Own], *, takes_ids: bool
+) -> list[Prompt]:
+    """``rest``, ``own``: the other fields, of all and of each."""
+    alone, namespace = is_alone(rest), namespace_of(rest)
+    prompts = []
+    for raw, fields in zip(values, own, strict=True):
+        value, tokens, size_bytes = _read(key, raw)
+        its_namespace = namespace
+        if any(name in fields for name in NAMESPACE_FIELDS):
+            here = {name: rest[name] for name in NAMESPACE_FIELDS if name in rest}
+            its_namespace = namespace_of(here | fields)
+        just_it = alone and (not fields or is_alone(fields))
+        prompts.append(
+            Prompt(
+                value=value,
+                member=joined([(key, raw)]),
+                own=joined(fields.items()),
+                namespace=its_namespace,
+                alone=just_it,
+                takes_ids=takes_ids and just_it and isinstance(value, str),
+                tokens=tokens,
+                size_bytes=size_bytes,
+            )
+        )
+    return prompts
+
+
+def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
+    """``value``, ``tokens`` and ``size_bytes`` of a prompt."""
+    size = len(memoryview(raw))
+    if first_byte(raw) == b'"':
+        return (value_of(raw), 0, 0) if size <= MOST_READ_BYTES else (None, 0, size)
+    if first_byte(raw) == b"[":
+        ids = None if first_byte(raw, 1) == b"[" else token_ids_of(raw)
+        if ids is not None:
+            return ids, 0, 0
+        separator = b"[" if key == "input_embeds" else b","
+        return None, max(1, count_outside_strings(memoryview(raw), b'[,"')[separator]), 0
+    return None, 1, 0
+
+
+def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
+    ids = given(body, "input_ids")  # instead of what the messages would become
+    value: Any = None
+    tokens = size_bytes = 0
+    if ids is not None:
+        value, tokens, _ = _read("input_ids", ids)
+    elif len(raw) <= MOST_READ_BYTES:
+        body.pop("input_ids", None)
+        value = value_of(raw)
+    else:
+        body.pop("input_ids", None)
+        size_bytes = 1 + text_bytes_of(body["messages"])
+    alone = is_alone(body)
+    return Prompt(
+        value=value,
+        member=b"",
+        own=b"",
+        namespace=namespace_of(body),
+        alone=alone,
+        takes_ids=alone and ids is None,
+        tokens=tokens,
+        size_bytes=size_bytes,
+    )
+
+
+def _check_units(prompts: int, samples: int, limits: PlanLimits) -> None:
+    if samples > limits.samples:
+        raise bad_request(
+            f"n is {samples}: more than {limits.samples} samples of a prompt at once "
+            "(--sbs-max-samples)"
+        )
+    if prompts * samples > limits.units:
+        raise bad_request(
+            f"{prompts} prompts x {samples} samples are more than {limits.units} requests at once "
+            "(--sbs-max-batch)"
+        )
