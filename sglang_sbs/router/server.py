@@ -350,7 +350,7 @@ class RouterServer:
         wrong.add_metric([], self.lengths.contradicted)
         yield wrong
         as_ids = total("sbs_requests_sent_as_ids", "Their text was not sent, or not needed")
-        as_ids.add_metric([], self.relay.sent_as_ids)
+        as_ids.add_metric([], self.relay.attempts.sent_as_ids)
         yield as_ids
 
     async def _flush_log(self) -> None:
