@@ -210,7 +210,7 @@ class SyntheticCluster:
                 at_s = engine.device[0].end_s
                 if now_s < at_s:
                     return
-                ended, messages = engine.finish(at_s)
+                ended, messages = engine.finish()
                 self._say(one, messages, now_s, at_s)
                 for completed in ended.completed:
                     self._prefilled(completed.request.rid, at_s)

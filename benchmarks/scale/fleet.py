@@ -177,7 +177,7 @@ class _Prefill(_Instance):
         self.fleet.loop.call_later(self.fleet.pass_s, self._finish)
 
     def _finish(self) -> None:
-        ended, messages = self._engine.finish(time.monotonic())
+        ended, messages = self._engine.finish()
         self._say(messages)
         for completed in ended.completed:
             room, connection = self._asked.pop(completed.request.rid)

@@ -42,8 +42,7 @@ RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
 """SGLang's switch: each DP rank then serves HTTP itself, at the instance's port + its number."""
 
 HEALTH_PASS_ENV = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
-"""SGLang's switch: whether `/health` runs a forward pass on an idle engine."""
-
+"""Whether `/health` runs a forward pass on an idle engine."""
 CPU_MAX_TOTAL_TOKENS = 131072
 CPU_MAX_RUNNING_REQUESTS_PER_RANK = 128
 
@@ -209,8 +208,7 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
     for index, role in enumerate(roles):
         number = index - roles.index(role)
         first = next(port_blocks)
-        # A unified engine is asked directly, at one address.
-        rust_server = uses_rust_server(environment) and role is not Role.UNIFIED
+        rust_server = uses_rust_server(environment) and role is not Role.UNIFIED  # asked directly
         # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
         ports = (
             _Ports(first, http := next(port_blocks), bootstrap=http)
@@ -239,8 +237,7 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
         if role is Role.UNIFIED:
             instance_environment.pop(RUST_SERVER_ENV, None)
         if rust_server and role is Role.PREFILL:
-            # Every decode rank asks for `/health` every 5 s: it is where the KV registry is.
-            instance_environment.setdefault(HEALTH_PASS_ENV, "0")
+            instance_environment.setdefault(HEALTH_PASS_ENV, "0")  # decode asks every 5 s
         if endforward_endpoint is not None:
             instance_environment["SGLANG_SBS_ROUTERS"] = endforward_endpoint
             instance_environment["SGLANG_SBS_INSTANCE_ID"] = url
@@ -354,7 +351,7 @@ def _engine_argv(
     planned += ["--host", node.host, "--port", str(ports.http)]
     if node.nodes > 1:
         planned += ["--nnodes", str(node.nodes), "--node-rank", str(node.rank)]
-    # Without DP attention each rank is an engine of its own: SGLang finds ports for each by itself.
+    # Without DP attention each rank is an engine of its own, for which SGLang finds ports.
     if ranks == 1 or "--enable-dp-attention" in given:
         planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
         planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]

@@ -218,15 +218,8 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         + (", DWDP" if args.dwdp else "")
     )
     policies: dict[str, Any] = {}
-    async with running_rig(
-        prefill,
-        decode,
-        args.dp,
-        args.out,
-        console,
-        attention_tp=args.attention_tp,
-        dwdp=args.dwdp,
-    ) as rig:
+    shape = {"attention_tp": args.attention_tp, "dwdp": args.dwdp}
+    async with running_rig(prefill, decode, args.dp, args.out, console, **shape) as rig:
         workload = Workload(
             qps=args.load * rig.capacity_qps, requests=args.requests, seed=args.seed
         )

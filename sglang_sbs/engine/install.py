@@ -35,9 +35,9 @@ SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
 NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
 POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
 GATHERED = f"{SYNC_MODULE}.{SYNC_CLASS}."
-ROOM_STATUS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
+ROOM_STATUS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"
 
 
 class Hook(NamedTuple):

@@ -29,7 +29,6 @@ everywhere, so a late or repeated event is harmless.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
@@ -38,11 +37,9 @@ from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.decode.admission import RESERVE_AFTER_PASSES, DecodeAdmission
 from sglang_sbs.scheduling.decode.expected_output import ExpectedOutput
 from sglang_sbs.scheduling.decode.instance import DecodeInstance
-from sglang_sbs.scheduling.decode.rules import UNLIMITED, schedule_decode
+from sglang_sbs.scheduling.decode.rules import UNLIMITED
+from sglang_sbs.scheduling.gangs import Gangs
 from sglang_sbs.scheduling.membership import Membership
-from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.policies.pbaa import first_part
-from sglang_sbs.scheduling.policies.policy import Placement, Plan
 from sglang_sbs.scheduling.policies.selection import make_decode_rule, make_policy
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
@@ -92,16 +89,23 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
         """By rank: adopted since its last report, which therefore does not count them."""
-        self._choose_decode = make_decode_rule(self.config)
         self._outputs = ExpectedOutput(self.config.default_output_tokens)
         self._latency = NetworkLatency(self.config.initial_latency_s)
         self._arrivals = 0
-        self.batches = 0
-        """Gangs dispatched so far."""
         self._wake_s: float | None = None
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
         self._admission = DecodeAdmission(self._outputs.total_tokens)
+        self.gangs = Gangs(
+            self._members,
+            self.queue,
+            self.prefix,
+            self.interval,
+            self._outputs,
+            self._admission,
+            make_decode_rule(self.config),
+            holds=self.policy.holds,
+        )
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
         """Take in one event at the driver's time and return what to do, in order.
@@ -408,7 +412,9 @@ class Scheduler:
 
         while instances and len(self.queue):
             plan = self.policy.plan(self.queue, instances, admissible, now_s)
-            left = self._commit(plan, now_s, out)
+            left = self.gangs.commit(plan, now_s, out)
+            if len(left) < len(plan.placements):
+                self.policy.on_dispatched(now_s)
             self.queue.count_batch(plan.passed_over, len(instances), self.config.n_limit)
             again.update(placement.instance for placement in plan.placements)
             unplaced.update(left)
@@ -432,140 +438,6 @@ class Scheduler:
         if self._wake_s is None or self._wake_s > time_s:
             self._wake_s = time_s
             out.append(ev.WakeAt(time_s=time_s))
-
-    def _commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> list[str]:
-        """Choose decode ranks and dispatch; the requests for which there was none."""
-        if not plan.placements:
-            return []
-        targets = self._members.decode_targets
-        for placement in plan.placements:
-            request = placement.request
-            request.total_tokens = self._outputs.total_tokens(request)
-            request.decode_hits = self.prefix.decode_hits(request, targets)
-        left = self._send(plan.placements, plan.reason, now_s, out)
-        # Only where ranks are coupled does prefill's matter: another one may have room behind it.
-        if left and any(decode.rank_choice == "by_room" for decode in self._members.up_decode):
-            left = [p for p in left if not self._send_elsewhere(p, plan.reason, now_s, out)]
-        if len(left) < len(plan.placements):
-            self.policy.on_dispatched(now_s)
-        for placement in left:
-            self._admission.refused(placement.request.total_tokens)
-        self._admission.changed()
-        return [placement.request.rid for placement in left]
-
-    def _send(
-        self,
-        placements: Sequence[Placement],
-        reason: str,
-        now_s: float,
-        out: list[ev.Command],
-    ) -> list[Placement]:
-        """Dispatch as one batch what decode has a rank for; returns the others."""
-        assigned = self._assign(placements)
-        if assigned:
-            self.batches += 1
-        left = []
-        for placement in placements:
-            index = assigned.get(placement.request.rid)
-            if index is None:
-                left.append(placement)
-            else:
-                self._dispatch(placement, self._members.decode_targets[index], reason, now_s, out)
-        return left
-
-    def _send_elsewhere(
-        self, placement: Placement, reason: str, now_s: float, out: list[ev.Command]
-    ) -> bool:
-        """The same on another rank of the prefill worker; whether there was one."""
-        request, instance, rank = placement
-        charged = paged(request.prompt_tokens, instance.page)
-        need = first_part(charged, instance.chunk_tokens)
-        others = [
-            (-tokens, number, Placement(request, one, d))
-            for number, one in enumerate(self._members.up_prefill)
-            if one.worker == instance.worker
-            for d, tokens in enumerate(one.c_avail())
-            if tokens >= need and (one, d) != (instance, rank)
-        ]
-        return any(
-            not self._send([other], reason, now_s, out)
-            for _, _, other in sorted(others, key=lambda one: one[:2])
-        )
-
-    def _assign(self, placements: Sequence[Placement]) -> dict[str, int]:
-        """The decode rank of each request, as an index into all, for which there is one."""
-        targets = self._members.decode_targets
-        loads = [load for decode in self._members.up_decode for load in decode.loads()]
-        ids = {decode.id for decode in self._members.up_decode}
-        coupled = any(decode.rank_choice == "by_room" for decode in self._members.up_decode)
-        placed = {placement.request.rid: placement for placement in placements}
-
-        def allowed(request: Request, index: int) -> bool:
-            decode, rank = targets[index]
-            if coupled:
-                _, prefill, prefill_rank = placed[request.rid]
-                place = self.lone.outside(prefill.id, prefill_rank, prefill.dp_size)
-                if not decode.goes_with(rank, place.rank, place.dp_size):
-                    return False
-            if self.policy.holds and not self._admission.is_open(request, decode, rank):
-                return False
-            return decode.id not in request.exclude or ids <= set(request.exclude)
-
-        return schedule_decode(
-            [placement.request for placement in placements],
-            loads,
-            self._choose_decode,
-            allowed=allowed,
-            admit=self.policy.holds,
-        )
-
-    def _dispatch(
-        self,
-        placement: Placement,
-        decode: tuple[DecodeInstance, int],
-        reason: str,
-        now_s: float,
-        out: list[ev.Command],
-    ) -> None:
-        request, instance, rank = placement
-        self.queue.dispatch(request)
-        self.queue.look_up(request)
-        request.cached_tokens = request.hit_tokens(instance.id, rank)
-        request.prefill = (instance.id, rank)
-        request.decode = (decode[0].id, decode[1])
-        request.dispatched_s = now_s
-        instance.dispatched(
-            request.rid,
-            rank,
-            request.prompt_tokens,
-            now_s,
-            request.cached_tokens,
-            self._latency.serial_s,
-        )
-        if request.blocks:
-            computed_s = instance.free_at_s(now_s, self.interval.latency_s)
-            if instance.passes:
-                computed_s += instance.next_pass_s()
-            self.prefix.sent(request, visible_s=computed_s)
-        decode[0].dispatched(
-            request.rid, decode[1], request.prompt_tokens, request.total_tokens, now_s
-        )
-        place = self.lone.outside(instance.id, rank, instance.dp_size)
-        out.append(
-            ev.Dispatch(
-                rid=request.rid,
-                prefill=place.worker,
-                prefill_rank=place.rank,
-                decode=decode[0].id,
-                decode_rank=decode[1],
-                batch=self.batches,
-                held_s=now_s - request.arrived_s,
-                reason=reason,
-                cached_tokens=request.cached_tokens,
-                barrier=place.worker == instance.id,
-                joins=instance.joins_batch,
-            )
-        )
 
     def _refuse(self, rid: str, cause: ev.RefuseCause, message: str) -> ev.Refuse:
         after_s = retry_after_s(self.queue, self._members.up_prefill)

@@ -117,7 +117,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
         latency_s=interval.latency_s,
         lead_s=getattr(scheduler.policy, "lead_s", None),
         throttled=scheduler.throttled,
-        batches=scheduler.batches,
+        batches=scheduler.gangs.count,
         prefill=[
             _prefill_state(worker, instances, scheduler, now_s)
             for worker, instances in _by_worker(scheduler.prefill.values()).items()

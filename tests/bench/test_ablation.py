@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.ablation import CELLS, OFF, Cell, Variant, changed, main, run_variant
-from sglang_sbs.scheduling.policies.adaptive import pass_forecast, trigger
+from sglang_sbs.scheduling.policies.adaptive import long_prompts, pass_forecast
 
 CELL = Cell("short", "paper-3k", 0.8, "mixed", 23.0)
 
@@ -13,8 +13,8 @@ CELL = Cell("short", "paper-3k", 0.8, "mixed", 23.0)
 def test_a_constant_is_changed_in_every_module_that_knows_it_and_comes_back() -> None:
     before = pass_forecast.NEAREST
     with changed({"NEAREST": 2}):
-        assert (pass_forecast.NEAREST, trigger.NEAREST) == (2, 2)
-    assert pass_forecast.NEAREST == trigger.NEAREST == before
+        assert (pass_forecast.NEAREST, long_prompts.NEAREST) == (2, 2)
+    assert pass_forecast.NEAREST == long_prompts.NEAREST == before
 
 
 def test_every_constant_is_one_of_the_code_and_matters_in_some_cell() -> None:

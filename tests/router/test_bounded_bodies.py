@@ -17,9 +17,10 @@ import orjson
 import pytest
 from router_harness import Cluster, cluster, until
 
+from sglang_sbs.router import lanes as router_lanes
 from sglang_sbs.router.client.serving_port import _Connection
 from sglang_sbs.router.errors import LegFailure, RouterError
-from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Turns
+from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Pace, Turns
 from sglang_sbs.router.options.config import PlanLimits
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
@@ -528,6 +529,36 @@ def test_what_waits_of_a_batch_is_small() -> None:
     reader.close()
 
 
+async def test_what_was_sent_is_not_kept_while_the_answer_is_waited_for() -> None:
+    async with cluster() as c:
+        c.decode[0].gate.close()
+        asked = asyncio.create_task(c.generate(text="x", more="y" * MIB))
+        await c.decode[0].gate.arrived(1)
+        (request,) = c.server.in_flight._requests.values()
+        pair = request.pair
+        assert pair is not None
+        assert (pair.request.prefill_body, pair.request.decode_body) == ((), ())
+        assert (pair.prefill_call.payload, pair.decode_call.payload) == ((), ())
+        c.decode[0].gate.open()
+        assert (await asked)[0] == 200
+
+
+async def test_threads_are_there_before_they_are_wanted() -> None:
+    lanes = Lanes()
+    lanes.begin()
+    assert [len(threads._threads) for threads in (lanes._short, lanes._long)] == [2, 1]
+    lanes.close()
+
+
+def test_long_pieces_of_work_keep_their_distance(monkeypatch: Any) -> None:
+    now_s = 5.0
+    monkeypatch.setattr(router_lanes, "time", SimpleNamespace(monotonic=lambda: now_s))
+    pace = Pace()
+    assert [pace.wait_s(25_000_000) for _ in range(3)] == pytest.approx([0.0, 0.1, 0.2])
+    now_s = 6.0
+    assert [pace.wait_s(25_000_000) for _ in range(2)] == pytest.approx([0.0, 0.1])
+
+
 # Large answers ----------------------------------------------------------------------------------
 
 
@@ -550,6 +581,22 @@ def test_an_abort_is_found_in_an_answer_however_it_comes(size: int, cut: int) ->
     assert (status, message) == (
         (503, "no room") if size == 10 else (500, "request aborted by decode worker")
     )
+
+
+async def test_a_large_answer_is_put_together_in_slices() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    busy = asyncio.create_task(others())
+    pieces = [b"a" * MIB, memoryview(b"b" * 8 * MIB), *[b"c"] * 10_000]
+    assert await relay._joined(pieces) == b"".join(pieces)
+    busy.cancel()
+    assert 16 <= turns <= 32
 
 
 def test_a_merged_answer_is_not_copied_before_it_is_whole() -> None:

@@ -118,9 +118,10 @@ async def test_an_answer_without_end_is_cut_off(role: str, monkeypatch: Any) -> 
         c.check_books()
 
 
-async def test_of_a_long_error_the_beginning_is_kept() -> None:
+@pytest.mark.parametrize("size", [300_000, 3_000_000])
+async def test_of_a_long_error_the_beginning_is_kept(size: int) -> None:
     async with cluster("--disable-retries") as c:
-        text = b"no such thing " + b"x" * 300_000
+        text = b"no such thing " + b"x" * size
         head = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(text)
         c.prefill[0].raw_answers["/generate"] = head + text
         code, answer = await c.generate(text="x")

@@ -92,7 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.wake_s: float | None = None
         self.shape = {**PREFILLS, **DECODES}
         if self.config.policy == "sbs" and self.config.decode_rule == "iqr":
-            self.scheduler._choose_decode = self.checked(self.scheduler._choose_decode)
+            gangs = self.scheduler.gangs
+            gangs.choose_decode = self.checked(gangs.choose_decode)
         self.requests: dict[str, Known] = {}
         self.up: set[str] = set()
         self.prefills = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simulator_fixtures import poisson
 
 from sglang_sbs.scheduling import POLICIES, SchedulerConfig
-from sglang_sbs.scheduling.policies.adaptive import trigger as adaptive_trigger
+from sglang_sbs.scheduling.policies.adaptive import long_prompts
 from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange, simulate
 from sglang_sbs.simulator.cluster import simulation
 from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
@@ -293,7 +293,7 @@ def test_at_light_load_place_matters_where_a_cut_prompt_costs_a_pass_in_hand(
         return run_job(Job("paper-long", "sbs", 0.4, 301, 80.0, "mixed", spec))["ttft_mean_s"]
 
     with_it = mean_ttft_s()
-    monkeypatch.setattr(adaptive_trigger, "LIGHT_LOAD", 0.0)
+    monkeypatch.setattr(long_prompts, "LIGHT_LOAD", 0.0)
     without = mean_ttft_s()
     assert (with_it < without) if overlap else (with_it == without)
 

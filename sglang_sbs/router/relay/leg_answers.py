@@ -175,7 +175,9 @@ class PrefillLeg(_Leg):
     def body_received(self, data: bytes) -> None:
         before = self._size
         super().body_received(data)
-        if before <= SHORT_BYTES < self._size and self.status == 200:
+        if self.status != 200:
+            return
+        if before <= SHORT_BYTES < self._size:
             self.pair.prefill_came()
         if self._size > _SMALL_BYTES and not self._is_needed:
             self.body.clear()  # that it came is all that counts

@@ -117,10 +117,15 @@ def observe_launch(
         learned.left_behind_s += landed_s[len(landed_s) - late :]
         landed_s = landed_s[: len(landed_s) - late]
     learned.landed_s = landed_s
-    missed = sum(
-        sent.to_idle and sent.requests > 1 and free_since_s <= sent.at_s <= launch_s
-        for sent in in_flight
-    )
+    missed = _missed(in_flight, free_since_s, launch_s)
     if started or missed:
         learned.torn = missed / (started + missed)
     return learned
+
+
+def _missed(in_flight: Iterable[Sent], free_since_s: float, launch_s: float) -> int:
+    """Requests of a batch for the idle instance that the launch left behind."""
+    return sum(
+        sent.to_idle and sent.requests > 1 and free_since_s <= sent.at_s <= launch_s
+        for sent in in_flight
+    )

@@ -205,7 +205,7 @@ class SimulatedPrefill:
         self.asleep = launched is None and not wait
         return self.device[0] if wait else None
 
-    def finish(self, now_s: float) -> tuple[DevicePass, list[EndForward]]:
+    def finish(self) -> tuple[DevicePass, list[EndForward]]:
         """The device is done with the running pass."""
         ended = self.device.popleft()
         for rank, tokens in zip(self.ranks, ended.tokens, strict=True):

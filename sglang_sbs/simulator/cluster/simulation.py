@@ -411,7 +411,7 @@ class _Simulation:
     def _finish(self, engine: SimulatedPrefill) -> None:
         if not self._lives(engine):
             return  # dead
-        ended, messages = engine.finish(self._now_s)
+        ended, messages = engine.finish()
         self._outcome.passes.append(
             PassRecord(
                 engine.name, ended.start_s, ended.end_s, sum(ended.tokens), max(ended.tokens)

@@ -40,7 +40,7 @@ def serve(prefill: SimulatedPrefill, now_s: float):
             passes.append(launched)
         if waits_for is not None:
             now_s = waits_for.end_s
-            ended, messages = prefill.finish(now_s)
+            ended, messages = prefill.finish()
             for completed in ended.completed:
                 prefill.sent(completed)
         elif launched is None:
@@ -97,9 +97,9 @@ def test_the_chunks_of_a_long_prompt_are_there_for_others_while_the_rest_is_comp
 def test_blocks_stay_until_the_kv_is_sent_and_who_finds_no_room_waits_for_that():
     prefill = engine(capacity_tokens=100)
     prefill.deliver("a", 0, 60, tuple(range(6)))
-    first, *_ = iterate(prefill, 0.0)
     iterate(prefill, 0.0)
-    ended, _ = prefill.finish(first.end_s)
+    iterate(prefill, 0.0)
+    ended, _ = prefill.finish()
     prefill.deliver("b", 0, 60, tuple(range(10, 16)))
     launched, waits_for, (message,) = iterate(prefill, 1.0)
     assert launched is None and waits_for is None and prefill.asleep

@@ -39,7 +39,7 @@ def test_an_idle_engine_launches_on_the_first_request_and_the_rest_of_the_gang_w
     assert iterate(prefill, 1.0)[1] is first  # nothing left over: it waits for the pass
     prefill.deliver("b", 0, 40)
     prefill.deliver("c", 1, 50)
-    prefill.finish(first.end_s)
+    prefill.finish()
     second, _, _ = iterate(prefill, first.end_s + 0.02)
     assert second.tokens == [40, 50]
     assert second.start_s == pytest.approx(first.end_s + 0.02)
@@ -70,7 +70,7 @@ def test_a_gang_sent_during_a_pass_runs_in_one():
     iterate(prefill, 0.0)
     for number in range(4):
         prefill.deliver(f"g{number}", number % 2, 50)
-    prefill.finish(first.end_s)
+    prefill.finish()
     second, *_ = iterate(prefill, first.end_s)
     assert second.tokens == [100, 100]
     assert sorted(rids(second)) == ["g0", "g1", "g2", "g3"]
@@ -86,7 +86,7 @@ def test_overlap_queues_what_is_left_over_without_a_gap_and_later_ones_wait_for_
     assert [m.inflight_passes for m in messages] == [1, 1]
     assert messages[0].inflight_tokens == 100
     prefill.deliver("b", 1, 90)
-    _, messages = prefill.finish(first.end_s)
+    _, messages = prefill.finish()
     assert (messages[0].inflight_passes, messages[0].inflight_tokens) == (1, 30)
     third, waits_for, _ = iterate(prefill, first.end_s + 0.02)
     assert third.tokens == [0, 90] and waits_for is second
@@ -99,7 +99,7 @@ def test_without_overlap_a_pass_takes_all_that_waits_when_the_one_before_ends():
     first, waits_for, _ = iterate(prefill, 0.0)
     assert waits_for is first
     prefill.deliver("b", 1, 90)
-    prefill.finish(first.end_s)
+    prefill.finish()
     second, *_ = iterate(prefill, first.end_s)
     assert second.tokens == [30, 90]
 
@@ -171,7 +171,7 @@ def test_every_message_accounts_for_all_accepted_tokens():
         _, waits_for, messages = iterate(prefill, now_s)
         if waits_for is not None:
             now_s = waits_for.end_s
-            messages += prefill.finish(now_s)[1]
+            messages += prefill.finish()[1]
         for message in messages:
             launching = message.extend_tokens if message.kind == "launch" else 0
             assert (

@@ -206,6 +206,8 @@ class AdaptiveTrigger(PrefillPolicy):
         late = self._urgency.matters(now_s) and not self._long.matter(queue, instances)
         self._open(one, late)
         chunked = self._choose(one, late)
+        if not one.candidates and self._decision_s != now_s:
+            return Plan(wake_s=min(one.wakes, default=None))
         affinity = self._decision_at(one.candidates, instances, len(queue), one.at)
         tried = 0
         for instance in one.candidates:
@@ -257,7 +259,7 @@ class AdaptiveTrigger(PrefillPolicy):
         is committed early, which would take the next pass from an urgent request that comes
         meanwhile."""
         now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
-        whole_s = self.lead_s + self._offered.leaving_s(len(queue), serial_s)
+        whole_s = self._whole_s(queue)
         few = len(queue) <= MOST_JOINING
         join_s = self._lead.join_s(self._interval.lone_s)
         ahead_tokens = 0.0
@@ -287,21 +289,26 @@ class AdaptiveTrigger(PrefillPolicy):
             else:
                 one.wakes.append(open_s)
 
+    def _whole_s(self, queue: RequestQueue) -> float:
+        """The lead of a batch of those that wait."""
+        return self.lead_s + self._offered.leaving_s(len(queue), self._interval.serial_s)
+
     def _choose(self, one: Decision, late: bool) -> bool:
         """Of those that may get a batch the ones that should, the most urgent first; whether
         prompts of many chunks decide it."""
         queue, instances, at = one.queue, one.instances, one.at
+        if not late:
+            mean_tokens = self._offered.mean_tokens
+            lead_s = self._whole_s(queue)
+            one.ahead, due_s = lookahead(instances, queue.tokens, mean_tokens, lead_s, at.now_s)
+            if due_s is not None:
+                one.wakes.append(due_s)
+        if not (one.candidates or one.ahead):
+            return False
         for _, free_s, index in one.starts:
             name = instances[index].id
             one.start_of[name] = free_s if name in one.in_time else max(at.arrives_s, free_s)
-        if not late:
-            mean_tokens = self._offered.mean_tokens
-            one.ahead, due_s = lookahead(
-                instances, queue.tokens, mean_tokens, self.lead_s, at.now_s
-            )
-            if due_s is not None:
-                one.wakes.append(due_s)
-        chunked = bool(one.candidates or one.ahead) and self._long.matter(queue, instances)
+        chunked = self._long.matter(queue, instances)
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
         elif not one.overdue and not one.all_idle:
