@@ -153,22 +153,7 @@ class RouterServer:
         self.lengths = PromptLengths(self.metrics.length_missed)
         self.lanes = Lanes()
         self.lanes.begin()
-        self.tokenizers = EngineTokenizers(
-            self.registry,
-            self.session,
-            tokenizer,
-            forwarding=options.forward_token_ids,
-            names_blocks=options.names_blocks,
-            api_key=options.api_key,
-        )
-        self.prompts = PromptReader(
-            tokenizer,
-            self.lengths,
-            BlockNamer(as_published=options.prefix_source != "approximate"),
-            self.tokenizers,
-            names_text=options.names_blocks and options.prefix_source in ("auto", "approximate"),
-            lanes=self.lanes,
-        )
+        self._build_prompts(tokenizer)
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,
             pool=self.pool,
@@ -198,6 +183,26 @@ class RouterServer:
             lanes=self.lanes,
         )
         self.metrics.collect_with(self._collect)
+
+    def _build_prompts(self, tokenizer: ChatTokenizer | None) -> None:
+        """What reads prompts, and what may be sent in their place."""
+        options = self.options
+        self.tokenizers = EngineTokenizers(
+            self.registry,
+            self.session,
+            tokenizer,
+            forwarding=options.forward_token_ids,
+            names_blocks=options.names_blocks,
+            api_key=options.api_key,
+        )
+        self.prompts = PromptReader(
+            tokenizer,
+            self.lengths,
+            BlockNamer(as_published=options.prefix_source != "approximate"),
+            self.tokenizers,
+            names_text=options.names_blocks and options.prefix_source in ("auto", "approximate"),
+            lanes=self.lanes,
+        )
 
     def _make_schedulers(self) -> Schedulers:
         options, metrics, session = self.options, self.metrics, self.session
@@ -350,7 +355,7 @@ class RouterServer:
         wrong.add_metric([], self.lengths.contradicted)
         yield wrong
         as_ids = total("sbs_requests_sent_as_ids", "Their text was not sent, or not needed")
-        as_ids.add_metric([], self.relay.sent_as_ids)
+        as_ids.add_metric([], self.relay.attempts.sent_as_ids)
         yield as_ids
 
     async def _flush_log(self) -> None:

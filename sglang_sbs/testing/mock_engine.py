@@ -1,8 +1,8 @@
 """A scripted SGLang engine: HTTP surface, EndForward, faults on command, no model and no sleeping.
 
 Owns what a test needs to play a prefill or decode instance; the script and the record are those of
-:mod:`.mock_script`. It forms no passes: a test says what it reports. Must not know the router.
-Everything listens at 127.0.0.1 on a free port.
+:mod:`.mock_script`, the JSON of its answers is :mod:`.mock_answers`'. It forms no passes: a test
+says what it reports. Must not know the router. Everything listens at 127.0.0.1 on a free port.
 
     engine = MockEngine("prefill", dp_size=2)
     await engine.start()
@@ -27,6 +27,7 @@ import orjson
 import zmq
 from aiohttp import web
 
+from sglang_sbs.testing.mock_answers import frame, output, usage_of
 from sglang_sbs.testing.mock_script import (
     Behaviour,
     EngineRole,
@@ -285,7 +286,9 @@ class MockEngine:
                 if number > 1:
                     await self.token_gate.pass_through()
                 last = number == behaviour.tokens
-                await response.write(_event(self._output(record, behaviour, number, last, True)))
+                await response.write(
+                    _event(output(self.role, record, behaviour, number, last=last, stream=True))
+                )
                 if behaviour.garbage_tail is not None:
                     await response.write(behaviour.garbage_tail)
                     return response
@@ -297,9 +300,9 @@ class MockEngine:
             options = record.body.get("stream_options")
             wants_usage = isinstance(options, dict) and options.get("include_usage")
             if record.path != "/generate" and wants_usage:
-                usage = self._frame(record) | {
+                usage = frame(record) | {
                     "choices": [],
-                    "usage": _usage(behaviour, behaviour.tokens),
+                    "usage": usage_of(behaviour, behaviour.tokens),
                 }
                 await response.write(_event(usage))
         await response.write(b"data: [DONE]\n\n")
@@ -308,7 +311,9 @@ class MockEngine:
     async def _complete(
         self, request: web.Request, record: RecordedRequest, behaviour: Behaviour
     ) -> web.StreamResponse:
-        data = orjson.dumps(self._output(record, behaviour, behaviour.tokens, True, False))
+        data = orjson.dumps(
+            output(self.role, record, behaviour, behaviour.tokens, last=True, stream=False)
+        )
         if behaviour.fault in ("reset_mid_body", "hang_mid_body"):
             response = web.StreamResponse(
                 headers={"Content-Type": "application/json", "Content-Length": str(len(data))}
@@ -319,70 +324,6 @@ class MockEngine:
                 await record.aborted.wait()
             return _reset(request)
         return web.Response(body=data, content_type="application/json")
-
-    def _frame(self, record: RecordedRequest) -> dict[str, Any]:
-        chat = record.path.endswith("chat/completions")
-        kind = "chat.completion" if chat else "text_completion"
-        return {"id": record.rid, "object": kind, "created": 1, "model": "mock"}
-
-    def _output(
-        self, record: RecordedRequest, behaviour: Behaviour, tokens: int, last: bool, stream: bool
-    ) -> dict[str, Any]:
-        """An answer, or the event that ends with output token number ``tokens``."""
-        text = " ".join(f"t{i}" for i in range(1, tokens + 1))
-        if record.path == "/generate":
-            reason: Any = None
-            if last:
-                reason = {"type": "length", "length": tokens}
-            if last and behaviour.abort:
-                reason = {"type": "abort", "message": "scripted abort", "status_code": None}
-            meta: dict[str, Any] = {
-                "id": record.rid,
-                "prompt_tokens": behaviour.prompt_tokens,
-                "cached_tokens": behaviour.cached_tokens,
-                "completion_tokens": tokens,
-                "finish_reason": reason,
-            }
-            if record.body.get("return_logprob"):
-                meta["input_token_logprobs"] = (
-                    [[-0.5, i, None] for i in range(behaviour.prompt_tokens)]
-                    if self.role == "prefill"
-                    else []
-                )
-                meta["output_token_logprobs"] = [[-0.1, i, None] for i in range(tokens)]
-            return {"text": text, "meta_info": meta}
-        finish = None
-        if last:
-            finish = "abort" if behaviour.abort else "length"
-        piece = f"t{tokens}" if stream else text
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
-        if record.path.endswith("chat/completions"):
-            message = {"role": "assistant", "content": piece}
-            choice["delta" if stream else "message"] = message
-        else:
-            choice["text"] = piece
-            if record.body.get("logprobs"):
-                choice["logprobs"] = self._logprobs(record, behaviour, tokens, stream)
-        answer = self._frame(record) | {"choices": [choice]}
-        if not stream:
-            answer["usage"] = _usage(behaviour, 1 if self.role == "prefill" else behaviour.tokens)
-        return answer
-
-    def _logprobs(
-        self, record: RecordedRequest, behaviour: Behaviour, tokens: int, stream: bool
-    ) -> dict[str, Any]:
-        """OpenAI's form. The prompt's, with ``echo``, only prefill has."""
-        names = [f"t{tokens}"] if stream else [f"t{number}" for number in range(1, tokens + 1)]
-        if self.role == "prefill":
-            names = ["t1"]
-            if record.body.get("echo"):
-                names = [f"p{number}" for number in range(behaviour.prompt_tokens)] + names
-        return {
-            "tokens": names,
-            "token_logprobs": [-0.1] * len(names),
-            "top_logprobs": [],
-            "text_offset": [-1] * len(names),
-        }
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         rid = str(orjson.loads(await request.read())["rid"])
@@ -480,14 +421,6 @@ def port_of(request: web.Request) -> int:
     """Of the socket that a request came in by; 0 if it is closed already."""
     name = request.get_extra_info("sockname")
     return int(name[1]) if name else 0
-
-
-def _usage(behaviour: Behaviour, completion_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": behaviour.prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": behaviour.prompt_tokens + completion_tokens,
-    }
 
 
 def _event(value: Any) -> bytes:

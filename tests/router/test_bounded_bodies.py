@@ -25,7 +25,7 @@ from sglang_sbs.router.options.config import PlanLimits
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
-from sglang_sbs.router.relay import relay
+from sglang_sbs.router.relay import attempts, exchange, relay
 from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.merged_answers import merge_answers
 from sglang_sbs.router.relay.pair import Pair
@@ -203,7 +203,7 @@ async def test_every_unit_counts_at_the_door() -> None:
 
 async def test_a_batch_keeps_so_many_units_ahead_of_prefill(monkeypatch: Any) -> None:
     """What decodes is not counted: a batch has all the decode ranks there are."""
-    monkeypatch.setattr(relay, "MOST_AHEAD", 8)
+    monkeypatch.setattr(exchange, "MOST_AHEAD", 8)
     async with cluster() as c:
         c.prefill[0].gate.close()
         c.decode[0].gate.close()
@@ -221,7 +221,7 @@ async def test_a_batch_keeps_so_many_units_ahead_of_prefill(monkeypatch: Any) ->
 
 
 async def test_a_unit_that_fails_ends_a_batch_that_waits_for_prefill(monkeypatch: Any) -> None:
-    monkeypatch.setattr(relay, "MOST_AHEAD", 8)
+    monkeypatch.setattr(exchange, "MOST_AHEAD", 8)
     async with cluster() as c:
         c.prefill[0].gate.close()
         c.decode[0].behaviours.append(Behaviour(status=400))
@@ -239,7 +239,7 @@ async def test_of_what_a_batch_is_answered_only_the_answers_are_kept(monkeypatch
             super().__init__(*args)
             pairs.append(weakref.ref(self))
 
-    monkeypatch.setattr(relay, "Pair", Watched)
+    monkeypatch.setattr(attempts, "Pair", Watched)
     async with cluster() as c:
         gate = c.decode[0].gate
         gate.close()

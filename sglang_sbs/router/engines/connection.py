@@ -48,8 +48,8 @@ class Receiver(Protocol):
     def failed(self, error: UpstreamError) -> None: ...
 
 
-class Exchange(Protocol):
-    """A request on a connection, and who takes its answer."""
+class CarriedCall(Protocol):
+    """A call as its connection knows it."""
 
     origin: str
     """A worker's URL."""
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: ConnectionKeeper, origin: str) -> None:
         self._pool = pool
         self.origin = origin
-        self.call: Exchange | None = None
+        self.call: CarriedCall | None = None
         self.idle_since = 0.0
         self._paused = False
         self._writable = True
@@ -216,11 +216,11 @@ class Connection(asyncio.Protocol):
             logger.exception("an answer of %s could not be used", self.origin)
             self._give_up(call, f"unusable response: {error}")
 
-    def _give_up(self, call: Exchange, detail: str) -> None:
+    def _give_up(self, call: CarriedCall, detail: str) -> None:
         self.close()
         call.lost(UpstreamError("protocol", detail), silent=False)
 
-    def _body(self, data: bytes, call: Exchange) -> None:
+    def _body(self, data: bytes, call: CarriedCall) -> None:
         chunked = self._chunked
         if chunked is not None:
             payload = chunked.feed(data)
@@ -238,7 +238,7 @@ class Connection(asyncio.Protocol):
             reusable = self._keep_alive and not surplus and not self._unread
             self._complete(call, reusable=reusable)
 
-    def _complete(self, call: Exchange, *, reusable: bool) -> None:
+    def _complete(self, call: CarriedCall, *, reusable: bool) -> None:
         self.call = None
         self._reset()
         # An answer that came before the whole request was written leaves the rest in the way.
@@ -249,7 +249,7 @@ class Connection(asyncio.Protocol):
             self.close()
         call.completed()
 
-    def _head(self, data: bytes, call: Exchange) -> bytes:
+    def _head(self, data: bytes, call: CarriedCall) -> bytes:
         """Consume the response head; returns the body bytes behind it."""
         data = self._buffer + data
         while True:

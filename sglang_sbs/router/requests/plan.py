@@ -121,6 +121,11 @@ class Plan:
     def single(self) -> bool:
         return len(self.units) == 1 and not self.as_list
 
+    @property
+    def edits_answers(self) -> bool:
+        """What engines answer is not passed on as it comes."""
+        return self.merge_logprobs or bool(self.client_rids)
+
     def client_rid(self, position: int) -> str | None:
         """The client's id of one output; SGLang makes a batch's ids from a single one."""
         if not self.client_rids:

@@ -146,14 +146,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     _check_usable(data, role, version, numbers)
     rust_server = _check_rust_server(data, rank=0)
     dp_size = _dp_size(data)
-    warnings = []
     sbs = _sbs_block(data.get("sbs"))
     no_barrier = _why_no_barrier(data, dp_size, sbs)
-    if no_barrier == NO_DP_ATTENTION:
-        warnings.append(
-            f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
-            "replicas, so batching them into one forward pass gains nothing"
-        )
+    warnings = [_why_independent(dp_size)] if no_barrier == NO_DP_ATTENTION else []
     method = _text(data.get("load_balance_method"))
     choice = rank_choice_of(numbers, method) if role == "decode" else "free"
     if choice == "engine" and dp_size > 1:
@@ -195,6 +190,13 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         radix_cache=_has_radix_cache(data, role),
         kv_events=kv_events,
         warnings=tuple(text[: 2 * _MAX_TEXT] for text in warnings),
+    )
+
+
+def _why_independent(dp_size: int) -> str:
+    return (
+        f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
+        "replicas, so batching them into one forward pass gains nothing"
     )
 
 

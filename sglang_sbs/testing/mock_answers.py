@@ -1,0 +1,93 @@
+"""What a scripted engine answers: SGLang's JSON of ``/generate`` and of OpenAI's two endpoints.
+
+Output tokens read t1, t2, …, those of a prompt p0, p1, …
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_sbs.testing.mock_script import Behaviour, EngineRole, RecordedRequest
+
+
+def frame(record: RecordedRequest) -> dict[str, Any]:
+    """What OpenAI's answers and events have in common."""
+    chat = record.path.endswith("chat/completions")
+    kind = "chat.completion" if chat else "text_completion"
+    return {"id": record.rid, "object": kind, "created": 1, "model": "mock"}
+
+
+def output(
+    role: EngineRole,
+    record: RecordedRequest,
+    behaviour: Behaviour,
+    tokens: int,
+    *,
+    last: bool,
+    stream: bool,
+) -> dict[str, Any]:
+    """An answer, or the event that ends with output token number ``tokens``."""
+    text = " ".join(f"t{i}" for i in range(1, tokens + 1))
+    if record.path == "/generate":
+        reason: Any = None
+        if last:
+            reason = {"type": "length", "length": tokens}
+        if last and behaviour.abort:
+            reason = {"type": "abort", "message": "scripted abort", "status_code": None}
+        meta: dict[str, Any] = {
+            "id": record.rid,
+            "prompt_tokens": behaviour.prompt_tokens,
+            "cached_tokens": behaviour.cached_tokens,
+            "completion_tokens": tokens,
+            "finish_reason": reason,
+        }
+        if record.body.get("return_logprob"):
+            meta["input_token_logprobs"] = (
+                [[-0.5, i, None] for i in range(behaviour.prompt_tokens)]
+                if role == "prefill"
+                else []
+            )
+            meta["output_token_logprobs"] = [[-0.1, i, None] for i in range(tokens)]
+        return {"text": text, "meta_info": meta}
+    finish = None
+    if last:
+        finish = "abort" if behaviour.abort else "length"
+    piece = f"t{tokens}" if stream else text
+    choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+    if record.path.endswith("chat/completions"):
+        message = {"role": "assistant", "content": piece}
+        choice["delta" if stream else "message"] = message
+    else:
+        choice["text"] = piece
+        if record.body.get("logprobs"):
+            choice["logprobs"] = _logprobs(role, record, behaviour, tokens, stream)
+    answer = frame(record) | {"choices": [choice]}
+    if not stream:
+        answer["usage"] = usage_of(behaviour, 1 if role == "prefill" else behaviour.tokens)
+    return answer
+
+
+def _logprobs(
+    role: EngineRole, record: RecordedRequest, behaviour: Behaviour, tokens: int, stream: bool
+) -> dict[str, Any]:
+    """OpenAI's form. The prompt's, with ``echo``, only prefill has."""
+    names = [f"t{tokens}"] if stream else [f"t{number}" for number in range(1, tokens + 1)]
+    if role == "prefill":
+        names = ["t1"]
+        if record.body.get("echo"):
+            names = [f"p{number}" for number in range(behaviour.prompt_tokens)] + names
+    return {
+        "tokens": names,
+        "token_logprobs": [-0.1] * len(names),
+        "top_logprobs": [],
+        "text_offset": [-1] * len(names),
+    }
+
+
+def usage_of(behaviour: Behaviour, completion_tokens: int) -> dict[str, Any]:
+    """OpenAI's ``usage``."""
+    return {
+        "prompt_tokens": behaviour.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": behaviour.prompt_tokens + completion_tokens,
+    }
