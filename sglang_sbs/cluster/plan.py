@@ -30,8 +30,7 @@ from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 HTTP_OFFSET, BOOTSTRAP_OFFSET, NCCL_OFFSET, DIST_INIT_OFFSET = range(4)
 DERIVED_FROM_DIST_INIT = (1, 2, 3, 4, 5, 6, 13)
 PORTS_PER_INSTANCE = 32
-# KV events of up to `_KV_EVENTS_RANKS` DP ranks, and then as many ports for their replays; behind
-# the derived ones. More ranks take two further blocks.
+# Of up to `_KV_EVENTS_RANKS` DP ranks, then of their replays. More take two further blocks.
 KV_EVENTS_OFFSET = 18
 _KV_EVENTS_RANKS = 7
 MIN_KV_EVENTS_PAGE_SIZE = 8
@@ -40,7 +39,6 @@ _KV_EVENTS_BUFFER_STEPS = 2000
 
 RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
 """SGLang's switch: each DP rank then serves HTTP itself, at the instance's port + its number."""
-
 HEALTH_PASS_ENV = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 """Whether `/health` runs a forward pass on an idle engine."""
 CPU_MAX_TOTAL_TOKENS = 131072

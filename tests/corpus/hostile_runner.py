@@ -23,8 +23,8 @@ from router_harness import Cluster, cluster, until
 from test_kv_events import publishing
 
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
-from sglang_sbs.testing.mock_engine import MockEngine
 from sglang_sbs.wire import encode_endforward
+from tools.stand_ins.mock_engine import MockEngine
 
 _PROBE = b'{"text": "probe"}'
 _PLAIN = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 17\r\n\r\n" + _PROBE

@@ -24,7 +24,7 @@ from sglang_sbs.router.api.access import CONTROL_PLANE, OPEN_PATHS
 from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 KEYS = ("--control-plane-api-keys", "ops:Ops:admin:secret", "dev:Dev:user:weak")
 

@@ -10,7 +10,7 @@ from router_harness import TIMEOUT_S
 from router_processes import start_group
 
 from sglang_sbs.dashboard.client import frames
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 
 async def test_every_front_end_shows_the_one_scheduler() -> None:

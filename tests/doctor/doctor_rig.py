@@ -25,9 +25,9 @@ from sglang_sbs.doctor.examine import gather, judge
 from sglang_sbs.doctor.facts import ClusterFacts
 from sglang_sbs.doctor.findings import Finding
 from sglang_sbs.doctor.options import parse_options
-from sglang_sbs.testing.kv_publisher import free_ports
-from sglang_sbs.testing.mock_engine import EngineRole, MockEngine, Rooms
 from sglang_sbs.wire.curve import CurveKeys
+from tools.stand_ins.kv_publisher import free_ports
+from tools.stand_ins.mock_engine import EngineRole, MockEngine, Rooms
 
 DP = 2
 

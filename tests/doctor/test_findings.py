@@ -19,11 +19,11 @@ from sglang_sbs.doctor.facts import ClusterFacts, Target
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.engine.publish import Publisher
-from sglang_sbs.testing.kv_publisher import free_ports
-from sglang_sbs.testing.mock_engine import Behaviour, Rooms
 from sglang_sbs.wire import encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from sglang_sbs.wire.endforward import KvAddress
+from tools.stand_ins.kv_publisher import free_ports
+from tools.stand_ins.mock_engine import Behaviour, Rooms
 
 Break = Callable[[Rig], Awaitable[None] | None]
 

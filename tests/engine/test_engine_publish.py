@@ -14,9 +14,9 @@ from engine_fakes import Role, Scheduler, config
 from sglang_sbs.engine import publish
 from sglang_sbs.engine.hooks import RankHook
 from sglang_sbs.engine.publish import BindError, Publisher, resolve_endpoints
-from sglang_sbs.testing.kv_publisher import free_ports
 from sglang_sbs.wire import decode_endforward
 from sglang_sbs.wire.curve import keys_of
+from tools.stand_ins.kv_publisher import free_ports
 
 DEADLINE_S = 20.0
 

@@ -19,7 +19,7 @@ import pytest
 from packaging_sources import ROOT, Built
 
 import sglang_sbs
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 TIMEOUT_S = 120.0
 

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from sglang_sbs.patching import cli
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 TIMEOUT_S = 120.0
 

@@ -28,7 +28,7 @@ from sglang_sbs.scheduling.events import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.snapshot import Snapshot
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 TIMEOUT_S = 20.0
 """A test that waits longer has failed; nothing is expected to take anywhere near it."""

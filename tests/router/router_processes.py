@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 from router_harness import TIMEOUT_S
 
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 START_S = 60.0
 """Starting several Python processes on a busy machine."""

@@ -14,8 +14,8 @@ from typing import Any
 from aiohttp import web
 
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.testing.mock_engine import MockEngine, port_of
-from sglang_sbs.testing.mock_script import Behaviour, RecordedRequest
+from tools.stand_ins.mock_engine import MockEngine, port_of
+from tools.stand_ins.mock_script import Behaviour, RecordedRequest
 
 
 class RustMockEngine(MockEngine):

@@ -33,7 +33,7 @@ from sglang_sbs.router.requests.legs import LegFields, leg_bodies
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.splitting import MOST_READ_BYTES
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
-from sglang_sbs.testing.mock_engine import Behaviour
+from tools.stand_ins.mock_engine import Behaviour
 
 MIB = 1 << 20
 KINDS: list[Any] = ["generate", "completions", "chat"]

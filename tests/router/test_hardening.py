@@ -33,7 +33,7 @@ from sglang_sbs.router.requests.legs import LegFields, leg_bodies
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, plan_request
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling.events import RequestArrived
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 GARBAGE = [b"data: {not json\n\n", b"data: [1]\n\n", b"\x00\xff", b'{"text": 5', b"[]"]
 

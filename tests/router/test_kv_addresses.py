@@ -37,10 +37,10 @@ from sglang_sbs.scheduling.events import (
     InstanceDown,
     InstanceUp,
 )
-from sglang_sbs.testing.kv_publisher import KvPublisher, free_ports, removed, stored
 from sglang_sbs.wire import EndForward, decode_endforward, encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from sglang_sbs.wire.endforward import KvAddress
+from tools.stand_ins.kv_publisher import KvPublisher, free_ports, removed, stored
 
 URL = "http://127.0.0.1:30000"
 SECOND_NODE = "127.0.0.2"

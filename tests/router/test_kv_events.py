@@ -36,8 +36,8 @@ from sglang_sbs.scheduling.events import (
     InstanceDown,
     InstanceUp,
 )
-from sglang_sbs.testing.kv_publisher import KvPublisher, cleared, free_ports, removed, stored
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.kv_publisher import KvPublisher, cleared, free_ports, removed, stored
+from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 URL = "http://127.0.0.1:30000"
 RANKS = 2

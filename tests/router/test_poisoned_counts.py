@@ -14,7 +14,7 @@ from sglang_sbs.router.workers.health import parse_loads
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling.events import PrefillDone, RequestArrived, RequestEnded
-from sglang_sbs.testing.mock_engine import Behaviour
+from tools.stand_ins.mock_engine import Behaviour
 
 ABSURD = [b"9" * 5000, b"%d" % 2**41, b"%d" % 2**63]
 

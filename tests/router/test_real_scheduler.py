@@ -15,7 +15,7 @@ from router_harness import TIMEOUT_S, cluster, sse_events, until
 
 from sglang_sbs.scheduling import POLICIES, Dispatch, Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import read_event_log
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 
 @pytest.mark.parametrize("policy", POLICIES)

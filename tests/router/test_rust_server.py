@@ -21,7 +21,7 @@ from sglang_sbs.router.workers.server_info import (
 )
 from sglang_sbs.router.workers.worker import WorkerEvents
 from sglang_sbs.scheduling.events import LoadPolled
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 RUST: dict[str, Any] = {"kind": RustMockEngine}
 

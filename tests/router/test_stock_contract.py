@@ -20,7 +20,7 @@ import pytest
 from router_harness import TIMEOUT_S
 
 from benchmarks.router_processes import free_ports
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine, Rooms
+from tools.stand_ins.mock_engine import Behaviour, MockEngine, Rooms
 
 pytest.importorskip("sglang_router.sglang_router_rs")
 

@@ -23,7 +23,7 @@ from test_jwt import AUDIENCE, Issuer
 from test_stock_contract import bearer
 
 from benchmarks.router_processes import free_ports
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 MODULES = ("sglang_router.launch_router", "sglang_sbs.launch_router")
 LIMIT_S = 90.0

@@ -17,7 +17,7 @@ import pytest
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.workers.worker import Worker
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 NO_RETRIES = ("--policy", "round_robin", "--disable-retries")
 BREAKER = ("--cb-failure-threshold", "2", "--cb-success-threshold", "2")

@@ -18,7 +18,7 @@ from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.tls import server_ssl, worker_ssl
 from sglang_sbs.router.server import RouterServer
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 
 async def test_both_sides_over_tls(certificate: tuple[Path, Path]) -> None:

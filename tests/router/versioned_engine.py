@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_sbs.testing.mock_engine import MockEngine
-from sglang_sbs.testing.mock_script import Behaviour, EngineRole, RecordedRequest, Rooms
+from tools.stand_ins.mock_engine import MockEngine
+from tools.stand_ins.mock_script import Behaviour, EngineRole, RecordedRequest, Rooms
 
 Version = tuple[int, int, int]
 

@@ -11,7 +11,7 @@ import orjson
 
 from benchmarks.hostile.case import Target, case
 from benchmarks.raw_engine import reply
-from sglang_sbs.testing.kv_publisher import KvPublisher, free_ports, stored
+from tools.stand_ins.kv_publisher import KvPublisher, free_ports, stored
 
 _BLOCKS = 1 << 17
 

@@ -12,7 +12,7 @@ from router_harness import TIMEOUT_S, Cluster, cluster, options_for, until
 
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling.events import InstanceDown, InstanceUp
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 
 async def text_of(c: Cluster, path: str, **kwargs: Any) -> tuple[int, str]:

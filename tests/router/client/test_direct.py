@@ -16,7 +16,7 @@ from router_harness import Cluster, cluster, sse_events, until
 from sglang_sbs.router.client import intake, serving_port
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.serving_port import parse_plain_head
-from sglang_sbs.testing.mock_engine import Behaviour
+from tools.stand_ins.mock_engine import Behaviour
 
 PATHS = {"POST /generate HTTP/1.1": "/generate"}
 

@@ -18,7 +18,7 @@ from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.intake import Doorman
 from sglang_sbs.router.telemetry.metrics_port import MAX_CONNECTIONS
-from sglang_sbs.testing.mock_engine import Behaviour
+from tools.stand_ins.mock_engine import Behaviour
 
 
 class FakeLoop:

@@ -18,7 +18,7 @@ from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
-from sglang_sbs.testing.mock_engine import RecordedRequest
+from tools.stand_ins.mock_engine import RecordedRequest
 
 FORGED_HEADERS = (
     *("X-Data-Parallel-Rank", "x-data-parallel-rank", "X-DATA-PARALLEL-RANK"),

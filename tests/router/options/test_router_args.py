@@ -19,7 +19,7 @@ from router_processes import Group
 from sglang_sbs.launch_router import Router, RouterArgs, launch_router, parse_router_args
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.testing.mock_engine import MockEngine
+from tools.stand_ins.mock_engine import MockEngine
 
 PD = [
     *("--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000", "none"),

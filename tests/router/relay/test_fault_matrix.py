@@ -26,7 +26,7 @@ from router_harness import Cluster, cluster, sse_events, until
 from sglang_sbs.router.relay import relay
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import Command, Event, RequestArrived, RequestEnded
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 CONFLICT = "bootstrap room conflict: follow_bootstrap_room expects another DP rank"
 

@@ -15,7 +15,7 @@ from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.relay import aborts, in_flight
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.scheduling.events import Refuse, RequestArrived, RequestEnded
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine
+from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 ONE_TRY = ("--disable-retries",)
 

@@ -10,9 +10,9 @@ from router_harness import cluster, sse_events, until
 
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
 from sglang_sbs.scheduling.events import Dispatch, PrefillDone, RequestArrived, RequestEnded
-from sglang_sbs.testing.mock_engine import Behaviour
 from sglang_sbs.wire.endforward import GANG_RID_PREFIX
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, part_of_room
+from tools.stand_ins.mock_engine import Behaviour
 
 CHAT = {"model": "mock", "messages": [{"role": "user", "content": "hello there"}]}
 

@@ -11,7 +11,7 @@ from router_harness import cluster, sse_events
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.scheduling.events import RequestArrived
-from sglang_sbs.testing.mock_engine import Behaviour
+from tools.stand_ins.mock_engine import Behaviour
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

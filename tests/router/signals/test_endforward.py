@@ -20,9 +20,9 @@ from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
 from sglang_sbs.router.workers.worker import WorkerEvents
 from sglang_sbs.scheduling.events import Event, ForwardEnded, InstanceDown, InstanceUp, LoadPolled
-from sglang_sbs.testing.mock_engine import MockEngine
 from sglang_sbs.wire import TOPIC, EndForward, encode_endforward
 from sglang_sbs.wire.curve import keys_of
+from tools.stand_ins.mock_engine import MockEngine
 
 
 class Setup:

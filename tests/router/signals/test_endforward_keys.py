@@ -19,10 +19,10 @@ from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.signals.endforward_listener import _MAX_MESSAGE_BYTES
 from sglang_sbs.scheduling.events import ForwardEnded
-from sglang_sbs.testing.kv_publisher import free_ports
-from sglang_sbs.testing.mock_engine import MockEngine
 from sglang_sbs.wire import TOPIC, encode_endforward
 from sglang_sbs.wire.curve import keys_of
+from tools.stand_ins.kv_publisher import free_ports
+from tools.stand_ins.mock_engine import MockEngine
 
 SECRET, OTHER = "s" * 40, "o" * 40
 

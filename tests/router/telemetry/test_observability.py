@@ -18,8 +18,8 @@ from sglang_sbs.router import server
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.telemetry import logs, tracing
 from sglang_sbs.router.telemetry.logs import JsonFormatter, WithRequestId, current_request_id
-from sglang_sbs.testing.mock_engine import Behaviour
 from sglang_sbs.wire import EndForward
+from tools.stand_ins.mock_engine import Behaviour
 
 # Logs -------------------------------------------------------------------------------------------
 

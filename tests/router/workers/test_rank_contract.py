@@ -25,8 +25,8 @@ from sglang_sbs.router.workers.rank_contract import (
 from sglang_sbs.router.workers.server_info import parse_server_info
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.config import SchedulerConfig
-from sglang_sbs.testing.mock_engine import MockEngine
 from sglang_sbs.wire.gangs import GangPart, part_of_room
+from tools.stand_ins.mock_engine import MockEngine
 
 REQUESTS = 48
 

@@ -18,7 +18,7 @@ from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.events import Dispatch
-from sglang_sbs.testing.mock_engine import Behaviour, MockEngine, Rooms
+from tools.stand_ins.mock_engine import Behaviour, MockEngine, Rooms
 
 ERRORS, DISPATCHES = "smg_worker_errors_total", "sbs_dispatches_total"
 

@@ -32,7 +32,7 @@ from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery, WatchTiming
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
-from sglang_sbs.testing.mock_engine import MockEngine, Rooms
+from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 P = {"app": "sglang", "component": "prefill"}
 D = {"app": "sglang", "component": "decode"}

@@ -10,7 +10,7 @@ from router_harness import cluster, sse_events, until
 
 from sglang_sbs.router.relay import in_flight
 from sglang_sbs.router.workers import health, registry
-from sglang_sbs.testing.mock_engine import MockEngine
+from tools.stand_ins.mock_engine import MockEngine
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,9 @@ import orjson
 import zmq
 from aiohttp import web
 
-from sglang_sbs.testing.mock_answers import frame, output, usage_of
-from sglang_sbs.testing.mock_script import (
+from sglang_sbs.wire import EndForward, encode_endforward
+from tools.stand_ins.mock_answers import frame, output, usage_of
+from tools.stand_ins.mock_script import (
     Behaviour,
     EngineRole,
     Fault,
@@ -36,7 +37,6 @@ from sglang_sbs.testing.mock_script import (
     RecordedRequest,
     Rooms,
 )
-from sglang_sbs.wire import EndForward, encode_endforward
 
 __all__ = ["Behaviour", "EngineRole", "Fault", "HoldGate", "MockEngine", "RecordedRequest", "Rooms"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_sbs.testing.mock_script import Behaviour, EngineRole, RecordedRequest
+from tools.stand_ins.mock_script import Behaviour, EngineRole, RecordedRequest
 
 
 def frame(record: RecordedRequest) -> dict[str, Any]:

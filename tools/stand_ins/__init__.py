@@ -1,0 +1,1 @@
+"""Engines and publishers that are played, for tests. Not in the wheel."""
