@@ -182,8 +182,11 @@ def test_the_readme_stays_short_and_pictured() -> None:
     ],
 )
 def test_named_modules_exist(page: str) -> None:
-    files = {str(p.relative_to(ROOT)) for p in (ROOT / "sglang_sbs").rglob("*.py")}
-    files |= {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
+    files = {
+        str(p.relative_to(ROOT))
+        for folder in ("sglang_sbs", "tests", "tools")
+        for p in (ROOT / folder).rglob("*.py")
+    }
     named_files = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())
     assert [n for n in named_files if not any(f"/{f}".endswith(f"/{n}") for f in files)] == []
 
