@@ -46,6 +46,9 @@ class Deserted(Exception):
 class Board(Protocol):
     """What a rank says to the others of its engine, and hears of them."""
 
+    tells_absence: bool
+    """Who is not on it is known without waiting for a word."""
+
     def say(self, tag: int, word: Word) -> None: ...
 
     def listen(self) -> bool:
@@ -79,6 +82,8 @@ class Memory:
 
 class SocketBoard:
     """Over Linux's abstract Unix sockets, which leave nothing behind."""
+
+    tells_absence = False
 
     def __init__(self, name: str, rank: int, ranks: int) -> None:
         """``name``: the same on all ranks of the engine, and of no other engine.
@@ -176,7 +181,7 @@ class Line:
 
     def waited(self, tag: int) -> None:
         """A gang waited for the others; after ``MAX_SILENCES`` in vain the board is closed."""
-        if self._board is None:
+        if self._board is None or self._board.tells_absence:
             return
         others = self._board.heard(tag).keys() - {self._rank}
         self._silences = 0 if others else self._silences + 1

@@ -50,6 +50,8 @@ class Columns(NamedTuple):
 class GatherBoard:
     """Of one scheduler process; does nothing before :meth:`open`."""
 
+    tells_absence = True
+
     def __init__(self, find_columns: Callable[[], Columns | None] | None = None) -> None:
         self._find_columns = find_columns or columns_of_sglang
         self._columns: Columns | None = None

@@ -70,6 +70,7 @@ MOST_TURN_S = 0.005
 MOST_MISSED = 1
 """So many passes may start without a gang, of what was there before it; then it goes with what it
 has. Turns are rare while passes run, and its time would take long to pass."""
+FIRST_TURN = 1
 MAX_ERRORS = 3
 MOST_UNHEARD_TURNS = 3
 """Who gave up goes after so many, whether or not the others could be told in the meantime."""
@@ -131,7 +132,9 @@ class GangHold:
         self._attached = False
         self._off = self._limit_s == 0
         self._errors = 0
-        self._turn = 1
+        self._turn = FIRST_TURN
+        self._looks = 0
+        """At the queue."""
         self._turn_s = clock()
         self._last_turn_s = 0.0
         """How long the turn before this one counts."""
@@ -179,7 +182,14 @@ class GangHold:
         now_s = self._clock()
         self._last_turn_s, self._turn_s = min(now_s - self._turn_s, MOST_TURN_S), now_s
         if not self._attached:
-            self._attach(queue.scheduler)
+            try:
+                self._attach(queue.scheduler)
+            except Exception:
+                self._ranks.failed = True
+                raise
+        self._looks += 1
+        if self._turn == FIRST_TURN and self._looks > 1:
+            return []  # nothing counts turns here: what is held would be held for ever
         self._passes = int(getattr(queue.scheduler, "forward_ct", 0))
         self._ranks.listen()
         self._team.listen()

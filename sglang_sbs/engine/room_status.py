@@ -22,7 +22,7 @@ def around_update_status(
     original: Callable[..., Any], manager: Any, bootstrap_room: int, status: int
 ) -> Any:
     """Around ``CommonKVManager.update_status``. Later statuses send messages from within: no lock
-    may be held then, and they find what these two have written."""
+    may be held then. A failure that a third thread writes in between can be lost, as before."""
     if status not in OPENING:
         return original(manager, bootstrap_room, status)
     with _one_at_a_time:

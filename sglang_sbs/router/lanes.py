@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 LONG_BYTES = 256 << 10
@@ -41,12 +42,11 @@ class Lanes:
         self, size_bytes: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """``work(*args)`` in a thread; ``size_bytes``: of what it has to go through."""
-        loop = asyncio.get_running_loop()
         if size_bytes < LONG_BYTES:
-            return await loop.run_in_executor(self._short, lambda: work(*args, **kwargs))
+            return await _in(self._short, partial(work, *args, **kwargs))
         self.long_bytes += size_bytes
         try:
-            return await loop.run_in_executor(self._long, lambda: work(*args, **kwargs))
+            return await _in(self._long, partial(work, *args, **kwargs))
         finally:
             self.long_bytes -= size_bytes
 
@@ -54,6 +54,23 @@ class Lanes:
         """What has not begun is dropped."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _in(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """What is cancelled before it began is let go of at once: it stays in the executor's queue, and
+    what it was to go through may be large."""
+    jobs = [work]
+
+    def run() -> T:
+        return jobs.pop()()
+
+    future = threads.submit(run)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if future.cancelled():
+            jobs.clear()
+        raise
 
 
 class Pace:

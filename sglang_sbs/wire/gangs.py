@@ -56,5 +56,7 @@ def part_of_room(room: int) -> GangPart:
     """What :func:`gang_room` was given."""
     head = room >> DRAWN_BITS
     return GangPart(
-        tag=head >> 2 * COUNT_BITS, members=head >> COUNT_BITS & MOST, ranks=head & MOST
+        tag=head >> 2 * COUNT_BITS & ((1 << TAG_BITS) - 1),
+        members=head >> COUNT_BITS & MOST,
+        ranks=head & MOST,
     )

@@ -35,7 +35,9 @@ async def test_every_pair_of_ranks_gives_the_tokens_of_an_engine_of_the_old_mode
     assert report.pairs == 4
     logs = tmp_path / "token-match"
     sent, started = rids_of(tmp_path / "token-match.events")
-    assert started == sent, "the router knows its requests again in what the engines report"
+    # What is said before the router's socket is connected is lost, so not all of them.
+    assert started, "engines report what they start"
+    assert started <= sent, "the router knows its requests again in what the engines report"
     for name in ("prefill-0", "decode-0"):
         assert "Rust server listen on" in (logs / f"{name}.log").read_text()
     assert "Rust server listen on" not in (logs / "unified-0.log").read_text()

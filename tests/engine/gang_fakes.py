@@ -86,7 +86,9 @@ class Hearsay:
         def hear(tag: int) -> Mapping[int, Word]:
             return heard.get(tag, {})
 
-        return SimpleNamespace(say=say, listen=listen, heard=hear, close=lambda: None)
+        return SimpleNamespace(
+            say=say, listen=listen, heard=hear, close=lambda: None, tells_absence=False
+        )
 
 
 class Rank:

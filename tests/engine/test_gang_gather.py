@@ -194,6 +194,7 @@ def test_who_gave_up_does_not_wait_until_there_is_room_to_say_so() -> None:
     for _ in range(GATE_TURNS + MOST_UNHEARD_TURNS + 3):
         hosts.turn()
     assert queue.queue == []
+    assert all(rank.hold._ranks.is_open for rank in hosts.ranks), "nobody was silent"
 
 
 @pytest.mark.parametrize(

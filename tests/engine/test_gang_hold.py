@@ -14,7 +14,7 @@ from sglang_sbs.engine.gang_hold import (
     MOST_TURN_S,
 )
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
-from sglang_sbs.wire.gangs import GangPart
+from sglang_sbs.wire.gangs import TAG_BITS, GangPart, part_of_room
 
 
 def test_a_gang_starts_when_its_last_request_is_there() -> None:
@@ -298,3 +298,16 @@ def test_a_rank_that_is_not_up_yet_is_no_error() -> None:
     board.listen()
     assert board.heard(1).keys() == {0}
     board.close()
+
+
+def test_nothing_is_held_where_no_turns_are_counted() -> None:
+    """As with a release of SGLang whose event loop the hook does not find."""
+    rank = Rank(Clock(), ranks=2, hearsay=Hearsay())
+    rank.pop()
+    rank.queue.queue = [Req("a", GangPart(1, 2, 2))]
+    assert rank.pop() == ["a"]
+
+
+@pytest.mark.parametrize("room", [-1, 1 << 80])
+def test_a_room_that_no_router_gave_has_a_tag_that_can_be_said(room: int) -> None:
+    assert 0 <= part_of_room(room).tag < 1 << TAG_BITS

@@ -550,6 +550,27 @@ async def test_threads_are_there_before_they_are_wanted() -> None:
     lanes.close()
 
 
+async def test_what_is_cancelled_before_it_began_is_let_go_of() -> None:
+    """Its place in the threads' queue stays, and bodies may be large."""
+    lanes, gate = Lanes(), threading.Event()
+    first = asyncio.create_task(lanes.run(LONG_BYTES, gate.wait))
+    body = type("Body", (), {})()
+    gone = weakref.ref(body)
+    second = asyncio.create_task(lanes.run(LONG_BYTES, id, body))
+    await asyncio.sleep(0)
+    second.cancel()
+    del body
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    del second
+    await asyncio.sleep(0)
+    gc.collect()
+    assert gone() is None
+    gate.set()
+    assert await first
+    lanes.close()
+
+
 def test_long_pieces_of_work_keep_their_distance(monkeypatch: Any) -> None:
     now_s = 5.0
     monkeypatch.setattr(router_lanes, "time", SimpleNamespace(monotonic=lambda: now_s))

@@ -110,6 +110,12 @@ def test_what_a_batch_takes_longer_than_a_single_request_is_learned_from_batches
     assert network.latency_s == pytest.approx(0.005 + 59 * 0.0005)
 
 
+def test_an_engine_that_says_it_began_before_it_was_sent_anything_makes_no_latency_negative():
+    network = NetworkLatency(0.02)
+    of_batches(network, [40, 50, 60], -3600.0, 0.0)
+    assert (network.latency_s, network.serial_s, network.lone_s) == (0.0, 0.0, 0.0)
+
+
 def test_size_is_not_blamed_for_what_it_does_not_explain():
     network = NetworkLatency(0.02)
     of_batches(network, [40, 50, 60, 70, 80], 0.005, 0.0005)

@@ -54,3 +54,19 @@ def test_who_joins_starts_with_the_batch_and_puts_off_no_other_pass():
     it.wait(0.3)
     assert sent(it, "short")
     assert trigger.last_start_s == pytest.approx(starts_s)
+
+
+def test_few_leave_before_the_end_of_a_pass_after_large_batches():
+    """The usual batch is on its way much longer than they are: its latency is not theirs."""
+    it = Driver(policy="sbs", trigger="adaptive", max_hold_s=10.0, t_default_s=0.3)
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=1))
+    it.tell(InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000))
+    for size in (60, 62, 64, 66, 68):
+        it.scheduler._latency.observe([0.005 + 0.0005 * (size - 1)], it.now_s, [size])
+    it.arrive("first", 900)
+    it.wait(0.04)
+    it.report("p0", dp=1, kind="launch", forward_id=1, extend_tokens=900, rids=["first"])
+    end_s = it.scheduler.prefill["p0"].passes[-1].end_s
+    it.arrive("few", 50)
+    it.wait(end_s - it.now_s - 0.001)
+    assert sent(it, "few")

@@ -46,6 +46,8 @@ MAX_ANSWER_BYTES = 256 << 20
 """Of an answer that is not streamed; most of a large one are logprobs."""
 MAX_LOGPROBS_BYTES = 32 << 20
 """Of a prefill leg's answer whose logprobs go into decode's: half a million tokens."""
+MAX_STREAMED_LOGPROBS_BYTES = 4 << 20
+"""The same where decode's answer is streamed: each of its events may get all of them."""
 
 Body = bytes | bytearray
 """Of an answer; never changed once it is whole, for a copy of a large one would take time."""
@@ -85,6 +87,10 @@ class LegVerdicts(Protocol):
     def request(self) -> LegRequest: ...
 
     def leg_failed(self, failure: LegFailure) -> None: ...
+
+    @property
+    def closed(self) -> bool:
+        """Nobody waits for the answers any more."""
 
     def prefill_came(self) -> None:
         """Its reply comes, and is long."""
@@ -165,8 +171,10 @@ class PrefillLeg(_Leg):
     def worker(self) -> str:
         return self.pair.request.prefill
 
-    def most_bytes(self) -> int:
-        return MAX_LOGPROBS_BYTES if self._is_needed else MAX_ANSWER_BYTES
+    @property
+    def _most_logprobs_bytes(self) -> int:
+        stream = self.pair.request.stream
+        return MAX_STREAMED_LOGPROBS_BYTES if stream else MAX_LOGPROBS_BYTES
 
     @property
     def _is_needed(self) -> bool:
@@ -174,6 +182,9 @@ class PrefillLeg(_Leg):
 
     def body_received(self, data: bytes) -> None:
         before = self._size
+        if self._is_needed and before + len(data) > self._most_logprobs_bytes:
+            self._too_large()
+            return
         super().body_received(data)
         if self.status != 200:
             return
@@ -182,7 +193,16 @@ class PrefillLeg(_Leg):
         if self._size > _SMALL_BYTES and not self._is_needed:
             self.body.clear()  # that it came is all that counts
 
+    def _too_large(self) -> None:
+        """It was asked for, so it is no fault of the engine, and elsewhere it would be the same."""
+        most = f"{self._most_logprobs_bytes >> 20} MiB"
+        why = f"the logprobs of the prompt are over {most}; ask for fewer"
+        worker, code = self.worker, "prefill_answer_too_large"
+        self.pair.leg_failed(LegFailure("prefill", worker, 413, code, why, transport=True))
+
     def message_complete(self) -> None:
+        if self.pair.closed:
+            return
         if self.status != 200:
             self._status_failed()
         elif self._size > _SMALL_BYTES and not self._is_needed:
@@ -198,6 +218,8 @@ class PrefillLeg(_Leg):
 
     def _open(self, parts: Parts) -> None:
         """Go on with it; between two parts others get their turn."""
+        if self.pair.closed:
+            return
         try:
             try:
                 next(parts)

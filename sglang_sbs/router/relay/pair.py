@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -114,8 +115,10 @@ class Pair:
         self._sink = sink
         self._begun = begun
         self._waits_for_prefill = request.needs_prefill_reply
-        self._held: list[bytes] = []
+        self._held: deque[bytes] = deque()
+        """Of decode's stream: until prefill has answered, and then while the client is slow."""
         self._held_bytes = 0
+        self._paused = False
         self._tail = b""
         self._opened = False
         self._done = False
@@ -188,10 +191,19 @@ class Pair:
 
     def pause(self) -> None:
         """Stop reading from decode: the client is slow."""
+        self._paused = True
         self.decode_call.pause()
 
     def resume(self) -> None:
+        self._paused = False
         self.decode_call.resume()
+        if self._held and not self._waits_for_prefill:
+            self._release()
+
+    @property
+    def closed(self) -> bool:
+        """Aborted: whatever comes now is for nobody."""
+        return self._closed
 
     @property
     def engine_failed(self) -> bool:
@@ -235,18 +247,23 @@ class Pair:
         self.prefill_reply = reply
         self._waits_for_prefill = False
         self._observer.prefill_replied(self.rid, reply)
-        if self.request.needs_prefill_reply and self._held:
-            held, self._held = self._held, []
+        if self._held:
             self.resume()
-            for data in held:
-                self._forward(data)
-                if self._failure is not None:
-                    return
-        if self._decode_over:
+        elif self._decode_over:
+            self._complete()
+
+    def _release(self) -> None:
+        """Pass on what was held, as fast as the client takes it: each event may carry all of
+        prefill's logprobs."""
+        while self._held and not self._paused:
+            self._forward(self._held.popleft())
+            if self._failure is not None or self._closed:
+                return
+        if not self._held and self._decode_over:
             self._complete()
 
     def decode_data(self, data: bytes) -> None:
-        if self._waits_for_prefill:
+        if self._waits_for_prefill or self._held:
             self._held.append(data)
             self._held_bytes += len(data)
             if self._held_bytes > _HELD_BYTES:

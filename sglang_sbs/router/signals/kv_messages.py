@@ -34,6 +34,8 @@ _MOST_CHANGES = 10_000
 """Of one message: a pass of an engine makes a few."""
 _BLOCK_BYTES = 40
 """Of a name as a Python number, and its place in a list."""
+_CHANGE_BYTES = 200
+"""Of the object that has a list of them."""
 _PART_BYTES = 64 << 10
 """Of one message, between two pauses, if it is not one event."""
 _EVENT_BYTES = 100
@@ -214,7 +216,7 @@ def decode_in_parts(payload: bytes) -> Generator[None, None, KvBatch]:
             yield
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMessage(str(error)) from error
-    size = max(len(payload), _BLOCK_BYTES * blocks)
+    size = max(len(payload), _BLOCK_BYTES * blocks + _CHANGE_BYTES * len(changes))
     return KvBatch(batch.ts, changes, batch.attn_dp_rank, size)
 
 

@@ -35,6 +35,8 @@ from sglang_sbs.wire import MalformedMessage
 
 MAX_BLOCKS_PER_EVENT = 2048
 _MAX_HELD_BYTES = 16 << 20
+_HELD_EACH_BYTES = 256
+"""What holding a batch takes, however small it is."""
 """Of live batches during a replay; beyond it everything is learned anew."""
 _LONG_REPLAY = 256
 """Batches after which the end of a replay is only believed if a further one brings nothing: an
@@ -130,7 +132,7 @@ class RankFeed:
 
     def _hold(self, seq: int, batch: KvBatch | None) -> None:
         self._held.append((seq, batch))
-        self._held_bytes += batch.size_bytes if batch is not None else 0
+        self._held_bytes += _HELD_EACH_BYTES + (batch.size_bytes if batch is not None else 0)
 
     def _take(self, seq: int, batch: KvBatch | None) -> None:
         """A batch in its turn, or one from before it."""

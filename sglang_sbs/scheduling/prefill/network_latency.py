@@ -41,7 +41,8 @@ class NetworkLatency:
         empty: all left alone."""
         sizes = requests or [1] * len(latencies_s)
         self._samples.extend(
-            (now_s, min(one, _MOST_S), size) for one, size in zip(latencies_s, sizes, strict=True)
+            (now_s, min(max(0.0, one), _MOST_S), size)
+            for one, size in zip(latencies_s, sizes, strict=True)
         )
         stale = False
         while self._samples and self._samples[0][0] < now_s - _FRESH_S:

@@ -17,7 +17,7 @@ from sglang_sbs.router.relay import engine_json, leg_answers, pair
 from sglang_sbs.router.relay.engine_json import dumped, opened
 from sglang_sbs.router.relay.merged_answers import merge_echoed_logprobs, merge_input_logprobs
 from sglang_sbs.router.requests.raw_json import JsonError
-from sglang_sbs.scheduling.events import PrefillDone
+from sglang_sbs.scheduling.events import PrefillDone, RequestArrived
 
 numbers = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=9)
 values = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
@@ -139,12 +139,19 @@ async def test_nobody_looks_into_a_long_reply_of_prefill_that_is_not_asked_for(
         c.check_books()
 
 
-async def test_logprobs_of_prefill_have_a_bound(monkeypatch: Any) -> None:
-    monkeypatch.setattr(leg_answers, "MAX_LOGPROBS_BYTES", 1 << 20)
-    async with cluster("--disable-retries") as c:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_prefill_have_a_bound_and_no_engine_is_blamed(
+    monkeypatch: Any, stream: bool
+) -> None:
+    """They were asked for: elsewhere they would be as long."""
+    bound = "MAX_STREAMED_LOGPROBS_BYTES" if stream else "MAX_LOGPROBS_BYTES"
+    monkeypatch.setattr(leg_answers, bound, 1 << 20)
+    async with cluster() as c:
         c.prefill[0].raw_answers["/generate"] = reply_to([[-0.5, 1, None]] * 100_000)
-        status, answer = await c.generate(text="x", return_logprob=True)
-        assert status == 502
+        status, answer = await c.generate(text="x", return_logprob=True, stream=stream)
+        assert status == 413
         assert "over 1 MiB" in answer["error"]["message"]
+        assert len(c.scheduler.of(RequestArrived)) == 1, "it is not tried again"
+        assert all(worker.failures == 0 for worker in c.server.registry)
         await c.settled()
         c.check_books()

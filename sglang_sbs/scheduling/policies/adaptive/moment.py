@@ -16,7 +16,7 @@ class Moment(NamedTuple):
 
     now_s: float
     latency_s: float
-    """L_net of the usual batch."""
+    """L_net of a batch that leaves now."""
 
     @property
     def arrives_s(self) -> float:

@@ -202,7 +202,9 @@ class AdaptiveTrigger(PrefillPolicy):
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
-        one = self._look(queue, instances, admissible, Moment(now_s, self._interval.latency_s))
+        # With fewer waiting than usual a batch is there sooner than the usual one.
+        latency_s = min(self._interval.latency_s, self._whole_s(queue))
+        one = self._look(queue, instances, admissible, Moment(now_s, latency_s))
         late = self._urgency.matters(now_s) and not self._long.matter(queue, instances)
         self._open(one, late)
         chunked = self._choose(one, late)
@@ -362,7 +364,7 @@ class AdaptiveTrigger(PrefillPolicy):
             if instance.backlog_tokens > 0 or not first_s <= one.start_of[instance.id] < end_s
         ]
         if len(spaced) < len(one.candidates):
-            one.wakes.append(due_s - self._interval.latency_s)
+            one.wakes.append(due_s - one.at.latency_s)
         return spaced
 
     # One batch ----------------------------------------------------------------------------
