@@ -113,9 +113,12 @@ class Conversation:
             await self.turn(http, url)
 
 
+def ranks_that_stored(records: list[LogRecord]) -> set[int]:
+    return {r.event.dp_rank for r in records if isinstance(r.event, BlocksStored)}
+
+
 def stored_on_all_ranks(records: list[LogRecord]) -> bool:
-    stored = {r.event.dp_rank for r in records if isinstance(r.event, BlocksStored)}
-    return stored == set(range(RANKS))
+    return ranks_that_stored(records) == set(range(RANKS))
 
 
 def environment() -> dict[str, str]:
