@@ -104,6 +104,8 @@ class Decision:
     instances: Sequence[PrefillInstance]
     admissible: Admissible
     at: Moment
+    whole_s: float
+    """The lead of a batch of all that wait."""
     overdue: bool
     """The oldest request has waited long enough: whoever can take it does."""
     all_idle: bool
@@ -202,9 +204,7 @@ class AdaptiveTrigger(PrefillPolicy):
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
-        # With fewer waiting than usual a batch is there sooner than the usual one.
-        latency_s = min(self._interval.latency_s, self._whole_s(queue))
-        one = self._look(queue, instances, admissible, Moment(now_s, latency_s))
+        one = self._look(queue, instances, admissible, now_s)
         late = self._urgency.matters(now_s) and not self._long.matter(queue, instances)
         self._open(one, late)
         chunked = self._choose(one, late)
@@ -237,9 +237,12 @@ class AdaptiveTrigger(PrefillPolicy):
         queue: RequestQueue,
         instances: Sequence[PrefillInstance],
         admissible: Admissible,
-        at: Moment,
+        now_s: float,
     ) -> Decision:
         """Who has waited too long, and when a batch would start where."""
+        whole_s = self.lead_s + self._offered.leaving_s(len(queue), self._interval.serial_s)
+        # With fewer waiting than usual a batch is there sooner than the usual one.
+        at = Moment(now_s, min(self._interval.latency_s, whole_s))
         # Of those that decode has room for: no other hold could end now.
         oldest = next(filter(admissible, islice(queue, MOST_REFUSED)), None)
         oldest_s = math.inf if oldest is None else oldest.arrived_s
@@ -250,6 +253,7 @@ class AdaptiveTrigger(PrefillPolicy):
             instances,
             admissible,
             at,
+            whole_s,
             overdue=at.now_s + _EPSILON_S >= hold_until_s,
             all_idle=all(instance.idle for instance in instances),
             starts=at.starts(instances),
@@ -261,7 +265,7 @@ class AdaptiveTrigger(PrefillPolicy):
         is committed early, which would take the next pass from an urgent request that comes
         meanwhile."""
         now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
-        whole_s = self._whole_s(queue)
+        whole_s = one.whole_s
         few = len(queue) <= MOST_JOINING
         join_s = self._lead.join_s(self._interval.lone_s)
         ahead_tokens = 0.0
@@ -291,18 +295,15 @@ class AdaptiveTrigger(PrefillPolicy):
             else:
                 one.wakes.append(open_s)
 
-    def _whole_s(self, queue: RequestQueue) -> float:
-        """The lead of a batch of those that wait."""
-        return self.lead_s + self._offered.leaving_s(len(queue), self._interval.serial_s)
-
     def _choose(self, one: Decision, late: bool) -> bool:
         """Of those that may get a batch the ones that should, the most urgent first; whether
         prompts of many chunks decide it."""
         queue, instances, at = one.queue, one.instances, one.at
         if not late:
             mean_tokens = self._offered.mean_tokens
-            lead_s = self._whole_s(queue)
-            one.ahead, due_s = lookahead(instances, queue.tokens, mean_tokens, lead_s, at.now_s)
+            one.ahead, due_s = lookahead(
+                instances, queue.tokens, mean_tokens, one.whole_s, at.now_s
+            )
             if due_s is not None:
                 one.wakes.append(due_s)
         if not (one.candidates or one.ahead):
