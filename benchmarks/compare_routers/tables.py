@@ -141,7 +141,8 @@ COLUMNS: tuple[Column, ...] = (
     ("failed", lambda a, _: a.failed, ".0f"),
     ("passes", lambda _, e: e.passes.passes, ".0f"),
     ("chunk use", lambda _, e: e.passes.chunk_utilization, ".0%"),
-    ("ranks busy", lambda _, e: e.passes.active_ranks, ".0%"),
+    ("active ranks", lambda _, e: e.passes.active_rank_count, ".2f"),
+    ("max / mean", lambda _, e: e.passes.max_over_mean, ".2f"),
     ("idle", lambda _, e: e.passes.idle_share, ".1%"),
     ("bubble", lambda _, e: e.bubble_beyond_share, ".1%"),
     ("KV ±σ", lambda _, e: e.kv.sigma_tokens, ".0f"),
@@ -190,15 +191,16 @@ def _mean_text(values: Sequence[float], form: str) -> str:
 
 LEGEND = (
     "Times in ms. goodput: requests per second answered within the SLO. passes, chunk use (tokens "
-    "of the chunk capacity of the passes), ranks busy (DP ranks with tokens in a pass), idle (time "
-    "without a pass), bubble (time lost in pauses of less than half a pass, beyond the engine's "
-    "own pause between two passes): prefill, between the first and last tenth of the load, from "
-    "EndForward. KV ±σ: standard deviation over decode ranks of the KV tokens in use, mean over "
-    "time. A dash: not known of every seed (bubble: a run with fewer than three pauses that began "
-    "with work left). fails: of its requests more than 1 % failed; it is in no ratio and in no "
-    "picture. host lag: how late a sleep of 20 ms ended in the client, 99th percentile; where it "
-    "is large, other work had the cores, and requests left that much later than planned, which is "
-    "in no time of theirs. router CPU: of all its processes, per request."
+    "of the chunk capacity of the passes), active ranks (DP ranks with tokens in a pass), max / "
+    "mean (tokens of the heaviest rank over the mean of all), idle (time without a pass), bubble "
+    "(time lost in pauses of less than half a pass, beyond the engine's own pause between two "
+    "passes): prefill, between the first and last tenth of the load, from EndForward. KV ±σ: "
+    "standard deviation over decode ranks of the KV tokens in use, mean over time. A dash: not "
+    "known of every seed (bubble: a run with fewer than three pauses that began with work left). "
+    "fails: of its requests more than 1 % failed; it is in no ratio and in no picture. host lag: "
+    "how late a sleep of 20 ms ended in the client, 99th percentile; where it is large, other work "
+    "had the cores, and requests left that much later than planned, which is in no time of theirs. "
+    "router CPU: of all its processes, per request."
 )
 
 

@@ -12,7 +12,9 @@ together: whoever misses one frame begins anew with a history.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -33,6 +35,7 @@ from sglang_sbs.scheduling.events import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
+from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 FRAME_VERSION = 1
 PASSES_S = 30.0
@@ -42,6 +45,8 @@ _GANGS = 60
 _GANGS_PER_FRAME = 40
 _GANG_RIDS = 3
 _MAX_PASSES = 20_000
+_BALANCE_PASSES = 500
+"""The balance of ranks is shown of so many of the newest passes: it is worked out per frame."""
 _MAX_HOLDS = 2_000
 _MAX_WAITING = 20_000
 _SHOWN_WAITING = 8
@@ -260,6 +265,7 @@ class Recorder:
                 "refused_in_60_s": recent.refusals,
             },
             "hold": self._hold(now_s),
+            "balance": _balance(islice(reversed(self._passes), _BALANCE_PASSES)),
             "prefill": [self._prefill(one) for one in snapshot.prefill],
             "decode": [_decode(one) for one in snapshot.decode],
             "ttft": self.ttft.summary(now_s) | {"rules": RULES},
@@ -374,6 +380,19 @@ def _pass(one: PassRecord) -> list[Any]:
         round(one.waste_s, 4),
         one.tokens,
     ]
+
+
+def _balance(passes: Iterable[PassRecord]) -> dict[str, float] | None:
+    """Mean number of ranks with tokens in a pass, of how many, and their heaviest over their mean;
+    ``None``: there was no pass."""
+    known = [[one for one in a_pass.tokens if one is not None] for a_pass in passes]
+    if not known:
+        return None
+    return {
+        "active_ranks": round(fmean(map(active_ranks, known)), 2),
+        "ranks": round(fmean(map(len, known)), 2),
+        "max_over_mean": round(fmean(max_over_mean(one) for one in known if any(one)), 2),
+    }
 
 
 def _gang(gang: Gang) -> dict[str, Any]:

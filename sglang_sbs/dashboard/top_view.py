@@ -106,8 +106,19 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
         f"I_opt {seconds(timing['interval_s'])}  T_fwd {seconds(timing['mean_forward_s'])}  "
         f"L_net {seconds(timing['latency_s'])}  lead {seconds(timing['lead_s'])}  "
         f"held p50 {seconds(hold.get('p50'))} p95 {seconds(hold.get('p95'))}"
+        f"{_balance(frame.get('balance'))}"
     )
     return [first, second, third]
+
+
+def _balance(balance: dict[str, float] | None) -> str:
+    """How evenly passes were spread over DP ranks."""
+    if not balance:
+        return ""
+    return (
+        f"  active ranks {balance['active_ranks']:.1f} of {balance['ranks']:.0f}"
+        f" (max/mean {balance['max_over_mean']:.2f})"
+    )
 
 
 def _classes(queue: dict[str, Any]) -> str:

@@ -278,6 +278,8 @@ def _policy_result(run: Run, rig: Rig) -> dict[str, Any]:
         "passes": statistics.passes,
         "chunk_utilization": statistics.chunk_utilization,
         "active_ranks": statistics.active_ranks,
+        "active_rank_count": statistics.active_rank_count,
+        "max_over_mean": statistics.max_over_mean,
     }
 
 

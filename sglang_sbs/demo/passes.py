@@ -18,6 +18,7 @@ import msgspec
 from sglang_sbs.scheduling import Dispatch, ForwardEnded
 from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 _GAP_SHARE = 0.5
 """A pause longer than this share of a pass is a lack of requests, not the engine's own gap."""
@@ -36,7 +37,7 @@ class ForwardPass:
 
     @property
     def active_ranks(self) -> int:
-        return sum(tokens > 0 for tokens in self.tokens)
+        return active_ranks(self.tokens)
 
 
 @dataclass(slots=True)
@@ -101,6 +102,10 @@ class PassStatistics(msgspec.Struct, frozen=True):
     """Pause before a pass that follows another without running out of requests."""
     bubble_share: float
     """Share of time lost in those pauses."""
+    active_rank_count: float = math.nan
+    """Mean number of DP ranks with tokens in a pass."""
+    max_over_mean: float = math.nan
+    """Tokens of the heaviest rank over the mean of all ranks, mean over passes."""
 
 
 def read_engines(log: Path, names: Mapping[str, str]) -> EngineRecord:
@@ -168,4 +173,6 @@ def pass_statistics(
         idle_share=1 - busy_s / span_s if span_s > 0 else math.nan,
         gap_ms_p50=1e3 * statistics.median(gaps_s) if gaps_s else math.nan,
         bubble_share=sum(gaps_s) / span_s if span_s > 0 else math.nan,
+        active_rank_count=statistics.fmean(one.active_ranks for one in inside),
+        max_over_mean=statistics.fmean(max_over_mean(one.tokens) for one in inside),
     )

@@ -28,6 +28,7 @@ from sglang_sbs.simulator.experiments.sweep import (
 )
 from sglang_sbs.simulator.experiments.tables import (
     ResultTable,
+    balance_tables,
     cache_tables,
     capacity_tables,
     class_tables,
@@ -178,7 +179,12 @@ def _main(words: list[str]) -> int:
         tables = (
             capacity_tables(rows)
             if args.max_qps
-            else [*load_tables(rows), *class_tables(rows), *cache_tables(rows)]
+            else [
+                *load_tables(rows),
+                *balance_tables(rows),
+                *class_tables(rows),
+                *cache_tables(rows),
+            ]
         )
     for table in tables:
         table.print(console)

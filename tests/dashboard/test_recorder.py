@@ -74,6 +74,17 @@ def test_a_bubble_is_wasted_as_far_as_requests_waited() -> None:
     assert (second.gap_s, second.waste_s) == (2.0, 0.5)
 
 
+def test_a_frame_tells_how_evenly_passes_are_spread_over_ranks() -> None:
+    made = Recorder(Scheduler(SchedulerConfig()), SchedulerConfig(), 0.0)
+    assert made.frame(0.0)["balance"] is None
+    for forward_id, tokens in ((1, [6, 2]), (2, [4, 0])):
+        for rank in range(2):
+            one = report(dp_rank=rank, forward_id=forward_id, forward_s=0.5, tokens_per_rank=tokens)
+            made.observe(ForwardEnded(instance="http://p", report=one), (), float(forward_id))
+    made.frame(3.0)
+    assert made.frame(3.0)["balance"] == {"active_ranks": 1.5, "ranks": 2.0, "max_over_mean": 1.75}
+
+
 def test_a_restarted_engine_begins_anew_and_idle_passes_are_none() -> None:
     history = PassHistory()
     vector = {"tokens_per_rank": [5, 5], "forward_s": 1.0}

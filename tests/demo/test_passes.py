@@ -100,6 +100,8 @@ def test_a_pause_without_requests_is_idle_time_but_no_bubble():
     assert statistics.idle_share == pytest.approx(0.7)
     assert statistics.chunk_utilization == pytest.approx((1 + 0.5 + 0.5) / 3)
     assert statistics.active_ranks == pytest.approx((1 + 0.5 + 1) / 3)
+    assert statistics.active_rank_count == pytest.approx((2 + 1 + 2) / 3)
+    assert statistics.max_over_mean == pytest.approx((1 + 2 + 1) / 3)
 
 
 def test_an_empty_window_has_no_figures():

@@ -139,6 +139,10 @@ function drawDecode(frame, again) {
   decodeMap.draw(instances, again);
 }
 
+function balanceOf(balance) {
+  return balance ? balance.active_ranks.toFixed(1) + " of " + balance.ranks.toFixed(0) + ", max / mean " + balance.max_over_mean.toFixed(2) : "–";
+}
+
 function drawHeader(frame) {
   text("policy", frame.policy + (frame.policy === "sbs" ? ", " + frame.trigger + " trigger" : "") + (frame.alone ? ", without the scheduler process" : ""));
   const timing = frame.timing;
@@ -150,6 +154,7 @@ function drawHeader(frame) {
     ["mean T_fwd", seconds(timing.mean_forward_s)],
     ["L_net", seconds(timing.latency_s)],
     ["lead", seconds(timing.lead_s)],
+    ["active ranks", balanceOf(frame.balance)],
   ];
   const list = $("figures");
   if (list.childElementCount !== figures.length) {

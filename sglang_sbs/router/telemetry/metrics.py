@@ -20,27 +20,15 @@ from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.scheduling.queue.priority import PriorityClass
 from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 _DURATION_BUCKETS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0),
     *(45.0, 60.0, 90.0, 120.0, 180.0, 240.0),
 )
 _HOLD_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    60.0,
+    *(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 2.0, 5.0, 10.0, 60.0),
 )
 _GANG_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _HIT_ERROR_BUCKETS = (
@@ -212,6 +200,11 @@ class RouterMetrics:
         )
         self.active_rank_count = made.histogram(
             "sbs_active_ranks", "Ranks with tokens in a pass", _GANG_BUCKETS
+        )
+        self.max_over_mean = made.histogram(
+            "sbs_rank_tokens_max_over_mean",
+            "Tokens of the heaviest rank of a pass over the mean of its ranks",
+            (1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0),
         )
         self.batch_fill = made.histogram(
             "sbs_batch_fill", "Tokens of a pass over C_chunk of all its ranks", _SHARE_BUCKETS
@@ -393,11 +386,11 @@ class RouterMetrics:
             passes = self._of_workers.of(self.forward_seconds, worker_url, worker_url)
             if passes is not None:
                 passes.observe(report.forward_s)
-            if report.tokens_per_rank:
-                busy = sum(tokens > 0 for tokens in report.tokens_per_rank)
-                ranks = len(report.tokens_per_rank)
+            if report.tokens_per_rank and any(report.tokens_per_rank):
+                busy, ranks = active_ranks(report.tokens_per_rank), len(report.tokens_per_rank)
                 self.active_ranks.observe(busy / ranks)
                 self.active_rank_count.observe(busy)
+                self.max_over_mean.observe(max_over_mean(report.tokens_per_rank))
                 if chunk_tokens > 0:
                     filled = sum(report.tokens_per_rank) / (chunk_tokens * ranks)
                     self.batch_fill.observe(min(1.0, filled))

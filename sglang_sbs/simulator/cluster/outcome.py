@@ -53,10 +53,18 @@ class PassRecord(NamedTuple):
     instance: str
     start_s: float
     end_s: float
-    tokens: int
-    """Of all ranks."""
-    heaviest_tokens: int
-    """Of the rank with the most: the others wait for it."""
+    rank_tokens: tuple[int, ...]
+    """Of each DP rank that takes part in it."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks."""
+        return sum(self.rank_tokens)
+
+    @property
+    def heaviest_tokens(self) -> int:
+        """Of the rank with the most: the others wait for it."""
+        return max(self.rank_tokens)
 
 
 @dataclass(slots=True)

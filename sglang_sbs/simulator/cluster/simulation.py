@@ -413,9 +413,7 @@ class _Simulation:
             return  # dead
         ended, messages = engine.finish()
         self._outcome.passes.append(
-            PassRecord(
-                engine.name, ended.start_s, ended.end_s, sum(ended.tokens), max(ended.tokens)
-            )
+            PassRecord(engine.name, ended.start_s, ended.end_s, tuple(ended.tokens))
         )
         self._report(engine.name, messages)
         self._publish(engine)

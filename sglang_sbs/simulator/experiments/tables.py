@@ -77,6 +77,33 @@ def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
     return tables
 
 
+def balance_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """How evenly passes are spread over DP ranks: a row per policy, a column per load; a table per
+    cost model and chunk size."""
+    tables = []
+    for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in rows):
+        shown = [r for r in rows if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
+        loads = list(dict.fromkeys(r["load"] for r in shown))
+        table = ResultTable(
+            "active DP ranks per pass, tokens of the heaviest rank / mean; "
+            f"{shown[0]['scenario']}, cost {cost}, chunk {chunk}",
+            ["policy", *(f"load {load:g}" for load in loads)],
+        )
+        for policy in dict.fromkeys(r["policy"] for r in shown):
+            cells = []
+            for load in loads:
+                mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
+                active = mean_of(mine, "active_rank_count")
+                cells.append(
+                    ""
+                    if math.isnan(active)
+                    else f"{active:.2f} {mean_of(mine, 'max_over_mean'):.2f}"
+                )
+            table.rows.append([policy, *cells])
+        tables.append(table)
+    return tables
+
+
 def cache_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Hit rate and computed tokens by the clairvoyant optimum: a row per policy, a column per load;
     a table per cost model and chunk size. None where no prompt found anything."""

@@ -290,6 +290,7 @@ STOCK_SERIES = """
 OUR_SERIES = """
     sbs_interval_seconds sbs_hold_seconds_count sbs_lead_error_seconds sbs_batch_fill_count
     sbs_active_ranks_count sbs_active_ranks_share_count sbs_chunk_utilisation_count
+    sbs_rank_tokens_max_over_mean_count
     sbs_rank_c_avail_tokens sbs_rank_running_requests sbs_rank_kv_tokens sbs_signal_tier
     sbs_watchdog_fires_total sbs_refusals_total sbs_ledger_drift_requests
 """

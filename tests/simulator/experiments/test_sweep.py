@@ -136,17 +136,19 @@ def test_utilisation_and_bubbles_are_of_what_each_instance_offers():
     scenario = replace(make_scenario("paper-3k"), spec=spec)
     requests = [RequestRecord("r0", 100, 21.0, prefilled_s=22.0), RequestRecord("r1", 1, 40.0)]
     passes = [
-        PassRecord("p0", 19.0, 20.5, 200, 100),
-        PassRecord("p0", 21.0, 22.0, 100, 80),
-        PassRecord("p0", 22.0, 30.0, 50, 25),
-        PassRecord("p1", 23.0, 26.0, 3072, 3072),
-        PassRecord("p0", 39.0, 41.0, 200, 100),
+        PassRecord("p0", 19.0, 20.5, (100, 100)),
+        PassRecord("p0", 21.0, 22.0, (80, 20)),
+        PassRecord("p0", 22.0, 30.0, (50, 0)),
+        PassRecord("p1", 23.0, 26.0, (3072,)),
+        PassRecord("p0", 39.0, 41.0, (100, 100)),
     ]
     row = summary(Outcome(requests, passes), scenario)
     assert row["chunk_utilization"] == pytest.approx((100 + 50 + 3072) / (2 * 200 + 3072))
     assert row["bubble_share"] == pytest.approx(1 - (1 + 8 + 3) / (20 + 10))
     assert (row["completed"], row["unfinished"]) == (1, 2)
     assert row["ttft_mean_s"] == 1.0
+    assert row["active_rank_count"] == pytest.approx((2 + 1 + 1) / 3)
+    assert row["max_over_mean"] == pytest.approx((1.6 + 2 + 1) / 3)
 
 
 def test_the_search_goes_beyond_its_bounds_if_all_of_them_meets_the_slo():
