@@ -28,13 +28,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from benchmarks.compare_routers.cell import Setting, run_cell
 from benchmarks.compare_routers.contenders import BY_NAME
-from benchmarks.compare_routers.engines import Engines
-from benchmarks.compare_routers.ratios import is_immediate, is_peer, is_sbs, ranking
-from benchmarks.compare_routers.revision import revision
-from benchmarks.compare_routers.rows import NOT_RUN, Key, Row, RowFile
-from benchmarks.compare_routers.search import best_peer_load, next_load
+from benchmarks.compare_routers.results.ratios import is_immediate, is_peer, is_sbs, ranking
+from benchmarks.compare_routers.results.rows import NOT_RUN, Key, Row, RowFile
+from benchmarks.compare_routers.results.search import best_peer_load, next_load
+from benchmarks.compare_routers.runs.cell import Setting, run_cell
+from benchmarks.compare_routers.runs.engines import Engines
+from benchmarks.compare_routers.runs.revision import revision
 from benchmarks.router_processes import STOCK, Contender
 from sglang_sbs.cluster.local import ClusterStartError
 

@@ -15,13 +15,18 @@ from rich.console import Console
 
 from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.campaign import Campaign
-from benchmarks.compare_routers.clients import CLIENTS
 from benchmarks.compare_routers.contenders import BY_NAME, ENGINE_VARIANTS
-from benchmarks.compare_routers.engines import H800_CHUNK_TOKENS, PASS_S
 from benchmarks.compare_routers.plan import SLO_PASSES, SLO_TPOT_S, TIMEOUT_S, Plan, check_outputs
-from benchmarks.compare_routers.ratios import errors, is_sbs, ratio_cells
-from benchmarks.compare_routers.report import summary, write_into_docs, write_json, write_report
-from benchmarks.compare_routers.rows import Header, Row, RowFile, figures
+from benchmarks.compare_routers.results.ratios import errors, is_sbs, ratio_cells
+from benchmarks.compare_routers.results.report import (
+    summary,
+    write_into_docs,
+    write_json,
+    write_report,
+)
+from benchmarks.compare_routers.results.rows import Header, Row, RowFile, figures
+from benchmarks.compare_routers.runs.clients import CLIENTS
+from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
 from benchmarks.compare_routers.workloads import WORKLOADS
 from benchmarks.router_processes import STOCK
 from sglang_sbs.cluster.local import ClusterStartError

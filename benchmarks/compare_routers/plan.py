@@ -20,15 +20,19 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.compare_routers.campaign import SEARCH_WORKLOAD, Campaign, Scope
-from benchmarks.compare_routers.cell import Setting
-from benchmarks.compare_routers.clients import CLIENTS
 from benchmarks.compare_routers.contenders import (
     BY_NAME,
     ENGINE_VARIANTS,
     FIELD,
     chosen,
 )
-from benchmarks.compare_routers.engines import (
+from benchmarks.compare_routers.prompts import Prompts, id_prompts, text_prompts
+from benchmarks.compare_routers.results.ratios import is_sbs
+from benchmarks.compare_routers.results.report import check_marks
+from benchmarks.compare_routers.results.rows import Header, Row, RowFile
+from benchmarks.compare_routers.runs.cell import Setting
+from benchmarks.compare_routers.runs.clients import CLIENTS
+from benchmarks.compare_routers.runs.engines import (
     PASS_S,
     Engines,
     GivenEngines,
@@ -37,11 +41,7 @@ from benchmarks.compare_routers.engines import (
     scaled_cost,
     virtual_engines,
 )
-from benchmarks.compare_routers.prompts import Prompts, id_prompts, text_prompts
-from benchmarks.compare_routers.ratios import is_sbs
-from benchmarks.compare_routers.report import check_marks
-from benchmarks.compare_routers.revision import revision
-from benchmarks.compare_routers.rows import Header, Row, RowFile
+from benchmarks.compare_routers.runs.revision import revision
 from benchmarks.compare_routers.workloads import WORKLOADS, duration_s
 from benchmarks.router_processes import STOCK, Contender
 from sglang_sbs.demo.cli import parse_topology

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.compare_routers.measure import Answers, Engines, KvBand, Trace
-from benchmarks.compare_routers.rows import Header, Key, Row
+from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand, Trace
+from benchmarks.compare_routers.results.rows import Header, Key, Row
 from sglang_sbs.demo.load import Latency
 from sglang_sbs.demo.passes import ForwardPass, PassStatistics
 

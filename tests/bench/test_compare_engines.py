@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare_routers import command
-from benchmarks.compare_routers.engines import (
+from benchmarks.compare_routers.runs.engines import (
     H800_CHUNK_TOKENS,
     PASS_S,
     gate_environment,

@@ -14,11 +14,13 @@ import pytest
 from compare_rows import HEADER, row
 from msgspec.structs import replace
 
-from benchmarks.compare_routers import cell, clients, command, ratios, report, tables
+from benchmarks.compare_routers import command
 from benchmarks.compare_routers.contenders import BY_NAME
-from benchmarks.compare_routers.engines import Engines
 from benchmarks.compare_routers.prompts import id_prompts
-from benchmarks.compare_routers.rows import NOT_RUN, Key, Row, RowFile
+from benchmarks.compare_routers.results import ratios, report, tables
+from benchmarks.compare_routers.results.rows import NOT_RUN, Key, Row, RowFile
+from benchmarks.compare_routers.runs import cell, clients
+from benchmarks.compare_routers.runs.engines import Engines
 from benchmarks.router_processes import Contender
 from sglang_sbs.demo.load import Arrival, Sample
 from sglang_sbs.demo.runs import RouterPorts

@@ -14,13 +14,14 @@ from aiohttp import web
 from compare_rows import HEADER, row
 from msgspec.structs import replace
 
-from benchmarks.compare_routers import cell, endforward_check, report
 from benchmarks.compare_routers.command import build_parser
 from benchmarks.compare_routers.contenders import BY_NAME
-from benchmarks.compare_routers.engines import Engines
 from benchmarks.compare_routers.plan import Plan
 from benchmarks.compare_routers.prompts import id_prompts
-from benchmarks.compare_routers.rows import Key, RowFile
+from benchmarks.compare_routers.results import report
+from benchmarks.compare_routers.results.rows import Key, RowFile
+from benchmarks.compare_routers.runs import cell, endforward_check
+from benchmarks.compare_routers.runs.engines import Engines
 from benchmarks.listener import Heard, ReportListener
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.demo.runs import RouterPorts

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.compare_routers import clients, measure
-from benchmarks.compare_routers.measure import KvBand
 from benchmarks.compare_routers.prompts import id_prompts
+from benchmarks.compare_routers.results import measure
+from benchmarks.compare_routers.results.measure import KvBand
+from benchmarks.compare_routers.runs import clients
 from benchmarks.compare_routers.workloads import arrivals
 from benchmarks.listener import Heard
 from sglang_sbs.demo.load import Sample

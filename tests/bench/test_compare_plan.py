@@ -9,10 +9,11 @@ from compare_rows import HEADER, row
 from msgspec.structs import replace
 from rich.console import Console
 
-from benchmarks.compare_routers import command, ratios, report
+from benchmarks.compare_routers import command
 from benchmarks.compare_routers.plan import Plan
 from benchmarks.compare_routers.prompts import id_prompts
-from benchmarks.compare_routers.rows import RowFile
+from benchmarks.compare_routers.results import ratios, report
+from benchmarks.compare_routers.results.rows import RowFile
 
 REAL = ["--real", "--prefill", "http://p0:30000", "8998", "--prefill", "http://p1:30000"]
 REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]

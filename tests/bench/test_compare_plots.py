@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare_routers import plots
 from benchmarks.compare_routers.contenders import FIELD
-from benchmarks.compare_routers.measure import Answers, Engines, KvBand, Trace
-from benchmarks.compare_routers.ratios import in_order
-from benchmarks.compare_routers.rows import Key, Row
+from benchmarks.compare_routers.results import plots
+from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand, Trace
+from benchmarks.compare_routers.results.ratios import in_order
+from benchmarks.compare_routers.results.rows import Key, Row
 from sglang_sbs.demo.load import Latency
 from sglang_sbs.demo.passes import ForwardPass, PassStatistics
 

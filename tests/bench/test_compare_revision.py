@@ -8,8 +8,8 @@ from pathlib import Path
 from compare_rows import HEADER, row
 from msgspec.structs import replace
 
-from benchmarks.compare_routers import report
-from benchmarks.compare_routers.revision import revision
+from benchmarks.compare_routers.results import report
+from benchmarks.compare_routers.runs.revision import revision
 
 
 def git(folder: Path, *words: str) -> None:

@@ -16,12 +16,13 @@ from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
 from rich.console import Console
 
-from benchmarks.compare_routers import campaign, ratios, report
-from benchmarks.compare_routers.cell import Setting
+from benchmarks.compare_routers import campaign
 from benchmarks.compare_routers.contenders import BY_NAME, FIELD, chosen
 from benchmarks.compare_routers.prompts import id_prompts
-from benchmarks.compare_routers.rows import Key, Row, RowFile
-from benchmarks.compare_routers.tables import ratio_table
+from benchmarks.compare_routers.results import ratios, report
+from benchmarks.compare_routers.results.rows import Key, Row, RowFile
+from benchmarks.compare_routers.results.tables import ratio_table
+from benchmarks.compare_routers.runs.cell import Setting
 from benchmarks.router_processes import Contender
 
 # ---- contenders

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from benchmarks.compare_routers import command
-from benchmarks.compare_routers.clients import CLIENTS
-from benchmarks.compare_routers.rows import RowFile
+from benchmarks.compare_routers.results.rows import RowFile
+from benchmarks.compare_routers.runs.clients import CLIENTS
 from sglang_sbs.cluster.local import LocalCluster
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, Role, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks

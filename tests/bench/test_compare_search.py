@@ -8,8 +8,8 @@ import pytest
 from compare_rows import HEADER, row, searched
 from msgspec.structs import replace
 
-from benchmarks.compare_routers import report, search, tables
-from benchmarks.compare_routers.rows import Row
+from benchmarks.compare_routers.results import report, search, tables
+from benchmarks.compare_routers.results.rows import Row
 
 BOTH = (1, 2)
 

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_sbs.wire.balance import active_ranks, max_over_mean
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -65,6 +67,16 @@ class PassRecord(NamedTuple):
     def heaviest_tokens(self) -> int:
         """Of the rank with the most: the others wait for it."""
         return max(self.rank_tokens)
+
+    @property
+    def active_ranks(self) -> int:
+        """DP ranks with tokens in it."""
+        return active_ranks(self.rank_tokens)
+
+    @property
+    def max_over_mean(self) -> float:
+        """Tokens of the heaviest rank over the mean of all."""
+        return max_over_mean(self.rank_tokens)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
 from sglang_sbs.simulator.workloads.scenario import WARM_UP_S, Scenario, make_scenario
-from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 _MOST_LOAD = 100.0
 """No capacity is searched above it: an engine this fast would never break the SLO."""
@@ -167,8 +166,8 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
         "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))] if ttft_s else nan,
         "chunk_utilization": (sum(p.tokens for p in passes) / offered if passes else nan),
         "bubble_share": max(0.0, 1 - busy_s / window_s) if window_s > 0 else nan,
-        "active_rank_count": fmean(active_ranks(p.rank_tokens) for p in passes) if passes else nan,
-        "max_over_mean": fmean(max_over_mean(p.rank_tokens) for p in passes) if passes else nan,
+        "active_rank_count": fmean(p.active_ranks for p in passes) if passes else nan,
+        "max_over_mean": fmean(p.max_over_mean for p in passes) if passes else nan,
         "completed": len(ttft_s),
         "rejected": sum(r.refused is not None for r in counted),
         "unfinished": sum(r.ends == 0 for r in counted),

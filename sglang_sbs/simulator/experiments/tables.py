@@ -94,11 +94,8 @@ def balance_tables(rows: Sequence[Row]) -> list[ResultTable]:
             for load in loads:
                 mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
                 active = mean_of(mine, "active_rank_count")
-                cells.append(
-                    ""
-                    if math.isnan(active)
-                    else f"{active:.2f} {mean_of(mine, 'max_over_mean'):.2f}"
-                )
+                heaviest = mean_of(mine, "max_over_mean")
+                cells.append("" if math.isnan(active) else f"{active:.2f} {heaviest:.2f}")
             table.rows.append([policy, *cells])
         tables.append(table)
     return tables

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from benchmarks.compare_routers.measure import Answers, Engines, KvBand, Trace
+from benchmarks.compare_routers.results.measure import Answers, Engines, KvBand, Trace
 from sglang_sbs.demo.load import Latency
 from sglang_sbs.demo.passes import ForwardPass, PassStatistics
 

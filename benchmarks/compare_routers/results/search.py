@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.compare_routers.ratios import is_peer, measurable
-from benchmarks.compare_routers.rows import Row, figures
+from benchmarks.compare_routers.results.ratios import is_peer, measurable
+from benchmarks.compare_routers.results.rows import Row, figures
 
 LOWEST_LOAD, HIGHEST_LOAD = 0.5, 1.1
 

@@ -2,7 +2,7 @@
 
 Owns one more dataset for it. Run as a process of its own:
 
-    python -m benchmarks.compare_routers.serving_client URL MODEL ARRIVALS.jsonl RESULT.jsonl
+    python -m benchmarks.compare_routers.runs.serving_client URL MODEL ARRIVALS.jsonl RESULT.jsonl
 
 SGLang 0.5.23 sends a dataset at random times of its own, except Mooncake traces whose prompts it
 makes up. Its generator can replay times, but nothing on its command line reaches that; so the one

@@ -13,8 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare_routers.ratios import cells_of, in_order, is_immediate, is_sbs, ranking
-from benchmarks.compare_routers.rows import Row
+from benchmarks.compare_routers.results.ratios import (
+    cells_of,
+    in_order,
+    is_immediate,
+    is_sbs,
+    ranking,
+)
+from benchmarks.compare_routers.results.rows import Row
 from sglang_sbs.demo.passes import EngineRecord
 from sglang_sbs.demo.runs import Run
 from sglang_sbs.demo.timeline import draw_timeline

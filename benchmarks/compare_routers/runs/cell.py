@@ -17,18 +17,19 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from benchmarks.compare_routers import endforward_check, measure
-from benchmarks.compare_routers.clients import NotFinishedError, send_load
 from benchmarks.compare_routers.contenders import OPTIONAL_PACKAGE_HINT
-from benchmarks.compare_routers.endforward_check import (
+from benchmarks.compare_routers.prompts import Prompts
+from benchmarks.compare_routers.results import measure
+from benchmarks.compare_routers.results.rows import Key, Row
+from benchmarks.compare_routers.runs import endforward_check
+from benchmarks.compare_routers.runs.clients import NotFinishedError, send_load
+from benchmarks.compare_routers.runs.endforward_check import (
     UnheardError,
     router_misses,
     silent,
     silent_prefill,
 )
-from benchmarks.compare_routers.engines import Engines
-from benchmarks.compare_routers.prompts import Prompts
-from benchmarks.compare_routers.rows import Key, Row
+from benchmarks.compare_routers.runs.engines import Engines
 from benchmarks.compare_routers.workloads import arrivals
 from benchmarks.listener import Heard
 from benchmarks.router_processes import Contender, Processes

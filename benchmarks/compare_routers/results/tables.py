@@ -10,10 +10,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.compare_routers.measure import Answers, Engines
-from benchmarks.compare_routers.ratios import cells_of, errors, in_order, ratio_cells, serves
-from benchmarks.compare_routers.rows import Row
-from benchmarks.compare_routers.search import qps_ratio, searches
+from benchmarks.compare_routers.results.measure import Answers, Engines
+from benchmarks.compare_routers.results.ratios import (
+    cells_of,
+    errors,
+    in_order,
+    ratio_cells,
+    serves,
+)
+from benchmarks.compare_routers.results.rows import Row
+from benchmarks.compare_routers.results.search import qps_ratio, searches
 
 WORSE_FROM = 1.02
 """A ratio above this is called worse: two percent is what runs of the same thing differ by."""

@@ -15,11 +15,11 @@ from typing import Any
 import jinja2
 import orjson
 
-from benchmarks.compare_routers import ratios
-from benchmarks.compare_routers.plots import pictures
-from benchmarks.compare_routers.rows import NOT_RUN, Header, Row, figures
-from benchmarks.compare_routers.search import best_peer, qps_ratio, searches
-from benchmarks.compare_routers.tables import (
+from benchmarks.compare_routers.results import ratios
+from benchmarks.compare_routers.results.plots import pictures
+from benchmarks.compare_routers.results.rows import NOT_RUN, Header, Row, figures
+from benchmarks.compare_routers.results.search import best_peer, qps_ratio, searches
+from benchmarks.compare_routers.results.tables import (
     LEGEND,
     Table,
     capacity_table,

@@ -24,7 +24,7 @@ from sglang_sbs.demo.load import Arrival, Sample, run_load
 from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
 
 CLIENTS = ("open-loop", "bench_serving")
-_SERVING_MODULE = "benchmarks.compare_routers.serving_client"
+_SERVING_MODULE = "benchmarks.compare_routers.runs.serving_client"
 
 
 class NotFinishedError(RuntimeError):

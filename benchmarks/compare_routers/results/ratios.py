@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.compare_routers.contenders import BY_NAME
-from benchmarks.compare_routers.rows import NOT_RUN, Row, figures
+from benchmarks.compare_routers.results.rows import NOT_RUN, Row, figures
 
 Figure = Callable[[Row], float]
 MOST_FAILED_SHARE = 0.01
