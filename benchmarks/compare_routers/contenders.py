@@ -76,7 +76,7 @@ FIELD: tuple[Contender, ...] = (
     *(
         _ours(policy, policy)
         for policy in (
-            *("eta", "least_tokens", "least_requests", "stale_tokens"),
+            *("eta", "least_tokens", "least_requests", "stale_tokens", "sgl_router", "llm_d"),
             *("random_rank", "round_robin", "power_of_two", "random"),
         )
     ),

@@ -20,6 +20,8 @@ Policy = Literal[
     "eta",
     "cache_aware",
     "session",
+    "sgl_router",
+    "llm_d",
 ]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
@@ -40,6 +42,8 @@ _FACTS: dict[str, PolicyFacts] = {
     "sbs": PolicyFacts(reads_reports=True, reads_prefixes=True, unheard="least_tokens"),
     "eta": PolicyFacts(reads_reports=True, unheard="least_tokens"),
     "stale_tokens": PolicyFacts(unheard="least_tokens"),
+    "sgl_router": PolicyFacts(reads_prefixes=True),
+    "llm_d": PolicyFacts(reads_reports=True, reads_prefixes=True, unheard="least_tokens"),
 }
 
 

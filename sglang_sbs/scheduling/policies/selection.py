@@ -12,6 +12,7 @@ from sglang_sbs.scheduling.decode.rules import (
     potential,
 )
 from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
+from sglang_sbs.scheduling.policies.emulations import LlmD, SglRouter
 from sglang_sbs.scheduling.policies.gateway_caches import CacheAware, SessionAffinity
 from sglang_sbs.scheduling.policies.immediate import (
     Eta,
@@ -60,14 +61,18 @@ def make_policy(config: SchedulerConfig, interval: IntervalController) -> Prefil
             return CacheAware(config.seed)
         case "session":
             return SessionAffinity()
+        case "sgl_router":
+            return SglRouter(config.seed)
+        case "llm_d":
+            return LlmD(config.seed)
 
 
 def make_decode_rule(config: SchedulerConfig) -> DecodeRuleFunction:
     """``--sbs-decode`` of ours; of a baseline the rule that goes with it."""
     if config.policy == "sbs":
         return iqr_lexicographic(config.iqr_k) if config.decode_rule == "iqr" else potential
-    if config.policy in ("least_requests", "least_tokens", "eta", "cache_aware"):
+    if config.policy in ("least_requests", "least_tokens", "eta", "cache_aware", "llm_d"):
         return fewest_requests
-    if config.policy == "power_of_two":
+    if config.policy in ("power_of_two", "sgl_router"):
         return PowerOfTwoDecode(config.seed)
     return RoundRobinDecode()

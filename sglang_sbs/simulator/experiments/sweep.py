@@ -51,13 +51,15 @@ POLICY_CONFIGS: dict[str, dict[str, Any]] = {
             "stale_tokens",
             "cache_aware",
             "session",
+            "sgl_router",
+            "llm_d",
         )
     },
 }
 """Policies by the name they have here."""
 SEES_ALL_EQUAL = "sbs_equal"
 """``sbs`` that is told of no priorities and no tenants."""
-READS_CACHES = ("sbs", "sbs_equal", "sbs_paper")
+READS_CACHES = ("sbs", "sbs_equal", "sbs_paper", "sgl_router", "llm_d")
 """Policies that are told what the ranks have cached. ``sbs_basic`` is ``sbs`` without that; the
 others know nothing of caches, or only what they sent where."""
 
