@@ -16,7 +16,14 @@ from rich.console import Console
 from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.campaign import Campaign
 from benchmarks.compare_routers.contenders import BY_NAME, ENGINE_VARIANTS
-from benchmarks.compare_routers.plan import SLO_PASSES, SLO_TPOT_S, TIMEOUT_S, Plan, check_outputs
+from benchmarks.compare_routers.plan import (
+    MOST_HOST_LAG,
+    SLO_PASSES,
+    SLO_TPOT_S,
+    TIMEOUT_S,
+    Plan,
+    check_outputs,
+)
 from benchmarks.compare_routers.results.ratios import errors, is_sbs, ratio_cells
 from benchmarks.compare_routers.results.report import (
     summary,
@@ -150,6 +157,14 @@ def build_parser() -> argparse.ArgumentParser:
         "cost is stretched with it, so that a slow host (engines, clients and router share these "
         "cores) is a smaller part of a pass, and runs take longer",
     )
+    how.add_argument(
+        "--most-host-lag",
+        type=float,
+        default=MOST_HOST_LAG,
+        metavar="SHARE",
+        help="of a full pass: where the host lag of a run was larger, its cell has no ratios, and "
+        f"--resume makes the run again; 0: no limit ({MOST_HOST_LAG:g})",
+    )
     how.add_argument("--client", choices=CLIENTS, default=CLIENTS[0], help=f"({CLIENTS[0]})")
     how.add_argument(
         "--prompts", choices=("text", "ids"), default="text", help="what requests carry (text)"
@@ -272,6 +287,13 @@ def _finish(args: argparse.Namespace, header: Header, rows: list[Row], console: 
         write_into_docs(header, rows, args.docs)
         console.print(f"written: {args.docs}")
     for cell in ratio_cells(rows):
+        if cell["disturbed"]:
+            console.print(
+                f"{cell['workload']} {cell['load']:g} {cell['policy']}: no ratio, the host lag was "
+                f"too large a part of a pass in {', '.join(cell['disturbed'])}; a quieter machine "
+                "or a longer --pass-s, then --resume",
+                highlight=False,
+            )
         if cell["failed"]:
             console.print(
                 f"{cell['workload']} {cell['load']:g} {cell['policy']}: failed, no ratio",

@@ -25,13 +25,17 @@ def row(
     failed: int = 0,
     kind: str = "cell",
     sigma: float = 10.0,
+    active_ranks: float = 1.8,
+    host_lag_ms: float = 0.0,
 ) -> Row:
-    passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01)
+    passes = PassStatistics(10, 900.0, 0.5, 0.9, 0.1, NAN, 0.01, active_ranks, 1.1)
     return Row(
         key=Key(kind, "paper", load, seed, policy),
         client="open-loop",
         requests=100,
         qps=load * 30,
+        host_lag_ms=host_lag_ms,
+        most_host_lag_ms=12.2,
         answers=Answers(
             completed=100 - failed,
             failed=failed,

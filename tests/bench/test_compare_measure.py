@@ -133,3 +133,9 @@ def test_bench_serving_details_become_samples() -> None:
     # It waits for six hours by itself.
     late, *_ = clients.samples_of(result, sent, timeout_s=0.7)
     assert late.error == "TimeoutError: took 0.8 s"
+
+
+def test_ttft_is_told_by_part_of_the_load() -> None:
+    samples = [Sample(at_s, 10, ttft_s=ttft_s) for at_s, ttft_s in ((0.1, 1.0), (0.2, 2.0), (8, 3))]
+    found = measure.answers(samples, slo_ttft_s=1.0, slo_tpot_s=0.2, load_s=8.0)
+    assert found.ttft_by_part_ms == [1500.0, *[None] * 6, 3000.0]

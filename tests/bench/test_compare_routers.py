@@ -108,6 +108,29 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     assert cell["seeds"] == 2
 
 
+def test_of_active_ranks_the_best_peer_has_the_most() -> None:
+    rows = [
+        row("sbs", 50, active_ranks=1.8),
+        row("smg", 80, active_ranks=1.2),
+        row("mini_lb", 90, active_ranks=1.5),
+    ]
+    (cell,) = ratios.ratio_cells(rows)
+    assert cell["active_ranks_peer"] == "mini_lb"
+    assert cell["active_ranks_ratio"] == pytest.approx(1.2)
+
+
+def test_a_cell_with_a_run_on_a_slow_host_has_no_ratio_and_says_whose() -> None:
+    rows = [row("sbs", 50), row("smg", 80, host_lag_ms=12.3), row("sbs", 50, load=0.4)]
+    rows.append(row("smg", 80, load=0.4, host_lag_ms=12.1))
+    cells = {one["load"]: one for one in ratios.ratio_cells(rows)}
+    assert cells[0.8]["disturbed"] == ["smg seed 1 (12 ms)"]
+    assert cells[0.8]["mean_ratio"] is cells[0.8]["p99_ratio"] is None
+    assert cells[0.4]["disturbed"] == [] and cells[0.4]["mean_ratio"] == pytest.approx(50 / 80)
+    assert [one[-1] for one in ratio_table(rows).rows] == ["better", "disturbed"]
+    again = [*rows, row("smg", 80)]
+    assert [one["mean_ratio"] for one in ratios.ratio_cells(again)] == [pytest.approx(5 / 8)] * 2
+
+
 def test_without_a_peer_among_the_contenders_the_table_judges_nothing() -> None:
     table = ratio_table([row("sbs", 50), row("eta", 60)])
     assert table.rows[0][-1] == ""

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.cluster
 
 SMALL = ["--contenders", "sbs,sglang_router:round_robin", "--loads", "0.5", "--seeds", "1"]
 SMALL += ["--requests", "20", "--search-steps", "0", "--best-peers", "1"]
+SMALL += ["--most-host-lag", "0"]
 
 
 def test_two_routers_on_the_same_engines(tmp_path: Path) -> None:

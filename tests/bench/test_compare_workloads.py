@@ -68,6 +68,15 @@ def test_bursts_are_burstier_than_poisson() -> None:
     assert variation("bursty") > 2.3
 
 
+def test_a_day_begins_and_ends_quiet_and_is_busiest_at_noon() -> None:
+    times = [one.at for one in WORKLOADS["day"](1, 4000, 1024)]
+    assert times == sorted(times) and times[-1] == pytest.approx(1.0)
+    tenths = [sum(int(10 * at) == tenth for at in times) / 400 for tenth in range(10)]
+    rates = [0.65 * share for share in tenths]
+    assert rates[0] < 0.3 and rates[9] < 0.3
+    assert 1.0 < rates[4] < 1.2 and 1.0 < rates[5] < 1.2
+
+
 def test_mooncake_prompts_that_share_blocks_share_their_beginning() -> None:
     drawn = WORKLOADS["mooncake"](1, 800, 1024)
     sent = arrivals(

@@ -18,6 +18,8 @@ from sglang_sbs.demo.load import Latency, Sample
 from sglang_sbs.demo.passes import ForwardPass, PassBuilder, PassStatistics, pass_statistics
 
 KV_STEP_S = 0.1
+PARTS = 8
+"""Of the load's time, that TTFT is told of one by one."""
 _LEAST_GAPS = 3
 
 
@@ -62,6 +64,8 @@ class Answers(msgspec.Struct, frozen=True):
     e2e_ms: Latency
     goodput_qps: float
     """Requests per second of load that were answered within the SLO."""
+    ttft_by_part_ms: list[float | None] = []
+    """Mean TTFT of what was sent in each eighth of the load's time; ``None``: nothing was."""
 
 
 def answers(
@@ -78,7 +82,15 @@ def answers(
         tpot_ms=Latency.of([_tpot_s(one) for one in done if one.output_tokens > 1]),
         e2e_ms=Latency.of([one.e2e_s for one in done]),
         goodput_qps=within / load_s,
+        ttft_by_part_ms=_by_part(done, load_s),
     )
+
+
+def _by_part(samples: Sequence[Sample], load_s: float) -> list[float | None]:
+    parts: list[list[float]] = [[] for _ in range(PARTS)]
+    for one in samples:
+        parts[min(PARTS - 1, int(PARTS * one.at_s / load_s))].append(1e3 * one.ttft_s)
+    return [statistics.fmean(part) if part else None for part in parts]
 
 
 def _tpot_s(sample: Sample) -> float:

@@ -39,7 +39,27 @@ def _kv_sigma(row: Row) -> float:
     return row.engines.kv.sigma_tokens
 
 
-FIGURES: dict[str, Figure] = {"mean": _mean_ms, "p99": _p99_ms, "kv_band": _kv_sigma}
+def _per_active_rank(row: Row) -> float:
+    """The inverse of the mean number of active ranks: less is better, as of the other figures."""
+    assert row.engines is not None
+    active = row.engines.passes.active_rank_count
+    return 1 / active if active > 0 else math.nan
+
+
+def _max_over_mean(row: Row) -> float:
+    assert row.engines is not None
+    return row.engines.passes.max_over_mean
+
+
+FIGURES: dict[str, Figure] = {
+    "mean": _mean_ms,
+    "p99": _p99_ms,
+    "kv_band": _kv_sigma,
+    "active_ranks": _per_active_rank,
+    "max_over_mean": _max_over_mean,
+}
+_MORE_IS_BETTER = ("active_ranks",)
+"""The best peer is looked for by their inverse; the ratio is of the figure itself."""
 
 
 def is_sbs(policy: str) -> bool:
@@ -130,7 +150,8 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One object per workload, load and policy of SBS.
 
     ``own_*``: against the best of our own immediate policies. ``failed``: a run of
-    it there has no figures or left a request unanswered, and it has no ratios.
+    it there has no figures or left a request unanswered, and it has no ratios. ``disturbed``: the
+    runs there that a slow host disturbed; a cell with such a run, whoever's, has no ratios.
     """
     out = []
     cells = cells_of(rows)
@@ -141,14 +162,15 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for workload, load in sorted({*cells, *broken}):
         mine = cells.get((workload, load), [])
         lost = broken.get((workload, load), set())
+        disturbed = disturbed_runs(mine)
         for policy in sorted(filter(is_sbs, {row.key.policy for row in mine} | lost)):
             of = [row for row in mine if row.key.policy == policy]
             failed = policy in lost or not measurable(policy, of)
-            if failed:
+            if failed or disturbed:
                 mine = [row for row in mine if row.key.policy != policy]
             peer_mean = best_peer(mine, policy, _mean_ms)
             mean = peer_mean or best_peer(mine, policy, _mean_ms, is_immediate)
-            if mean is None and not failed:
+            if mean is None and not failed and not disturbed:
                 continue
             cell: dict[str, Any] = {
                 "workload": workload,
@@ -157,11 +179,14 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "peer": None if peer_mean is None else peer_mean[0],
                 "seeds": len(of) if mean is None else len(mean[1]),
                 "failed": failed,
+                "disturbed": disturbed,
             }
             for kind, among in (("", is_peer), ("own_", is_immediate)):
                 for name, figure in FIGURES.items():
                     found = best_peer(mine, policy, figure, among)
                     peer, ratios = found if found is not None else (None, [])
+                    if name in _MORE_IS_BETTER:
+                        ratios = [1 / ratio for ratio in ratios]
                     cell |= {
                         f"{kind}{name}_ratio": statistics.fmean(ratios) if ratios else None,
                         f"{kind}{name}_ratio_spread": (
@@ -171,6 +196,15 @@ def ratio_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
                     }
             out.append(cell)
     return out
+
+
+def disturbed_runs(rows: Iterable[Row]) -> list[str]:
+    """Which runs, of those with figures, a slow host disturbed."""
+    return [
+        f"{row.key.policy} seed {row.key.seed} ({row.host_lag_ms:.0f} ms)"
+        for row in figures(rows)
+        if row.disturbed
+    ]
 
 
 def ranking(rows: Sequence[Row], among: Callable[[str], bool] = is_peer) -> list[str]:

@@ -24,6 +24,7 @@ from benchmarks.compare_routers.results.tables import (
     Table,
     capacity_table,
     cell_tables,
+    day_table,
     error_table,
     ratio_table,
 )
@@ -118,6 +119,7 @@ def _figures(row: Row) -> dict[str, Any]:
         "revision": row.revision,
         "qps": row.qps,
         "host_lag_ms": row.host_lag_ms,
+        "most_host_lag_ms": row.most_host_lag_ms,
         "cpu_ms_per_request": row.cpu_ms_per_request,
         "silent": row.silent,
         "answers": answers,
@@ -142,6 +144,7 @@ def tables_of(header: Header, rows: Sequence[Row]) -> list[Table]:
     found = [
         ratio_table(rows),
         capacity_table(rows, slo_ttft_s),
+        day_table(rows),
         *cell_tables(rows),
         error_table(rows),
     ]
@@ -165,6 +168,9 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     if silent:
         names = sorted({name for row in silent for name in row.silent})
         facts.append(("no EndForward", f"of {', '.join(names)} in {len(silent)} runs"))
+    disturbed = ratios.disturbed_runs(rows)
+    if disturbed:
+        facts.append(("no ratios", f"host lag too large in {', '.join(disturbed)}"))
     return [
         *facts,
         ("host lag", f"{lag_ms:.0f} ms in the median run, {worst_ms:.0f} ms in the worst"),

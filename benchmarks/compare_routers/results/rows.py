@@ -51,6 +51,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     host_lag_ms: float = 0.0
     """How late a sleep of 20 ms ended in the client during the load, 99th percentile: large when
     other work had the cores, and the figures are then of that."""
+    most_host_lag_ms: float = 0.0
+    """With a larger host lag it is in no ratio; 0: it is in all."""
     cpu_ms_per_request: float = 0.0
     """CPU time of the router's processes during the load."""
     warm_up_failed: int = 0
@@ -63,6 +65,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     from the engines lack them."""
     error: str = ""
     """Why there are no figures: the contender does not work here."""
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the host was too slow for its figures to be in a ratio."""
+        return self.host_lag_ms > self.most_host_lag_ms > 0
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,5 +153,5 @@ def _with_nan(value: Any) -> Any:
 
 
 def figures(rows: Iterable[Row]) -> list[Row]:
-    """Those that have figures."""
-    return [row for row in rows if row.answers is not None]
+    """Those that have figures; of a run that was made again the last."""
+    return list({row.key: row for row in rows if row.answers is not None}.values())

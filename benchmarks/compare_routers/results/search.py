@@ -42,6 +42,8 @@ class Search:
     """What the same loads say of every seed alone."""
     finished: bool
     """As many loads as the others', each with every seed."""
+    disturbed: bool = False
+    """The host was too slow in one of its runs."""
 
     @property
     def known(self) -> bool:
@@ -139,6 +141,11 @@ def searches(rows: Sequence[Row], slo_ttft_s: float) -> dict[str, Search]:
             found=capacity([_mean([*of.values()]) for of in mine.values()], slo_ttft_s),
             by_seed=by_seed,
             finished=len(mine) == most and all(set(of) == set(seeds) for of in mine.values()),
+            disturbed=any(
+                row.disturbed
+                for row in figures(rows)
+                if row.key.kind == "search" and row.key.policy == policy
+            ),
         )
     return out
 
@@ -157,10 +164,12 @@ def best_peer_load(rows: Sequence[Row], slo_ttft_s: float) -> float | None:
 
 
 def qps_ratio(found: dict[str, Search], policy: str) -> Ratio | None:
-    """A contender over the best peer; ``None`` where the search of either did not finish, or has
-    only a bound."""
+    """A contender over the best peer; ``None`` where the search of either did not finish, has
+    only a bound, or was disturbed."""
     best = best_peer(found)
-    if best is None or not found[policy].known or not found[best].known:
+    if best is None or not all(found[one].known for one in (policy, best)):
+        return None
+    if found[policy].disturbed or found[best].disturbed:
         return None
     ours, theirs = found[policy], found[best]
     mean = ours.found.qps / theirs.found.qps

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.compare_routers.results.measure import Answers, Engines
+from benchmarks.compare_routers.results.measure import PARTS, Answers, Engines
 from benchmarks.compare_routers.results.ratios import (
     cells_of,
     errors,
@@ -20,7 +20,9 @@ from benchmarks.compare_routers.results.ratios import (
 )
 from benchmarks.compare_routers.results.rows import Row
 from benchmarks.compare_routers.results.search import qps_ratio, searches
+from benchmarks.compare_routers.workloads import DAY, DAY_HIGH, DAY_LOW
 
+DAY_MEAN = (DAY_LOW + DAY_HIGH) / 2
 WORSE_FROM = 1.02
 """A ratio above this is called worse: two percent is what runs of the same thing differ by."""
 
@@ -50,10 +52,12 @@ def ratio_table(rows: Sequence[Row]) -> Table:
         # Without a peer among the contenders there is nothing to judge by.
         worst = [one for one in (cell["mean_ratio"], cell["p99_ratio"]) if one is not None]
         judged = verdict(max(worst)) if worst else ""
+        if cell["disturbed"]:
+            judged = "disturbed"
         if cell["failed"]:
             judged = "failed"
-        if judged in ("better", "worse", "failed"):
-            marks[number] = "worse" if judged == "failed" else judged
+        if judged in ("better", "worse", "failed", "disturbed"):
+            marks[number] = judged if judged == "better" else "worse"
         out.append(
             [
                 cell["workload"],
@@ -64,6 +68,8 @@ def ratio_table(rows: Sequence[Row]) -> Table:
                 _ratio(cell, "p99"),
                 cell["p99_peer"] or "",
                 _ratio(cell, "kv_band"),
+                _ratio(cell, "active_ranks"),
+                _ratio(cell, "max_over_mean"),
                 _ratio(cell, "own_mean"),
                 _ratio(cell, "own_p99"),
                 cell["own_mean_peer"] or "",
@@ -83,13 +89,15 @@ def ratio_table(rows: Sequence[Row]) -> Table:
                 "p99 TTFT",
                 "best peer (p99)",
             ),
-            *("decode KV band", "mean, own", "p99, own", "best of own", "seeds", ""),
+            *("decode KV band", "active ranks", "max / mean"),
+            *("mean, own", "p99, own", "best of own", "seeds", ""),
         ),
         out,
-        "Below 1 is better. The best peer is the one SBS looks worst against, for every figure "
-        "anew, of those that ran with all seeds. "
+        "Below 1 is better; of active ranks above 1. The best peer is the one SBS looks worst "
+        "against, for every figure anew, of those that ran with all seeds. "
         "own: the same against our own immediate policies, which have this relay too. "
-        f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}.",
+        f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}. "
+        "disturbed: in a run of the cell the host lag was too large a part of a pass.",
         marks,
     )
 
@@ -208,6 +216,29 @@ LEGEND = (
     "had the cores, and requests left that much later than planned, which is in no time of theirs. "
     "router CPU: of all its processes, per request."
 )
+
+
+def day_table(rows: Sequence[Row]) -> Table | None:
+    """How each contender follows a load that rises and falls; ``None`` if none did."""
+    out = []
+    for (workload, load), mine in cells_of(rows).items():
+        if workload != DAY:
+            continue
+        for policy in in_order(row.key.policy for row in mine):
+            of = [row.answers for row in mine if row.key.policy == policy and row.answers]
+            parts = [
+                [math.nan if one is None else one for one in part]
+                for part in zip(*(one.ttft_by_part_ms for one in of), strict=True)
+            ]
+            out.append([policy, f"{load:g}", *(_mean_text(part, ".0f") for part in parts)])
+    if not out:
+        return None
+    return Table(
+        f"Mean TTFT in ms by part of the day, whose load is {DAY_LOW / DAY_MEAN:.2f} times its "
+        f"mean at both ends and {DAY_HIGH / DAY_MEAN:.2f} times in the middle",
+        ("contender", "mean load", *(f"{part}/{PARTS}" for part in range(1, PARTS + 1))),
+        out,
+    )
 
 
 def error_table(rows: Sequence[Row]) -> Table | None:

@@ -72,6 +72,8 @@ class Setting:
     """Where a router of ours listens to the engines: all addresses if they may be elsewhere."""
     key_file: Path | None = None
     """Of the engines' EndForward messages."""
+    most_host_lag: float = 0.0
+    """Share of a full pass beyond which the host lag keeps a run out of ratios; 0: no limit."""
     event_logs: bool = False
     """Whether ours write one per run, for ``sglang-sbs simulate --replay`` and the like."""
 
@@ -173,6 +175,7 @@ async def _measured(
         qps=requests / load_s,
         wall_s=time.monotonic() - begun_s,
         host_lag_ms=1e3 * await lag,
+        most_host_lag_ms=1e3 * setting.most_host_lag * engines.full_pass_s,
         cpu_ms_per_request=1e3 * cpu_s / requests,
         warm_up_failed=warm_up_failed,
         answers=measure.answers(samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),

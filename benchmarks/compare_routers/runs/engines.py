@@ -58,6 +58,12 @@ class Engines:
     """For routers, one at a time."""
     listener: ReportListener
 
+    @property
+    def full_pass_s(self) -> float:
+        """How long a pass with full chunks takes."""
+        tokens = len(self.prefill) * self.dp_size * self.chunk_tokens
+        return tokens / self.capacity_tokens_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class VirtualCluster:
