@@ -41,10 +41,14 @@ class Contender:
     ready_path: str = "/readiness"
     ours: bool = False
     """From this package; needs the tokenizer to count tokens, and takes EndForward."""
+    library: str = ""
+    """The package that decides, where that is not the one that is run."""
+    tokenizes: bool = False
+    """Needs the tokenizer, as ours do."""
 
     @property
     def package(self) -> str:
-        return self.module.partition(".")[0]
+        return self.library or self.module.partition(".")[0]
 
     @property
     def installed(self) -> bool:

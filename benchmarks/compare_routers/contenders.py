@@ -11,6 +11,8 @@ from benchmarks.router_processes import STOCK, Contender
 from sglang_sbs.demo.compare_policies import policy_flags
 
 OPTIONAL_PACKAGE_HINT = "install the bench extra: pip install 'sglang-sbs[bench]'"
+PACKAGE_HINTS = {"dynamo": "pip install --no-deps ai-dynamo-runtime==1.6.1"}
+"""Of packages that are in no extra: this one has 230 MB, and pins pydantic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,13 @@ FIELD: tuple[Contender, ...] = (
     _smg("smg"),
     _smg("smg:round_robin", "--policy", "round_robin"),
     _smg("smg:min_tokens", _MIN_TOKENS),
+    Contender(
+        "dynamo_kv",
+        "benchmarks.compare_routers.rivals.dynamo",
+        (),
+        library="dynamo",
+        tokenizes=True,
+    ),
     _stock("round_robin", "total_tokens"),
     _stock("power_of_two", "total_tokens"),
     _mini_lb("total_tokens"),

@@ -379,7 +379,10 @@ def machine() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("sglang", "sglang-router", "smg", "sglang-sbs")},
+        **{
+            name: _version(name)
+            for name in ("sglang", "sglang-router", "smg", "ai-dynamo-runtime", "sglang-sbs")
+        },
     }
 
 

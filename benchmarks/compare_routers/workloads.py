@@ -10,7 +10,6 @@ rate that full chunks on every rank would compute, whatever lengths the seed dre
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import msgspec
 
 from benchmarks.compare_routers.prompts import Prompts
 from sglang_sbs.demo.load import Arrival
+from sglang_sbs.simulator.workloads.arrivals import time_of_day
 
 LONG_TAIL_CHUNKS = 8
 _BURST_CV = 3.0
@@ -91,25 +91,12 @@ def _drawn(
 
 
 DAY = "day"
-DAY_LOW, DAY_HIGH = 0.2, 1.1
-"""Of ``day``: the load at night and at noon where its mean, half way between, is 0.65."""
 
 
 def _day(seed: int, requests: int, chunk_tokens: int) -> list[Request]:
     """Poisson arrivals whose rate rises and falls as a squared sine; lengths as ``paper``."""
     drawn = _drawn(_poisson, _paper)(seed, requests, chunk_tokens)
-    return [dataclasses.replace(one, at=_time_of_day(one.at / drawn[-1].at)) for one in drawn]
-
-
-def _time_of_day(share: float) -> float:
-    """When in the day this share of its requests has come; both between 0 and 1."""
-    mean, swing = (DAY_LOW + DAY_HIGH) / 2, (DAY_HIGH - DAY_LOW) / 2
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        come = mean * middle - swing * math.sin(2 * math.pi * middle) / (2 * math.pi)
-        low, high = (middle, high) if come < share * mean else (low, middle)
-    return high
+    return [dataclasses.replace(one, at=time_of_day(one.at / drawn[-1].at)) for one in drawn]
 
 
 def mooncake_slice() -> list[_TraceLine]:

@@ -32,6 +32,7 @@ from sglang_sbs.simulator.experiments.tables import (
     cache_tables,
     capacity_tables,
     class_tables,
+    day_tables,
     decode_table,
     load_tables,
 )
@@ -181,6 +182,7 @@ def _main(words: list[str]) -> int:
             if args.max_qps
             else [
                 *load_tables(rows),
+                *day_tables(rows),
                 *balance_tables(rows),
                 *class_tables(rows),
                 *cache_tables(rows),

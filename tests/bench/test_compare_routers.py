@@ -31,7 +31,11 @@ from benchmarks.router_processes import Contender
 def test_every_contender_has_a_name_of_its_own_and_peers_are_not_sbs() -> None:
     assert len(BY_NAME) == len(FIELD)
     assert {c.name for c in FIELD if ratios.is_sbs(c.name)} == {"sbs", "sbs_paper", "sbs_no_gate"}
-    assert {c.package for c in FIELD if ratios.is_peer(c.name)} == {"sglang_router", "smg"}
+    assert {c.package for c in FIELD if ratios.is_peer(c.name)} == {
+        "sglang_router",
+        "smg",
+        "dynamo",
+    }
     assert {c.package for c in FIELD if ratios.is_immediate(c.name)} == {"sglang_sbs"}
 
 

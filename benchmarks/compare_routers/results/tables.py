@@ -20,7 +20,8 @@ from benchmarks.compare_routers.results.ratios import (
 )
 from benchmarks.compare_routers.results.rows import Row
 from benchmarks.compare_routers.results.search import qps_ratio, searches
-from benchmarks.compare_routers.workloads import DAY, DAY_HIGH, DAY_LOW
+from benchmarks.compare_routers.workloads import DAY
+from sglang_sbs.simulator.workloads.arrivals import DAY_HIGH, DAY_LOW
 
 DAY_MEAN = (DAY_LOW + DAY_HIGH) / 2
 WORSE_FROM = 1.02

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from benchmarks.compare_routers.contenders import OPTIONAL_PACKAGE_HINT
+from benchmarks.compare_routers.contenders import OPTIONAL_PACKAGE_HINT, PACKAGE_HINTS
 from benchmarks.compare_routers.prompts import Prompts
 from benchmarks.compare_routers.results import measure
 from benchmarks.compare_routers.results.rows import Key, Row
@@ -270,11 +270,14 @@ async def _running(
 ) -> AsyncIterator[tuple[str, Processes]]:
     """Its URL once it is ready, and its processes. Raises: DoesNotWorkError."""
     if not contender.installed:
-        raise DoesNotWorkError(f"{contender.package} is not installed; {OPTIONAL_PACKAGE_HINT}")
+        hint = PACKAGE_HINTS.get(contender.package, OPTIONAL_PACKAGE_HINT)
+        raise DoesNotWorkError(f"{contender.package} is not installed; {hint}")
     ports = engines.ports
     argv = contender.command(engines.prefill, engines.decode, ports.http, ports.prometheus)
     if contender.ours:
         argv += _own_flags(key, ports.endforward, setting)
+    if (contender.ours or contender.tokenizes) and setting.model is not None:
+        argv += ["--tokenizer-path", str(setting.model)]
     log = setting.log_dir / f"router-{_file_name(contender.name)}.log"
     plan = ProcessPlan(contender.name, tuple(argv), dict(os.environ), log)
     url = f"http://127.0.0.1:{ports.http}"
@@ -290,8 +293,6 @@ def _own_flags(key: Key, endforward_port: int, setting: Setting) -> list[str]:
     argv = ["--sbs-endforward-bind", f"tcp://{setting.endforward_host}:{endforward_port}"]
     if setting.key_file is not None:
         argv += ["--sbs-endforward-key-file", str(setting.key_file)]
-    if setting.model is not None:
-        argv += ["--tokenizer-path", str(setting.model)]
     if setting.event_logs:
         name = f"{key.kind}-{key.workload}-{key.load:g}-{key.seed}-{key.policy}.events"
         argv += ["--sbs-event-log", str(setting.log_dir / name)]

@@ -33,6 +33,8 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 }
 """A simulation measures waiting, not refusing."""
 
+PARTS = 8
+"""Of the time of ``day``, that TTFT is told of one by one."""
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
@@ -117,7 +119,17 @@ def run(scenario: Scenario, job: Job) -> Row:
         **summary(outcome, scenario),
         **cache_summary(outcome, arrivals, scenario.spec),
         **({"slo_s": slo_s, "classes": classes} if classes else {}),
+        **({"ttft_by_part_s": _by_part(outcome, job.duration_s)} if job.scenario == "day" else {}),
     }
+
+
+def _by_part(outcome: Outcome, duration_s: float) -> list[float]:
+    """Mean TTFT of what arrived in each eighth of the run; NaN: nothing that was prefilled."""
+    parts: list[list[float]] = [[] for _ in range(PARTS)]
+    for request in outcome.requests:
+        if not math.isnan(request.ttft_s):
+            parts[int(PARTS * request.arrived_s / duration_s)].append(request.ttft_s)
+    return [fmean(part) if part else math.nan for part in parts]
 
 
 def arrivals_of(scenario: Scenario, job: Job) -> list[Arrival]:

@@ -129,6 +129,27 @@ def cache_tables(rows: Sequence[Row]) -> list[ResultTable]:
     return tables
 
 
+def day_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """How each policy follows a load that rises and falls: a row per policy and mean load, a column
+    per part of the day; a table per cost model and chunk size."""
+    tables = []
+    of_days = [row for row in rows if "ttft_by_part_s" in row]
+    for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in of_days):
+        shown = [r for r in of_days if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
+        parts = len(shown[0]["ttft_by_part_s"])
+        table = ResultTable(
+            f"mean TTFT in s by part of the day; cost {cost}, chunk {chunk}",
+            ["policy, mean load", *(f"{part + 1}/{parts}" for part in range(parts))],
+        )
+        for policy, load in dict.fromkeys((r["policy"], r["load"]) for r in shown):
+            mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
+            columns = zip(*(r["ttft_by_part_s"] for r in mine), strict=True)
+            means = [statistics.fmean(column) for column in columns]
+            table.rows.append([f"{policy}, {load:g}", *(f"{mean_s:.3f}" for mean_s in means)])
+        tables.append(table)
+    return tables
+
+
 def class_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """TTFT and goodput of each class and tenant: a row per policy and class, a column per load; a
     table per cost model and chunk size. None where all requests are of one kind."""

@@ -24,6 +24,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 """Tokens per ``hash_id`` of a Mooncake trace."""
 MOST_PROMPT_TOKENS = 10_000_000
 """Longer prompts are taken for a mistake in what was written."""
+DAY_LOW, DAY_HIGH = 0.2, 1.1
+"""A day's load at night and at noon where its mean, half way between, is 0.65."""
 LengthOf = Callable[[random.Random], int]
 """Draws a prompt length in tokens."""
 
@@ -83,6 +85,26 @@ def on_off(
         arrival._replace(at_s=arrival.at_s / 2 + phase_s * (arrival.at_s / 2 // phase_s))
         for arrival in steady
     ]
+
+
+def day(qps: float, duration_s: float, length_of: LengthOf, seed: int) -> list[Arrival]:
+    """Poisson arrivals whose rate rises and falls as a squared sine; ``qps`` is the mean."""
+    steady = synthetic(qps, duration_s, length_of, seed)
+    return [
+        arrival._replace(at_s=duration_s * time_of_day(arrival.at_s / duration_s))
+        for arrival in steady
+    ]
+
+
+def time_of_day(share: float) -> float:
+    """When in a day this share of its requests has come; both between 0 and 1."""
+    mean, swing = (DAY_LOW + DAY_HIGH) / 2, (DAY_HIGH - DAY_LOW) / 2
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        come = mean * middle - swing * math.sin(2 * math.pi * middle) / (2 * math.pi)
+        low, high = (middle, high) if come < share * mean else (low, middle)
+    return high
 
 
 def with_long(

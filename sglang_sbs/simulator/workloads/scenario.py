@@ -19,6 +19,7 @@ from sglang_sbs.simulator.workloads.arrivals import (
     MOONCAKE_BLOCK_TOKENS,
     MOST_PROMPT_TOKENS,
     LengthOf,
+    day,
     on_off,
     read_trace,
     replayed,
@@ -42,6 +43,7 @@ PREFILL_SCENARIOS = (
     "uniform:LEAST-MOST",
     "one-long",
     "onoff",
+    "day",
     "sessions",
     "trace:FILE",
 )
@@ -53,7 +55,7 @@ LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
 _SHORT_MEAN_TOKENS = 1000.5
-_OWN_LENGTHS = ("paper-", "fixed:", "uniform:", "one-long", "onoff")
+_OWN_LENGTHS = ("paper-", "fixed:", "uniform:", "one-long", "onoff", "day")
 """Scenarios whose prompts share nothing."""
 _LONG = truncated_pareto(3072, 65536, 6700.0)
 _LONG_TOKENS = 65536
@@ -125,6 +127,7 @@ def make_scenario(
     (``prefill_max_requests``) where lengths lie evenly between two (``uniform:LEAST-MOST``).
     ``one-long`` and ``onoff`` have the cluster, lengths and loads of ``paper-3k``; in the first a
     prompt of 64K comes on top now and then, in the second all come in every other half second.
+    ``day`` too, and its load is the mean of a day: 0.65 rises from 0.2 to 1.1 and falls again.
     Where instances differ, one counts as what its full chunks are worth.
 
     Raises:
@@ -201,18 +204,18 @@ def make_scenario(
             return Scenario(
                 name, shape, 57.0 * worth(shape), some_long, 0.8, 57.0 * _PAPER_INSTANCES
             )
-        case ("onoff", "", ""):
+        case (("onoff" | "day"), "", ""):
             if burstiness != 1.0:
-                raise ScenarioError("onoff has its own bursts; leave the burstiness out")
+                raise ScenarioError(f"{name} has its own bursts; leave the burstiness out")
             shape = cluster(3072)
-            return Scenario(
-                name,
-                shape,
-                57.0 * worth(shape),
-                lambda q, d, s: on_off(q, d, _SHORT, s, phase_s=_PHASE_S),
-                0.8,
-                57.0 * _PAPER_INSTANCES,
-            )
+
+            def uneven(qps: float, duration_s: float, seed: int) -> list[Arrival]:
+                if name == "day":
+                    return day(qps, duration_s, _SHORT, seed)
+                return on_off(qps, duration_s, _SHORT, seed, phase_s=_PHASE_S)
+
+            own_qps = 57.0 * _PAPER_INSTANCES
+            return Scenario(name, shape, 57.0 * worth(shape), uneven, 0.8, own_qps)
         case ("fixed", ":", text):
             tokens = _length(text)
             shape = cluster(3072)

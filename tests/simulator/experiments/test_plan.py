@@ -116,7 +116,7 @@ def test_the_command_plans_for_a_trace(tmp_path, capsys):
         (
             ["--scenario", "paper-decode", "--slo-ttft", "1"],
             "paper-decode has no prefill instances; those that have: paper-3k, paper-5k, "
-            "paper-long, fixed:TOKENS, uniform:LEAST-MOST, one-long, onoff, sessions",
+            "paper-long, fixed:TOKENS, uniform:LEAST-MOST, one-long, onoff, day, sessions",
         ),
         (["--trace", "/absent.csv", "--slo-ttft", "1"], "no such file"),
         (["--scenario", "paper-3k", "--slo-ttft", "1", "--prefill", "6..2"], "as in 2..6 or 2,4"),

@@ -92,6 +92,18 @@ def test_on_and_off_bring_the_same_requests_in_half_of_the_time():
         make_scenario("onoff", burstiness=2.0)
 
 
+def test_a_day_rises_from_its_quiet_ends_to_noon():
+    arrivals = make_scenario("day").at_load(0.65, 100.0, seed=5)
+    rates = [
+        sum(start <= a.at_s < start + 10 for a in arrivals) / 10 for start in range(0, 100, 10)
+    ]
+    loads = [rate / (57.0 * 3) for rate in rates]
+    assert loads[0] == pytest.approx(0.23, abs=0.06) and loads[9] == pytest.approx(0.23, abs=0.06)
+    assert loads[4] == pytest.approx(1.07, abs=0.08) and loads[5] == pytest.approx(1.07, abs=0.08)
+    steady = make_scenario("paper-3k").at_load(0.65, 100.0, seed=5)
+    assert [a.prompt_tokens for a in arrivals] == [a.prompt_tokens for a in steady]
+
+
 @pytest.mark.parametrize("text", ["", "x", "0", "-5", "1.5", "1e3", "9" * 30, "1600:3"])
 def test_a_length_that_is_none_is_refused(text: str):
     with pytest.raises(ScenarioError, match="write how many tokens every prompt has"):
