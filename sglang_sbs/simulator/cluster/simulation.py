@@ -302,6 +302,8 @@ class _Simulation:
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if error := self._spec.length_error:
             record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
+        if self._spec.deflecting and tokens > self._spec.deflect_tokens:
+            record.excluded = (self._spec.deflecting,)
         self._outcome.requests.append(record)
         self._attempt(record)
 

@@ -150,6 +150,13 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What requests ask for; None: they do not say."""
     ttft_slo_s: float | None = None
     """The SLO that every request brings; None: none does."""
+    short_pool: int = 0
+    """So many of the instances take short prompts only, the others long ones
+    (:mod:`sglang_sbs.simulator.cluster.arrangements`). 0: all take all."""
+    deflect_tokens: int = 0
+    """Decode computes prompts of at most so many tokens, too. 0: none."""
+    deflecting: str = ""
+    """The instance that takes only those."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord
-from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
@@ -150,7 +150,7 @@ def run_arrivals(scenario: Scenario, job: Job, arrivals: Sequence[Arrival]) -> O
         seed=job.seed,
         prefix_source=scenario.spec.prefix_source if job.policy in READS_CACHES else "off",
     )
-    return simulate(
+    return simulate_arranged(
         equal(arrivals) if job.policy == SEES_ALL_EQUAL else arrivals,
         scheduler_config(job.policy, job.seed, **dict(job.config)),
         spec,
@@ -163,8 +163,9 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
     counted = _counted(outcome)
     ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
     last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
-    passes = [p for p in outcome.passes if p.start_s >= WARM_UP_S and p.end_s <= last_s]
     engines = {name: scenario.spec.engines(one) for name, one in scenario.spec.prefill}
+    own = [p for p in outcome.passes if p.instance in engines]  # decode's are not prefill's
+    passes = [p for p in own if p.start_s >= WARM_UP_S and p.end_s <= last_s]
     capacity = {name: one.capacity_tokens / engines[name] for name, one in scenario.spec.prefill}
     offered = sum(capacity[p.instance] for p in passes)
     busy_s = sum(p.end_s - p.start_s for p in passes)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from sglang_sbs.scheduling.events import PrefixSource
+from sglang_sbs.simulator.cluster.arrangements import DEFLECT_CHUNK_TOKENS
 from sglang_sbs.simulator.cluster.spec import ACTIONS, KV_CAPACITY_TOKENS, Action, TopologyChange
 from sglang_sbs.simulator.options.common import add_overlap, not_negative, positive, positive_number
 from sglang_sbs.simulator.workloads.scenario import LOAD_COUNTS, NETWORK
@@ -232,6 +233,22 @@ def add_topology(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             "drain: no new requests, the old ones end. down: it dies, its requests fail and are "
             "sent again elsewhere. up: it is back; an instance whose first change is up joins then",
         ),
+        add(
+            "--short-pool",
+            type=_tokens,
+            default=0,
+            metavar="N",
+            help="so many instances take short prompts only, the others long ones, with as much to "
+            "compute per instance in both (0: all take all)",
+        ),
+        add(
+            "--deflect-tokens",
+            type=_tokens,
+            default=0,
+            metavar="TOKENS",
+            help="decode computes prompts of at most so many tokens, too, "
+            f"{DEFLECT_CHUNK_TOKENS} per rank and step (0: none)",
+        ),
     ]
 
 
@@ -270,10 +287,19 @@ def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     """What :func:`add_topology` was given, as keywords of ``make_scenario``."""
     if args.instance and args.prefill:
         parser.error("--prefill: --instance lists the instances (count=N for several equal ones)")
-    changes = tuple(args.at)
+    instances = len(args.instance or ()) or args.prefill or 3
+    if args.short_pool >= instances:
+        parser.error(f"--short-pool {args.short_pool}: long prompts need one of {instances}, too")
+    if args.short_pool and (args.deflect_tokens or args.at):
+        parser.error("--short-pool: leave --deflect-tokens and --at out")
+    fields = {
+        "changes": tuple(args.at),
+        "short_pool": args.short_pool,
+        "deflect_tokens": args.deflect_tokens,
+    }
     if args.instance:
-        return {"instances": args.instance, "changes": changes}
-    return {"prefill_instances": args.prefill or 3, "changes": changes}
+        return {"instances": args.instance, **fields}
+    return {"prefill_instances": args.prefill or 3, **fields}
 
 
 def _instances(text: str) -> list[dict[str, float]]:

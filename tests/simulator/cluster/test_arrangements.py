@@ -1,0 +1,56 @@
+"""Pools by prompt length, and decode instances that compute short prompts."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.simulator.cluster.arrangements import fair_threshold, simulate_arranged
+from sglang_sbs.simulator.cluster.arrival import Arrival
+from sglang_sbs.simulator.cluster.cost import COSTS
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
+
+SPEC = ClusterSpec(cost=COSTS["mixed"], dp_size=2, chunk_tokens=1000, decode_dp_size=4)
+
+
+def arrivals(count: int = 120) -> list[Arrival]:
+    rng = random.Random(3)
+    return [Arrival(0.02 * number, rng.randint(10, 900), 8) for number in range(count)]
+
+
+def test_both_pools_have_as_much_to_compute_per_instance() -> None:
+    lengths = [one.prompt_tokens for one in arrivals(3000)]
+    threshold = fair_threshold(lengths, 2, [InstanceSpec()] * 3)
+    short = sum(tokens for tokens in lengths if tokens <= threshold)
+    assert short / sum(lengths) == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_in_pools_a_prompt_goes_where_its_length_says_and_all_are_answered() -> None:
+    spec = msgspec.structs.replace(SPEC, short_pool=2)
+    sent = arrivals()
+    outcome = simulate_arranged(sent, SchedulerConfig(policy="eta"), spec, drain_s=60.0)
+    assert [one.index for one in outcome.requests] == list(range(len(sent)))
+    assert all(one.ends == 1 and one.ttft_s > 0 for one in outcome.requests)
+    assert [one.prompt_tokens for one in outcome.requests] == [one.prompt_tokens for one in sent]
+    longest_short = fair_threshold([a.prompt_tokens for a in sent], 2, [InstanceSpec()] * 3)
+    by_instance: dict[str, int] = {}
+    for one in outcome.passes:
+        by_instance[one.instance] = by_instance.get(one.instance, 0) + one.tokens
+    long = sum(a.prompt_tokens for a in sent if a.prompt_tokens > longest_short)
+    assert by_instance["p2"] == long
+    assert set(by_instance) == {"p0", "p1", "p2"}
+
+
+def test_decode_takes_short_prompts_only_and_only_with_the_flag() -> None:
+    sent = [Arrival(0.0, tokens, 8) for tokens in (200, 900) * 40]
+    config = SchedulerConfig(policy="eta")
+    alone = simulate_arranged(sent, config, SPEC, drain_s=60.0)
+    assert {one.instance for one in alone.passes} == {"p0", "p1", "p2"}
+    spec = msgspec.structs.replace(SPEC, deflect_tokens=200)
+    outcome = simulate_arranged(sent, config, spec, drain_s=60.0)
+    taken = [one for one in outcome.requests if one.prefill and one.prefill[0] == "p3"]
+    assert taken and {one.prompt_tokens for one in taken} == {200}
+    assert all(one.ends == 1 for one in outcome.requests)
