@@ -6,12 +6,14 @@ verb that was not asked for.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
 from sglang_sbs import __version__
+from sglang_sbs.completion import ASKED, complete
 
 
 class Verb(NamedTuple):
@@ -55,6 +57,9 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console command; the exit code of the verb."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and ASKED in os.environ:
+        complete(list(VERBS), _main_of)
+        return 1
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), end="")
         return 0 if words else 2
@@ -65,8 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb is None:
         print(f"sglang-sbs: no verb {words[0]!r}; one of {', '.join(VERBS)}", file=sys.stderr)
         return 2
-    run: Callable[[Sequence[str]], int | None] = import_module(verb.module).main
-    return run(words[1:]) or 0
+    return _main_of(words[0])(words[1:]) or 0
+
+
+def _main_of(verb: str) -> Callable[[Sequence[str]], int | None]:
+    run: Callable[[Sequence[str]], int | None] = import_module(VERBS[verb].module).main
+    return run
 
 
 if __name__ == "__main__":

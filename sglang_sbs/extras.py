@@ -17,7 +17,7 @@ def without_matplotlib() -> str | None:
     """What to install to draw pictures; ``None``: it is there."""
     if find_spec("matplotlib") is not None:
         return None
-    return "matplotlib is not installed: pip install matplotlib"
+    return "matplotlib is not installed: pip install matplotlib, or pip install 'sglang-sbs[sim]'"
 
 
 def without_sglang(verb: str, *, on_cpu: bool) -> str | None:

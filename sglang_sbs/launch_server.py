@@ -34,6 +34,7 @@ from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.tokenizer_files import tokenizer_folder
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
+PROG = "python -m sglang_sbs.launch_server"
 ROUTER_PREFIX = "--router-"
 # Router flags that need no prefix: no SGLang engine flag is called so.
 UNPREFIXED_ROUTER_FLAGS = ("--policy", "--prefill-policy", "--decode-policy")
@@ -60,12 +61,12 @@ an id); --router-tokenizer-path names another.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The parser of this launcher's own flags; the rest is split by `split_flags`."""
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_sbs.launch_server",
+        prog=prog,
         description="Start SGLang prefill and decode instances and the router on this machine.",
-        epilog=EPILOG,
+        epilog=EPILOG.replace(PROG, prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -137,10 +138,10 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def plan_from_command_line(
-    arguments: Sequence[str],
+    arguments: Sequence[str], prog: str = PROG
 ) -> tuple[ClusterPlan, argparse.Namespace, RouterOptions]:
     """Parse and plan; exits with a message that names the flag when something is wrong."""
-    parser = build_parser()
+    parser = build_parser(prog)
     own, rest = parser.parse_known_args(arguments)
     try:
         engine_flags, router_flags = split_flags(rest)
@@ -222,9 +223,10 @@ async def _say_ready(cluster: LocalCluster) -> None:
         print(f"Ready: {cluster.router.url} (logs: {logs}). Ctrl-C stops it.", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> None:
     """Entry point; exits non-zero when the cluster did not start or a process of it died."""
-    plan, own, router = plan_from_command_line(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    plan, own, router = plan_from_command_line(words, prog)
     if own.dry_run:
         print(describe(plan))
         return

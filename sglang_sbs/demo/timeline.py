@@ -30,7 +30,7 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> bool:
     )
     lengths_s = [one.end_s - one.start_s for run in runs for one in run.engines.passes]
     window_s = _WINDOW_PASSES * statistics.median(lengths_s or [1.0])
-    colours = pyplot.get_cmap("viridis")
+    colours = pyplot.get_cmap("YlGnBu")
     for axis, run in zip(axes[:, 0], runs, strict=True):
         passes = run.engines.passes
         names = sorted({one.instance for one in passes})
@@ -55,10 +55,10 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> bool:
                 )
         axis.set_yticks(range(len(names)), names)
         axis.set_xlim(0, window_s)
-        axis.set_xlabel("seconds")
+        axis.set_xlabel("time in s")
         axis.set_title(
             f"{run.label}: forward passes, one stripe per DP rank "
-            "(dark: few tokens, bright: full chunk, white: idle rank; gaps are bubbles)",
+            "(pale: few tokens, dark: full chunk, white: idle rank; gaps are bubbles)",
             fontsize=9,
         )
     figure.savefig(path, dpi=110)

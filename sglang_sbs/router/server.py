@@ -139,7 +139,7 @@ class RouterServer:
 
     def _build(self) -> None:
         options = self.options
-        tokenizer = (
+        self.tokenizer = (
             ChatTokenizer.load(options.tokenizer_path, options.chat_template)
             if options.tokenizer_path
             else None
@@ -153,7 +153,7 @@ class RouterServer:
         self.lengths = PromptLengths(self.metrics.length_missed)
         self.lanes = Lanes()
         self.lanes.begin()
-        self._build_prompts(tokenizer)
+        self._build_prompts(self.tokenizer)
         self.in_flight = InFlight(
             dispatcher=self.dispatcher,
             pool=self.pool,
@@ -357,6 +357,10 @@ class RouterServer:
         as_ids = total("sbs_requests_sent_as_ids", "Their text was not sent, or not needed")
         as_ids.add_metric([], self.relay.attempts.sent_as_ids)
         yield as_ids
+        sessions = gauge("smg_worker_routing_keys_active", "Conversations in flight", "worker")
+        for worker in self.registry:
+            sessions.add_metric([worker.url], self.in_flight.sessions_of(worker))
+        yield sessions
 
     async def _flush_log(self) -> None:
         while True:

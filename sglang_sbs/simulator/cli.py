@@ -282,7 +282,7 @@ def _plot(
     capacity: bool,
 ) -> None:
     from sglang_sbs.simulator.experiments import plots
-    from sglang_sbs.simulator.experiments.page import Part, Picture, write_page
+    from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 
     if decode:
         figure = plots.decode_summary(rows)
@@ -292,7 +292,8 @@ def _plot(
         plots.save(figure, path)
         return
     command = f"Command: sglang-sbs simulate {' '.join(words)}"
-    parts: list[Part] = [command, *tables, Picture(scenario, plots.png_of(figure))]
+    picture = Picture(scenario, plots.png_of(figure))
+    parts: list[Part] = [command, *tables, picture, policies_table(r["policy"] for r in rows)]
     write_page(path, f"Simulation of {scenario}", parts)
 
 

@@ -61,6 +61,13 @@ REQUESTS: list[tuple[str, dict[str, Any], int]] = [
     ),
     ("/v1/chat/completions", OPENAI | {"messages": [USER, CALL, RESULT, USER]}, 1),
 ]
+TOKENIZED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/tokenize", {"prompt": TEXT}),
+    ("/tokenize", {"prompt": [TEXT, "", "漢字"], "add_special_tokens": False}),
+    ("/v1/tokenize", {"messages": [USER, CALL, RESULT], "tools": [TOOL]}),
+    ("/v1/detokenize", {"tokens": [3, 1, 200, 511, 0, 90]}),
+    ("/detokenize", {"tokens": [[1, 2, 3], [300]], "skip_special_tokens": False}),
+]
 
 
 async def post(
@@ -113,6 +120,9 @@ async def test_counts_are_the_engines_and_ids_change_no_answer(
         async with asyncio.timeout(WAIT_S):
             while router_log.read_text().count("is tokenized as here, chats too") < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
+        for path, body in TOKENIZED:
+            wanted = await post(http, unified.url, path, body)
+            assert await post(http, url, path, body) == wanted, (path, body)
         answers = [said(await post(http, url, path, body)) for path, body, _ in REQUESTS]
         metrics = f"http://127.0.0.1:{ports.prometheus}/metrics"
         async with http.get(metrics) as response:

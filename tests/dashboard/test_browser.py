@@ -249,3 +249,140 @@ async def test_dark_and_light_follow_the_system_and_the_button(
         await page.reload()
         await expect(theme).to_have_attribute("data-theme", other)
         assert complaints == []
+
+
+def frame_of(prefill: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """A whole frame of a router with nothing to do, but for ``more``."""
+    idle: dict[str, Any] = {
+        **{"full": True, "now_s": 10.0, "alone": False, "policy": "sbs", "trigger": "adaptive"},
+        "limits": {"queue_requests": 10},
+        "queue": {
+            **{"requests": 0, "tokens": 0, "oldest_wait_s": 0.0, "in_flight": 0},
+            **{"throttled": False, "oldest": []},
+        },
+        "timing": {"interval_s": 1, "mean_forward_s": 1, "latency_s": 1, "lead_s": None},
+        "rates": {"batches": 0, "dispatched_per_s": 0.0, "refused_in_60_s": {}},
+        "hold": {"requests": 0, "bounds_s": [1], "counts": [0, 0]},
+        **{"prefill": prefill, "decode": []},
+        "ttft": {"requests": 0, "figures": {}, "unfinished": {}},
+        **{"alerts": [], "passes": [], "gangs": [], "queue_trail": []},
+    }
+    return idle | more
+
+
+def instance_of(up: bool = True, age: float | None = 0.1, free: int = 10) -> dict[str, Any]:
+    return {
+        **{"instance": "http://p", "up": up, "tier": "endforward", "chunk": 10, "running": []},
+        **{"barrier": True, "free_in_s": 0, "c_avail": [free], "flight": [0], "queued": [0]},
+        **{"requests": [0], "age": [age]},
+    }
+
+
+DECODE = {"instance": "http://d", "up": True, "running": [0], "flight": [0], "kv": [0]}
+DECODE |= {"kv_capacity": 100, "age": [0.1]}
+
+
+async def test_an_empty_board_says_what_is_true(browser: Browser) -> None:
+    feed = ScriptedFeed()
+    async with served(feed) as (_, port):
+        page, complaints = await open_page(browser, port)
+        await until(lambda: bool(feed.takes))
+        boards: list[tuple[list[dict[str, Any]], str]] = [
+            ([], "No prefill instance is known."),
+            ([instance_of()], "Idle: no pass in the last 15 s."),
+            ([instance_of(age=None)], "1 DP rank never sent EndForward"),
+            ([instance_of(age=9.0)], "nothing from 1 DP rank for over 3 s"),
+            ([instance_of(up=False)], "Every prefill instance is down."),
+        ]
+        for prefill, says in boards:
+            feed.takes[0](orjson.dumps(frame_of(prefill, decode=[DECODE])), True)
+            await expect(page.locator("#timeline-none")).to_contain_text(says)
+        await expect(page.locator("#decode-summary")).to_have_text("1 instance, 1 DP rank, idle")
+        nothing = "Nothing waits, of at most 10 requests."
+        await expect(page.locator("#queue-now")).to_have_text(nothing)
+        await expect(page.locator("#ttft-note")).to_contain_text("no request was answered")
+        await expect(page.locator("#ttft-bars")).to_be_hidden()
+        await expect(page.locator("#hold")).to_be_hidden()
+        await expect(page.locator("#gangs-none")).to_be_visible()
+        assert complaints == []
+
+
+async def test_busy_cells_are_darker_and_those_of_workers_down_have_no_shade(
+    browser: Browser,
+) -> None:
+    feed = ScriptedFeed()
+    async with served(feed) as (_, port):
+        page, _ = await open_page(browser, port, color_scheme="light")
+        await until(lambda: bool(feed.takes))
+        found = []
+        for one in (instance_of(), instance_of(free=5), instance_of(free=0), instance_of(up=False)):
+            feed.takes[0](orjson.dumps(frame_of([one])), True)
+            down = ", 1 down" if not one["up"] else ""
+            summary = f"1 instance, 1 DP rank{down}"
+            await expect(page.locator("#prefill-summary")).to_have_text(summary)
+            await page.evaluate("() => new Promise(done => requestAnimationFrame(() => done()))")
+            found.append(await lightness(page))
+        idle, half, full, lost = found
+        assert idle > half > full
+        assert lost >= idle - 10
+
+
+async def lightness(page: Page) -> int:
+    """Of the ground of the first prefill cell, 0 to 765."""
+    return int(
+        await page.evaluate(
+            """() => {
+                const context = document.getElementById("prefill-map").getContext("2d");
+                const pixel = context.getImageData(4, 15 + 4, 1, 1).data;
+                return pixel[0] + pixel[1] + pixel[2];
+            }"""
+        )
+    )
+
+
+async def test_estimates_are_grey_where_the_model_is_too_far_off(browser: Browser) -> None:
+    feed = ScriptedFeed()
+    async with served(feed) as (_, port):
+        page, _ = await open_page(browser, port)
+        await until(lambda: bool(feed.takes))
+        for modelled, grey in ((1.1, 0), (1.5, 3)):
+            means = {"measured": 1.0, "modelled": modelled, "least_tokens": 2.0, "round_robin": 2.0}
+            figures = {key: {"p50": one, "p95": one, "mean": one} for key, one in means.items()}
+            ttft = {"requests": 9, "figures": figures, "unfinished": {}}
+            feed.takes[0](orjson.dumps(frame_of([instance_of()], ttft=ttft)), True)
+            await expect(page.locator("#ttft-note")).to_contain_text("10 %" if not grey else "50 %")
+            await expect(page.locator("#ttft-bars .bar")).to_have_count(4)
+            await expect(page.locator("#ttft-bars .far")).to_have_count(grey)
+
+
+async def test_on_a_phone_no_column_is_lost_and_rows_are_one_line(browser: Browser) -> None:
+    gang = {
+        **{"batch": 1, "at_s": 9.0, "prefill": "http://prefill-0.cluster:30000", "requests": 9},
+        **{
+            "reason": "53 ms before the predicted end of the pass on http://prefill-0.cluster:30000"
+        },
+        **{"tokens": 5000, "cached_tokens": 0, "held_min_s": 0.1, "held_max_s": 0.2},
+        **{"ranks": [[0, 3], [1, 3], [2, 3]], "rids": []},
+    }
+    queue = {"requests": 1, "tokens": 5, "oldest_wait_s": 1.0, "in_flight": 0, "throttled": False}
+    queue["oldest"] = [["f" * 64, 12345, 12.5]]
+    feed = ScriptedFeed()
+    async with served(feed) as (_, port):
+        page, complaints = await open_page(browser, port)
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await until(lambda: bool(feed.takes))
+        frame = frame_of([instance_of()], decode=[DECODE], gangs=[gang], queue=queue)
+        feed.takes[0](orjson.dumps(frame), True)
+        await expect(page.locator("#gangs td").last).to_have_text(
+            "53 ms before the predicted end of the pass"
+        )
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        for row in ("#gangs tr", "#oldest tbody tr"):
+            box = await page.locator(row).bounding_box()
+            assert box is not None and box["height"] < 30, row
+        waits = await page.locator("#oldest tbody td").last.bounding_box()
+        assert waits is not None and waits["x"] + waits["width"] < 390
+        last = page.locator("#gangs td").last
+        await last.scroll_into_view_if_needed()
+        await expect(last).to_be_in_viewport()
+        assert complaints == []

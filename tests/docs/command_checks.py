@@ -88,6 +88,8 @@ def check(command: Command) -> None:
         if rest[:1] != ["-m"]:
             raise Wrong(f"{command}: write python -m MODULE")
         _check_module(rest[1], rest[2:], command)
+    elif program == "sglang" and rest[2:4] == ["--model-type", "sbs"]:
+        _check_server(["--model-path", rest[1], *rest[4:]], command)  # serve MODEL
     elif program == "pytest":
         _check_pytest(rest)
     elif program == "pip":

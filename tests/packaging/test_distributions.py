@@ -67,7 +67,7 @@ def test_the_patches_travel_in_both(built: Built) -> None:
 def test_the_version_is_in_one_place(built: Built) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" not in project
-    assert project["dynamic"] == ["version"]
+    assert project["dynamic"] == ["version", "readme"]
     assert metadata(built.wheel)["Version"] == sglang_sbs.__version__
     assert built.sdist.name == f"sglang_sbs-{sglang_sbs.__version__}.tar.gz"
     stand_ins = ROOT / "sglang_sbs" / "testing" / "site"

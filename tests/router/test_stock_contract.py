@@ -114,6 +114,7 @@ def words(text: str) -> Any:
 JSON = {"Content-Type": "application/json"}
 ZERO = "00000000-0000-0000-0000-000000000000"
 N_2 = CHAT | {"n": 2}
+PARSED = {"text": "x", "tool_call_parser": "json", "tools": []}
 RERANK = {"model": "m", "query": "x", "documents": ["a"]}
 ECHO = {"model": "mock", "prompt": "x", "echo": True, "logprobs": 1}
 BOOM = "boom"
@@ -158,6 +159,20 @@ PROBES = [
     Probe("responses", "POST", "/v1/responses", {"model": "m", "input": "x"}),
     Probe("rerank", "POST", "/v1/rerank", RERANK, differs=True),
     Probe("messages", "POST", "/v1/messages", {"model": "m", "messages": []}, differs=True),
+    Probe("tokenize", "POST", "/v1/tokenize", {"prompt": "x", "model": "m"}, differs=True),
+    Probe("detokenize", "POST", "/v1/detokenize", {"tokens": [1], "model": "m"}, differs=True),
+    Probe("tokenizers", "GET", "/v1/tokenizers"),
+    Probe("add a tokenizer", "POST", "/v1/tokenizers", {"name": "a", "source": "b"}, differs=True),
+    Probe("tokenizer by name", "GET", "/v1/tokenizers/x", differs=True),
+    Probe("function calls", "POST", "/parse/function_call", PARSED, differs=True),
+    Probe("reasoning", "POST", "/parse/reasoning", {"text": "x"}, differs=True),
+    Probe("parse nothing", "POST", "/parse/nothing", {}),
+    Probe("response by id", "GET", "/v1/responses/r", differs=True),
+    Probe("conversations", "POST", "/v1/conversations", {}, differs=True),
+    Probe("conversation", "GET", "/v1/conversations/c", differs=True),
+    Probe("conversation's items", "GET", "/v1/conversations/c/items", differs=True),
+    Probe("wasm", "GET", "/wasm", differs=True),
+    Probe("mesh", "GET", "/ha/status", differs=True),
     Probe(
         *("decode 429", "POST", "/generate", {"text": "x"}, Behaviour(status=429, message=BOOM)),
         compare=code_of,
@@ -218,6 +233,8 @@ IGNORED_HEADERS = {"date", "server", "content-length", "vary", "x-request-id", "
 IGNORED_HEADERS |= {"connection"}  # closed here after every answer
 
 
+METRICS = "metric families"
+"""Their types, by name."""
 PATIENCE_S = 4.0
 """A request without an answer by then is one that hangs."""
 
@@ -259,7 +276,10 @@ async def answers_of(module: str, probes: Sequence[Probe], *flags: str) -> Answe
         ):
             await _until_ready(session, url)
             engines = {"prefill": prefill, "decode": decode}
-            return {probe.name: await _ask(session, url, probe, engines) for probe in probes}
+            answers = {probe.name: await _ask(session, url, probe, engines) for probe in probes}
+            async with session.get(f"http://127.0.0.1:{metrics_port}/metrics") as response:
+                kinds = re.findall(r"(?m)^# TYPE (\S+) (\S+)$", await response.text())
+            return answers | {METRICS: (200, {}, dict(kinds))}
     finally:
         process.kill()
         await process.wait()
@@ -380,16 +400,20 @@ def check(probes: Sequence[Probe], stock: Answers, ours: Answers) -> None:
             assert set(our_headers) - set(stock_headers) <= EXTRA_HEADERS, probe.name
 
 
-async def compare(probes: Sequence[Probe], *flags: str) -> None:
+async def compare(probes: Sequence[Probe], *flags: str) -> tuple[Answers, Answers]:
     stock, ours = await asyncio.gather(
         answers_of("sglang_router.launch_router", probes, *flags),
         answers_of("sglang_sbs.launch_router", probes, "--sbs-endforward-bind", "none", *flags),
     )
     check(probes, stock, ours)
+    return stock, ours
 
 
-async def test_answers_are_those_of_the_stock_router() -> None:
-    await compare(PROBES)
+async def test_answers_and_metrics_are_those_of_the_stock_router() -> None:
+    stock, ours = await compare(PROBES)
+    families = stock[METRICS][2]
+    assert "smg_http_requests_total" in families
+    assert families.items() - ours[METRICS][2].items() == set()
 
 
 KEY_PROBES = [

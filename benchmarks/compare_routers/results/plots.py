@@ -24,6 +24,7 @@ from benchmarks.compare_routers.results.rows import Row
 from sglang_sbs.demo.passes import EngineRecord
 from sglang_sbs.demo.runs import Run
 from sglang_sbs.demo.timeline import draw_timeline
+from sglang_sbs.policy_looks import colours_of
 
 _DPI = 100
 _COMPARED = 3
@@ -50,8 +51,8 @@ def pictures(rows: Sequence[Row], chunk_tokens: int) -> dict[str, bytes]:
             pyplot,
             rows,
             {
-                "mean TTFT, ms": lambda row: row.answers.ttft_ms.mean if row.answers else 0.0,
-                "p99 TTFT, ms": lambda row: row.answers.ttft_ms.p99 if row.answers else 0.0,
+                "mean TTFT in s": lambda r: r.answers.ttft_ms.mean / 1e3 if r.answers else 0.0,
+                "p99 TTFT in s": lambda r: r.answers.ttft_ms.p99 / 1e3 if r.answers else 0.0,
             },
             log=True,
         ),
@@ -159,11 +160,12 @@ def _by_load(
         len(figures),
         figsize=(6 * len(figures), 3.6 * len(workloads)),
         squeeze=False,
+        sharey="row",
         layout="constrained",
     )
     names = told_apart(rows)
     others = len({row.key.policy for mine in cells.values() for row in mine}) - len(names)
-    colours = pyplot.get_cmap("tab10").colors
+    colours = colours_of(names)
     legend: dict[str, Any] = {}
     for line, workload in enumerate(workloads):
         for column, (title, get) in enumerate(figures.items()):
@@ -177,13 +179,14 @@ def _by_load(
                     axis,
                     points,
                     thick=is_sbs(policy),
-                    colour=colours[at] if at >= 0 else _GREY,
+                    colour=colours.get(policy, _GREY),
                     marker=_MARKERS[at] if at >= 0 else ".",
                 )
             if log:
                 axis.set_yscale("log")
             axis.set_title(f"{workload}: {title}", fontsize=9)
             axis.set_xlabel("load (share of full-chunk capacity)", fontsize=8)
+            axis.yaxis.set_tick_params(labelleft=True)
             axis.grid(alpha=0.3)
     figure.legend(
         [legend[label] for label in in_order(legend)],
@@ -220,6 +223,7 @@ def _kv(pyplot: Any, rows: Sequence[Row]) -> bytes:
         figsize=(12, 2.2 * len(rows)),
         squeeze=False,
         sharex=True,
+        sharey=True,
         layout="constrained",
     )
     for axis, row in zip(axes[:, 0], rows, strict=True):
@@ -227,15 +231,17 @@ def _kv(pyplot: Any, rows: Sequence[Row]) -> bytes:
         times = [at_s for at_s, ranks in series if ranks]
         means = [statistics.fmean(ranks) for _, ranks in series if ranks]
         sigmas = [statistics.pstdev(ranks) for _, ranks in series if ranks]
-        axis.plot(times, means, linewidth=1)
+        colour = colours_of([row.key.policy])[row.key.policy]
+        axis.plot(times, means, linewidth=1, color=colour)
         axis.fill_between(
             times,
             [mean - sigma for mean, sigma in zip(means, sigmas, strict=True)],
             [mean + sigma for mean, sigma in zip(means, sigmas, strict=True)],
             alpha=0.35,
+            color=colour,
         )
         axis.set_title(
             f"{row.key.policy}: KV tokens per decode rank, mean and ±1σ over ranks", fontsize=9
         )
-    axes[-1][0].set_xlabel("seconds")
+    axes[-1][0].set_xlabel("time in s")
     return _png(pyplot, figure)

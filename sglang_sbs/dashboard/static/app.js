@@ -30,6 +30,8 @@ function make(tag, className, content) {
 const count = (value) => value.toLocaleString("en-US");
 const seconds = (value) => (value === undefined || value === null ? "–" : value < 1 ? Math.round(value * 1000) + " ms" : value.toFixed(value < 10 ? 2 : 1) + " s");
 const tokens = (value) => (Math.abs(value) < 1000 ? String(value) : (value / 1000).toFixed(Math.abs(value) < 10000 ? 1 : 0) + "k");
+const several = (number, what) => count(number) + " " + what + (number === 1 ? "" : "s");
+const short = (url) => url.replace(/^https?:\/\//, "");
 const age = (value) => (value === null ? "never" : seconds(value) + " ago");
 
 const state = { frame: null, gangs: [], trail: [], pending: false, redraw: false };
@@ -90,14 +92,34 @@ function draw() {
   const rows = frame.prefill;
   timeline.draw(rows, frame.now_s);
   const did = timeline.summary(frame.now_s, rows);
-  text("timeline-summary", did ? Math.round(did.busy * 100) + " % busy, " + (did.waste * 100).toFixed(1) + " % bubbles while requests waited" : "");
-  $("timeline-none").hidden = Boolean(did) || rows.length === 0;
+  const ran = Boolean(did) && did.busy > 0;
+  text("timeline-summary", ran ? Math.round(did.busy * 100) + " % busy, " + (did.waste * 100).toFixed(1) + " % bubbles while requests waited" : "");
+  text("timeline-none", ran ? "" : whyNoPass(rows));
+  $("timeline-none").hidden = ran;
+  $("timeline-map").hidden = rows.length === 0;
   const total = rows.reduce((sum, one) => sum + one.c_avail.length, 0);
   const lone = rows.filter((one) => !one.barrier).length;
-  text("prefill-summary", rows.length + " instances, " + total + " DP ranks" + (lone ? ", " + lone + " without a barrier" : ""));
+  text("prefill-summary", several(rows.length, "instance") + ", " + several(total, "DP rank") + downOf(rows) + (lone ? ", " + lone + " without a barrier" : ""));
   drawQueue(frame);
   drawTtft(frame.ttft);
   drawGangs(frame.now_s);
+}
+
+function downOf(instances) {
+  const down = instances.filter((one) => !one.up).length;
+  return down ? ", " + count(down) + " down" : "";
+}
+
+// What is true where no pass is to be seen.
+function whyNoPass(rows) {
+  const up = rows.filter((one) => one.up);
+  if (!rows.length) return "No prefill instance is known.";
+  if (!up.length) return "Every prefill instance is down.";
+  const silent = up.reduce((sum, one) => sum + one.age.filter((value) => value === null).length, 0);
+  if (silent) return "No pass was reported. " + several(silent, "DP rank") + " never sent EndForward: it comes from engines with the plugin.";
+  const stale = up.reduce((sum, one) => sum + one.age.filter((value) => value > STALE_S).length, 0);
+  if (stale) return "No pass in the last " + WINDOW_S + " s, and nothing from " + several(stale, "DP rank") + " for over " + STALE_S + " s.";
+  return "Idle: no pass in the last " + WINDOW_S + " s.";
 }
 
 function prefillCells(one) {
@@ -106,7 +128,8 @@ function prefillCells(one) {
     up: one.up,
     data: one,
     cells: one.c_avail.map((free, rank) => ({
-      left: shade(one.chunk ? (one.chunk - free) / (1.5 * one.chunk) : 0),
+      upper: shade(one.chunk ? (one.chunk - free) / one.chunk : 0),
+      over: free < 0,
       text: tokens(free) + "\n" + (one.age[rank] === null ? "–" : one.age[rank].toFixed(1) + " s"),
       stale: one.age[rank] !== null && one.age[rank] > STALE_S,
       silent: one.age[rank] === null,
@@ -115,23 +138,26 @@ function prefillCells(one) {
 }
 
 function drawDecode(frame, again) {
-  let most = 1;
-  let fullest = 1;
+  let most = 0;
+  let fullest = 0;
   let ranks = 0;
+  const capacities = frame.decode.every((one) => one.kv_capacity);
   for (const one of frame.decode) {
     ranks += one.running.length;
     for (const value of one.running) most = Math.max(most, value);
     for (const value of one.kv) fullest = Math.max(fullest, value);
   }
-  text("decode-summary", frame.decode.length + " instances, " + ranks + " DP ranks, most B " + count(most) + ", most K " + count(fullest));
+  text("decode-summary", several(frame.decode.length, "instance") + ", " + several(ranks, "DP rank") + downOf(frame.decode) + (most || fullest ? ", most B " + count(most) + ", most K " + count(fullest) : frame.decode.some((one) => one.up) ? ", idle" : ""));
+  text("decode-most", most ? count(most) + ", the most of any rank" : "none runs");
+  text("decode-fullest", capacities ? "100 % of the KV memory" : fullest ? tokens(fullest) + " tokens, the most of any rank" : "none held");
   const instances = frame.decode.map((one) => ({
     instance: one.instance,
     up: one.up,
     data: one,
     cells: one.running.map((running, rank) => ({
-      left: shade(running / most),
-      right: shade(one.kv[rank] / (one.kv_capacity || fullest)),
-      text: running + "\n" + tokens(one.kv[rank]),
+      upper: shade(running / Math.max(1, most)),
+      lower: shade(one.kv[rank] / Math.max(1, capacities ? one.kv_capacity : fullest)),
+      text: "B " + tokens(running) + "\nK " + tokens(one.kv[rank]),
       stale: one.age[rank] !== null && one.age[rank] > STALE_S,
       silent: one.age[rank] === null,
     })),
@@ -193,6 +219,7 @@ function bars(id, rows) {
   }
   rows.forEach((row, i) => {
     const [name, track, value] = box.children[i].children;
+    box.children[i].classList.toggle("far", Boolean(row.far));
     if (name.textContent !== row.name) name.textContent = row.name;
     if (value.textContent !== row.value) value.textContent = row.value;
     const widths = [(row.tail || 0) * 100, row.fill * 100];
@@ -206,14 +233,16 @@ function bars(id, rows) {
 function drawQueue(frame) {
   const queue = frame.queue;
   drawTrail($("queue-trail"), state.trail, frame.now_s, TRAIL_S);
-  text("queue-now", count(queue.requests) + " of at most " + count(frame.limits.queue_requests) + " requests wait with " + count(queue.tokens) + " tokens, the first for " + seconds(queue.oldest_wait_s) + (queue.throttled ? "; flow control refuses new ones" : ""));
+  const most = "at most " + count(frame.limits.queue_requests);
+  text("queue-now", (queue.requests ? count(queue.requests) + " of " + most + " requests wait with " + count(queue.tokens) + " tokens, the first for " + seconds(queue.oldest_wait_s) : "Nothing waits, of " + most + " requests") + (queue.throttled ? "; flow control refuses new ones" : "") + ".");
   const { high = 0, normal = 0, low = 0 } = queue.classes || {};
   text("queue-classes", high || low || queue.tenants > 1 ? "By priority: " + count(high) + " high, " + count(normal) + " normal, " + count(low) + " low" + (queue.tenants > 1 ? "; of " + count(queue.tenants) + " tenants" : "") : "");
   const hold = frame.hold;
-  const most = Math.max(1, ...hold.counts);
+  const tallest = Math.max(1, ...hold.counts);
+  $("hold").hidden = !hold.requests;
   bars("hold", hold.counts.map((value, i) => ({
     name: i < hold.bounds_s.length ? "up to " + seconds(hold.bounds_s[i]) : "longer",
-    fill: value / most,
+    fill: value / tallest,
     value: count(value),
   })));
   text("hold-now", hold.requests ? "Held in the last minute: p50 " + seconds(hold.p50) + ", p95 " + seconds(hold.p95) + ", longest " + seconds(hold.max) : "Nothing was dispatched in the last minute.");
@@ -234,28 +263,40 @@ function drawTtft(ttft) {
     ["round_robin", "estimate", "immediate, round robin"],
   ];
   const figures = ttft.figures;
+  const far = Boolean(figures.measured) && Math.abs(deviationOf(figures)) > FAR_OFF;
   const most = Math.max(0.001, ...Object.values(figures).map((one) => one.p95));
+  $("ttft-bars").hidden = !figures.measured;
   bars("ttft-bars", names.map(([key, kind, name]) => {
     const one = figures[key];
     return one
-      ? { name, kind, fill: one.p50 / most, tail: one.p95 / most, value: "p50 " + seconds(one.p50) + ", p95 " + seconds(one.p95) }
+      ? { name, kind, far: far && key !== "measured", fill: one.p50 / most, tail: one.p95 / most, value: "p50 " + seconds(one.p50) + ", p95 " + seconds(one.p95) }
       : { name, kind, fill: 0, value: "–" };
   }));
   const behind = Object.entries(ttft.unfinished).filter(([, value]) => value > 0).map(([key, value]) => key.replace("_", " ") + " " + count(value));
-  text("ttft-note", "Until prefill's answer, " + count(ttft.requests) + " requests of the last minute. The last two are an estimate: the same requests in a model of these instances with the forward times learned here"
+  text("ttft-note", (figures.measured ? "Until prefill's answer, " : "Nothing to compare: ") + (figures.measured ? several(ttft.requests, "request") + " of" : "no request was answered in") + " the last minute. " + (figures.measured ? "The last two" : "The figures for immediate dispatch") + " are an estimate: the same requests in a model of these instances with the forward times learned here"
     + (figures.measured ? "; for what was really done that model is " + deviation(figures) : "") + "."
     + (behind.length ? " Unfinished in the model: " + behind.join(", ") + "." : ""));
 }
 
+function deviationOf(figures) {
+  return figures.modelled.mean / Math.max(1e-6, figures.measured.mean) - 1;
+}
+
 function deviation(figures) {
-  const off = figures.modelled.mean / Math.max(1e-6, figures.measured.mean) - 1;
-  const far = Math.abs(off) > FAR_OFF ? " off: too much to compare with" : " off";
+  const off = deviationOf(figures);
+  const far = Math.abs(off) > FAR_OFF ? " off: too much to compare with, hence grey" : " off";
   return (off < 0 ? "−" : "+") + Math.abs(off * 100).toFixed(0) + " %" + far;
+}
+
+// The engine's address has a column of its own.
+function reasonOf(gang) {
+  return gang.reason.split(" on " + gang.prefill).join("").split(gang.prefill + " ").join("");
 }
 
 function drawGangs(now) {
   const rows = $("gangs");
   const gangs = state.gangs.slice().reverse();
+  $("gangs-none").hidden = gangs.length > 0;
   while (rows.childElementCount < gangs.length) {
     const row = make("tr");
     for (let i = 0; i < 9; i += 1) row.append(make("td"));
@@ -265,7 +306,7 @@ function drawGangs(now) {
   gangs.forEach((gang, i) => {
     const ranks = gang.ranks.map(([rank, requests]) => rank + (requests > 1 ? "×" + requests : ""));
     const held = gang.requests > 1 ? seconds(gang.held_min_s) + " … " + seconds(gang.held_max_s) : seconds(gang.held_max_s);
-    const cells = [Math.max(0, now - gang.at_s).toFixed(0) + " s", String(gang.batch), gang.prefill.replace(/^https?:\/\//, ""), count(gang.requests), count(gang.tokens), count(gang.cached_tokens), ranks.join(" "), held, gang.reason];
+    const cells = [Math.max(0, now - gang.at_s).toFixed(0) + " s", String(gang.batch), short(gang.prefill), count(gang.requests), count(gang.tokens), count(gang.cached_tokens), ranks.join(" "), held, reasonOf(gang)];
     cells.forEach((value, k) => {
       const cell = rows.children[i].children[k];
       if (cell.textContent !== value) cell.textContent = value;
@@ -335,5 +376,5 @@ document.addEventListener("visibilitychange", () => {
 
 setTheme(localStorage.getItem(THEME) || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
 text("timeline-window", WINDOW_S + " s");
-for (const id of ["prefill-scale", "decode-scale", "timeline-scale"]) legend($(id));
+for (const id of ["prefill-scale", "decode-scale", "kv-scale", "timeline-scale"]) legend($(id));
 stream.open(sessionStorage.getItem(KEY) || "");

@@ -52,8 +52,10 @@ export class Timeline {
     const width = this.canvas.parentElement.clientWidth;
     if (!width) return;
     const rows = instances.length;
-    const label = 150;
-    const high = rows <= 8 ? 40 : rows <= 40 ? 16 : 7;
+    const narrow = width < 560;
+    const label = narrow ? 0 : 150;
+    const above = narrow && rows <= 40 ? 13 : 0;
+    const high = (rows <= 8 ? 40 : rows <= 40 ? 16 : 7) + above;
     const height = Math.max(1, rows * high + 16);
     const context = fit(this.canvas, width, height);
     const colours = { panel: css("--panel"), none: css("--none"), faint: css("--faint"), waste: css("--waste"), line: css("--line") };
@@ -61,14 +63,14 @@ export class Timeline {
     context.fillRect(0, 0, width, height);
     const scale = (width - label) / WINDOW_S;
     const at = (time) => label + (time - now + WINDOW_S) * scale;
-    context.font = Math.min(11, high + 2) + "px system-ui, sans-serif";
+    context.font = Math.min(11, high - above + 2) + "px system-ui, sans-serif";
     instances.forEach((instance, row) => {
-      const top = row * high + 1;
-      const room = high - 3;
+      const top = row * high + above + 1;
+      const room = high - above - 3;
       context.fillStyle = colours.faint;
-      if (high > 9 || row % 2 === 0) {
-        const name = instance.instance.replace(/^https?:\/\//, "");
-        context.fillText(name, 0, top + Math.min(room, 11), label - 8);
+      if (above || (label && (high > 9 || row % 2 === 0))) {
+        const name = instance.instance.replace(/^https?:\/\//, "") + (instance.up ? "" : " (down)");
+        context.fillText(name, 0, above ? top - 3 : top + Math.min(room, 11), above ? width : label - 8);
       }
       const stripes = Math.min(instance.c_avail.length, Math.max(1, Math.floor(room / 2)));
       for (const pass of this.passes.get(instance.instance) || []) {
@@ -159,6 +161,7 @@ export function drawTrail(canvas, trail, now, span) {
   context.stroke(line);
   context.fillStyle = css("--faint");
   context.font = "10px system-ui, sans-serif";
-  context.fillText(most + " requests", 2, 10);
+  context.fillText(most + " waiting", 2, 10);
   context.fillText("-" + span + " s", 2, height - 1);
+  context.fillText("now", width - context.measureText("now").width - 2, height - 1);
 }

@@ -3,8 +3,9 @@
 
 const STEPS = 24;
 
-// Dark blue over green to yellow, even for eyes that see colours differently (after viridis).
-const STOPS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+// Pale is nothing to do, dark is busy, on every map; in order of lightness, so that eyes which see
+// colours differently read it too (after ColorBrewer's YlGnBu). Dark enough still shows on black.
+const STOPS = [[238, 242, 205], [161, 218, 180], [65, 182, 196], [38, 116, 184], [44, 56, 156]];
 
 export const PALETTE = Array.from({ length: STEPS }, (_, step) => {
   const place = (step / (STEPS - 1)) * (STOPS.length - 1);
@@ -68,7 +69,8 @@ export class HeatMap {
     return this.cells.find((c) => x >= c.x && x < c.x + size && y >= c.y && y < c.y + size);
   }
 
-  // instances: [{instance, up, cells: [{left, right, text, stale, silent}]}], shares in 0..1
+  // instances: [{instance, up, cells: [{upper, lower, text, stale, silent, over}]}]; upper, lower:
+  // colour numbers of the halves of a cell, without lower of all of it; a line of text for each half
   draw(instances, again) {
     const width = this.canvas.parentElement.clientWidth;
     if (!width) return;
@@ -84,7 +86,7 @@ export class HeatMap {
     for (const instance of instances) {
       for (const cell of instance.cells) {
         const place = this.cells[number];
-        const look = [cell.left, cell.right, cell.stale, cell.silent, instance.up, this.text ? cell.text : ""].join();
+        const look = [cell.upper, cell.lower, cell.stale, cell.silent, cell.over, instance.up, this.text ? cell.text : ""].join();
         if (this.drawn[number] !== look) {
           this.drawn[number] = look;
           this.paint(context, place, cell, instance.up, size - 1);
@@ -128,7 +130,7 @@ export class HeatMap {
       row = Math.max(row, label + lines * this.size + 6);
     });
     this.context = fit(this.canvas, width, Math.max(1, y + row));
-    this.colours = { panel: css("--panel"), ink: css("--ink"), faint: css("--faint"), none: css("--none"), bad: css("--bad") };
+    this.colours = { panel: css("--panel"), ink: css("--ink"), faint: css("--faint"), none: css("--none"), bad: css("--bad"), waste: css("--waste") };
     this.context.fillStyle = this.colours.panel;
     this.context.fillRect(0, 0, width, y + row);
     this.context.font = (label - 4) + "px system-ui, sans-serif";
@@ -143,31 +145,49 @@ export class HeatMap {
 
   paint(context, place, cell, up, size) {
     const { x, y } = place;
-    context.globalAlpha = 1;
+    const half = Math.ceil(size / 2);
+    const known = up && !cell.silent;
     context.fillStyle = this.colours.panel;
     context.fillRect(x, y, size + 1, size + 1);
-    context.globalAlpha = up ? 1 : 0.3;
-    context.fillStyle = cell.silent ? this.colours.none : PALETTE[cell.left];
+    context.fillStyle = known ? PALETTE[cell.upper] : this.colours.none;
     context.fillRect(x, y, size, size);
-    if (cell.right !== undefined && !cell.silent) {
-      context.fillStyle = PALETTE[cell.right];
-      context.fillRect(x + Math.ceil(size / 2), y, Math.floor(size / 2), size);
+    if (known && cell.lower !== undefined) {
+      context.fillStyle = PALETTE[cell.lower];
+      context.fillRect(x, y + half, size, size - half);
     }
+    if (known && cell.over) {
+      context.fillStyle = this.colours.waste;
+      context.fillRect(x, y + size - 3, size, 3);
+    }
+    if (!up) this.strike(context, x, y, size);
     if (this.text) {
-      context.font = "10px system-ui, sans-serif";
-      const lines = cell.text.split("\n");
+      context.font = "11px system-ui, sans-serif";
+      context.textAlign = "center";
+      const lines = up ? cell.text.split("\n") : ["down"];
+      const rows = cell.lower === undefined ? [size / 2 - 4, size / 2 + 12] : [half / 2 + 4, half + half / 2 + 3];
       lines.forEach((line, i) => {
-        const share = i === 0 || cell.right === undefined ? cell.left : cell.right;
-        context.fillStyle = cell.silent ? this.colours.ink : share > STEPS * 0.55 ? "#111" : "#fff";
-        const shift = cell.right !== undefined && i === 1 ? Math.ceil(size / 2) : 0;
-        context.fillText(line, x + shift + 2, y + 16 + (cell.right === undefined ? i * 14 : 7));
+        const share = i && cell.lower !== undefined ? cell.lower : cell.upper;
+        context.fillStyle = !up ? this.colours.bad : !known ? this.colours.ink : share > STEPS * 0.55 ? "#fff" : "#10151b";
+        context.fillText(line, x + size / 2, y + (up ? rows[i] : size / 2 + 4), size - 4);
       });
+      context.textAlign = "left";
     }
-    if (cell.stale) {
+    if (cell.stale && up) {
       context.strokeStyle = this.colours.bad;
       context.lineWidth = 2;
       context.strokeRect(x + 1, y + 1, size - 2, size - 2);
     }
-    context.globalAlpha = 1;
+  }
+
+  // A worker that is down: a bar across its cells, clear of the word.
+  strike(context, x, y, size) {
+    context.strokeStyle = this.colours.bad;
+    context.lineWidth = 1;
+    context.beginPath();
+    for (const level of this.text ? [0.22, 0.82] : [0.5]) {
+      context.moveTo(x + 3, y + size * level);
+      context.lineTo(x + size - 3, y + size * level);
+    }
+    context.stroke();
   }
 }

@@ -19,9 +19,9 @@ import orjson
 from aiohttp import web
 
 from sglang_sbs.plain_words import plain_error
+from sglang_sbs.router.api.bodies import json_answer, json_object, read_body
 from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.served_router import Router
-from sglang_sbs.router.client.intake import GRACE_S
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.shown_options import shown_options
@@ -33,8 +33,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _ASK_TIMEOUT_S = 30.0
 _MOST_TOKENS = 1 << 31
-_MAX_BODY_BYTES = 1 << 20
-"""Of requests that change the cluster; a worker takes a few hundred."""
 _MAX_LABEL_CHARS = 4096
 """Of one worker: they go to every front end, once a second."""
 _WRITTEN_BYTES = 64 << 10
@@ -81,11 +79,13 @@ class Control:
     async def readiness(self, _request: web.Request) -> web.StreamResponse:
         """Ready means: a real prefill/decode pair can take a request right now."""
         if self._server.draining:
-            return _json({"status": "not ready", "reason": "draining"}, 503)
+            return json_answer({"status": "not ready", "reason": "draining"}, 503)
         healthy = sum(worker.usable for worker in self._registry)
         if not self._registry.ready:
-            return _json({"status": "not ready", "reason": "insufficient healthy workers"}, 503)
-        return _json(
+            return json_answer(
+                {"status": "not ready", "reason": "insufficient healthy workers"}, 503
+            )
+        return json_answer(
             {"status": "ready", "healthy_workers": healthy, "total_workers": len(self._registry)}
         )
 
@@ -116,7 +116,7 @@ class Control:
         cards = await self._model_cards()
         if not cards:
             return web.Response(status=503, text="No models available")
-        return _json({"object": "list", "data": list(cards.values())})
+        return json_answer({"object": "list", "data": list(cards.values())})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """One model, as OpenAI's clients ask for it."""
@@ -124,7 +124,7 @@ class Control:
         card = (await self._model_cards()).get(name)
         if card is None:
             raise RouterError(404, "model_not_found", f"The model {name!r} does not exist")
-        return _json(card)
+        return json_answer(card)
 
     async def _model_cards(self) -> dict[str, dict[str, Any]]:
         """What the workers serve, by name, in the fields SGLang gives."""
@@ -184,14 +184,14 @@ class Control:
             "workers_count": len(self._registry),
         }
         ours = {"sbs": snapshot, "sbs_options": shown_options(self._server.options)}
-        return _json(first | stock | {"internal_states": states} | infos | ours)
+        return json_answer(first | stock | {"internal_states": states} | infos | ours)
 
     # Workers ----------------------------------------------------------------------------------
 
     async def list_workers(self, _request: web.Request) -> web.StreamResponse:
         now_s = time.monotonic()
         workers = [describe_worker(worker, now_s) for worker in self._registry]
-        return _json(
+        return json_answer(
             {
                 "workers": workers,
                 "total": len(workers),
@@ -204,7 +204,7 @@ class Control:
         )
 
     async def add_worker(self, request: web.Request) -> web.StreamResponse:
-        body = _object(await _body(request))
+        body = json_object(await read_body(request))
         url, role = body.get("url"), body.get("worker_type")
         port = body.get("bootstrap_port")
         if not isinstance(url, str):
@@ -229,20 +229,20 @@ class Control:
             "location": location,
             "message": "Worker addition queued for background processing",
         }
-        return _json(answer, 202, {"Location": location})
+        return json_answer(answer, 202, {"Location": location})
 
     async def get_worker(self, request: web.Request) -> web.StreamResponse:
         worker = self._worker(request)
         if worker is None:
             return _no_worker(request)
-        return _json(describe_worker(worker, time.monotonic()))
+        return json_answer(describe_worker(worker, time.monotonic()))
 
     async def update_worker(self, request: web.Request) -> web.StreamResponse:
         """Set ``priority``, ``cost`` and ``labels``; other fields are accepted and do nothing."""
         worker = self._worker(request)
         if worker is None:
             return _no_worker(request)
-        body = _object(await _body(request))
+        body = json_object(await read_body(request))
         priority, cost = body.get("priority"), body.get("cost")
         labels = body.get("labels")
         if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
@@ -304,7 +304,7 @@ class Control:
             "successful": flushed,
             "failed": failed,
         }
-        return _json(answer, 206 if failed else 200)
+        return json_answer(answer, 206 if failed else 200)
 
     async def loads(self, _request: web.Request) -> web.StreamResponse:
         workers = [worker for worker in self._registry if worker.info is not None]
@@ -326,7 +326,7 @@ class Control:
         ]
         # sglang_router 0.3.2 calls the list "workers", later releases "loads".
         short = [{"worker": load["worker"], "load": load["load"]} for load in loads]
-        return _json({"loads": loads, "workers": short})
+        return json_answer({"loads": loads, "workers": short})
 
     async def engine_metrics(self, request: web.Request) -> web.StreamResponse:
         """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one.
@@ -363,7 +363,7 @@ class Control:
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
-        body = _object(await _body(request))
+        body = json_object(await read_body(request))
         rid = body.get("rid")
         if body.get("abort_all"):
             count = await self._server.abort("")
@@ -371,7 +371,7 @@ class Control:
             count = await self._server.abort(rid)
         else:
             raise bad_request("rid is required (or abort_all: true)")
-        return _json({"aborted": count})
+        return json_answer({"aborted": count})
 
     def _first(self, role: str) -> Worker:
         for worker in self._registry:
@@ -410,7 +410,7 @@ class Control:
 
 
 def _accepted(worker: Worker, message: str) -> web.StreamResponse:
-    return _json({"status": "accepted", "worker_id": worker.id, "message": message}, 202)
+    return json_answer({"status": "accepted", "worker_id": worker.id, "message": message}, 202)
 
 
 def _uuid(text: str) -> uuid.UUID:
@@ -429,44 +429,7 @@ def _uuid(text: str) -> uuid.UUID:
 
 def _no_worker(request: web.Request) -> web.StreamResponse:
     worker_id = request.match_info["worker_id"]
-    return _json({"error": f"Worker {worker_id} not found", "code": "WORKER_NOT_FOUND"}, 404)
-
-
-def _json(
-    value: Any, status: int = 200, headers: dict[str, str] | None = None
-) -> web.StreamResponse:
-    return web.Response(
-        status=status,
-        body=orjson.dumps(value),
-        content_type="application/json",
-        headers=headers,
-    )
-
-
-async def _body(request: web.Request) -> bytes:
-    """Raises: RouterError (408 or 413), it does not come or has no end."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(GRACE_S):
-            while piece := await request.content.readany():
-                body += piece
-                if len(body) > _MAX_BODY_BYTES:
-                    detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
-                    raise RouterError(413, "payload_too_large", detail)
-    except TimeoutError:
-        detail = f"the body stopped after {len(body)} bytes"
-        raise RouterError(408, "body_too_slow", detail) from None
-    return bytes(body)
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise bad_request(f"not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise bad_request("must be a JSON object")
-    return value
+    return json_answer({"error": f"Worker {worker_id} not found", "code": "WORKER_NOT_FOUND"}, 404)
 
 
 def _engine_object(raw: bytes) -> dict[str, Any]:

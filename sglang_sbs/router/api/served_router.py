@@ -12,7 +12,9 @@ import aiohttp
 from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.router.assignment.dispatcher import Assigner
 from sglang_sbs.router.client.intake import Doorman
+from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import Traces
@@ -33,6 +35,9 @@ class Router(Protocol):
     doorman: Doorman
     session: aiohttp.ClientSession
     """For questions to engines."""
+    tokenizer: ChatTokenizer | None
+    """Of ``--tokenizer-path``."""
+    lanes: Lanes
     traces: Traces | None
     draining: bool
     """It ends: every answer is the last of its connection."""

@@ -21,6 +21,7 @@ from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
 from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.api.tokenizing import Tokenizing
 from sglang_sbs.router.client.client import Client, WebClient
 from sglang_sbs.router.client.request_ids import request_id
 from sglang_sbs.router.client.serving_port import RequestHead
@@ -46,10 +47,20 @@ _NOT_IMPLEMENTED = {
     "/v1/rerank": "Rerank",
     "/rerank": "Rerank",
     "/v1/responses": "Responses endpoint",
+    "/v1/responses/{rest:.+}": "Responses endpoint",
+    "/v1/conversations": "Conversations",
+    "/v1/conversations/{rest:.+}": "Conversations",
     "/v1/messages": "Messages",
     "/v1/audio/transcriptions": "Audio transcriptions",
     "/v1/interactions": "Interactions",
     "/v1/realtime": "Realtime",
+    "/v1/tokenizers": "Adding tokenizers",
+    "/v1/tokenizers/{rest:.+}": "Tokenizers by name",
+    "/parse/function_call": "Parsing of function calls",
+    "/parse/reasoning": "Parsing of reasoning",
+    "/wasm": "WASM modules",
+    "/wasm/{rest:.+}": "WASM modules",
+    "/ha/{rest:.+}": "Mesh",
 }
 
 
@@ -90,6 +101,8 @@ class Surface:
         for path in KINDS:
             app.router.add_post(path, self._inference)
         for method, path, handler in Control(server).routes():
+            app.router.add_route(method, path, handler)
+        for method, path, handler in Tokenizing(server).routes():
             app.router.add_route(method, path, handler)
         for method, path, handler in server.dashboard.routes():
             app.router.add_route(method, path, handler)
@@ -161,7 +174,7 @@ class Surface:
         current_request_id.set(identifier)
         path = head.path
         started_s = time.monotonic()
-        duration = self._metrics.http_started("POST", path)
+        duration = self._metrics.http_started("POST", path, started_s)
         status, error_code = 499, ""
         try:
             try:
@@ -196,7 +209,7 @@ class Surface:
         resource = request.match_info.route.resource
         label = resource.canonical if known and resource is not None else "unknown"
         started_s = time.monotonic()
-        duration = self._metrics.http_started(request.method, label)
+        duration = self._metrics.http_started(request.method, label, started_s)
         error_code = ""
         status = 499
         try:
@@ -218,7 +231,7 @@ class Surface:
         started_s: float,
         duration: Histogram,
     ) -> None:
-        self._metrics.http_ended(status, error_code)
+        self._metrics.http_ended(status, error_code, started_s)
         seconds = time.monotonic() - started_s
         duration.observe(seconds)
         log_answer(method, path, status, error_code, seconds)

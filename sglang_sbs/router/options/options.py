@@ -24,7 +24,12 @@ from sglang_sbs.router.options.platform import discovery_of, jwt_of
 from sglang_sbs.router.options.router_options import (
     RouterOptions,
 )
-from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
+from sglang_sbs.router.options.stock import (
+    IGNORED_FLAGS,
+    NEAREST_POLICY,
+    REFUSED_FLAGS,
+    WHY_NEAREST,
+)
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.router.options.tenants import tenant_header_of, tenant_weights_of
 from sglang_sbs.scheduling.config import SchedulerConfig
@@ -241,7 +246,8 @@ def _policy(name: str, warnings: list[str]) -> Policy:
     normal = name.lower().replace("-", "_")
     if normal in NEAREST_POLICY:
         nearest = NEAREST_POLICY[normal]
-        warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}")
+        why = WHY_NEAREST[normal]
+        warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}: {why}")
         return nearest
     if normal in POLICIES:
         return normal

@@ -12,7 +12,7 @@ from sglang_sbs.scheduling.policy_names import Policy
 
 Arity = Literal["flag", "one", "many"]
 
-_CACHE = "cache-aware routing of the stock router is not part of this one"
+_CACHE = "no caches are guessed at here: sbs knows what each DP rank holds"
 _ONE_MODEL = "this router serves the one model of its workers"
 _DISCOVERY = "workers are prefill or decode here: --prefill-selector and --decode-selector"
 _RESPONSES = "the Responses API and its storage are not served here"
@@ -68,8 +68,13 @@ REFUSED_FLAGS: dict[str, str] = {
 """Flags that change what is served: ignoring them would be worse than stopping."""
 
 NEAREST_POLICY: dict[str, Policy] = {
-    "cache_aware": "least_tokens",
+    "cache_aware": "sbs",
     "manual": "session",
     "bucket": "least_tokens",
 }
 """Its policies without a twin here."""
+WHY_NEAREST: dict[str, str] = {
+    "cache_aware": "it places requests by what each DP rank has cached, and holds them",
+    "manual": "a conversation (x-smg-routing-key) stays on one DP rank",
+    "bucket": "it balances by tokens",
+}

@@ -53,8 +53,13 @@ class ChatTokenizer:
         tokenizer: Tokenizer,
         template: str | None,
         special_tokens: Mapping[str, str],
+        max_length: int | None = None,
     ) -> None:
-        """Raises: jinja2.TemplateError, ``template`` is none."""
+        """``max_length``: tokens that the model takes, as its files say.
+
+        Raises: jinja2.TemplateError, ``template`` is none.
+        """
+        self.max_length = max_length
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
@@ -104,7 +109,7 @@ class ChatTokenizer:
                 else _first_template(config.get("chat_template"))
             )
         try:
-            return cls(tokenizer, template, special)
+            return cls(tokenizer, template, special, _max_length(config))
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template of {path.parent}: {error}") from error
 
@@ -134,6 +139,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"--tokenizer-path: {path}: {error}") from error
     return value if isinstance(value, dict) else {}
+
+
+def _max_length(config: Mapping[str, Any]) -> int | None:
+    """``model_max_length``; where a model has none, transformers writes a huge number."""
+    value = config.get("model_max_length")
+    return value if isinstance(value, int) and 0 <= value < 1 << 63 else None
 
 
 def _token_text(value: Any) -> str | None:

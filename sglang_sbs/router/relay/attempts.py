@@ -140,7 +140,9 @@ class Attempts:
                 logger.info(
                     "%s: attempt %d failed (%s), retrying", exchange.request_id, attempt, failure
                 )
-            await asyncio.sleep(self._backoff_s(attempt))
+            backoff_s = self._backoff_s(attempt)
+            self._metrics.backs_off(attempt, backoff_s)
+            await asyncio.sleep(backoff_s)
             attempt += 1
 
     def _backoff_s(self, attempt: int) -> float:
@@ -165,6 +167,7 @@ class Attempts:
             class_of(exchange.priority),
             exchange.asked.ttft_slo_s,
             partial(exchange.prefilled, unit.index),
+            exchange.session,
         )
         outcome: Outcome = "failed"
         pair: Pair | None = None

@@ -40,6 +40,8 @@ class _Request:
     priority: PriorityClass
     slo_s: float | None
     """The client wants its first token by then."""
+    session: str
+    """What the client calls the conversation."""
     prefilled: Callable[[], None] = _nobody
     pair: Pair | None = None
     prefill: Worker | None = None
@@ -146,10 +148,11 @@ class InFlight:
         priority: PriorityClass = "normal",
         slo_s: float | None = None,
         prefilled: Callable[[], None] = _nobody,
+        session: str = "",
     ) -> None:
         """An attempt begins; ``prefilled`` is told when its prefill is over."""
         now_s = time.monotonic()
-        request = self._requests[rid] = _Request(length, now_s, priority, slo_s, prefilled)
+        request = self._requests[rid] = _Request(length, now_s, priority, slo_s, session, prefilled)
         if self._traces is not None:
             request.trace = self._traces.announced()
 
@@ -183,6 +186,15 @@ class InFlight:
         self._metrics.attempt_ended(outcome)
         if request.trace is not None and self._traces is not None:
             self._traces.ended(request.trace, outcome)
+
+    def sessions_of(self, worker: Worker) -> int:
+        """How many conversations have a leg in flight there."""
+        names = {
+            request.session
+            for request in self._requests.values()
+            if request.decode is worker or (request.prefill_open and request.prefill is worker)
+        }
+        return len(names - {""})
 
     def find_owner(self, rid: str, role: str) -> str | None:
         """Where the leg of that role went, for binding EndForward messages."""

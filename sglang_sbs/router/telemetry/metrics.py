@@ -6,10 +6,13 @@ read when scraped, not pushed, so that it costs nothing per event.
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
+from collections import Counter as Multiset
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -30,6 +33,8 @@ _HOLD_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 2.0, 5.0, 10.0, 60.0),
 )
+_AGE_BOUNDS_S = (30, 60, 180, 300, 600, 1200, 3600, 7200, 14400, 28800, 86400)
+"""As sglang_router counts the ages of requests in flight."""
 _GANG_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _HIT_ERROR_BUCKETS = (
     *(-16384.0, -4096.0, -1024.0, -256.0, -64.0, -1.0),
@@ -62,6 +67,9 @@ class _Maker:
 
     def gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self._registry)
+
+    def summary(self, name: str, text: str, labels: str) -> Summary:
+        return Summary(name, text, labels.split(), registry=self._registry)
 
     def histogram(self, name: str, text: str, buckets: _Buckets, labels: str = "") -> Histogram:
         return Histogram(name, text, labels.split(), buckets=buckets, registry=self._registry)
@@ -108,6 +116,8 @@ class RouterMetrics:
             "method path",
         )
         self.http_active = made.gauge("smg_http_connections_active", "Requests being served")
+        self._began_s: Multiset[float] = Multiset()
+        self.collect_with(self._age_families)
         self._malformed = made.counter("sbs_http_malformed_total", "Requests that were no HTTP")
         self._rate_limit = made.counter(
             "smg_http_rate_limit_total", "Decisions of --max-concurrent-requests", "result"
@@ -151,6 +161,9 @@ class RouterMetrics:
             "smg_worker_retries_exhausted_total",
             "Requests that failed on their last attempt",
             "worker_type endpoint",
+        )
+        self._backoff_seconds = made.summary(
+            "smg_worker_retry_backoff_seconds", "Waited before an attempt was repeated", "attempt"
         )
         self.hold_seconds = made.histogram(
             "sbs_hold_seconds", "From arrival at the scheduler to dispatch", _HOLD_BUCKETS
@@ -283,8 +296,9 @@ class RouterMetrics:
 
     # The HTTP surface -------------------------------------------------------------------------
 
-    def http_started(self, method: str, path: str) -> Histogram:
+    def http_started(self, method: str, path: str, now_s: float) -> Histogram:
         """Count a request; returns where its duration goes."""
+        self._began_s[now_s] += 1
         known = self._http.get((method, path))
         if known is None:
             known = (
@@ -296,13 +310,30 @@ class RouterMetrics:
         self.http_active.inc()
         return known[1]
 
-    def http_ended(self, status: int, error_code: str) -> None:
+    def http_ended(self, status: int, error_code: str, began_s: float) -> None:
+        """``began_s``: what :meth:`http_started` was told as now."""
+        self._began_s[began_s] -= 1
+        if self._began_s[began_s] <= 0:
+            del self._began_s[began_s]
         self.http_active.dec()
         responses = self._responses.get((status, error_code))
         if responses is None:
             responses = self.http_responses.labels(str(status), error_code)
             self._responses[status, error_code] = responses
         responses.inc()
+
+    def _age_families(self) -> Iterator[Metric]:
+        counts = [0] * (len(_AGE_BOUNDS_S) + 1)
+        now_s = time.monotonic()
+        for began_s, requests in self._began_s.items():
+            counts[bisect_left(_AGE_BOUNDS_S, now_s - began_s)] += requests
+        ages = gauge(
+            "smg_http_inflight_request_age_count", "Requests being served, by age in s", "gt", "le"
+        )
+        bounds = ["0", *map(str, _AGE_BOUNDS_S), "+Inf"]
+        for above, up_to, count in zip(bounds, bounds[1:], counts, strict=False):
+            ages.add_metric([above, up_to], count)
+        yield ages
 
     def door(self, allowed: bool) -> None:
         """A request was let in by ``--max-concurrent-requests``, or not."""
@@ -334,6 +365,10 @@ class RouterMetrics:
 
     def retried(self, failure: LegFailure, path: str) -> None:
         self._retries.labels(failure.leg, _ENDPOINTS[path]).inc()
+
+    def backs_off(self, attempt: int, seconds: float) -> None:
+        """Before the attempt after ``attempt`` (the first is 1)."""
+        self._backoff_seconds.labels(str(attempt)).observe(seconds)
 
     def gave_up(self, failure: LegFailure, path: str) -> None:
         """The last attempt failed too."""

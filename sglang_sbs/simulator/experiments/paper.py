@@ -278,7 +278,7 @@ def write_out(
 ) -> None:
     """The page, the pictures and the claims."""
     from sglang_sbs.simulator.experiments import plots
-    from sglang_sbs.simulator.experiments.page import Part, Picture, write_page
+    from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 
     loads = [r for r in rows if "peak_share" in r]
     gantt: dict[str, Any] = {}
@@ -315,6 +315,7 @@ def write_out(
         png = plots.png_of(figure)
         (out / f"{name}.png").write_bytes(png)
         parts.append(Picture(caption, png))
+    parts.append(policies_table([*(row["policy"] for row in rows), *kv]))
     write_page(
         out / "paper.html", "Staggered Batch Scheduling: the paper's claims, simulated", parts
     )

@@ -251,11 +251,12 @@ def _plot(
     slo_ttft_s: float,
 ) -> None:
     from sglang_sbs.simulator.experiments import plots
-    from sglang_sbs.simulator.experiments.page import Part, Picture, write_page
+    from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 
     figure = plots.capacity_by_instances(cells, rates, slo_ttft_s)
     if path.suffix != ".html":
         plots.save(figure, path)
         return
-    parts: list[Part] = [*tables, Picture("Capacity by prefill instances", plots.png_of(figure))]
+    picture = Picture("Capacity by prefill instances", plots.png_of(figure))
+    parts: list[Part] = [*tables, picture, policies_table(row["policy"] for row in cells)]
     write_page(path, f"Capacity plan for {name}", parts)

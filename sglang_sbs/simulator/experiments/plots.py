@@ -21,26 +21,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from sglang_sbs.policy_looks import colours_of
 from sglang_sbs.simulator.cluster.decode import DecodeOutcome
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord
 from sglang_sbs.simulator.cluster.spec import InstanceSpec
 
 Rows = Sequence[Mapping[str, Any]]
+_Panels = tuple[Figure, list[Axes]]
 _DPI = 110
 _GANTT_S = 4.0
 _BOX = 0.84
 """Height of a full chunk in the timeline; the lines are 1 apart."""
 _COMPUTED, _WAITED, _FREE, _IDLE = "tab:blue", "#f4b183", "white", "gainsboro"
-_COLOURS = {
-    "sbs": "tab:green",
-    "sbs_paper": "tab:blue",
-    "eta": "tab:orange",
-    "least_tokens": "tab:purple",
-    "random_rank": "tab:red",
-    "round_robin": "tab:brown",
-}
-"""A policy looks the same in every picture; the others take what is left."""
-_OTHER_COLOURS = ("tab:pink", "tab:olive", "tab:cyan", "tab:gray", "black")
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -58,21 +50,16 @@ def png_of(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _axes(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+def _axes(rows: int, columns: int, width: float, height: float, **more: Any) -> _Panels:
     figure, axes = pyplot.subplots(
         rows,
         columns,
         figsize=(width * columns, height * rows),
         squeeze=False,
         constrained_layout=True,
+        **more,
     )
     return figure, list(axes.flat)
-
-
-def _colours(policies: Sequence[str]) -> dict[str, str]:
-    others = [policy for policy in policies if policy not in _COLOURS]
-    spare = {p: _OTHER_COLOURS[i % len(_OTHER_COLOURS)] for i, p in enumerate(others)}
-    return {policy: _COLOURS.get(policy) or spare[policy] for policy in policies}
 
 
 def ttft_by_load(
@@ -84,8 +71,8 @@ def ttft_by_load(
         x: the field that is the load.
     """
     panels = list(dict.fromkeys((r["scenario"], r["cost"], r["chunk_tokens"]) for r in rows))
-    colours = _colours(list(dict.fromkeys(row["policy"] for row in rows)))
-    figure, axes = _axes(2, len(panels), 6.5, 3.8)
+    colours = colours_of(row["policy"] for row in rows)
+    figure, axes = _axes(2, len(panels), 6.5, 3.8, sharey="row")
     for index, axis in enumerate(axes):
         panel = panels[index % len(panels)]
         key, name = (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99"))[index // len(panels)]
@@ -100,6 +87,7 @@ def ttft_by_load(
             )
         axis.set_xlabel(x_label)
         axis.set_ylabel(f"{name} TTFT in s")
+        axis.yaxis.set_tick_params(labelleft=True)
         axis.set_yscale("log")
         # Powers of ten alone would leave most of these axes with one label or none.
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
@@ -114,9 +102,9 @@ def ttft_by_load(
 def capacity_by_chunk(rows: Rows) -> Figure:
     """Max QPS at the SLO per policy, grouped by chunk size; a panel per cost model."""
     costs = list(dict.fromkeys(row["cost"] for row in rows))
-    figure, axes = _axes(1, len(costs), 7, 5)
+    figure, axes = _axes(1, len(costs), 7, 5, sharey="row")
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    colours = _colours(policies)
+    colours = colours_of(policies)
     chunks = sorted({row["chunk_tokens"] for row in rows})
     for axis, cost in zip(axes, costs, strict=True):
         for position, policy in enumerate(policies):
@@ -142,6 +130,7 @@ def capacity_by_chunk(rows: Rows) -> Figure:
 def decode_summary(rows: Rows) -> Figure:
     """KV band and throughput per decode policy."""
     policies = list(dict.fromkeys(row["policy"] for row in rows))
+    colours = colours_of(policies)
     figure, (band, speed) = _axes(1, 2, 7, 4.5)
     for position, policy in enumerate(policies):
         mine = [r for r in rows if r["policy"] == policy]
@@ -149,9 +138,9 @@ def decode_summary(rows: Rows) -> Figure:
             statistics.fmean(r[key] for r in mine)
             for key in ("kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s")
         )
-        band.bar(position, (high - low) / 1e3, 0.6, bottom=low / 1e3)
+        band.bar(position, (high - low) / 1e3, 0.6, bottom=low / 1e3, color=colours[policy])
         band.plot(position, peak / 1e3, "k_", markersize=20)
-        speed.bar(position, tokens, 0.6)
+        speed.bar(position, tokens, 0.6, color=colours[policy])
     for axis in (band, speed):
         axis.set_xticks(range(len(policies)), policies, rotation=20)
     band.set_ylabel("KV tokens per rank in K: mean -/+ 1 sd, peak")
@@ -165,6 +154,7 @@ def kv_bands(outcomes: Mapping[str, DecodeOutcome]) -> Figure:
     All panels show the same seconds, as many as the fastest run has.
     """
     figure, axes = _axes(len(outcomes), 1, 11, 2.6)
+    colours = colours_of(outcomes)
     top = 1.05 * max(max(o.kv_max) for o in outcomes.values()) / 1e3
     last_s = min(o.bands[-1][0] - o.bands[0][0] for o in outcomes.values())
     for axis, (name, outcome) in zip(axes, outcomes.items(), strict=True):
@@ -174,7 +164,7 @@ def kv_bands(outcomes: Mapping[str, DecodeOutcome]) -> Figure:
         for rank in ranks:
             axis.plot(times, [kv / 1e3 for kv in rank], color="grey", linewidth=0.4, alpha=0.6)
         pairs = list(zip(outcome.kv_mean, outcome.kv_sd, strict=True))
-        colour = "tab:green" if name.startswith("sbs") else "tab:red"
+        colour = colours[name]
         axis.fill_between(
             times,
             [(mean - sd) / 1e3 for mean, sd in pairs],
@@ -192,7 +182,7 @@ def kv_bands(outcomes: Mapping[str, DecodeOutcome]) -> Figure:
         axis.set_xlim(0, last_s)
         axis.set_ylim(0, top)
         axis.set_ylabel("KV in K tokens")
-    axes[-1].set_xlabel("seconds; grey: every DP rank, line: their mean, band: mean -/+ 1 sd")
+    axes[-1].set_xlabel("time in s; grey: every DP rank, line: their mean, band: mean -/+ 1 sd")
     return figure
 
 
@@ -234,7 +224,7 @@ def pass_timeline(outcomes: Mapping[str, Outcome], shapes: Mapping[str, Instance
         axis.set_ylim(len(shapes) - 0.45, -0.55)
         axis.set_xlim(0, _GANTT_S)
         axis.set_title(f"{name}: {_timeline_figures(outcome, len(shapes))}", fontsize=9)
-    axes[-1].set_xlabel("seconds")
+    axes[-1].set_xlabel("time in s")
     figure.legend(
         handles=[
             Patch(facecolor=_COMPUTED, label="computed, mean of the ranks"),
@@ -272,6 +262,7 @@ def capacity_by_instances(
     least to the most of any seed, with a horizontal line for every rate the workload has or will
     have."""
     figure, (axis,) = _axes(1, 1, 8, 5.5)
+    colours = colours_of(row["policy"] for row in rows)
     for policy in dict.fromkeys(row["policy"] for row in rows):
         mine = [r for r in rows if r["policy"] == policy]
         counts = sorted({r["prefill_instances"] for r in mine})
@@ -282,8 +273,8 @@ def capacity_by_instances(
         least, mean, most = (
             [row[key] for row in best] for key in ("max_qps_least", "max_qps", "max_qps_most")
         )
-        (line,) = axis.plot(counts, mean, marker="o", label=policy)
-        axis.fill_between(counts, least, most, color=line.get_color(), alpha=0.15)
+        axis.plot(counts, mean, marker="o", label=policy, color=colours[policy])
+        axis.fill_between(counts, least, most, color=colours[policy], alpha=0.15)
     for label, rate in rates_qps:
         axis.axhline(rate, linestyle="--", color="grey")
         axis.annotate(f"{label}: {rate:.4g} QPS", (0.01, rate), xycoords=("axes fraction", "data"))

@@ -162,7 +162,7 @@ def test_flags_without_meaning_are_accepted_with_one_warning(name: str) -> None:
 @pytest.mark.parametrize(
     ("stock", "nearest"),
     [
-        ("cache_aware", "least_tokens"),
+        ("cache_aware", "sbs"),
         ("manual", "session"),
         ("bucket", "least_tokens"),
         *((name, name) for name in POLICIES if name not in NEAREST_POLICY),
@@ -172,6 +172,7 @@ def test_stock_policies_map_to_the_nearest(stock: str, nearest: str) -> None:
     options = parse_flags([*PD, *QUIET, "--policy", stock])
     assert options.scheduler.policy == nearest
     assert len(options.warnings) == (stock != nearest)
+    assert all(f"the nearest, {nearest}: " in warning for warning in options.warnings)
 
 
 @pytest.mark.parametrize(

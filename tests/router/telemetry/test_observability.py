@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -284,7 +285,9 @@ STOCK_SERIES = """
     smg_worker_selection_total{worker_type,connection_mode,model,policy}
     smg_worker_requests_active{worker} smg_worker_health{worker}
     smg_worker_health_checks_total{worker_type,result}
-    smg_worker_pool_size{worker_type,connection_mode,model}
+    smg_worker_pool_size{worker_type,connection_mode,model} smg_worker_routing_keys_active{worker}
+    smg_worker_retry_backoff_seconds_sum{attempt} smg_worker_retry_backoff_seconds_count{attempt}
+    smg_http_inflight_request_age_count{gt,le}
 """
 """Series of sglang_router 0.3.2 in PD mode over HTTP, with the labels its dashboards select by."""
 OUR_SERIES = """
@@ -346,3 +349,31 @@ async def test_dashboards_of_the_stock_router_find_their_series() -> None:
         assert not missing, (name, missing)
     for name in OUR_SERIES.split():
         assert name in found, name
+
+
+async def test_what_is_in_flight_is_counted_by_age_and_by_conversation() -> None:
+    async with cluster() as c:
+        metrics, (worker,) = c.server.metrics, c.server.registry.of_role("prefill")
+        metrics.http_started("GET", "/old", time.monotonic() - 100)
+        c.prefill[0].gate.close()
+        keys = ("a", "b", "a", "")
+        sent = [
+            asyncio.create_task(posted(c, {"x-smg-routing-key": key} if key else {}))
+            for key in keys
+        ]
+        await c.prefill[0].gate.arrived(len(keys))
+        page = metrics.render().decode()
+        assert f'smg_worker_routing_keys_active{{worker="{worker.url}"}} 2.0' in page
+        assert 'smg_http_inflight_request_age_count{gt="0",le="30"} 4.0' in page
+        assert 'smg_http_inflight_request_age_count{gt="60",le="180"} 1.0' in page
+        c.prefill[0].gate.open()
+        await asyncio.gather(*sent)
+        await c.settled()
+        page = metrics.render().decode()
+        assert f'smg_worker_routing_keys_active{{worker="{worker.url}"}} 0.0' in page
+        assert 'smg_http_inflight_request_age_count{gt="0",le="30"} 0.0' in page
+
+
+async def posted(c: Any, headers: dict[str, str]) -> None:
+    async with c.post("/generate", {"text": "x"}, headers=headers) as response:
+        await response.read()

@@ -1,0 +1,44 @@
+"""Completion of `sglang-sbs` in a shell, by argcomplete (the extra `completion`).
+
+A verb's module makes its parser inside its `main`. So for completion `main` is run with the words
+that were typed, up to where it asks a parser to parse them: that parser is the one to complete by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+ASKED = "_ARGCOMPLETE"
+"""Set by the shell's hook, which takes nothing but completions from this process."""
+
+
+def complete(
+    verbs: Sequence[str], main_of: Callable[[str], Callable[[Sequence[str]], Any]]
+) -> None:
+    """Answer the shell and end the process; returns where nothing can be completed."""
+    try:
+        import argcomplete
+        from argcomplete.lexers import split_line
+    except ImportError:
+        return
+    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    typed = split_line(line, point)[3][1:]
+    if not typed:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--version", action="store_true")
+        parser.add_argument("verb", choices=verbs)
+        argcomplete.autocomplete(parser)
+    elif typed[0] in verbs:
+        parse = argparse.ArgumentParser.parse_known_args
+
+        def first(parser: argparse.ArgumentParser, words: Sequence[str], *_: Any) -> NoReturn:
+            argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
+            os.environ[ASKED] = str(1 + len(typed) - len(words))
+            argcomplete.autocomplete(parser)
+            raise SystemExit(1)
+
+        argparse.ArgumentParser.parse_known_args = first  # type: ignore[method-assign, assignment]
+        main_of(typed[0])(typed[1:])

@@ -1,0 +1,147 @@
+"""``/v1/tokenize`` and ``/v1/detokenize``: the router's tokenizer, for who wants to ask it.
+
+Answers as SGLang's endpoints of these names do (``entrypoints/openai/serving_tokenize.py``, from
+0.5.5 on). The tokenizer is that of ``--tokenizer-path``; the engines are not asked.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from sglang_sbs.router.api.bodies import json_answer, json_object, read_body
+from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
+from sglang_sbs.router.requests.body_fields import bad_request
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_MAX_BODY_BYTES = 4 << 20
+"""Of text or ids in JSON: a larger body would hold up the event loop while it is read."""
+_MOST_BACKLOG_BYTES = 16 << 20
+_MOST_TOKEN_ID = (1 << 32) - 1
+
+
+class Tokenizing:
+    def __init__(self, server: Router) -> None:
+        self._server = server
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        return [
+            ("POST", "/v1/tokenize", self.tokenize),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/v1/detokenize", self.detokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/v1/tokenizers", self.tokenizers),
+        ]
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, self._tokens)
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, _text)
+
+    async def tokenizers(self, _request: web.Request) -> web.StreamResponse:
+        """The one of this router, in the form of sglang_router's list."""
+        tokenizer, path = self._server.tokenizer, str(self._server.options.tokenizer_path)
+        if tokenizer is None:
+            return json_answer({"tokenizers": []})
+        known = {
+            "id": str(uuid.uuid5(uuid.NAMESPACE_URL, path)),
+            "name": path,
+            "source": path,
+            "vocab_size": tokenizer.tokenizer.get_vocab_size(),
+        }
+        return json_answer({"tokenizers": [known]})
+
+    async def _answered(
+        self, request: web.Request, work: Callable[[ChatTokenizer, dict[str, Any]], Any]
+    ) -> web.StreamResponse:
+        """``work`` in a thread, as prompts are tokenized. Raises: RouterError."""
+        server = self._server
+        tokenizer = server.tokenizer
+        if tokenizer is None:
+            raise RouterError(
+                400,
+                "tokenizer_not_found",
+                "this router has no tokenizer: start it with --tokenizer-path",
+            )
+        raw = await read_body(request, _MAX_BODY_BYTES)
+        if server.lanes.long_bytes > _MOST_BACKLOG_BYTES:
+            raise RouterError(503, "busy", "too much text waits to be tokenized", retry_after_s=1.0)
+        body = await server.lanes.run(
+            len(raw), lambda: orjson.dumps(work(tokenizer, json_object(raw)))
+        )
+        return web.Response(body=body, content_type="application/json")
+
+    def _tokens(self, tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
+        """Raises: RouterError (400)."""
+        prompt, messages = body.get("prompt"), body.get("messages")
+        if (prompt is None) == (messages is None):
+            raise bad_request("exactly one of prompt and messages must be given")
+        special = body.get("add_special_tokens", True)
+        if not isinstance(special, bool):
+            raise bad_request("add_special_tokens must be true or false")
+        try:
+            if messages is not None:
+                ids: Any = _chat_ids(tokenizer, body)
+            elif isinstance(prompt, str):
+                ids = tokenizer.pieces.encode(prompt, add_special_tokens=special).tolist()
+            elif isinstance(prompt, list) and all(isinstance(text, str) for text in prompt):
+                encode = tokenizer.pieces.encode
+                ids = [encode(text, add_special_tokens=special).tolist() for text in prompt]
+            else:
+                raise bad_request("prompt must be a string or a list of strings")
+        except ValueError as error:  # of the template too; or a text that is too long
+            raise bad_request(str(error)) from error
+        count = [len(some) for some in ids] if isinstance(prompt, list) else len(ids)
+        return {"tokens": ids, "count": count, "max_model_len": self._longest(tokenizer)}
+
+    def _longest(self, tokenizer: ChatTokenizer) -> int:
+        """What the model's files say, else what the engines do; -1: nobody does."""
+        if tokenizer.max_length is not None:
+            return tokenizer.max_length
+        known = (w.info.max_request_tokens for w in self._server.registry if w.info)
+        return max(known, default=0) or -1
+
+
+def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
+    """Raises: ValueError, RouterError (400)."""
+    if not isinstance(body["messages"], list):
+        raise bad_request("messages must be a list")
+    if body.get("add_generation_prompt") is not None:
+        raise bad_request("add_generation_prompt is not known here: ask an engine")
+    prompt = tokenizer.chat_ids(body)
+    if not prompt.exact:
+        raise bad_request("messages with images, video or sound: only engines know their tokens")
+    return prompt.ids.tolist()
+
+
+def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
+    """Raises: RouterError (400)."""
+    tokens = body.get("tokens")
+    skip = body.get("skip_special_tokens", True)
+    if not isinstance(skip, bool):
+        raise bad_request("skip_special_tokens must be true or false")
+    if not isinstance(tokens, list):
+        raise bad_request("tokens must be a list of ids, or of such lists")
+    if not tokens:
+        return {"text": ""}
+    several = isinstance(tokens[0], list)
+    for ids in tokens if several else [tokens]:
+        if not isinstance(ids, list):
+            raise bad_request(f"tokens: {reprlib.repr(ids)} is no list, unlike the first")
+        for one in ids:
+            if type(one) is not int or not 0 <= one <= _MOST_TOKEN_ID:
+                raise bad_request(f"tokens: {reprlib.repr(one)} is no token id")
+    # Unlike ``decode`` this lets other threads run meanwhile.
+    texts = tokenizer.tokenizer.decode_batch(
+        tokens if several else [tokens], skip_special_tokens=skip
+    )
+    return {"text": texts if several else texts[0]}

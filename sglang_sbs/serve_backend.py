@@ -1,0 +1,35 @@
+"""``sglang serve MODEL --model-type sbs``: `sglang_sbs.launch_server` behind SGLang's own command.
+
+SGLang from 0.5.20 on finds it in the entry point group ``sglang.serve_backends``
+(``sglang/cli/serve_backends.py``). ``sglang serve`` loads every backend to ask which one a model
+belongs to, so nothing heavy is imported before this one was chosen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.cli.serve_backends import ServeBackend, ServeRequest
+
+API_VERSION = 1
+"""What is implemented here; SGLang refuses a backend of another version and says so."""
+COMMAND = "sglang serve --model-type sbs"
+
+
+def backend() -> ServeBackend:
+    """The factory that the entry point names. It has no detector: only who asks for SBS gets it."""
+    from sglang.cli.serve_backends import ServeBackend
+
+    return ServeBackend(api_version=API_VERSION, run=run)
+
+
+def run(request: ServeRequest) -> None:
+    """Serve until a signal; raises SystemExit as `launch_server.main` does."""
+    from sglang_sbs.launch_server import build_parser, main
+
+    if {"-h", "--help"} & set(request.argv):
+        # SGLang goes on after the help, with a line of its own.
+        build_parser(COMMAND).print_help()
+        return
+    main(request.argv, prog=COMMAND)

@@ -1,0 +1,97 @@
+"""``/v1/tokenize``, ``/v1/detokenize``. Real engines: ``tests/cluster/test_prompt_tokens.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from router_harness import Cluster, cluster
+
+from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
+from sglang_sbs.testing.tiny_model import cached_tiny_model
+
+MODEL = cached_tiny_model()
+TEXT = "the prefill of a batch <|im_start|> ü 漢字\n"
+CHAT = [{"role": "user", "content": TEXT}]
+
+
+async def asked(c: Cluster, path: str, body: Any) -> tuple[int, Any]:
+    async with c.post(path, body) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_texts_and_chats_become_ids_and_ids_texts(prefix: str) -> None:
+    own = ChatTokenizer.load(MODEL)
+    text, chat = own.text_ids(TEXT).tolist(), own.chat_ids({"messages": CHAT}).ids.tolist()
+    async with cluster("--tokenizer-path", str(MODEL)) as c:
+        told = {"max_model_len": 40960}
+        one = (200, told | {"tokens": text, "count": len(text)})
+        assert await asked(c, f"{prefix}/tokenize", {"prompt": TEXT}) == one
+        many = (200, told | {"tokens": [text, []], "count": [len(text), 0]})
+        assert await asked(c, f"{prefix}/tokenize", {"prompt": [TEXT, ""]}) == many
+        of_chat = (200, told | {"tokens": chat, "count": len(chat)})
+        assert await asked(c, f"{prefix}/tokenize", {"messages": CHAT}) == of_chat
+        path = f"{prefix}/detokenize"
+        plain = TEXT.replace("<|im_start|>", "")
+        assert await asked(c, path, {"tokens": text}) == (200, {"text": plain})
+        kept = {"tokens": [text, []], "skip_special_tokens": False}
+        assert await asked(c, path, kept) == (200, {"text": [TEXT, ""]})
+        assert await asked(c, path, {"tokens": []}) == (200, {"text": ""})
+        assert c.prefill[0].requests == []  # no engine was asked
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("tokenize", {}, "exactly one of prompt and messages"),
+        ("tokenize", {"prompt": "x", "messages": CHAT}, "exactly one"),
+        ("tokenize", {"prompt": 1}, "a string or a list of strings"),
+        ("tokenize", {"prompt": ["x", 1]}, "a string or a list of strings"),
+        ("tokenize", {"prompt": "x", "add_special_tokens": "no"}, "add_special_tokens"),
+        ("tokenize", {"messages": "x"}, "messages must be a list"),
+        ("tokenize", {"messages": [{"role": "nobody"}]}, "nobody"),
+        ("tokenize", {"messages": CHAT, "add_generation_prompt": False}, "ask an engine"),
+        ("tokenize", {"prompt": "x" * (1 << 20 | 1)}, "cannot be cut"),
+        ("tokenize", [], "must be a JSON object"),
+        ("detokenize", {}, "tokens must be a list"),
+        ("detokenize", {"tokens": [[1], 2]}, "2 is no list"),
+        ("detokenize", {"tokens": [1, True]}, "True is no token id"),
+        ("detokenize", {"tokens": [-1]}, "-1 is no token id"),
+        ("detokenize", {"tokens": [1 << 40]}, "no token id"),
+        ("detokenize", {"tokens": [1], "skip_special_tokens": 1}, "skip_special_tokens"),
+    ],
+)
+async def test_what_cannot_be_meant_is_said(path: str, body: Any, says: str) -> None:
+    async with cluster("--tokenizer-path", str(MODEL)) as c:
+        status, answer = await asked(c, f"/v1/{path}", body)
+        assert status == 400
+        assert says in answer["error"]["message"]
+
+
+async def test_a_body_without_end_is_refused() -> None:
+    async with cluster("--tokenizer-path", str(MODEL)) as c:
+        status, answer = await asked(c, "/v1/tokenize", {"prompt": "a b " * (1 << 20)})
+        assert (status, answer["error"]["code"]) == (413, "payload_too_large")
+
+
+async def test_without_a_tokenizer_it_says_which_flag_is_missing() -> None:
+    async with cluster() as c:
+        status, answer = await asked(c, "/v1/tokenize", {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (400, "tokenizer_not_found")
+        assert "--tokenizer-path" in answer["error"]["message"]
+
+
+async def test_the_tokenizer_is_listed_in_the_stock_form() -> None:
+    async with cluster("--tokenizer-path", str(MODEL)) as c, c.get("/v1/tokenizers") as response:
+        (one,) = (await response.json())["tokenizers"]
+        assert one["source"] == str(MODEL)
+        assert one["vocab_size"] == 512
+
+
+async def test_it_wants_the_key_as_prompts_do() -> None:
+    async with (
+        cluster("--api-key", "k", "--tokenizer-path", str(MODEL)) as c,
+        c.client.post(c.url + "/v1/tokenize", json={"prompt": "x"}) as response,
+    ):
+        assert response.status == 401
