@@ -221,7 +221,7 @@ def test_times_that_contradict_each_other(times: tuple[float, float, float], mes
         ElectionTimes(*times)
 
 
-# Any number of candidates, any delay ---------------------------------------------------------------
+# Any number of candidates, any delay --------------------------------------------------------------
 
 
 @dataclass

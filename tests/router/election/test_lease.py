@@ -87,20 +87,19 @@ async def test_the_other_leads_in_the_next_term_as_soon_as_the_first_ends(
     api: FakeKubernetes,
 ) -> None:
     first, second = candidate(URL, 1), candidate(URL, 2)
-    async with running(second):
-        async with running(first):
-            leader, other = await leader_and_other(first, second)
-            assert leader.words == [1] and other.words == []
-            await until(lambda: other.campaign.leader == address(leader, first))
-            task = leader.task
-            assert task is not None
-            task.cancel()
-            await asyncio.wait([task])
-            assert leader.words == [1, 0] and not leader.campaign.leads()
-            # It gave the lock back: nobody waits for as long as it would have lasted.
-            assert api.leases.kept[KEY]["spec"]["leaseDurationSeconds"] == 1
-            await until(lambda: other.words == [2])
-            assert other.campaign.leader == address(other, first)
+    async with running(second), running(first):
+        leader, other = await leader_and_other(first, second)
+        assert leader.words == [1] and other.words == []
+        await until(lambda: other.campaign.leader == address(leader, first))
+        task = leader.task
+        assert task is not None
+        task.cancel()
+        await asyncio.wait([task])
+        assert leader.words == [1, 0] and not leader.campaign.leads()
+        # It gave the lock back: nobody waits for as long as it would have lasted.
+        assert api.leases.kept[KEY]["spec"]["leaseDurationSeconds"] == 1
+        await until(lambda: other.words == [2])
+        assert other.campaign.leader == address(other, first)
 
 
 async def test_an_api_server_that_hangs_ends_the_lead_and_another_takes_it_then(
