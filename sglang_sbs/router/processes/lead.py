@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client.core import Metric
@@ -18,22 +18,6 @@ from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcome
 
 _M = TypeVar("_M", bound=msgspec.Struct)
-
-
-class LeadView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who schedules, as ``GET /workers`` of a front end shows it."""
-
-    scheduler: str
-    """The address that it says it has, or the one that is tried."""
-    connected: bool
-    """Whether this front end is served by it; else it places requests by itself."""
-    term: int
-    since: float | None
-    """Seconds since 1970; ``None``: not known."""
-    changes: int
-    """How often this front end has found another one, or the same one in another term."""
-    losses: int
-    """How often it lost the one it had."""
 
 
 class Lead:
@@ -106,6 +90,13 @@ class Lead:
     def stamped(self, message: _M) -> _M:
         """The message with the term that it is said in."""
         return msgspec.structs.replace(message, term=self.term)
+
+    def shown_to_people(self) -> dict[str, Any] | None:
+        """On the dashboard; ``None`` where there can only be this one."""
+        if isinstance(self._election, Unopposed):
+            return None
+        for_s = round(asyncio.get_running_loop().time() - self.since_s, 1)
+        return {"address": self.address, "term": self.term, "for_s": for_s, "begun": self.begun}
 
     def families(self) -> Iterator[Metric]:
         """For a scrape."""
