@@ -32,12 +32,11 @@ class Lead:
         """``address``: where front ends reach this process; ``told`` gets what they say of their
         sessions."""
         self.address = address
-        self.term = 0
-        """The highest heard of, and that of the lead while there is one."""
         self.begun = 0
         """Leads of this process so far."""
         self.since_s = 0.0
         """When the present one began."""
+        self._own_term = self._highest = 0
         self._election = election
         self._told = told
         self._led = False
@@ -46,6 +45,11 @@ class Lead:
     def active(self) -> bool:
         """Asked before whatever only the one that schedules may do."""
         return self._led and self._election.leads()
+
+    @property
+    def term(self) -> int:
+        """In which this process leads; else the highest heard of."""
+        return self._own_term if self._led else self._highest
 
     @property
     def leader(self) -> str:
@@ -57,7 +61,8 @@ class Lead:
         self._led = True
         self.begun += 1
         self.since_s = now_s
-        self.term = term
+        self._own_term = term
+        self._highest = max(self._highest, term)
 
     def end(self) -> None:
         """It does not any more."""
@@ -65,8 +70,8 @@ class Lead:
 
     def shown(self, term: int) -> None:
         """Somebody else leads, or led, in this term."""
+        self._highest = max(self._highest, term)
         if term >= self.term:
-            self.term = term
             self._election.exceed(term)
 
     def looked(self, look: Look, *, ready: bool) -> Standing:
