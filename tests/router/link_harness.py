@@ -19,6 +19,7 @@ from sglang_sbs.router.processes.messages import (
     encode,
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
+from sglang_sbs.router.processes.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
@@ -209,7 +210,7 @@ class FrontEnd:
             report=self._report,
         )
         self.link = SchedulerLink(
-            net.connect,
+            SchedulerChoice(["here"], lambda _, receive: net.connect(receive), name),
             self.registry,
             name=name,
             fallback=lambda: Scheduler(SchedulerConfig(policy="least_tokens")),

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import aiohttp
 from aiohttp import web
@@ -22,12 +22,17 @@ from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.plain_words import naming_port
 from sglang_sbs.router.assignment.decision_times import lag_families
 from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.election import Election, ElectionTimes, parse_election
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
 from sglang_sbs.router.processes.dashboard_leases import Leases
 from sglang_sbs.router.processes.front_end_sessions import Hub
-from sglang_sbs.router.processes.messages import ToScheduler, WatchDashboard
-from sglang_sbs.router.processes.sockets import SchedulerSocket
+from sglang_sbs.router.processes.fixed_order import FixedOrder
+from sglang_sbs.router.processes.lead import Lead, Unopposed
+from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, WatchDashboard
+from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
@@ -69,6 +74,7 @@ class SchedulerProcess:
         self._leases: Leases
         self._sockets: SchedulerSocket
         self._retired = ""
+        self._campaign: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics_port: MetricsPort | None = None
 
@@ -80,7 +86,11 @@ class SchedulerProcess:
             ValueError: no way to look for workers (``--service-discovery``).
         """
         options = self.options
-        assert options.scheduler_endpoint is not None, "checked with the command line"
+        several = options.several
+        assert several.listen is not None, "checked with the command line"
+        election = _election_of(several)
+        told = election.told if isinstance(election, FixedOrder) else lambda look: None
+        self.lead = Lead(election, several.advertise, told)
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._session = worker_session(options)
         self._watch = Watch(
@@ -92,6 +102,7 @@ class SchedulerProcess:
             self._watch,
             self._sockets.tell,
             Scheduler(options.scheduler),
+            lead=self.lead,
             observer=self.metrics,
             event_log=log,
             watch_dashboard=self._watch_dashboard,
@@ -111,11 +122,12 @@ class SchedulerProcess:
             await self._listen_for_metrics()
             self._watch.add_configured()
             await self._watch.discover()
-            self.endpoint = self._sockets.open(options.scheduler_endpoint, options.scheduler_keys)
+            self.endpoint = self._sockets.open(several.listen, several.keys)
         except BaseException:
             await self.stop()
             raise
         self._tasks.append(asyncio.create_task(self._flush_log()))
+        self._campaign = asyncio.create_task(self._stand(election))
 
     @property
     def front_ends(self) -> int:
@@ -130,6 +142,9 @@ class SchedulerProcess:
             self._tasks.append(asyncio.create_task(port.close()))
 
     async def stop(self) -> None:
+        if self._campaign is not None:  # first, so that another one can lead at once
+            self._campaign.cancel()
+            await asyncio.gather(self._campaign, return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,6 +156,17 @@ class SchedulerProcess:
         if self._metrics_port is not None:
             await self._metrics_port.close()
         await self._session.close()
+
+    async def _stand(self, election: Election) -> None:
+        """For election, again and again."""
+        while True:
+            try:
+                await election.run(self._hub.lead, self._hub.follow)
+            except Exception:
+                logger.exception("the election failed: this scheduler is a standby")
+            if self.lead.active:
+                self._hub.follow()
+            await asyncio.sleep(_AGAIN_S)
 
     # Between the parts ------------------------------------------------------------------------
 
@@ -227,6 +253,7 @@ class SchedulerProcess:
         yield from snapshot_families(self._hub.pump.snapshot(), self._watch.registry)
         yield from self._hub.pump.times.families()
         yield from lag_families(self._hub.lag)
+        yield from self.lead.families()
         yield from self._watch.families()
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
         errors.add_metric([], self._hub.pump.errors)
@@ -238,3 +265,19 @@ class SchedulerProcess:
         messages.add_metric(["foreign"], self._hub.foreign)
         yield from (errors, front_ends, messages)
         yield self.metrics.selections(model_name(self._watch.registry))
+
+
+def _election_of(several: SeveralProcesses) -> Election:
+    """How it is decided who schedules. Raises: ValueError."""
+    flags = several.election
+    if flags is not None:
+        times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
+        return parse_election(flags.url, several.advertise, times)
+    others = several.schedulers
+    if len(others) <= 1:
+        return Unopposed()
+
+    def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> Line:
+        return FrontEndSocket(endpoint, several.keys, receive)
+
+    return FixedOrder(others, others.index(several.advertise), dial)

@@ -1,0 +1,146 @@
+"""Whether this scheduler process schedules: its lead, in a term, or another's.
+
+Owns what is known of it and the term that every message bears. Must not know how the lead is won
+(:mod:`sglang_sbs.router.election`, :mod:`.fixed_order`) nor what it is good for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+from prometheus_client.core import Metric
+
+from sglang_sbs.router.election import Election
+from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcome
+
+_M = TypeVar("_M", bound=msgspec.Struct)
+
+
+class LeadView(msgspec.Struct, frozen=True, kw_only=True):
+    """Who schedules, as ``GET /workers`` of a front end shows it."""
+
+    scheduler: str
+    """The address that it says it has, or the one that is tried."""
+    connected: bool
+    """Whether this front end is served by it; else it places requests by itself."""
+    term: int
+    since: float | None
+    """Seconds since 1970; ``None``: not known."""
+    changes: int
+    """How often this front end has found another one, or the same one in another term."""
+    losses: int
+    """How often it lost the one it had."""
+
+
+class Lead:
+    """Of this process."""
+
+    def __init__(
+        self,
+        election: Election,
+        address: str = "",
+        told: Callable[[Look], None] = lambda look: None,
+    ) -> None:
+        """``address``: where front ends reach this process; ``told`` gets what they say of their
+        sessions."""
+        self.address = address
+        self.term = 0
+        """The highest heard of, and that of the lead while there is one."""
+        self.begun = 0
+        """Leads of this process so far."""
+        self.since_s = 0.0
+        """When the present one began."""
+        self._election = election
+        self._told = told
+        self._led = False
+
+    @property
+    def active(self) -> bool:
+        """Asked before whatever only the one that schedules may do."""
+        return self._led and self._election.leads()
+
+    @property
+    def leader(self) -> str:
+        """The address of who schedules, as far as it is known."""
+        return self.address if self._led else self._election.leader or ""
+
+    def begin(self, term: int, now_s: float) -> None:
+        """This process schedules from now on."""
+        self._led = True
+        self.begun += 1
+        self.since_s = now_s
+        self.term = term
+
+    def end(self) -> None:
+        """It does not any more."""
+        self._led = False
+
+    def shown(self, term: int, *, anothers: bool) -> None:
+        """A front end knows of this term; ``anothers``: as that of another scheduler process."""
+        if term > self.term or (anothers and term == self.term):
+            self.term = term
+            self._election.exceed(term)
+
+    def looked(self, look: Look, *, ready: bool) -> Standing:
+        """What to answer."""
+        self.shown(look.term, anothers=False)
+        self._told(look)
+        return Standing(active=self.active, ready=ready)
+
+    def turned_away(self) -> Unwelcome:
+        """What a front end is told by who does not schedule."""
+        return Unwelcome(standby=True, active=self.leader)
+
+    def deposed_by(self, hello: Hello, boot_id: str) -> None:
+        """A front end may know of a later scheduler than this one."""
+        self.shown(hello.term, anothers=hello.scheduler not in ("", boot_id))
+
+    def stamped(self, message: _M) -> _M:
+        """The message with the term that it is said in."""
+        return msgspec.structs.replace(message, term=self.term)
+
+    def families(self) -> Iterator[Metric]:
+        """For a scrape."""
+        active = gauge("sbs_scheduler_active", "1 if this process schedules, 0 if it is a standby")
+        active.add_metric([], float(self.active))
+        term = gauge("sbs_scheduler_term", "Latest term that this scheduler process knows of")
+        term.add_metric([], self.term)
+        begun = total("sbs_scheduler_leads", "Times this process has begun to schedule")
+        begun.add_metric([], self.begun)
+        yield from (active, term, begun)
+
+
+class Unopposed:
+    """The election of a scheduler that is the only one."""
+
+    leader: str | None = None
+
+    def __init__(self) -> None:
+        self._term = 0
+        self._lead: Callable[[int], None] = lambda term: None
+        self._follow: Callable[[], None] = lambda: None
+
+    async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
+        """See :class:`~sglang_sbs.router.election.Election`."""
+        self.begin(lead, follow)
+        await asyncio.Event().wait()
+
+    def begin(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
+        """It leads at once."""
+        self._lead, self._follow = lead, follow
+        self.exceed(0)
+
+    def leads(self) -> bool:
+        """See :class:`~sglang_sbs.router.election.Election`."""
+        return True
+
+    def exceed(self, term: int) -> None:
+        """See :class:`~sglang_sbs.router.election.Election`: of the one before this process."""
+        if self._term:
+            self._follow()
+        self._term = term + 1
+        self._lead(self._term)
