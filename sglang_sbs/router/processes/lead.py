@@ -79,15 +79,16 @@ class Lead:
         """It does not any more."""
         self._led = False
 
-    def shown(self, term: int, *, anothers: bool) -> None:
-        """A front end knows of this term; ``anothers``: as that of another scheduler process."""
-        if term > self.term or (anothers and term == self.term):
+    def shown(self, term: int) -> None:
+        """Somebody else leads, or led, in this term."""
+        if term >= self.term:
             self.term = term
             self._election.exceed(term)
 
     def looked(self, look: Look, *, ready: bool) -> Standing:
         """What to answer."""
-        self.shown(look.term, anothers=False)
+        if look.term > self.term:
+            self.shown(look.term)
         self._told(look)
         return Standing(active=self.active, ready=ready)
 
@@ -97,7 +98,10 @@ class Lead:
 
     def deposed_by(self, hello: Hello, boot_id: str) -> None:
         """A front end may know of a later scheduler than this one."""
-        self.shown(hello.term, anothers=hello.scheduler not in ("", boot_id))
+        if hello.term > self.term:
+            self.shown(hello.term)
+        elif hello.scheduler not in ("", boot_id) and hello.last_term:
+            self.shown(hello.last_term)
 
     def stamped(self, message: _M) -> _M:
         """The message with the term that it is said in."""

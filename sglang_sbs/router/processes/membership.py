@@ -41,9 +41,9 @@ class Membership:
 
     def inherit(self, hello: Hello, now_s: float) -> None:
         """The scheduler before this one had these workers: flags may be out of date."""
-        if hello.term <= self._known_of:
+        if hello.last_term <= self._known_of:
             return
-        self._known_of = hello.term
+        self._known_of = hello.last_term
         urls = {state.url for state in hello.workers}
         for worker in self.registry:
             if worker.url not in urls and not is_discovered(worker):  # pods know better

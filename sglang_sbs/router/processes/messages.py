@@ -107,6 +107,8 @@ class Hello(_Message, frozen=True):
     """Of sglang-sbs, for people."""
     term: int = 0
     """The highest it has heard of: a scheduler of an earlier one is deposed by it."""
+    last_term: int = 0
+    """In which ``scheduler`` led."""
 
 
 class Look(_Message, frozen=True):
@@ -343,7 +345,9 @@ def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
     message: ToScheduler = _decode(_to_scheduler, frames)
     if isinstance(message, Hello | Look):
         _check_term(message.term)
-        if isinstance(message, Look) and len(message.who) > MAX_ADDRESS_CHARS:
+        if isinstance(message, Hello):
+            _check_term(message.last_term)
+        elif len(message.who) > MAX_ADDRESS_CHARS:
             raise MalformedMessage("the name of who looks is too long")
     elif isinstance(message, RequestArrived):
         if message.deadline_s is not None:

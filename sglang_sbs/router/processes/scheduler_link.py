@@ -145,6 +145,7 @@ class SchedulerLink:
         """How often another scheduler, or another lead of the same, was found than before."""
         self._lead = ("", 0)
         self._leader = ""
+        self._target = ""
         self._since_s = 0.0
         self._pump: SchedulerPump | None = None
         self._snapshot: Any = None
@@ -307,7 +308,10 @@ class SchedulerLink:
         if self._lead != (welcome.scheduler, welcome.term):
             self._lead = (welcome.scheduler, welcome.term)
             self.changes += 1
-        restarted = self._scheduler not in ("", welcome.scheduler)
+        found = "" if self._scheduler in ("", welcome.scheduler) else "restarted "
+        if self._target not in ("", self._choice.target):
+            found = "other "
+        self._target = self._choice.target
         if self._scheduler == welcome.scheduler:
             self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
         else:
@@ -326,8 +330,8 @@ class SchedulerLink:
         if not self.connected:
             return
         logger.info(
-            "connected to the %sscheduler; announced %s in flight",
-            "restarted " if restarted else "",
+            "connected to the %sscheduler (%s, term %d); announced %s in flight",
+            *(found, self._target, self._choice.term),
             counted(len(placed), "request"),
         )
 
@@ -382,6 +386,7 @@ class SchedulerLink:
                     oldest=OLDEST,
                     release=__version__,
                     term=self._choice.term,
+                    last_term=self._lead[1],
                 )
             )
         elif stalled:

@@ -21,14 +21,14 @@ from prometheus_client.core import Metric
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.plain_words import naming_port
 from sglang_sbs.router.assignment.decision_times import lag_families
-from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.election import Election, ElectionTimes, parse_election
+from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
 from sglang_sbs.router.processes.dashboard_leases import Leases
-from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.fixed_order import FixedOrder
+from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.lead import Lead, Unopposed
 from sglang_sbs.router.processes.line import Line
 from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, WatchDashboard
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_S = 1.0
 _AGAIN_S = 0.2
+_LAST_WORDS_MS = 200
 _SCRAPE_TURN_S = 0.005
 """Of writing metrics, before others of this process get a turn."""
 
@@ -151,7 +152,7 @@ class SchedulerProcess:
         self._feed.close()
         await self._watch.close()
         self._hub.close()
-        self._sockets.close()
+        self._sockets.close(_LAST_WORDS_MS)
         self._hub.pump.close()
         if self._metrics_port is not None:
             await self._metrics_port.close()
@@ -198,7 +199,10 @@ class SchedulerProcess:
     # Metrics ----------------------------------------------------------------------------------
 
     async def _listen_for_metrics(self) -> None:
-        port = MetricsPort(self._metrics, self.metrics.malformed_request, 1.0)
+        port = MetricsPort(
+            *(self._metrics, self.metrics.malformed_request, 1.0),
+            {"/readiness": self._readiness, "/active": self._active},
+        )
         self._metrics_port = port
         if self.options.take_over:
             self._tasks.append(asyncio.create_task(self._open_when_free(port)))
@@ -238,6 +242,26 @@ class SchedulerProcess:
             body="".join(parts).encode(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
+
+    async def _readiness(self, _request: web.Request) -> web.Response:
+        """A standby is ready, too: it can take over."""
+        ready = self._hub.settled
+        return self._standing("ready" if ready else "looking at the workers", good=ready)
+
+    async def _active(self, _request: web.Request) -> web.Response:
+        """For who wants the one that schedules."""
+        active = self.lead.active
+        return self._standing("active" if active else "standby", good=active)
+
+    def _standing(self, status: str, *, good: bool) -> web.Response:
+        shown = {
+            "status": status,
+            "scheduler": "active" if self.lead.active else "standby",
+            "term": self.lead.term,
+            "leader": self.lead.leader,
+            "front_ends": self.front_ends,
+        }
+        return web.json_response(shown, status=200 if good else 503)
 
     def _retire(self, page: str) -> None:
         """What a dead front end counted still happened."""
