@@ -130,9 +130,12 @@ async def _believe_both(places: Places) -> Struck:
     async with asyncio.timeout(_BELIEVE_S):
         while len(await places.active()) < 2:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.1)
-    served = [await places.served_by(part) or "nobody" for part in places.front_ends]
-    note = f"both schedule; the front ends follow {' and '.join(served)}"
-    return Struck(places, [standby], [note])
+    both_say = [
+        f"{one.part.name} leads {one.front_ends} front ends in term {one.term}"
+        for one in await places.standing()
+        if one.active
+    ]
+    return Struck(places, [standby], both_say)
 
 
 async def _one_belief(struck: Struck) -> None:

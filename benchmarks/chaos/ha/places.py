@@ -57,6 +57,17 @@ class Part:
             way.heal()
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a scheduler says of itself."""
+
+    part: Part
+    active: bool
+    term: int | None
+    front_ends: int | None
+    """That it serves."""
+
+
 class _Ports:
     """Of one host, in order."""
 
@@ -172,26 +183,24 @@ class Places:
             await wait_until_ready(self._session, part.asked, ("/readiness",), _READY_S)
         async with asyncio.timeout(_CHANGE_S):
             while True:
-                active = await self.active()
-                served = [await self.served_by(part) for part in self.front_ends]
-                if len(active) == 1 and served == [active[0].public] * len(served):
+                standing = await self.standing()
+                if [one.front_ends for one in standing if one.active] == [len(self.front_ends)]:
                     return
                 await asyncio.sleep(0.1)
 
+    async def standing(self) -> list[Standing]:
+        """Of the schedulers that answer."""
+        found = []
+        for part in self.schedulers:
+            said = await self._ask(part.asked, "/active")
+            if said is not None:
+                active = said.get("scheduler") == "active"
+                found.append(Standing(part, active, said.get("term"), said.get("front_ends")))
+        return found
+
     async def active(self) -> list[Part]:
         """Which schedulers say that they schedule."""
-        said = [await self._ask(part.asked, "/active") for part in self.schedulers]
-        return [
-            part
-            for part, one in zip(self.schedulers, said, strict=True)
-            if one is not None and one.get("scheduler") == "active"
-        ]
-
-    async def served_by(self, front_end: Part) -> str:
-        """The address of the scheduler it is connected with; empty: it places by itself."""
-        shown = await self._ask(front_end.asked, "/workers")
-        lead = (shown or {}).get("scheduling") or {}
-        return str(lead["scheduler"]) if lead.get("connected") else ""
+        return [one.part for one in await self.standing() if one.active]
 
     def signal(self, part: Part, number: Signals) -> None:
         """To every process of its tree."""
