@@ -37,4 +37,4 @@ class Election(Protocol):
         """
 
     def exceed(self, term: int) -> None:
-        """A front end has followed a leader of this term: lead in a higher one or not at all."""
+        """A front end has followed another leader of this term: a lead in it or below it ends."""

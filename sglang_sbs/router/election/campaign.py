@@ -86,7 +86,7 @@ class Campaign:
         return self._told is not None
 
     def exceed(self, term: int) -> None:
-        """Somebody has seen a leader in this term; a lead in an earlier one ends at once."""
+        """Another has led in this term; a lead in it or in an earlier one ends at once."""
         self._candidate.exceed(term)
         self._sooner.set()
         self._tell()

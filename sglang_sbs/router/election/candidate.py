@@ -205,14 +205,14 @@ class Candidate:
         self._not_before_s = max(now_s, asked_s + self._times.retry_s)
 
     def exceed(self, term: int) -> None:
-        """Somebody has seen this term: lead in none as low. A lead in one ends here.
+        """Another has led in this term, or may have: lead in a higher one. This lead may end.
 
         A term that no store can have given is nobody's, and ignored.
         """
         if not 0 <= term < MAX_TERM:
             return
         self._floor = max(self._floor, term)
-        if self._lead is not None and self._lead.record.term < term:
+        if self._lead is not None and self._lead.record.term <= term:
             self._lead = self._seen = None
 
     def resign(self) -> None:

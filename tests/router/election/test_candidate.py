@@ -160,9 +160,12 @@ def test_a_store_that_fails_at_once_is_not_asked_without_a_pause() -> None:
     assert candidate.next_step(1.0) == Take(Record(), 1)
 
 
-def test_somebody_who_has_seen_a_higher_term_ends_a_lead_in_a_lower_one() -> None:
+def test_another_leader_of_the_same_or_a_higher_term_ends_a_lead() -> None:
     candidate = leading(100.0)
     candidate.exceed(5)
+    assert candidate.term_at(100.1) is None
+    candidate = leading(100.0)
+    candidate.exceed(4)
     assert candidate.term_at(100.1) == 5
     candidate.exceed(40)
     assert candidate.term_at(100.1) is None
