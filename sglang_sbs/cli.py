@@ -25,6 +25,9 @@ class Verb(NamedTuple):
 
 VERBS = {
     "router": Verb("sglang_sbs.launch_router", "route to running SGLang prefill/decode instances"),
+    "scheduler": Verb(
+        "sglang_sbs.launch_scheduler", "schedule for routers on other machines (--sbs-scheduler)"
+    ),
     "server": Verb("sglang_sbs.launch_server", "start instances and a router on this machine"),
     "demo": Verb("sglang_sbs.demo.cli", "see SBS work on a real tiny cluster, here and now"),
     "top": Verb("sglang_sbs.dashboard.top", "watch a router in the terminal"),
@@ -39,7 +42,7 @@ VERBS = {
 
 def usage() -> str:
     """What ``sglang-sbs --help`` prints."""
-    verbs = "\n".join(f"  {name:<8} {verb.help}" for name, verb in VERBS.items())
+    verbs = "\n".join(f"  {name:<9} {verb.help}" for name, verb in VERBS.items())
     return f"""\
 usage: sglang-sbs [--version] VERB [flags]
 

@@ -152,9 +152,10 @@ async def schedule(options: RouterOptions) -> int:
     process = SchedulerProcess(options)
     await process.start()
     logger.info(
-        "scheduler: policy %s at %s, metrics at :%d, EndForward at %s",
+        "scheduler: policy %s at %s%s, metrics at :%d, EndForward at %s",
         options.scheduler.policy,
         process.endpoint,
+        _elected_by(options),
         process.prometheus_port,
         process.endforward_endpoint or "nothing",
     )
@@ -185,6 +186,15 @@ async def _outlast_front_ends(
         async with asyncio.timeout(grace_s):
             while process.front_ends:  # noqa: ASYNC110 - they leave without an event
                 await asyncio.sleep(0.1)
+
+
+def _elected_by(options: RouterOptions) -> str:
+    several = options.several
+    if several.election is not None:
+        return f" (known as {several.advertise}, elected by {several.election.url})"
+    if len(several.schedulers) > 1:
+        return f" (known as {several.advertise}, the first of {len(several.schedulers)} schedules)"
+    return ""
 
 
 def _stop_signal() -> asyncio.Event:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos.faults import ALL, BY_NAME
+from benchmarks.chaos.ha.command import main as ha_main
 from benchmarks.chaos.run import DP_SIZE, Fault, FaultResult, run_fault, running_site
 from benchmarks.command_line import command_parser
 from sglang_sbs.cluster.local import ClusterStartError
@@ -54,6 +55,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--qps", type=float, default=8.0, help="requests per second (default 8)")
     parser.add_argument("--prefill", type=int, default=3, help="prefill instances (default 3)")
     parser.set_defaults(dp=DP_SIZE)
+    parser.add_argument(
+        "--ha",
+        action="store_true",
+        help="break schedulers and front ends on two addresses instead: scripts/chaos --ha --help",
+    )
     add_tp_argument(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one object per fault here")
     parser.add_argument("--out", type=Path, default=Path("out/chaos"), help="logs (out/chaos)")
@@ -62,8 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the faults; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--ha" in words:
+        return ha_main([word for word in words if word != "--ha"])
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     names = args.faults.split(",")
     unknown = [name for name in names if name not in BY_NAME]
     if unknown:

@@ -179,7 +179,7 @@ async def _under_load(
                 break
             await asyncio.sleep(1.0)
         outcomes = await load.finish()
-    left_over = await _left_over(url)
+    left = await left_over(url)
     before = _before(outcomes, begin_s)
     limit_s = _limit_s(outcomes, begin_s)
     fates = Counter(o.fate for o in outcomes)
@@ -206,12 +206,12 @@ async def _under_load(
         ttft_worst_before_s=first_token_worst_s(before),
         ttft_during_s=first_token_median_s(during),
         ttft_worst_s=first_token_worst_s([o for o in outcomes if o.ended_s >= begin_s]),
-        left_over=left_over,
+        left_over=left,
         notes=[*scene.notes, *_examples(outcomes)],
         passed=(
             fates[Fate.UNANSWERED] == 0
             and (fates[Fate.CUT_OFF] == 0 or fault.breaks_connections)
-            and not left_over
+            and not left
         ),
     )
 
@@ -232,7 +232,7 @@ def _examples(outcomes: Sequence[Outcome]) -> list[str]:
     )
 
 
-async def _left_over(url: str) -> dict[str, int]:
+async def left_over(url: str) -> dict[str, int]:
     """What the scheduler's books do not let go of within a time; empty is as it should be."""
     left: dict[str, int] = {}
     async with aiohttp.ClientSession() as session:

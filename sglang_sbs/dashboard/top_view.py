@@ -96,6 +96,7 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
     first = Text()
     first.append("sglang-sbs ", style="bold")
     first.append(f"{plain(frame['policy'])}/{plain(frame['trigger'])} ")
+    first.append(_lead(frame.get("lead")))
     first.append(plain(note), style="dim")
     second = Text(
         f"waiting {queue['requests']:,} ({queue['tokens']:,} tokens), oldest "
@@ -119,6 +120,13 @@ def _balance(balance: dict[str, float] | None) -> str:
         f"  active ranks {balance['active_ranks']:.1f} of {balance['ranks']:.0f}"
         f" (max/mean {balance['max_over_mean']:.2f})"
     )
+
+
+def _lead(lead: dict[str, Any] | None) -> str:
+    """Which of several schedulers this is."""
+    if not lead:
+        return ""
+    return f"by {plain(lead['address'])}, term {lead['term']} since {seconds(lead['for_s'])} "
 
 
 def _classes(queue: dict[str, Any]) -> str:

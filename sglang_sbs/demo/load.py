@@ -127,9 +127,13 @@ async def send_one(
     url: str,
     arrival: Arrival,
     on_done: Callable[[Sample], None] = lambda _sample: None,
+    into: Sample | None = None,
 ) -> Sample:
-    """Send one request now, whatever its arrival time, and read its answer to the end."""
-    sample = Sample(arrival.at_s, len(arrival.input_ids))
+    """Send one request now, whatever its arrival time, and read its answer to the end.
+
+    ``into``: filled as the answer comes, for who may give up on it before.
+    """
+    sample = into or Sample(arrival.at_s, len(arrival.input_ids))
     prompt = {"input_ids": arrival.input_ids} if arrival.text is None else {"text": arrival.text}
     body = orjson.dumps(
         {

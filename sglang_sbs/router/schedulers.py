@@ -23,9 +23,11 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
+from sglang_sbs.router.processes.followed import LeadView
 from sglang_sbs.router.processes.line import Line
 from sglang_sbs.router.processes.messages import DashboardFrame, FromScheduler, LegFailed
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
+from sglang_sbs.router.processes.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner
@@ -76,6 +78,9 @@ class Schedulers(Protocol):
 
     async def abort_elsewhere(self, rid: str) -> int:
         """End requests of other processes by their client's id (empty: all); how many."""
+
+    def lead(self) -> LeadView | None:
+        """Who schedules; ``None``: this process, and there is no other."""
 
     def families(self) -> Iterator[Metric]:
         """Metrics read when scraped."""
@@ -134,6 +139,10 @@ class OwnScheduler:
         """There is no other process."""
         return 0
 
+    def lead(self) -> LeadView | None:
+        """See :class:`Schedulers`."""
+        return None
+
     def families(self) -> Iterator[Metric]:
         """See :class:`Schedulers`."""
         yield from snapshot_families(self.dispatcher.snapshot(), self.registry)
@@ -162,15 +171,14 @@ class RemoteScheduler:
     ) -> None:
         """``abort`` ends requests of clients by the id they gave (empty: all); how many.
         ``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
-        endpoint = options.scheduler_endpoint
-        assert endpoint is not None, "checked with the command line"
+        name = f"{socket.gethostname()}/{os.getpid()}"
         self._options = options
         self._session = session
         self._monitor: Monitor | None = None
         self._closed = False
 
-        def connect(receive: Callable[[FromScheduler], None]) -> Line:
-            return FrontEndSocket(endpoint, options.scheduler_keys, receive)
+        def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> Line:
+            return FrontEndSocket(endpoint, options.several.keys, receive)
 
         mirror = MirroredRegistry(
             WorkerEvents(
@@ -184,9 +192,9 @@ class RemoteScheduler:
             asks_cheaply=options.monitor.health_endpoint is None,
         )
         self._link = SchedulerLink(
-            connect,
+            SchedulerChoice(options.several.schedulers, dial, name),
             mirror,
-            name=f"{socket.gethostname()}/{os.getpid()}",
+            name=name,
             fallback=lambda: Scheduler(_alone(options)),
             observer=metrics,
             metrics_page=lambda: metrics.render().decode(),
@@ -207,30 +215,34 @@ class RemoteScheduler:
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         """See :class:`Schedulers`."""
-        worker = self.registry.by_id(await self._link.add_worker(url, role, bootstrap_port))
+        worker = self.registry.by_id(await self._link.calls.add_worker(url, role, bootstrap_port))
         if worker is None:
             raise RouterError(503, "scheduler_unavailable", "the scheduler was lost meanwhile")
         return worker
 
     async def remove_worker(self, worker: Worker) -> None:
         try:
-            await self._link.remove_worker(worker.id)
+            await self._link.calls.remove_worker(worker.id)
         except ValueError:
             logger.info("worker %s was removed by somebody else", worker.url)
 
     async def update_worker(self, worker: Worker) -> None:
         try:
-            await self._link.update_worker(worker)
+            await self._link.calls.update_worker(worker)
         except ValueError:
             logger.info("worker %s was removed by somebody else", worker.url)
 
     async def abort_elsewhere(self, rid: str) -> int:
         """See :class:`Schedulers`."""
         try:
-            return await self._link.abort_elsewhere(rid)
+            return await self._link.calls.abort_elsewhere(rid)
         except RouterError:
             logger.warning("without the scheduler only this front end's requests are aborted")
             return 0
+
+    def lead(self) -> LeadView | None:
+        """See :class:`Schedulers`."""
+        return self._link.lead()
 
     def families(self) -> Iterator[Metric]:
         """See :class:`Schedulers`; the scheduler process has the rest."""
@@ -240,7 +252,11 @@ class RemoteScheduler:
         times.add_metric([], self._link.times_alone - 1)
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
         errors.add_metric([], self._link.scheduler_errors)
-        yield from (alone, times, errors)
+        changes = total("sbs_scheduler_changes", "Times a front end found another lead than before")
+        changes.add_metric([], self._link.lead().changes)
+        fenced = total("sbs_scheduler_messages_fenced", "Of schedulers that were replaced; dropped")
+        fenced.add_metric([], self._link.fenced)
+        yield from (alone, times, errors, changes, fenced)
 
     async def close(self) -> None:
         self.feed.close()

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from command_lines import EXAMPLES, ROOT, ROUTER, Command, read_by_router, read_by_sglang
 
+from sglang_sbs.router.election import ElectionTimes, parse_election
 from sglang_sbs.router.options.config import LWS_WORKER_INDEX
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery, WatchTiming
@@ -79,21 +80,41 @@ def engine_command(template: dict[str, Any]) -> Command:
     return Command(engine["command"][2], tuple(flags))
 
 
-def router_options(tmp_path: Path) -> Any:
-    key = tmp_path / "endforward.key"
-    key.write_text("0" * 64)
-    key.chmod(0o600)
+def router() -> dict[str, Any]:
+    """The pod template of the routers."""
     (deployment,) = of_kind("Deployment")
-    router = container(deployment["spec"]["template"])
-    flags = [
-        flag.replace("$(POD_NAMESPACE)", "deepseek")
-        .replace("$(CONTROL_PLANE_KEY)", "secret")
-        .replace("/etc/sglang-sbs/endforward.key", str(key))
-        for flag in router["args"]
-    ]
-    assert not any("$(" in flag for flag in flags)
-    assert "command" not in router  # the image's own (Dockerfile: ENTRYPOINT)
+    return deployment["spec"]["template"]
+
+
+def scheduler() -> dict[str, Any]:
+    (group,) = of_kind("StatefulSet")
+    return group["spec"]["template"]
+
+
+def options_of(template: dict[str, Any], folder: Path) -> Any:
+    """As the router's own parser reads the flags of a pod: the first of its kind."""
+    values = {
+        "POD_NAMESPACE": "deepseek",
+        "POD_NAME": "sglang-sbs-scheduler-0",
+        "CONTROL_PLANE_KEY": "secret",
+    }
+    flags: list[str] = container(template)["args"]
+    for name, value in values.items():
+        flags = [flag.replace(f"$({name})", value) for flag in flags]
+    for mounted in folder_of_keys(template):
+        key = folder / mounted
+        key.write_text("0" * 64)
+        key.chmod(0o600)
+        flags = [flag.replace(f"/etc/sglang-sbs/{mounted}", str(key)) for flag in flags]
+    assert not any("$(" in flag or "/etc/" in flag for flag in flags)
+    assert "command" not in container(template)  # the image's own (Dockerfile: ENTRYPOINT)
     return read_by_router(Command(ROUTER, tuple(flags)))
+
+
+def folder_of_keys(template: dict[str, Any]) -> list[str]:
+    """Files under /etc/sglang-sbs."""
+    (keys,) = [v["secret"] for v in template["spec"]["volumes"] if "secret" in v]
+    return [item["path"] for item in keys["items"]]
 
 
 # Schemas ------------------------------------------------------------------------------------------
@@ -221,7 +242,7 @@ async def test_the_router_finds_the_leaders_and_only_them(
                         annotations=template["metadata"].get("annotations"),
                     )
                 )
-    options = router_options(tmp_path)
+    options = options_of(scheduler(), tmp_path)
     assert options.roles_without_workers == []
     members: Members = Seen()
     found = PodDiscovery(options.discovery, members, WatchTiming(first_pause_s=0.01))
@@ -237,10 +258,15 @@ async def test_the_router_finds_the_leaders_and_only_them(
     assert {query["path"] for query in api.requests} == {"/api/v1/namespaces/deepseek/pods"}
 
 
-def test_the_router_may_see_pods_and_nothing_else() -> None:
+def test_a_scheduler_may_see_pods_and_hold_its_lease_and_nothing_else() -> None:
     (role,), (binding,), (account,) = map(of_kind, ("Role", "RoleBinding", "ServiceAccount"))
+    (elects,) = [flag for flag in container(scheduler())["args"] if "election" in flag]
+    lease = elects.rpartition("/")[2]
+    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
     assert role["rules"] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+        {**leases, "verbs": ["create"]},
+        {**leases, "resourceNames": [lease], "verbs": ["get", "update"]},
     ]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     (namespace,) = of_kind("Namespace")
@@ -253,26 +279,51 @@ def test_the_router_may_see_pods_and_nothing_else() -> None:
             "namespace": namespace["metadata"]["name"],
         }
     ]
-    (deployment,) = of_kind("Deployment")
-    spec = deployment["spec"]["template"]["spec"]
-    assert spec["serviceAccountName"] == account["metadata"]["name"]
+    assert scheduler()["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert router()["spec"]["automountServiceAccountToken"] is False
 
 
-def test_services_lead_to_the_router(tmp_path: Path) -> None:
-    options = router_options(tmp_path)
-    (deployment,) = of_kind("Deployment")
-    template = deployment["spec"]["template"]
-    labels = template["metadata"]["labels"]
-    ports = {port["name"]: port["containerPort"] for port in container(template)["ports"]}
+async def test_the_schedulers_of_the_manifests_elect_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = FakeKubernetes()
+    await api.start()
+    monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path)))
+    several = options_of(scheduler(), tmp_path).several
+    flags = several.election
+    times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
+    election = parse_election(flags.url, several.advertise, times)
+    led: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(election.run(led.set_result, lambda: None))
+    try:
+        async with asyncio.timeout(20):
+            assert await led == 1
+        assert election.leader == several.advertise
+        assert list(api.leases.kept) == [("deepseek", "sglang-sbs")]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await api.stop()
+
+
+def test_services_lead_to_who_serves(tmp_path: Path) -> None:
+    front, back = options_of(router(), tmp_path), options_of(scheduler(), tmp_path)
+    ports = {
+        name: {port["name"]: port["containerPort"] for port in container(template)["ports"]}
+        for name, template in (("router", router()), ("scheduler", scheduler()))
+    }
     assert ports == {
-        "http": options.port,
-        "metrics": options.prometheus_port,
-        "endforward": int(options.endforward_bind.rpartition(":")[2]),
+        "router": {"http": front.port, "metrics": front.prometheus_port},
+        "scheduler": {
+            "front-ends": port_of(back.several.listen),
+            "endforward": port_of(back.endforward_bind),
+            "metrics": back.prometheus_port,
+        },
     }
     services = {service["metadata"]["name"]: service["spec"] for service in of_kind("Service")}
     for service in services.values():
-        assert service["selector"].items() <= labels.items()
-        assert all(port["targetPort"] in ports for port in service["ports"])
+        (to,) = selected({"matchLabels": service["selector"]})
+        assert all(port["targetPort"] in ports[to] for port in service["ports"])
     for group in groups().values():
         env = {v["name"]: v.get("value") for v in container(templates(group)["leader"])["env"]}
         scheme, host, port = env["SGLANG_SBS_ROUTERS"].split(":")
@@ -280,34 +331,62 @@ def test_services_lead_to_the_router(tmp_path: Path) -> None:
         service = services[host.removeprefix("//")]
         assert [p["port"] for p in service["ports"]] == [int(port)]
         assert service["publishNotReadyAddresses"] is True
-    assert deployment["spec"]["replicas"] == 1
-    assert template["spec"]["terminationGracePeriodSeconds"] > options.shutdown_grace_s
+    assert router()["spec"]["terminationGracePeriodSeconds"] > front.shutdown_grace_s
+
+
+def test_routers_know_every_scheduler_by_the_name_it_gives_itself(tmp_path: Path) -> None:
+    front, back = options_of(router(), tmp_path), options_of(scheduler(), tmp_path)
+    (group,) = of_kind("StatefulSet")
+    name, spec = group["metadata"]["name"], group["spec"]
+    service = {s["metadata"]["name"]: s["spec"] for s in of_kind("Service")}[spec["serviceName"]]
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
+    assert [p["port"] for p in service["ports"]] == [port_of(back.several.listen)]
+    own = back.several.advertise
+    assert front.several.schedulers == tuple(
+        own.replace(f"{name}-0.", f"{name}-{number}.") for number in range(spec["replicas"])
+    )
+    assert own == f"tcp://{name}-0.{spec['serviceName']}:{port_of(back.several.listen)}"
+    assert front.several.keys == back.several.keys is not None
+
+
+def test_no_single_pod_or_node_is_all_there_is() -> None:
+    for kind in ("Deployment", "StatefulSet"):
+        (one,) = of_kind(kind)
+        assert one["spec"]["replicas"] == 2
+        (spread,) = one["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        assert (spread["topologyKey"], spread["maxSkew"]) == ("kubernetes.io/hostname", 1)
+        labels = one["spec"]["template"]["metadata"]["labels"]
+        assert spread["labelSelector"]["matchLabels"] == one["spec"]["selector"]["matchLabels"]
+        assert labels.items() >= spread["labelSelector"]["matchLabels"].items()
+
+
+def test_readiness_of_a_scheduler_says_whether_it_is_active() -> None:
+    probe = container(scheduler())["readinessProbe"]["httpGet"]
+    assert (probe["path"], probe["port"]) == ("/readiness", "metrics")
+
+
+def port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
 
 
 def test_the_router_runs_as_the_user_of_its_image() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
-    (deployment,) = of_kind("Deployment")
-    context = deployment["spec"]["template"]["spec"]["securityContext"]
-    assert context["runAsNonRoot"] is True
-    assert f"USER {context['runAsUser']}\n" in dockerfile
+    for template in (router(), scheduler()):
+        context = template["spec"]["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert f"USER {context['runAsUser']}\n" in dockerfile
     assert 'ENTRYPOINT ["python", "-m", "sglang_sbs.launch_router"]' in dockerfile
-    assert "kubernetes" in dockerfile  # the extra that discovery needs
+    assert "kubernetes" in dockerfile  # the extra that discovery and the Lease need
 
 
 def test_prometheus_finds_ports_that_exist() -> None:
-    (deployment,) = of_kind("Deployment")
-    pods = [
-        deployment["spec"]["template"],
-        *(templates(group)["leader"] for group in groups().values()),
-        *(templates(group)["worker"] for group in groups().values()),
-    ]
+    found = set()
     for monitor in of_kind("PodMonitor"):
-        selector = monitor["spec"]["selector"]["matchLabels"].items()
-        matched = [p for p in pods if selector <= p["metadata"]["labels"].items()]
-        assert matched
-        for template in matched:
-            names = {port["name"] for port in container(template).get("ports", ())}
+        for name in selected(monitor["spec"]["selector"]):
+            found.add(name)
+            names = {port["name"] for port in container(pods()[name]).get("ports", ())}
             assert {end["port"] for end in monitor["spec"]["podMetricsEndpoints"]} <= names
+    assert found == {"router", "scheduler", "prefill-leader", "decode-leader"}
 
 
 # The network and drains ---------------------------------------------------------------------------
@@ -315,8 +394,7 @@ def test_prometheus_finds_ports_that_exist() -> None:
 
 def pods() -> dict[str, dict[str, Any]]:
     """Every pod template by component and part."""
-    (deployment,) = of_kind("Deployment")
-    found = {"router": deployment["spec"]["template"]}
+    found = {"router": router(), "scheduler": scheduler()}
     for name, group in groups().items():
         found |= {f"{name}-{part}": template for part, template in templates(group).items()}
     return found
@@ -338,22 +416,26 @@ def selected(selector: dict[str, Any]) -> set[str]:
 ENGINE_PODS = {"prefill-leader", "prefill-worker", "decode-leader", "decode-worker"}
 
 
-def test_only_engines_may_write_to_the_port_of_endforward() -> None:
+def test_only_engines_and_routers_may_write_to_a_scheduler() -> None:
     policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind("NetworkPolicy")}
-    router = policies["sglang-sbs-router"]
-    assert selected(router["podSelector"]) == {"router"}
-    assert router["policyTypes"] == ["Ingress"]
-    by_port: dict[Any, list[Any]] = {}
-    for rule in router["ingress"]:
-        for port in rule["ports"]:
-            assert port["protocol"] == "TCP"
-            by_port.setdefault(port["port"], []).extend(rule.get("from", [None]))
-    assert by_port.keys() == {p["name"] for p in container(pods()["router"])["ports"]}
-    (sender,) = by_port["endforward"]
-    assert selected(sender["podSelector"]) == ENGINE_PODS and len(sender) == 1
-    assert by_port["http"] == [None]
-    (scraper,) = by_port["metrics"]
-    assert scraper.keys() == {"namespaceSelector"}
+    senders = {}
+    for name in ("router", "scheduler"):
+        policy = policies[f"sglang-sbs-{name}"]
+        assert selected(policy["podSelector"]) == {name}
+        assert policy["policyTypes"] == ["Ingress"]
+        by_port: dict[Any, list[Any]] = {}
+        for rule in policy["ingress"]:
+            for port in rule["ports"]:
+                assert port["protocol"] == "TCP"
+                by_port.setdefault(port["port"], []).extend(rule.get("from", [None]))
+        assert by_port.keys() == {p["name"] for p in container(pods()[name])["ports"]}
+        (scraper,) = by_port["metrics"]
+        assert scraper.keys() == {"namespaceSelector"}
+        senders |= by_port
+    for port, expected in (("endforward", ENGINE_PODS), ("front-ends", {"router"})):
+        (sender,) = senders[port]
+        assert selected(sender["podSelector"]) == expected and len(sender) == 1
+    assert senders["http"] == [None]
 
 
 def test_only_the_cluster_reaches_engines() -> None:
@@ -362,22 +444,24 @@ def test_only_the_cluster_reaches_engines() -> None:
     assert selected(engines["podSelector"]) == ENGINE_PODS
     cluster, scraper = engines["ingress"]
     assert "ports" not in cluster
-    assert selected(cluster["from"][0]["podSelector"]) == ENGINE_PODS | {"router"}
+    assert selected(cluster["from"][0]["podSelector"]) == ENGINE_PODS | {"router", "scheduler"}
     assert [port["port"] for port in scraper["ports"]] == ["http"]
     assert not any(template["spec"].get("hostNetwork") for template in pods().values())
 
 
-def test_a_drain_takes_no_more_than_one_prefill_instance() -> None:
+def test_a_drain_takes_no_more_than_one_of_each() -> None:
     found = of_kind("PodDisruptionBudget")
     budgets = {budget["metadata"]["name"]: budget["spec"] for budget in found}
     assert {name: selected(spec["selector"]) for name, spec in budgets.items()} == {
         "prefill": {"prefill-leader", "prefill-worker"},
         "decode": {"decode-leader", "decode-worker"},
         "sglang-sbs-router": {"router"},
+        "sglang-sbs-scheduler": {"scheduler"},
     }
-    for name, spec in budgets.items():
-        alone = name != "prefill" or groups()["prefill"]["spec"]["replicas"] == 1
-        assert spec["maxUnavailable"] == (0 if alone else 1)
+    # The only decode instance stays where it is.
+    assert {name for name, spec in budgets.items() if spec["maxUnavailable"] != 1} == {"decode"}
+    assert budgets["decode"]["maxUnavailable"] == 0
+    assert groups()["decode"]["spec"]["replicas"] == 1
 
 
 def test_engines_ask_for_cores_and_keep_their_kernels() -> None:
@@ -399,8 +483,7 @@ def test_engines_ask_for_cores_and_keep_their_kernels() -> None:
 def test_images_are_named_in_one_place() -> None:
     kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
     named = {image["name"] for image in kustomization["images"]}
-    (deployment,) = of_kind("Deployment")
-    used = {container(deployment["spec"]["template"])["image"]}
+    used = {container(template)["image"] for template in (router(), scheduler())}
     for group in groups().values():
         used |= {container(template)["image"] for template in templates(group).values()}
     assert used == named

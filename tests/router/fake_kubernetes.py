@@ -1,4 +1,4 @@
-"""A Kubernetes API server on loopback, as far as listing and watching pods goes.
+"""A Kubernetes API server on loopback, as far as pods are listed and watched (and leases kept).
 
 It keeps a history of changes by resource version, filters by labels and namespace, pages lists,
 sends bookmarks, and answers 410 Gone for versions that it has forgotten (``compact``).
@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from aiohttp import web
+from fake_leases import FakeLeases
 
 Pod = dict[str, Any]
 
@@ -66,6 +67,7 @@ class FakeKubernetes:
     requests: list[dict[str, str]] = field(default_factory=list)
     """Query parameters, with the path as ``path``."""
     url: str = ""
+    leases: FakeLeases = field(init=False)
     _pods: dict[tuple[str, str], Pod] = field(default_factory=dict)
     _version: int = 100
     _oldest: int = 0
@@ -75,8 +77,16 @@ class FakeKubernetes:
     _runner: web.AppRunner | None = None
     _port: int = 0
 
+    def __post_init__(self) -> None:
+        self.leases = FakeLeases(self._next_version, _status)
+
+    def _next_version(self) -> int:
+        self._version += 1
+        return self._version
+
     async def start(self) -> None:
         app = web.Application()
+        self.leases.routes(app)
         app.router.add_get("/api/v1/pods", self._get)
         app.router.add_get("/api/v1/namespaces/{namespace}/pods", self._get)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -130,8 +140,7 @@ class FakeKubernetes:
         await self.put(changed)
 
     async def _happened(self, kind: str, new: Pod, old: Pod | None) -> None:
-        self._version += 1
-        new["metadata"]["resourceVersion"] = str(self._version)
+        new["metadata"]["resourceVersion"] = str(self._next_version())
         self._history.append((self._version, kind, copy.deepcopy(new), copy.deepcopy(old)))
         async with self._changed:
             self._changed.notify_all()

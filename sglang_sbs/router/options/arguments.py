@@ -19,6 +19,7 @@ from sglang_sbs.router.options.stock import IGNORED_FLAGS, REFUSED_FLAGS, Arity
 from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.scheduling.config import SchedulerConfig
 
+_USAGE = "%(prog)s --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--policy sbs] [flags]"
 _EXAMPLE = """\
 example:
   # on every engine node: the plugin reports each forward pass to the router
@@ -36,6 +37,28 @@ Every flag is also accepted with the prefix --router- (--router-policy sbs). Fla
 sglang_router 0.3.2 that have no meaning here are accepted with a warning.
 """
 
+SCHEDULER = "sglang-sbs scheduler"
+_SCHEDULER_USAGE = """\
+%(prog)s --sbs-listen tcp://HOST:PORT --sbs-key-file FILE --prefill URL [BOOTSTRAP_PORT] ...
+           --decode URL ... [--policy sbs] [flags]"""
+_SCHEDULER_EXAMPLE = """\
+example:
+  openssl rand -hex 32 > key; chmod 600 key        # the same file on all machines
+  # on 10.0.0.1, and with its own address on 10.0.0.2: one schedules, the other stands by
+  sglang-sbs scheduler --sbs-listen tcp://10.0.0.1:7700 --sbs-key-file key \\
+      --sbs-scheduler tcp://10.0.0.1:7700,tcp://10.0.0.2:7700 --policy sbs \\
+      --prefill http://p0:30000 8998 --decode http://d0:30000
+  # on every machine that serves clients
+  sglang-sbs router --sbs-key-file key \\
+      --sbs-scheduler tcp://10.0.0.1:7700,tcp://10.0.0.2:7700
+  # on every engine node: they report to both
+  SGLANG_SBS_ROUTERS=tcp://10.0.0.1:7600,tcp://10.0.0.2:7600 python -m sglang.launch_server ...
+  curl http://10.0.0.1:29000/readiness             # active or standby
+
+Flags of clients (--port, --api-key, retries, TLS) are the front ends', those of workers and policy
+the schedulers'. docs/many-routers.md has what happens when one of them is lost.
+"""
+
 
 class FlagError(ValueError):
     """The command line cannot be used; the message names the flag and what to write instead."""
@@ -48,11 +71,16 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.ArgumentParser:
     """The parser; both spellings of every flag, the second one hidden from ``--help``."""
+    usage, example = _USAGE, _EXAMPLE
+    description = "Router for PD-disaggregated SGLang clusters with staggered batch scheduling."
+    if prog == SCHEDULER:
+        usage, example = _SCHEDULER_USAGE, _SCHEDULER_EXAMPLE
+        description = "The scheduler alone, for routers that are given --sbs-scheduler."
     parser = _Parser(
         prog=prog,
-        usage="%(prog)s --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--policy sbs] [flags]",
-        description="Router for PD-disaggregated SGLang clusters with staggered batch scheduling.",
-        epilog=_EXAMPLE,
+        usage=usage,
+        description=description,
+        epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

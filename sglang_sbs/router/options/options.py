@@ -9,7 +9,6 @@ import argparse
 import difflib
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sglang_sbs.router.engines.urls import normalise_worker_url
@@ -24,6 +23,7 @@ from sglang_sbs.router.options.platform import discovery_of, jwt_of
 from sglang_sbs.router.options.router_options import (
     RouterOptions,
 )
+from sglang_sbs.router.options.several import is_local, keys_of_file, several_of
 from sglang_sbs.router.options.stock import (
     IGNORED_FLAGS,
     NEAREST_POLICY,
@@ -34,7 +34,6 @@ from sglang_sbs.router.options.table import GROUPS
 from sglang_sbs.router.options.tenants import tenant_header_of, tenant_weights_of
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import POLICIES, Policy, facts_of
-from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
 
 _DEFAULT_HEALTH_ENDPOINT = "/health"
 
@@ -86,12 +85,14 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
     ]
     policy = _policy(args.policy, warnings)
     try:
+        several = several_of(args, warnings)
+        endforward_keys = keys_of_file("--sbs-endforward-key-file", args.sbs_endforward_key_file)
         discovery, jwt = discovery_of(args, warnings), jwt_of(args)
         weights, tenant_header = tenant_weights_of(args), tenant_header_of(args, warnings)
     except ValueError as error:
         raise FlagError(str(error)) from None
     starts_empty = args.pd_disaggregation and not (prefill or decode or discovery)
-    if starts_empty and args.sbs_role != "front-end":
+    if starts_empty and several.role != "front-end":
         warnings.append("no workers yet: POST /workers adds them, or --prefill and --decode")
     fields = _fields(args)
     fields["scheduler"] |= {"policy": policy, "tenant_weights": weights}
@@ -101,6 +102,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
     if not facts_of(policy).reads_reports:
         fields["monitor"]["load_poll_interval_s"] = None
     own = fields[""] | {
+        "several": several,
         "endforward_bind": bind,
         "otlp_endpoint": args.otlp_traces_endpoint if args.enable_trace else None,
     }
@@ -116,8 +118,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         tenant_header=tenant_header,
         control_plane_keys=_control_keys(args.control_plane_api_keys),
         jwt=jwt,
-        scheduler_keys=_scheduler_keys(args),
-        endforward_keys=_keys_in("--sbs-endforward-key-file", args.sbs_endforward_key_file),
+        endforward_keys=endforward_keys,
         warnings=tuple(warnings),
         **own,
     )
@@ -161,7 +162,7 @@ def _endforward_bind(args: argparse.Namespace, warnings: list[str]) -> str | Non
             f"--sbs-endforward-bind {bind!r}: write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, "
             "or none"
         )
-    if not _is_local(bind) and args.sbs_endforward_key_file is None:
+    if not is_local(bind) and args.sbs_endforward_key_file is None:
         warnings.append(
             f"--sbs-endforward-bind {bind} takes messages from whoever can reach it, without "
             "authentication: share a secret (--sbs-endforward-key-file, SGLANG_SBS_KEY_FILE on "
@@ -186,41 +187,6 @@ def _check_limits(args: argparse.Namespace, warnings: list[str]) -> None:
         )
 
 
-def _scheduler_keys(args: argparse.Namespace) -> CurveKeys | None:
-    """Check the flags of several processes; the keys of the secret they name, if any."""
-    role, endpoint, path = args.sbs_role, args.sbs_scheduler, args.sbs_key_file
-    if role == "router":
-        if endpoint is not None:
-            raise FlagError(
-                "--sbs-scheduler needs --sbs-role scheduler (on the machine that schedules) or "
-                "--sbs-role front-end (on the others); the processes of one machine find each other"
-            )
-        return None
-    if endpoint is None:
-        raise FlagError(f"--sbs-role {role} needs --sbs-scheduler tcp://HOST:PORT")
-    if not endpoint.startswith(("tcp://", "ipc://")):
-        raise FlagError(
-            f"--sbs-scheduler {endpoint!r}: write tcp://HOST:PORT, e.g. tcp://10.0.0.1:7700"
-        )
-    if role == "scheduler" and args.workers > 1:
-        raise FlagError("--workers is for front ends: --sbs-role scheduler serves no clients")
-    if path is None and not _is_local(endpoint):
-        raise FlagError(
-            f"--sbs-scheduler {endpoint} can be reached from other machines: give both sides "
-            "--sbs-key-file FILE with the same secret (openssl rand -hex 32 > FILE)"
-        )
-    return _keys_in("--sbs-key-file", path)
-
-
-def _keys_in(flag: str, path: Path | None) -> CurveKeys | None:
-    if path is None:
-        return None
-    try:
-        return keys_in(path)
-    except SecretError as error:
-        raise FlagError(f"{flag}: {error}") from error
-
-
 def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
     keys: dict[str, ControlKey] = {}
     for text in texts:
@@ -232,14 +198,6 @@ def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
             raise FlagError(f"--control-plane-api-keys: two keys have the id {key.id!r}")
         keys[key.id] = key
     return tuple(keys.values())
-
-
-def _is_local(endpoint: str) -> bool:
-    """Whether only this machine can reach a ZMQ endpoint."""
-    if endpoint.startswith("ipc://"):
-        return True
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1", "lo") or host.startswith("127.")
 
 
 def _policy(name: str, warnings: list[str]) -> Policy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -15,11 +15,11 @@ from sglang_sbs.router.options.config import (
     RelayConfig,
 )
 from sglang_sbs.router.options.keys import ControlKey, JwtConfig
+from sglang_sbs.router.options.several import Role, SeveralProcesses
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import facts_of
 from sglang_sbs.wire.curve import CurveKeys
 
-Role = Literal["router", "scheduler", "front-end"]
 ForwardTokenIds = Literal["auto", "on", "off"]
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 
@@ -80,9 +80,7 @@ class RouterOptions:
     ca_cert_paths: tuple[Path, ...] = ()
     workers: int = 1
     """Front-end processes."""
-    role: Role = "router"
-    scheduler_endpoint: str | None = None
-    scheduler_keys: CurveKeys | None = None
+    several: SeveralProcesses = field(default_factory=SeveralProcesses)
     endforward_keys: CurveKeys | None = None
     take_over: bool = False
     parent_fd: int | None = None
@@ -91,6 +89,11 @@ class RouterOptions:
     """Sockets that listen already, inherited from the supervisor."""
     warnings: tuple[str, ...] = ()
     """To be logged once logging is set up."""
+
+    @property
+    def role(self) -> Role:
+        """Which part of a router this process is."""
+        return self.several.role
 
     @property
     def names_blocks(self) -> bool:

@@ -30,8 +30,8 @@ from sglang_sbs.router.options.option import (
 from sglang_sbs.router.options.router_options import (
     REQUEST_ID_HEADERS,
     ForwardTokenIds,
-    Role,
 )
+from sglang_sbs.router.options.several import Role
 from sglang_sbs.router.options.stock import NEAREST_POLICY
 from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS
 
@@ -278,16 +278,32 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("workers", "workers", positive_int,
             "front-end processes that share the port, with one scheduler process between them; 1: "
             "all in one process"),
-        Option("sbs-role", "role", get_args(Role),
-            "router: everything. For several router machines, scheduler on one: it alone needs "
-            "the workers' and policy's flags; front-end on the others (with --workers N: that "
-            "many there)"),
-        Option("sbs-scheduler", "scheduler_endpoint", str,
-            "where the scheduler listens for front ends, for both of these roles: tcp://HOST:PORT",
-            metavar="ENDPOINT"),
+        Option("sbs-role", "", get_args(Role),
+            "router: everything. On several machines, scheduler (sglang-sbs scheduler): it alone "
+            "needs the workers' and policy's flags; front-end, which --sbs-scheduler implies "
+            "(with --workers N: that many)", default="router"),
+        Option("sbs-scheduler", "", str,
+            "where the schedulers of a front end are, the one to prefer first. Schedulers that "
+            "have no --sbs-election get the same list, and the first that is there schedules",
+            metavar="tcp://HOST:PORT,..."),
+        Option("sbs-listen", "", str,
+            "where a scheduler listens for front ends", metavar="tcp://HOST:PORT"),
+        Option("sbs-advertise", "", str,
+            "the address by which the others know this scheduler (default: that of --sbs-listen)",
+            metavar="tcp://HOST:PORT"),
+        Option("sbs-election", "", str,
+            "which of several schedulers schedules: the one that has this lock, a Kubernetes "
+            "Lease (k8s://NAMESPACE/NAME) or a key in etcd (etcd://HOST:2379/KEY)", metavar="URL"),
+        Option("sbs-election-lease-secs", "", seconds,
+            "a scheduler that has not renewed the lock for so long has lost it", default=2),
+        Option("sbs-election-renew-secs", "", seconds,
+            "a scheduler that cannot renew it for so long steps down", default=1.5),
+        Option("sbs-election-retry-secs", "", seconds,
+            "between renewals, and between looks at another's lock", default=0.3),
         Option("sbs-key-file", "", Path,
-            "file with the secret that front ends and scheduler share (openssl rand -hex 32); "
-            "required unless --sbs-scheduler is an address of this machine only", metavar="FILE"),
+            "file with the secret that front ends and schedulers share (openssl rand -hex 32); "
+            "required unless their addresses are of this machine only; none: they believe whoever "
+            "reaches them", metavar="FILE"),
         Option("sbs-take-over", "take_over", switch,
             "rolling restart: take the port over from the router (with --workers 2 or more) that "
             "serves it now, which then finishes what it has and ends; no request is lost"),

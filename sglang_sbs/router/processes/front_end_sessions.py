@@ -1,7 +1,8 @@
 """The scheduler process's side of its front ends: sessions, their requests, what they are told.
 
 Owns which front end a request belongs to, so that decisions find their way and a front end that
-dies takes its requests with it. Must not know sockets, HTTP or how a rank is chosen.
+dies takes its requests with it. Must not know sockets, HTTP, how a rank is chosen or how a lead is
+won.
 
 Theory of operation
 -------------------
@@ -11,6 +12,10 @@ front ends can still place by themselves. It ends with :class:`Bye`, with a late
 same front end, or with ``SILENT_S`` without a word; then its requests end as aborted, exactly once,
 like everything else in ``_owners``. A message of an unknown session is answered
 :class:`Unwelcome`.
+
+Only who leads has sessions. When the lead ends all of them end, and the books are empty until the
+next one: front ends announce what is in flight to whoever leads then. A standby's scheduler hears
+engines all the time, so it knows them.
 """
 
 from __future__ import annotations
@@ -19,15 +24,18 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment.decision_times import Spread
 from sglang_sbs.router.assignment.dispatcher import DispatchObserver
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
-from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.processes.calls import Calls
+from sglang_sbs.router.processes.lead import Lead, Unopposed
+from sglang_sbs.router.processes.legs import Legs, Placed
+from sglang_sbs.router.processes.membership import Membership
 from sglang_sbs.router.processes.messages import (
     VERSION,
     Abort,
@@ -44,6 +52,7 @@ from sglang_sbs.router.processes.messages import (
     FromScheduler,
     Hello,
     LegFailed,
+    Look,
     MetricsPage,
     RemoveWorker,
     Silenced,
@@ -53,9 +62,10 @@ from sglang_sbs.router.processes.messages import (
     WatchDashboard,
     Welcome,
     WorkerState,
+    spoken,
 )
 from sglang_sbs.router.processes.mirrored_registry import state_of
-from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
+from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.scheduling.events import (
@@ -68,6 +78,7 @@ from sglang_sbs.scheduling.events import (
     RequestArrived,
     RequestEnded,
 )
+from sglang_sbs.scheduling.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -76,16 +87,7 @@ SILENT_S = 3.0
 """A front end without a heartbeat for so long is dead. Longer than it takes to be missed by it: it
 serves on by itself meanwhile, and announces what it did when it is back."""
 CLUSTER_EVERY_S = 1.0
-SETTLE_S = 3.0
-"""Longest time before front ends are served although some workers were not heard of yet."""
 _ANSWER_S = 1.0
-
-
-@dataclass(slots=True)
-class _Placed:
-    prefill: str = ""
-    decode: str = ""
-    prefill_open: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +97,7 @@ class _Session:
     name: str
     heard_s: float
     open: bool = False
-    requests: dict[str, _Placed] = field(default_factory=dict)
+    requests: dict[str, Placed] = field(default_factory=dict)
     outbox: list[Dispatch | Refuse] = field(default_factory=list)
 
 
@@ -108,13 +110,15 @@ class Hub:
         tell: Callable[[bytes, FromScheduler], bool],
         scheduler: SchedulerLike,
         *,
+        lead: Lead | None = None,
         observer: DispatchObserver | None = None,
         event_log: EventLogWriter | None = None,
         watch_dashboard: Callable[[bytes, WatchDashboard], None] = lambda identity, asked: None,
         retire_page: Callable[[str], None] = lambda page: None,
     ) -> None:
-        """``watch_dashboard`` is told that somebody looks at a front end's dashboard;
-        ``retire_page`` gets the last known metrics of a front end that is gone."""
+        """``lead`` begins with :meth:`lead` and ends with :meth:`follow`; without one this is the
+        only scheduler there is. ``watch_dashboard`` is told that somebody looks at a front end's
+        dashboard; ``retire_page`` gets the last known metrics of a front end that is gone."""
         self.boot_id = uuid.uuid4().hex
         self.pump = SchedulerPump(
             scheduler, decided=self._counted, failed=self.failed, event_log=event_log
@@ -125,9 +129,9 @@ class Hub:
         """Messages about requests of another session: a defect of a front end."""
         self.lag = Spread()
         """How late its tick was."""
-        self._members = members
         self._registry = members.registry
-        self._tell = tell
+        self._legs = Legs(members.registry)
+        self._send = tell
         self._retire_page = retire_page
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
@@ -135,12 +139,39 @@ class Hub:
         self._asked: Calls[MetricsPage | Aborted] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
-        self._membership_known = False
         self._loop = asyncio.get_running_loop()
-        self._started_s = self._loop.time()
+        self._ticked_s = self._loop.time()
         self._told_s = 0.0
-        self._ticked_s = self._started_s
+        self._membership = Membership(members, self._ticked_s)
+        unopposed = Unopposed()
+        self._lead = lead or Lead(unopposed)
+        if lead is None:
+            unopposed.begin(self.lead, self.follow)
         self._ticker = asyncio.create_task(self._tick())
+
+    # The lead ---------------------------------------------------------------------------------
+
+    def lead(self, term: int) -> None:
+        """Schedule from now on."""
+        self._lead.begin(term, self._loop.time())
+        logger.info("this process schedules from now on: term %d", term)
+
+    def follow(self) -> None:
+        """Not any more: whoever schedules next is told of the requests by their front ends."""
+        self._lead.end()
+        logger.warning("this process schedules no more; it is a standby")
+        # Waiting ones first: the end of one that runs would be the dispatch of the next.
+        owned = [(rid, s.requests[rid]) for rid, s in self._owners.items()]
+        owned.sort(key=lambda one: bool(one[1].prefill))
+        sessions, self._sessions = list(self._sessions.values()), {}
+        self._owners.clear()
+        for session in sessions:
+            session.requests, session.outbox = {}, []
+            self.tell(session.identity, self._lead.turned_away())
+        for rid, placed in owned:
+            self._legs.count(placed, -1)
+            self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))
+        self._pages.clear()  # the next scheduler asks for them
 
     # From outside -----------------------------------------------------------------------------
 
@@ -157,8 +188,7 @@ class Hub:
     @property
     def settled(self) -> bool:
         """Whether the workers have been looked at."""
-        looked = all(w.info is not None or w.problems for w in self._registry)
-        return looked or self._loop.time() > self._started_s + SETTLE_S
+        return self._membership.settled(self._loop.time())
 
     def workers_changed(self) -> None:
         """Tell the front ends in this turn of the event loop."""
@@ -189,7 +219,7 @@ class Hub:
         async def ask(session: _Session) -> None:
             try:
                 answer = await self._asked.ask(
-                    lambda number: self._tell(session.identity, question(number)), _ANSWER_S
+                    lambda number: self.tell(session.identity, question(number)), _ANSWER_S
                 )
             except TimeoutError:
                 logger.warning("front end %s does not answer", session.name)
@@ -209,19 +239,22 @@ class Hub:
 
     def receive(self, identity: bytes, message: ToScheduler) -> None:
         """Handle one message of a front end."""
-        session = self._sessions.get(identity)
-        if isinstance(message, Hello):
-            self._hello(session, identity, message)
+        if isinstance(message, Look):
+            self.tell(identity, self._lead.looked(message, ready=self.settled))
             return
+        if isinstance(message, Hello):
+            self._hello(identity, message)
+            return
+        session = self._sessions.get(identity)
         if session is None or not session.open:
-            self._tell(identity, Unwelcome())
+            self.tell(identity, Unwelcome() if self._lead.active else self._lead.turned_away())
             return
         session.heard_s = self._loop.time()
         match message:
             case Alive():
                 pass
             case RequestArrived():
-                self._enter(session, message.rid, _Placed(), message)
+                self._enter(session, message.rid, Placed(), message)
             case PrefillDone():
                 self._prefill_done(session, message)
             case RequestEnded():
@@ -230,9 +263,9 @@ class Hub:
                 for request in message.requests:
                     self._adopt(session, request)
             case LegFailed():
-                self._leg_failed(message)
+                self._membership.leg_failed(message)
             case AddWorker() | RemoveWorker() | UpdateWorker():
-                self._tell(identity, self._change(message))
+                self.tell(identity, self._change(message))
             case AbortElsewhere():
                 task = asyncio.create_task(self._abort_elsewhere(session, message))
                 self._tasks.add(task)
@@ -246,69 +279,48 @@ class Hub:
             case Bye():
                 self._end_session(session, "it said goodbye")
 
-    def _hello(self, session: _Session | None, identity: bytes, hello: Hello) -> None:
-        if hello.version != VERSION:
+    def _hello(self, identity: bytes, hello: Hello) -> None:
+        version = spoken(hello)
+        if version is None:
             reason = f"it speaks version {hello.version}, this scheduler {VERSION}"
-            self._tell(identity, Unwelcome(reason=f"{reason}: run the same sglang-sbs on both"))
+            self.tell(identity, Unwelcome(reason=f"{reason}: run the same sglang-sbs on both"))
             return
+        self._lead.deposed_by(hello, self.boot_id)
+        if not self._lead.active:
+            self.tell(identity, self._lead.turned_away())
+            return
+        now_s = self._loop.time()
+        session = self._sessions.get(identity)
         if session is None:
-            now_s = self._loop.time()
             session = _Session(identity, hello.front_end, hello.name, now_s)
             self._sessions[identity] = session
-        session.heard_s = self._loop.time()
-        if not self._membership_known and hello.scheduler not in ("", self.boot_id):
-            self._inherit(hello.workers)
+        session.heard_s = now_s
+        if hello.scheduler not in ("", self.boot_id):
+            self._membership.inherit(hello, now_s)
         if not session.open and self.settled:
             for earlier in list(self._sessions.values()):
                 if earlier is not session and earlier.front_end == session.front_end:
                     self._end_session(earlier, "began anew")
             session.open = True
-            self._tell(identity, Welcome(scheduler=self.boot_id, workers=self._states()))
+            welcome = Welcome(
+                scheduler=self.boot_id,
+                workers=self._states(),
+                version=version,
+                release=__version__,
+            )
+            self.tell(identity, welcome)
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
-
-    def _inherit(self, states: list[WorkerState]) -> None:
-        """The scheduler before this one had these workers: flags may be out of date."""
-        self._membership_known = True
-        urls = {state.url for state in states}
-        for worker in self._registry:
-            if worker.url not in urls and not is_discovered(worker):  # pods know better
-                self._members.remove_worker(worker)
-        for state in states:
-            known = self._registry.get(state.url)
-            try:
-                known = known or self._members.add_worker(
-                    state.url, state.role, state.bootstrap_port
-                )
-            except ValueError as error:
-                logger.error("cannot take over worker %s: %s", state.url, error)
-                continue
-            known.id = state.id
-            known.priority, known.cost = state.priority, state.cost
-            known.labels = state.labels | known.labels
-            known.spelling = state.spelling
 
     async def _abort_elsewhere(self, session: _Session, message: AbortElsewhere) -> None:
         answers = await self._ask_all(
             lambda call: Abort(call=call, rid=message.rid), besides=session
         )
         count = sum(answer.count for _, answer in answers if isinstance(answer, Aborted))
-        self._tell(session.identity, Done(call=message.call, count=count))
+        self.tell(session.identity, Done(call=message.call, count=count))
 
     def _change(self, message: AddWorker | RemoveWorker | UpdateWorker) -> Done:
-        self._membership_known = True
         try:
-            if isinstance(message, AddWorker):
-                worker = self._members.add_worker(message.url, message.role, message.bootstrap_port)
-            else:
-                found = self._registry.by_id(message.worker_id)
-                if found is None:
-                    raise ValueError(f"there is no worker {message.worker_id}")
-                worker = found
-                if isinstance(message, RemoveWorker):
-                    self._members.remove_worker(worker)
-                else:
-                    worker.priority, worker.cost = message.priority, message.cost
-                    worker.labels = message.labels
+            worker = self._membership.change(message, self._lead.term)
         except ValueError as error:
             return Done(call=message.call, error=str(error))
         # Before the answer, so that the front end knows it when its client asks again.
@@ -316,22 +328,9 @@ class Hub:
         self._flush()
         return Done(call=message.call, worker_id=worker.id)
 
-    def _leg_failed(self, failed: LegFailed) -> None:
-        self._registry.leg_failed(
-            LegFailure(
-                failed.leg,
-                failed.worker,
-                failed.status,
-                failed.code,
-                failed.message,
-                transport=failed.transport,
-                unreachable=failed.unreachable,
-            )
-        )
-
     # Requests ---------------------------------------------------------------------------------
 
-    def _enter(self, session: _Session, rid: str, placed: _Placed, event: Event) -> None:
+    def _enter(self, session: _Session, rid: str, placed: Placed, event: Event) -> None:
         if rid in self._owners:
             self.foreign += 1
             return
@@ -340,9 +339,9 @@ class Hub:
         self.pump.submit(event)
 
     def _adopt(self, session: _Session, request: RequestAdopted) -> None:
-        placed = _Placed(request.prefill, request.decode, not request.prefilled)
+        placed = Placed(request.prefill, request.decode, not request.prefilled)
         if request.rid not in self._owners:
-            self._count(placed, 1)
+            self._legs.count(placed, 1)
         self._enter(session, request.rid, placed, request)
 
     def _prefill_done(self, session: _Session, event: PrefillDone) -> None:
@@ -350,7 +349,7 @@ class Hub:
         if placed is None:
             self.foreign += 1
             return
-        self._prefill_over(placed)
+        self._legs.prefill_over(placed)
         self.pump.submit(event)
 
     def _ended(self, session: _Session, event: RequestEnded) -> None:
@@ -358,7 +357,7 @@ class Hub:
         if placed is None:
             return  # refused in the same moment
         del self._owners[event.rid]
-        self._count(placed, -1)
+        self._legs.count(placed, -1)
         if event.outcome == "completed":
             self._registry.leg_succeeded(placed.prefill)
             self._registry.leg_succeeded(placed.decode)
@@ -380,9 +379,8 @@ class Hub:
             placed = session.requests[command.rid]
             placed.prefill, placed.decode = command.prefill, command.decode
             placed.prefill_open = True
-            self._count(placed, 1)
-            for worker in self._workers_of(placed):
-                worker.dispatches += 1
+            self._legs.count(placed, 1)
+            self._legs.dispatched(placed)
         else:
             del self._owners[command.rid], session.requests[command.rid]
         session.outbox.append(command)
@@ -400,26 +398,6 @@ class Hub:
         )
         self.pump.submit(RequestEnded(rid=rid, outcome="failed"))
 
-    def _workers_of(self, placed: _Placed) -> Iterator[Worker]:
-        for url in (placed.prefill, placed.decode):
-            worker = self._registry.get(url)
-            if worker is not None:
-                yield worker
-
-    def _count(self, placed: _Placed, step: int) -> None:
-        """Legs in flight: one more of each, or one less."""
-        prefill, decode = self._registry.get(placed.prefill), self._registry.get(placed.decode)
-        if prefill is not None and placed.prefill_open:
-            prefill.active = max(0, prefill.active + step)
-        if decode is not None:
-            decode.active = max(0, decode.active + step)
-
-    def _prefill_over(self, placed: _Placed) -> None:
-        prefill = self._registry.get(placed.prefill)
-        if placed.prefill_open and prefill is not None:
-            prefill.active = max(0, prefill.active - 1)
-        placed.prefill_open = False
-
     # Telling ----------------------------------------------------------------------------------
 
     def _states(self) -> list[WorkerState]:
@@ -431,9 +409,13 @@ class Hub:
         self._flush()
         self._tell_all(Silenced(worker=worker.url))
 
+    def tell(self, identity: bytes, message: FromScheduler) -> bool:
+        """Every message bears the term."""
+        return self._send(identity, self._lead.stamped(message))
+
     def _tell_all(self, message: FromScheduler) -> None:
         for session in list(self._sessions.values()):
-            if session.open and not self._tell(session.identity, message):
+            if session.open and not self.tell(session.identity, message):
                 self._end_session(session, "its connection is gone")
 
     def _flush_soon(self) -> None:
@@ -441,16 +423,26 @@ class Hub:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
+    def _cluster(self, snapshot: Snapshot | None = None) -> Cluster:
+        return Cluster(
+            workers=self._states(),
+            snapshot=snapshot,
+            lead_s=self._loop.time() - self._lead.since_s,
+            address=self._lead.address,
+        )
+
     def _flush(self) -> None:
         """News of workers first: a decision may be about a new one."""
         self._flushing = False
+        if not self._lead.active:
+            return  # nothing of it is anybody's business
         if self._told_s == 0.0:
             self._told_s = self._loop.time()
-            self._tell_all(Cluster(workers=self._states()))
+            self._tell_all(self._cluster())
         for session in list(self._sessions.values()):
             if session.outbox:
                 commands, session.outbox = session.outbox, []
-                if not self._tell(session.identity, Decisions(commands=commands)):
+                if not self.tell(session.identity, Decisions(commands=commands)):
                     self._end_session(session, "its connection is gone")
 
     async def _tick(self) -> None:
@@ -462,6 +454,9 @@ class Hub:
                 logger.exception("heartbeat failed")
 
     def _beat(self, now_s: float) -> None:
+        if not self._lead.active:  # it may end by being asked, before anything is said
+            self._ticked_s = now_s
+            return
         self.lag.add(max(0.0, now_s - self._ticked_s - TICK_S))
         late_s = max(0.0, now_s - self._ticked_s - 2 * TICK_S)
         self._ticked_s = now_s
@@ -472,7 +467,7 @@ class Hub:
                 self._end_session(session, f"silent for {now_s - session.heard_s:.1f} s")
         if now_s - self._told_s >= CLUSTER_EVERY_S:
             self._told_s = now_s
-            self._tell_all(Cluster(workers=self._states(), snapshot=self.pump.snapshot()))
+            self._tell_all(self._cluster(self.pump.snapshot()))
         self._tell_all(Alive())
 
     def _end_session(self, session: _Session, why: str) -> None:
@@ -494,5 +489,5 @@ class Hub:
         for rid in requests:  # all of them first: the end of one may be the dispatch of the next
             del self._owners[rid]
         for rid, placed in requests.items():
-            self._count(placed, -1)
+            self._legs.count(placed, -1)
             self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))

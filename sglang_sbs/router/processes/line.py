@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
-from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler
+from sglang_sbs.router.processes.messages import ToScheduler
 
 
 class Line(Protocol):
@@ -24,7 +23,3 @@ class Line(Protocol):
 
     def close(self, linger_ms: int = 0) -> None:
         """``linger_ms``: how long what was told last may take to leave."""
-
-
-Connect = Callable[[Callable[[FromScheduler], None]], Line]
-"""May raise; then it has left nothing open."""

@@ -5,8 +5,13 @@ is said about requests are the scheduler's own events and commands (``scheduling
 
 One message is two ZMQ frames: ``TOPIC`` and a tagged msgpack map. Compatibility rule: fields are
 only ever appended, each with a default; unknown fields are ignored, unknown tags are malformed.
+What cannot be said that way raises ``VERSION``; each side speaks ``OLDEST`` to ``VERSION``, so that
+front ends and schedulers can be brought to another release one by one.
 Nothing here is a difference to an earlier message except the events of requests, and those are
 announced anew (:class:`Hello`, :class:`Adopted`) whenever one may have been lost.
+
+Whatever a scheduler says bears its **term**. Terms only rise, and each has one scheduler: what is
+said in an earlier term than the latest one heard of is by a scheduler that was replaced.
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ from sglang_sbs.wire.endforward import MalformedMessage
 
 TOPIC = b"sbsf1"
 VERSION = 1
+OLDEST = 1
+MAX_TERM = 2**31 - 1
+MAX_ADDRESS_CHARS = 512
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_ADOPTED = 512
 """Requests in one :class:`Adopted`; more go into further ones."""
@@ -41,6 +49,13 @@ MAX_EXCLUDED = 4096
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     pass
+
+
+class _Said(_Message, frozen=True, kw_only=True):
+    """By a scheduler."""
+
+    term: int = 0
+    """0: of a release that knows no terms."""
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -78,6 +93,7 @@ class Hello(_Message, frozen=True):
     """A front end wants to be served; repeated until :class:`Welcome`."""
 
     version: int
+    """The latest that it speaks."""
     front_end: str
     """The same for the life of the front end: a later session of it replaces the earlier one."""
     name: str
@@ -85,9 +101,28 @@ class Hello(_Message, frozen=True):
     scheduler: str = ""
     """Boot id of the scheduler that ``workers`` is from; empty: never heard of one."""
     workers: list[WorkerState] = []
+    oldest: int = 0
+    """The earliest version that it speaks; 0: only ``version``."""
+    release: str = ""
+    """Of sglang-sbs, for people."""
+    term: int = 0
+    """The highest it has heard of: a scheduler of an earlier one is deposed by it."""
+    last_term: int = 0
+    """In which ``scheduler`` led."""
 
 
-class Alive(_Message, frozen=True):
+class Look(_Message, frozen=True):
+    """Asks a scheduler how it stands; answered by :class:`Standing`. Takes no session."""
+
+    who: str
+    """The front end, or the address of another scheduler."""
+    term: int = 0
+    """As in :class:`Hello`."""
+    served: bool = False
+    """A front end that has a session in that term, with whomever."""
+
+
+class Alive(_Said, frozen=True):
     """Heartbeat, both ways."""
 
 
@@ -170,6 +205,7 @@ class Bye(_Message, frozen=True):
 
 ToScheduler = (
     Hello
+    | Look
     | Alive
     | Adopted
     | LegFailed
@@ -191,47 +227,67 @@ ToScheduler = (
 # Scheduler to front end -----------------------------------------------------------------------
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(_Said, frozen=True):
     """The session is open; events of requests may be sent from now on."""
 
     scheduler: str
     """Boot id: new for every start of the scheduler process."""
     workers: list[WorkerState]
+    version: int = 1
+    """Spoken from now on, by both."""
+    release: str = ""
 
 
-class Unwelcome(_Message, frozen=True):
+class Standing(_Said, frozen=True):
+    """Answers :class:`Look`. The term is the highest it has heard of, unless it is ``active``."""
+
+    active: bool = False
+    """It schedules, in that term."""
+    ready: bool = False
+    """It has looked at the workers."""
+
+
+class Unwelcome(_Said, frozen=True):
     """No session: say :class:`Hello` (again), or give up when ``reason`` says so."""
 
     reason: str = ""
+    standby: bool = False
+    """It does not schedule: say Hello elsewhere."""
+    active: str = ""
+    """The address of who does, as far as a standby knows."""
 
 
-class Cluster(_Message, frozen=True):
+class Cluster(_Said, frozen=True):
     """All workers; sent on every change and once a second."""
 
     workers: list[WorkerState]
     snapshot: Snapshot | None = None
+    lead_s: float = 0.0
+    """For so long this scheduler has scheduled."""
+    address: str = ""
+    """Where it says that it can be reached."""
 
 
-class Silenced(_Message, frozen=True):
+class Silenced(_Said, frozen=True):
     """The worker answers nothing any more, or restarted: what it was doing is lost."""
 
     worker: str
 
 
-class Decisions(_Message, frozen=True):
+class Decisions(_Said, frozen=True):
     """Requests of one gang stay together and in order."""
 
     commands: list[Dispatch | Refuse]
 
 
-class Abort(_Message, frozen=True):
+class Abort(_Said, frozen=True):
     """End requests of clients (see :class:`AbortElsewhere`); answered by :class:`Aborted`."""
 
     call: int
     rid: str = ""
 
 
-class Done(_Message, frozen=True):
+class Done(_Said, frozen=True):
     """Answers what a front end asked for."""
 
     call: int
@@ -240,13 +296,13 @@ class Done(_Message, frozen=True):
     error: str = ""
 
 
-class AskMetrics(_Message, frozen=True):
+class AskMetrics(_Said, frozen=True):
     """Wants a :class:`MetricsPage`."""
 
     call: int
 
 
-class DashboardFrame(_Message, frozen=True):
+class DashboardFrame(_Said, frozen=True):
     """See :class:`WatchDashboard`."""
 
     payload: bytes
@@ -257,6 +313,7 @@ class DashboardFrame(_Message, frozen=True):
 
 FromScheduler = (
     Welcome
+    | Standing
     | Unwelcome
     | Alive
     | Cluster
@@ -286,7 +343,13 @@ def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
         MalformedMessage: wrong topic, frame count or types, or numbers no front end can mean.
     """
     message: ToScheduler = _decode(_to_scheduler, frames)
-    if isinstance(message, RequestArrived):
+    if isinstance(message, Hello | Look):
+        _check_term(message.term)
+        if isinstance(message, Hello):
+            _check_term(message.last_term)
+        elif len(message.who) > MAX_ADDRESS_CHARS:
+            raise MalformedMessage("the name of who looks is too long")
+    elif isinstance(message, RequestArrived):
         if message.deadline_s is not None:
             raise MalformedMessage("deadline_s is a time of the sender's clock")
         if len(message.exclude) > MAX_EXCLUDED:
@@ -313,7 +376,14 @@ def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
 def decode_from_scheduler(frames: Sequence[bytes]) -> FromScheduler:
     """Parse what the scheduler sent. Raises: MalformedMessage."""
     message: FromScheduler = _decode(_from_scheduler, frames)
+    _check_term(message.term)
     return message
+
+
+def spoken(hello: Hello) -> int | None:
+    """The version to speak with this front end; ``None``: there is none that both do."""
+    latest = min(hello.version, VERSION)
+    return latest if latest >= max(hello.oldest or hello.version, OLDEST) else None
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> Any:
@@ -325,6 +395,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> A
         return decoder.decode(frames[1])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMessage(str(error)) from error
+
+
+def _check_term(term: int) -> None:
+    if not 0 <= term <= MAX_TERM:
+        raise MalformedMessage(f"{term} is no term")
 
 
 def _check_blocks(blocks: list[int]) -> None:

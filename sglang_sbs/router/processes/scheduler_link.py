@@ -20,7 +20,9 @@ a step that fails (no descriptors are left, say) is tried again at every tick, a
 wait for it.
 
 Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
-either direction. A request is in ``_requests`` from :meth:`assign` until it is refused or ended.
+either direction. Whom it is with is the business of a :class:`~.scheduler_choice.Choice`. What is
+said in an earlier term than the latest one heard of is dropped, and the session ends. A request is
+in ``_requests`` from :meth:`assign` until it is refused or ended.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Unpack
 
+from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment.dispatcher import (
     Arrival,
@@ -38,15 +41,14 @@ from sglang_sbs.router.assignment.dispatcher import (
     DispatchObserver,
 )
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
-from sglang_sbs.router.processes.calls import Calls, no_scheduler
-from sglang_sbs.router.processes.line import Connect, Line
+from sglang_sbs.router.processes.followed import Followed, LeadView
+from sglang_sbs.router.processes.line import Line
 from sglang_sbs.router.processes.messages import (
     MAX_ADOPTED,
+    OLDEST,
     VERSION,
     Abort,
     Aborted,
-    AbortElsewhere,
-    AddWorker,
     Adopted,
     Alive,
     AskMetrics,
@@ -59,18 +61,17 @@ from sglang_sbs.router.processes.messages import (
     Hello,
     LegFailed,
     MetricsPage,
-    RemoveWorker,
     Silenced,
     ToScheduler,
     Unwelcome,
-    UpdateWorker,
     WatchDashboard,
     Welcome,
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.own_requests import OwnRequests
 from sglang_sbs.router.processes.retried_steps import Undone
-from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.router.processes.scheduler_calls import SchedulerCalls
+from sglang_sbs.router.processes.scheduler_choice import Choice
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
@@ -94,7 +95,6 @@ _FORGIVEN_S = 60.0
 """After so long without being missed it has the first patience again."""
 _STALLED_S = 3 * ALIVE_EVERY_S
 """This process did nothing for so long: its silence tells nothing about the scheduler's."""
-_CALL_S = 5.0
 _LAST_WORDS_MS = 200
 
 
@@ -104,7 +104,7 @@ class SchedulerLink:
 
     def __init__(
         self,
-        connect: Connect,
+        choice: Choice,
         registry: MirroredRegistry,
         *,
         name: str,
@@ -116,13 +116,14 @@ class SchedulerLink:
         alone_changed: Callable[[bool], None] = lambda alone: None,
         dashboard_frame: Callable[[DashboardFrame], None] = lambda frame: None,
     ) -> None:
-        """``fallback`` makes a scheduler for a time alone; ``observer`` counts its decisions.
+        """``choice`` says whom to connect to, and does. ``fallback`` makes a scheduler for a time
+        alone; ``observer`` counts its decisions.
         ``abort`` ends the requests of clients by the id they gave (empty: all); how many.
         ``alone_changed`` is told whenever the scheduler is lost or found again, and
         ``dashboard_frame`` gets what :meth:`ask_dashboard` brings."""
         self.times_alone = 0
         self.connected = False
-        self._connect = connect
+        self._choice = choice
         self._alone_changed = alone_changed
         self._dashboard_frame = dashboard_frame
         self._registry = registry
@@ -133,10 +134,12 @@ class SchedulerLink:
         self._abort = abort
         self._give_up_s = give_up_s
         self._id = uuid.uuid4().hex
-        self._scheduler = ""
         self._refusal = ""
         self._requests = OwnRequests()
-        self._calls: Calls[Done] = Calls()
+        self.calls = SchedulerCalls(self._tell)
+        self.fenced = 0
+        """Messages of schedulers that were replaced."""
+        self._followed = Followed()
         self._pump: SchedulerPump | None = None
         self._snapshot: Any = None
         self._errors = 0
@@ -152,7 +155,7 @@ class SchedulerLink:
     async def start(self, patience_s: float) -> bool:
         """Find the scheduler; False if it was not there in time (it is looked for ever after).
 
-        Raises what ``connect`` does, which later is logged and survived.
+        Raises what connecting does, which later is logged and survived.
         """
         self._new_line()
         self._go_alone()
@@ -250,7 +253,7 @@ class SchedulerLink:
         self.connected = False
         self.times_alone += 1
         self._welcome.clear()
-        self._calls.give_up()
+        self.calls.give_up()
         self._undone.begin(self._place_alone, *more, self._tell_alone)
 
     def _place_alone(self) -> None:
@@ -292,12 +295,14 @@ class SchedulerLink:
 
     def _join(self, welcome: Welcome) -> None:
         """From alone to connected, and alone again if it is lost meanwhile."""
-        restarted = self._scheduler not in ("", welcome.scheduler)
-        if self._scheduler == welcome.scheduler:
+        if not OLDEST <= welcome.version <= VERSION:
+            logger.error("the scheduler speaks version %d: run the same release", welcome.version)
+            return
+        if self._followed.boot_id == welcome.scheduler:
             self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
         else:
             self._patience_s = LOST_AFTER_S
-        self._scheduler = welcome.scheduler
+        found = self._followed.found(welcome, self._choice.target)
         self._found_s = self._loop.time()
         self.connected = True
         self._undone.clear()
@@ -311,13 +316,13 @@ class SchedulerLink:
         if not self.connected:
             return
         logger.info(
-            "connected to the %sscheduler; announced %s in flight",
-            "restarted " if restarted else "",
+            "connected to %s scheduler (%s, term %d); announced %s in flight",
+            *(found, self._choice.target, self._choice.term),
             counted(len(placed), "request"),
         )
 
     def _new_line(self) -> None:
-        """A new session. Raises what ``connect`` does: then there is no line."""
+        """A new session. Raises what connecting does: then there is no line."""
         # The old one first: it has descriptors that the new one needs.
         before, self._line = self._line, None
         if before is not None:
@@ -328,7 +333,7 @@ class SchedulerLink:
             if line is self._line:
                 self._received(message)
 
-        self._line = line = self._connect(take)
+        self._line = line = self._choice.connect(take)
 
     async def _tick(self) -> None:
         last_s = self._loop.time()
@@ -348,6 +353,11 @@ class SchedulerLink:
     def _beat(self, now_s: float, *, stalled: bool) -> None:
         if self._line is not None:
             self._line.drain()
+        if why := self._choice.look(served=self.connected):
+            if self.connected:
+                self._lose(why)
+            else:
+                self._undone.add(self._new_line)
         self._undone.carry_on()
         if self._line is None:
             return
@@ -357,8 +367,12 @@ class SchedulerLink:
                     version=VERSION,
                     front_end=self._id,
                     name=self._name,
-                    scheduler=self._scheduler,
+                    scheduler=self._followed.boot_id,
                     workers=self._registry.states(),
+                    oldest=OLDEST,
+                    release=__version__,
+                    term=self._choice.term,
+                    last_term=self._followed.term,
                 )
             )
         elif stalled:
@@ -372,9 +386,18 @@ class SchedulerLink:
 
     def _received(self, message: FromScheduler) -> None:
         self._heard_s = self._loop.time()
+        if 0 < message.term < self._choice.term and not isinstance(message, Unwelcome):
+            self.fenced += 1
+            self._lose(f"it was replaced: term {message.term}, not {self._choice.term}")
+            return
+        if not isinstance(message, Unwelcome):
+            self._choice.term = max(self._choice.term, message.term)
         match message:
             case Welcome():
                 self._welcomed(message)
+            case Unwelcome() if message.standby:
+                self._lose(f"it is a standby of {message.active or 'another one'}")
+                self._choice.turned_away()
             case Unwelcome():
                 if message.reason and message.reason != self._refusal:
                     self._refusal = message.reason
@@ -382,7 +405,7 @@ class SchedulerLink:
                 elif not message.reason:
                     self._lose("it does not know this front end: it was restarted")
             case Done():
-                self._calls.answered(message.call, message)
+                self.calls.answered(message)
             case AskMetrics():
                 self._tell(MetricsPage(call=message.call, text=self._metrics_page()))
             case Abort():
@@ -396,6 +419,7 @@ class SchedulerLink:
                     self._requests.decide(command)
             case Cluster():
                 self._registry.follow(message.workers)
+                self._followed.said(message)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case DashboardFrame():
@@ -405,34 +429,7 @@ class SchedulerLink:
                 if worker is not None:
                     self._registry.silenced(worker)
 
-    # Workers ----------------------------------------------------------------------------------
-
-    async def add_worker(self, url: str, role: Any, bootstrap_port: int | None) -> str:
-        """Returns its id. Raises: ValueError as the registry does; RouterError, no scheduler."""
-        done = await self._call(
-            lambda call: AddWorker(call=call, url=url, role=role, bootstrap_port=bootstrap_port)
-        )
-        return done.worker_id
-
-    async def remove_worker(self, worker_id: str) -> None:
-        """Raises: ValueError, there is none; RouterError, no scheduler."""
-        await self._call(lambda call: RemoveWorker(call=call, worker_id=worker_id))
-
-    async def update_worker(self, worker: Worker) -> None:
-        """Tell its priority, cost and labels. Raises: ValueError; RouterError, no scheduler."""
-        await self._call(
-            lambda call: UpdateWorker(
-                call=call,
-                worker_id=worker.id,
-                priority=worker.priority,
-                cost=worker.cost,
-                labels=worker.labels,
-            )
-        )
-
-    async def abort_elsewhere(self, rid: str) -> int:
-        """End requests of the other front ends; how many. Raises: RouterError, no scheduler."""
-        return (await self._call(lambda call: AbortElsewhere(call=call, rid=rid))).count
+    # What only the scheduler can do -----------------------------------------------------------
 
     def report(self, failed: LegFailed) -> bool:
         """Blame a worker for a leg; False if there is no scheduler to tell."""
@@ -446,17 +443,6 @@ class SchedulerLink:
     def fallback_pump(self) -> SchedulerPump | None:
         """What places requests while alone."""
         return self._pump
-
-    async def _call(self, question: Callable[[int], ToScheduler]) -> Done:
-        try:
-            done = await self._calls.ask(lambda number: self._tell(question(number)), _CALL_S)
-        except TimeoutError:
-            done = None
-        if done is None:
-            raise no_scheduler() from None
-        if done.error:
-            raise ValueError(done.error)
-        return done
 
     # Views and end ----------------------------------------------------------------------------
 
@@ -481,6 +467,13 @@ class SchedulerLink:
             return self._pump.snapshot()
         return self._snapshot
 
+    def lead(self) -> LeadView:
+        """Who schedules, for people."""
+        return self._followed.view(
+            *(self._choice.target, self._choice.term, self.times_alone - 1),
+            connected=self.connected,
+        )
+
     def flush_log(self) -> None:
         """The scheduler process keeps the log."""
 
@@ -495,3 +488,4 @@ class SchedulerLink:
         if self._line is not None:
             self._line.close(linger_ms=_LAST_WORDS_MS)
             self._line = None
+        self._choice.close()

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import aiohttp
 from aiohttp import web
@@ -21,13 +21,18 @@ from prometheus_client.core import Metric
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.plain_words import naming_port
 from sglang_sbs.router.assignment.decision_times import lag_families
+from sglang_sbs.router.election import Election, ElectionTimes, parse_election
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
+from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
 from sglang_sbs.router.processes.dashboard_leases import Leases
+from sglang_sbs.router.processes.fixed_order import FixedOrder
 from sglang_sbs.router.processes.front_end_sessions import Hub
-from sglang_sbs.router.processes.messages import ToScheduler, WatchDashboard
-from sglang_sbs.router.processes.sockets import SchedulerSocket
+from sglang_sbs.router.processes.lead import Lead, Unopposed
+from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, WatchDashboard
+from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
@@ -47,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_S = 1.0
 _AGAIN_S = 0.2
+_LAST_WORDS_MS = 200
 _SCRAPE_TURN_S = 0.005
 """Of writing metrics, before others of this process get a turn."""
 
@@ -69,6 +75,7 @@ class SchedulerProcess:
         self._leases: Leases
         self._sockets: SchedulerSocket
         self._retired = ""
+        self._campaign: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics_port: MetricsPort | None = None
 
@@ -80,7 +87,11 @@ class SchedulerProcess:
             ValueError: no way to look for workers (``--service-discovery``).
         """
         options = self.options
-        assert options.scheduler_endpoint is not None, "checked with the command line"
+        several = options.several
+        assert several.listen is not None, "checked with the command line"
+        election = _election_of(several)
+        told = election.told if isinstance(election, FixedOrder) else lambda look: None
+        self.lead = Lead(election, several.advertise, told)
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._session = worker_session(options)
         self._watch = Watch(
@@ -92,6 +103,7 @@ class SchedulerProcess:
             self._watch,
             self._sockets.tell,
             Scheduler(options.scheduler),
+            lead=self.lead,
             observer=self.metrics,
             event_log=log,
             watch_dashboard=self._watch_dashboard,
@@ -99,9 +111,12 @@ class SchedulerProcess:
         )
         registry = self._watch.registry
         self._feed = LocalFeed(
-            self._hub.pump, options.scheduler, problems=lambda: problems_of(registry)
+            self._hub.pump,
+            options.scheduler,
+            problems=lambda: problems_of(registry),
+            lead=self.lead.shown_to_people,
         )
-        self._leases = Leases(self._feed, self._sockets.tell)
+        self._leases = Leases(self._feed, self._hub.tell)
         self.metrics.collect_with(self._collect)
         try:
             if options.take_over:
@@ -111,11 +126,12 @@ class SchedulerProcess:
             await self._listen_for_metrics()
             self._watch.add_configured()
             await self._watch.discover()
-            self.endpoint = self._sockets.open(options.scheduler_endpoint, options.scheduler_keys)
+            self.endpoint = self._sockets.open(several.listen, several.keys)
         except BaseException:
             await self.stop()
             raise
         self._tasks.append(asyncio.create_task(self._flush_log()))
+        self._campaign = asyncio.create_task(self._stand(election))
 
     @property
     def front_ends(self) -> int:
@@ -130,17 +146,31 @@ class SchedulerProcess:
             self._tasks.append(asyncio.create_task(port.close()))
 
     async def stop(self) -> None:
+        if self._campaign is not None:  # first, so that another one can lead at once
+            self._campaign.cancel()
+            await asyncio.gather(self._campaign, return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._feed.close()
         await self._watch.close()
         self._hub.close()
-        self._sockets.close()
+        self._sockets.close(_LAST_WORDS_MS)
         self._hub.pump.close()
         if self._metrics_port is not None:
             await self._metrics_port.close()
         await self._session.close()
+
+    async def _stand(self, election: Election) -> None:
+        """For election, again and again."""
+        while True:
+            try:
+                await election.run(self._hub.lead, self._hub.follow)
+            except Exception:
+                logger.exception("the election failed: this scheduler is a standby")
+            if self.lead.active:
+                self._hub.follow()
+            await asyncio.sleep(_AGAIN_S)
 
     # Between the parts ------------------------------------------------------------------------
 
@@ -172,7 +202,10 @@ class SchedulerProcess:
     # Metrics ----------------------------------------------------------------------------------
 
     async def _listen_for_metrics(self) -> None:
-        port = MetricsPort(self._metrics, self.metrics.malformed_request, 1.0)
+        port = MetricsPort(
+            *(self._metrics, self.metrics.malformed_request, 1.0),
+            {"/readiness": self._readiness, "/active": self._active},
+        )
         self._metrics_port = port
         if self.options.take_over:
             self._tasks.append(asyncio.create_task(self._open_when_free(port)))
@@ -213,6 +246,26 @@ class SchedulerProcess:
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
+    async def _readiness(self, _request: web.Request) -> web.Response:
+        """A standby is ready, too: it can take over."""
+        ready = self._hub.settled
+        return self._standing("ready" if ready else "looking at the workers", good=ready)
+
+    async def _active(self, _request: web.Request) -> web.Response:
+        """For who wants the one that schedules."""
+        active = self.lead.active
+        return self._standing("active" if active else "standby", good=active)
+
+    def _standing(self, status: str, *, good: bool) -> web.Response:
+        shown = {
+            "status": status,
+            "scheduler": "active" if self.lead.active else "standby",
+            "term": self.lead.term,
+            "leader": self.lead.leader,
+            "front_ends": self.front_ends,
+        }
+        return web.json_response(shown, status=200 if good else 503)
+
     def _retire(self, page: str) -> None:
         """What a dead front end counted still happened."""
         with contextlib.suppress(ValueError):
@@ -227,6 +280,7 @@ class SchedulerProcess:
         yield from snapshot_families(self._hub.pump.snapshot(), self._watch.registry)
         yield from self._hub.pump.times.families()
         yield from lag_families(self._hub.lag)
+        yield from self.lead.families()
         yield from self._watch.families()
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
         errors.add_metric([], self._hub.pump.errors)
@@ -238,3 +292,19 @@ class SchedulerProcess:
         messages.add_metric(["foreign"], self._hub.foreign)
         yield from (errors, front_ends, messages)
         yield self.metrics.selections(model_name(self._watch.registry))
+
+
+def _election_of(several: SeveralProcesses) -> Election:
+    """How it is decided who schedules. Raises: ValueError."""
+    flags = several.election
+    if flags is not None:
+        times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
+        return parse_election(flags.url, several.advertise, times)
+    others = several.schedulers
+    if len(others) <= 1:
+        return Unopposed()
+
+    def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> Line:
+        return FrontEndSocket(endpoint, several.keys, receive)
+
+    return FixedOrder(others, others.index(several.advertise), dial)

@@ -232,8 +232,7 @@ class Supervisor:
                 self._scheduler = Child("scheduler", partial(self._scheduler_command, endpoint), [])
                 await self._start([self._scheduler])
             else:
-                assert options.scheduler_endpoint is not None, "checked with the command line"
-                endpoint = options.scheduler_endpoint
+                endpoint = ",".join(options.several.schedulers)
             self._make_front_ends(endpoint, predecessor)
             await self._start(self._front_ends)
             if self._stopping.is_set():
@@ -352,7 +351,7 @@ class Supervisor:
                 f"EndForward at {facts['endforward'] or 'nothing'}; scheduler {self._scheduler.pid}"
             )
         else:
-            scheduler = f"scheduler at {options.scheduler_endpoint}"
+            scheduler = f"schedulers at {','.join(options.several.schedulers)}"
         logger.info(
             "sglang-sbs %s: policy %s at %s:%d, %s, front ends %s",
             *(__version__, options.scheduler.policy, options.host, self._port, scheduler),

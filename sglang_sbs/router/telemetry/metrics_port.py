@@ -1,4 +1,5 @@
-"""The metrics port: ``GET /metrics``, open to whoever reaches it.
+"""The metrics port: ``GET /metrics`` and what else is asked of a process that serves no clients,
+open to whoever reaches it.
 
 It shares descriptors with the serving port, so it takes few connections, and none that say nothing.
 Must not know what is on the page.
@@ -7,7 +8,7 @@ Must not know what is on the page.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from aiohttp import web
@@ -23,12 +24,20 @@ Page = Callable[[web.Request], Awaitable[web.Response]]
 class MetricsPort:
     """``open`` once or until it succeeds, then ``close``."""
 
-    def __init__(self, page: Page, malformed: Callable[[], None], shutdown_s: float) -> None:
+    def __init__(
+        self,
+        page: Page,
+        malformed: Callable[[], None],
+        shutdown_s: float,
+        others: Mapping[str, Page] = {},
+    ) -> None:
         """``malformed`` is told of requests that are no HTTP; ``shutdown_s`` is how long answers
-        under way may take at the end."""
+        under way may take at the end; ``others`` are pages by path."""
         self._doorman = Doorman()
         app = web.Application(middlewares=[self._heard])
         app.router.add_get("/metrics", page)
+        for path, other in others.items():
+            app.router.add_get(path, other)
         self._runner = web.AppRunner(
             app,
             access_log=None,

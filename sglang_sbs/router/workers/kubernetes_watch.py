@@ -12,18 +12,15 @@ Only a complete list, or a deletion that was seen, takes a worker away.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import Metric
 
+from sglang_sbs.router.kubernetes_api import ApiError, open_api, read_answer
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.config import DiscoveryConfig
 from sglang_sbs.router.workers.kubernetes_pods import Found, Members, PodMembership, read_pod
@@ -50,45 +47,6 @@ class WatchTiming:
     longest_pause_s: float = 30.0
 
 
-class ApiError(RuntimeError):
-    """The API server refused."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"HTTP {status}: {text}")
-        self.status = status
-
-
-async def open_api() -> ApiClient:
-    """A client for the cluster of the kubeconfig file, or else for the one this process runs in.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    from kubernetes_asyncio import client, config
-
-    configuration = client.Configuration()
-    path = _kubeconfig()
-    try:
-        if path is not None:
-            await config.load_kube_config(config_file=path, client_configuration=configuration)
-        else:
-            config.load_incluster_config(client_configuration=configuration)
-    except (config.ConfigException, OSError) as error:
-        raise ValueError(
-            f"--service-discovery: no way to the Kubernetes API ({error}); run the router in a pod "
-            "with a service account, or name a kubeconfig file in KUBECONFIG"
-        ) from error
-    return client.ApiClient(configuration)
-
-
-def _kubeconfig() -> str | None:
-    named = os.environ.get("KUBECONFIG")
-    if named:
-        return named
-    usual = Path.home() / ".kube" / "config"
-    return str(usual) if usual.exists() else None
-
-
 class PodDiscovery:
     """``await start()``, then the members follow the pods until ``await close()``."""
 
@@ -104,7 +62,7 @@ class PodDiscovery:
 
     async def start(self) -> None:
         """Workers come in the background. Raises: ValueError, no way to any API server."""
-        self._api = api = await open_api()
+        self._api = api = await open_api("--service-discovery")
         logger.info(
             "watching pods in %s at %s: %s",
             self._config.namespace or "all namespaces",
@@ -291,15 +249,7 @@ class PodStream:
             _preload_content=False,
             **query,
         )
-        async with contextlib.AsyncExitStack() as stack:
-            stack.callback(response.release)
-            raw = await response.read()
-            if response.status != 200:
-                raise ApiError(response.status, _message(raw))
-        page = json.loads(raw)
-        if not isinstance(page, dict):
-            raise ValueError("not a list of pods")
-        return page
+        return await read_answer(response)
 
     def _method(self, api: ApiClient) -> tuple[Any, tuple[str, ...]]:
         from kubernetes_asyncio.client import CoreV1Api
@@ -319,14 +269,6 @@ class PodStream:
             self._complaint = ""
             logger.info("%s pods are watched again", self.role)
         self.current = True
-
-
-def _message(raw: bytes) -> str:
-    """What a Status object of the API says, or what came instead."""
-    try:
-        return str(json.loads(raw)["message"])
-    except (ValueError, KeyError, TypeError):
-        return raw[:200].decode("utf-8", "replace")
 
 
 def _describe(error: Exception, selector: str, namespace: str | None) -> str:

@@ -1,0 +1,1 @@
+"""``scripts/chaos --ha``: faults of front ends and schedulers on two addresses, under load."""

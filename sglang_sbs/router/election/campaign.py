@@ -1,0 +1,165 @@
+"""A candidate and the store it asks: the election as a running process sees it.
+
+Whether this process leads is never a matter of a timer having fired: :meth:`Campaign.leads` looks
+at the clock. A process that was stopped (SIGSTOP, a paused machine) and goes on finds its lead
+over before it does anything else, if it asks first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from sglang_sbs.router.election.candidate import (
+    Candidate,
+    ElectionTimes,
+    Read,
+    Renew,
+    Sleep,
+    Take,
+)
+from sglang_sbs.router.election.store import LockStore, Refused, StoreError
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_S = 1.0
+_MARK = "#"
+"""Between the address and what tells one process there from the next."""
+
+
+def boot_clock() -> float:
+    """Seconds since the machine started, also those that it slept; nobody can set it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Campaign:
+    """Implements :class:`~sglang_sbs.router.election.Election` with any store."""
+
+    def __init__(
+        self,
+        store: LockStore,
+        identity: str,
+        times: ElectionTimes,
+        clock: Callable[[], float] = boot_clock,
+    ) -> None:
+        """``identity``: the address under which this process is known."""
+        self._store = store
+        self._times = times
+        self._clock = clock
+        self._candidate = Candidate(f"{identity}{_MARK}{secrets.token_hex(4)}", times)
+        self._lead: Callable[[int], None] = lambda _term: None
+        self._follow: Callable[[], None] = lambda: None
+        self._told: int | None = None
+        self._lapse: asyncio.TimerHandle | None = None
+        self._sooner = asyncio.Event()
+        self.complaint = ""
+        """Why the store cannot be asked; empty: it can."""
+
+    async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
+        """Until cancelled; see :class:`~sglang_sbs.router.election.Election`.
+
+        Raises:
+            ValueError: there is no way to the store at all.
+        """
+        self._lead, self._follow = lead, follow
+        try:
+            await self._store.open()
+            while True:
+                await self._step()
+                self._tell()
+        finally:
+            await self._leave()
+
+    @property
+    def leader(self) -> str | None:
+        """The address of who is known to lead."""
+        holder = self._candidate.leader_at(self._clock())
+        return holder.rpartition(_MARK)[0] or holder if holder else None
+
+    def leads(self) -> bool:
+        """Whether this process leads now. If the lead has just lapsed, ``follow`` was called."""
+        self._tell()
+        return self._told is not None
+
+    def exceed(self, term: int) -> None:
+        """Another has led in this term; a lead in it or in an earlier one ends at once."""
+        self._candidate.exceed(term)
+        self._sooner.set()
+        self._tell()
+
+    async def _step(self) -> None:
+        asked_s = self._clock()
+        step = self._candidate.next_step(asked_s)
+        if isinstance(step, Sleep):
+            self._sooner.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._sooner.wait(), step.for_s)
+            return
+        try:
+            async with asyncio.timeout(self._times.ask_s):
+                await self._ask(step, asked_s)
+        except Refused:
+            self._candidate.refused(self._clock())
+        except StoreError as error:
+            self._failed(str(error), asked_s)
+        except TimeoutError:
+            self._failed(f"no answer within {self._times.ask_s:g} s", asked_s)
+
+    async def _ask(self, step: Read | Take | Renew, asked_s: float) -> None:
+        candidate = self._candidate
+        if isinstance(step, Read):
+            candidate.observed(await self._store.read(), self._clock())
+        elif isinstance(step, Take):
+            record = await self._store.take(step.seen, candidate.holder, step.term)
+            candidate.took(record, asked_s, self._clock())
+        else:
+            record = await self._store.renew(step.mine)
+            candidate.renewed(record, asked_s, self._clock())
+        if self.complaint:
+            logger.info("election: the store answers again")
+            self.complaint = ""
+
+    def _failed(self, text: str, asked_s: float) -> None:
+        self._candidate.unreachable(asked_s, self._clock())
+        if text != self.complaint:
+            self.complaint = text
+            logger.warning("election: the store cannot be asked: %s", text)
+
+    def _tell(self) -> None:
+        """Say what has changed, and be here again when the lead lapses."""
+        now_s = self._clock()
+        term = self._candidate.term_at(now_s)
+        if self._lapse is not None:
+            self._lapse.cancel()
+            self._lapse = None
+        until_s = self._candidate.until()
+        if until_s is not None:
+            self._lapse = asyncio.get_running_loop().call_later(until_s - now_s, self._tell)
+        if term == self._told:
+            return
+        told, self._told = self._told, None
+        if told is not None:
+            logger.warning("election: this scheduler leads no more (term %d)", told)
+            self._follow()
+        if term is not None:
+            self._told = term
+            logger.info("election: this scheduler leads in term %d", term)
+            self._lead(term)
+
+    async def _leave(self) -> None:
+        """Follow first, then let somebody else lead at once."""
+        mine = self._candidate.mine()
+        self._candidate.resign()
+        self._tell()
+        try:
+            if mine is not None:
+                async with asyncio.timeout(_RELEASE_S):
+                    await self._store.release(mine)
+        except (Refused, StoreError, TimeoutError) as error:
+            logger.info("election: the lock was not released: %s", error or "no answer")
+        finally:
+            await self._store.close()

@@ -1,0 +1,159 @@
+"""The lock as a key of etcd, through the JSON API that every etcd serves (gRPC gateway, ``/v3``).
+
+The key is bound to a lease of etcd: a holder that does not keep it alive is removed by etcd itself.
+Beside it, ``KEY/term`` keeps the last term and has no lease, so that terms rise over every change.
+Renewals touch the lease only: they leave no history behind that somebody would have to compact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import ssl
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import aiohttp
+
+from sglang_sbs.router.election.candidate import MAX_TERM, Record
+from sglang_sbs.router.election.store import Refused, StoreError
+
+_MAX_ANSWER_BYTES = 1 << 16
+_ABSENT = "0"
+"""Revision of a key that is not there."""
+
+
+class EtcdLock:
+    """Implements :class:`~sglang_sbs.router.election.store.LockStore`."""
+
+    def __init__(
+        self, endpoints: Sequence[str], key: str, lasts_s: int, tls: ssl.SSLContext | None
+    ) -> None:
+        """``endpoints``: members of one etcd cluster, each ``http[s]://HOST:PORT``."""
+        self._endpoints = list(endpoints)
+        self._at = 0
+        self._lock_key, self._term_key = _encode(key), _encode(f"{key}/term")
+        self._lasts_s = lasts_s
+        self._tls = tls
+        self._session: aiohttp.ClientSession | None = None
+        self._lease = ""
+
+    async def open(self) -> None:
+        connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True)
+        self._session = aiohttp.ClientSession(connector=connector)
+
+    async def read(self) -> Record:
+        lock, term = await self._values()
+        return _record(lock, term)
+
+    async def take(self, seen: Record, holder: str, term: int) -> Record:
+        # If this comes second the lease expires by itself.
+        with _understood():
+            lease = str((await self._ask("lease/grant", {"TTL": str(self._lasts_s)}))["ID"])
+        lock_revision, _, term_revision = seen.version.partition("/")
+        answer = await self._ask(
+            "kv/txn",
+            {
+                "compare": [
+                    _is_at(self._lock_key, lock_revision or _ABSENT),
+                    _is_at(self._term_key, term_revision or _ABSENT),
+                ],
+                "success": [
+                    _put(self._lock_key, holder, lease),
+                    _put(self._term_key, str(term)),
+                ],
+            },
+        )
+        if not answer.get("succeeded"):
+            raise Refused
+        self._lease = lease
+        with _understood():
+            revision = str(answer["header"]["revision"])
+        return Record(holder, term, version=f"{revision}/{revision}")
+
+    async def renew(self, mine: Record) -> Record:
+        kept = await self._ask("lease/keepalive", {"ID": self._lease})
+        with _understood():
+            left_s = int(kept["result"].get("TTL", 0))
+        if not left_s:
+            raise Refused
+        # Somebody may have deleted the key, and somebody else be in it.
+        now = await self.read()
+        if now.version != mine.version:
+            raise Refused
+        return now
+
+    async def release(self, mine: Record) -> None:
+        await self._ask("lease/revoke", {"ID": self._lease})
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The lock's key and the term's, at one moment; empty: not there."""
+        wanted = [{"request_range": {"key": key}} for key in (self._lock_key, self._term_key)]
+        answer = await self._ask("kv/txn", {"success": wanted})
+        with _understood():
+            lock, term = [one["response_range"].get("kvs", [{}])[0] for one in answer["responses"]]
+        return lock, term
+
+    async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Raises: StoreError; another member is asked next time."""
+        assert self._session is not None, "opened first"
+        url = f"{self._endpoints[self._at]}/v3/{method}"
+        answer: Any = None
+        try:
+            async with self._session.post(url, json=body) as response:
+                raw = b""
+                async for part in response.content.iter_any():
+                    raw += part
+                    if len(raw) > _MAX_ANSWER_BYTES:
+                        raise StoreError(f"{url}: too long an answer")
+                if response.status != 200:
+                    raise StoreError(f"{url}: HTTP {response.status} {raw[:200]!r}")
+                answer = json.loads(raw)
+                if not isinstance(answer, dict):
+                    raise StoreError(f"{url}: not what etcd answers: {raw[:200]!r}")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise StoreError(f"{url}: {error or type(error).__name__}") from error
+        finally:
+            # Also when it took too long, which ends in a cancellation.
+            if answer is None:
+                self._at = (self._at + 1) % len(self._endpoints)
+        return answer
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """What is not as etcd says it is the store's fault. Raises: StoreError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise StoreError(f"not what was expected in etcd: {error!r}") from error
+
+
+def _record(lock: dict[str, Any], term: dict[str, Any]) -> Record:
+    with _understood():
+        number = int(_decode(term["value"])) if term else 0
+        if not 0 <= number <= MAX_TERM:
+            raise ValueError(f"term {number}")
+        revisions = [str(one["mod_revision"]) if one else _ABSENT for one in (lock, term)]
+        return Record(_decode(lock["value"]) if lock else "", number, version="/".join(revisions))
+
+
+def _is_at(key: str, revision: str) -> dict[str, Any]:
+    return {"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
+
+
+def _put(key: str, value: str, lease: str = "0") -> dict[str, Any]:
+    return {"request_put": {"key": key, "value": _encode(value), "lease": lease}}
+
+
+def _encode(text: str) -> str:
+    return b64encode(text.encode()).decode()
+
+
+def _decode(text: str) -> str:
+    return b64decode(text).decode()

@@ -1,0 +1,142 @@
+"""The lock as a Lease of Kubernetes (``coordination.k8s.io/v1``).
+
+As client-go's ``leaderelection`` writes it, so that ``kubectl get lease`` shows who leads;
+``leaseTransitions`` is the term. Times in it are for people: nobody compares them with a clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from sglang_sbs.router.election.candidate import LONGEST_LEASE_S, MAX_TERM, Record
+from sglang_sbs.router.election.store import Refused, StoreError
+from sglang_sbs.router.kubernetes_api import ApiError, open_api, read_answer
+
+if TYPE_CHECKING:
+    from kubernetes_asyncio.client import ApiClient
+
+_CONFLICT = 409
+"""To a write: the Lease is another version by now, or exists by now."""
+_NOT_FOUND = 404
+"""To an update: it was deleted. To a creation: there is no such namespace."""
+
+
+class KubernetesLease:
+    """Implements :class:`~sglang_sbs.router.election.store.LockStore`."""
+
+    def __init__(self, namespace: str, name: str, lasts_s: int) -> None:
+        self._namespace = namespace
+        self._name = name
+        self._lasts_s = lasts_s
+        self._api: ApiClient | None = None
+        self._seen: dict[str, Any] = {}
+        """The object as it was read: what others wrote into it stays."""
+
+    async def open(self) -> None:
+        """Raises: ValueError, no way to any API server."""
+        self._api = await open_api("--sbs-election")
+
+    async def read(self) -> Record:
+        async with self._asking("get"):
+            try:
+                return self._take_in(await self._call("read", self._name, self._namespace))
+            except ApiError as error:
+                if error.status != _NOT_FOUND:
+                    raise
+                self._seen = {}
+                return Record()
+
+    async def take(self, seen: Record, holder: str, term: int) -> Record:
+        now = _now()
+        spec = {"holderIdentity": holder, "acquireTime": now, "leaseTransitions": term}
+        return await self._write(seen.version, spec, now)
+
+    async def renew(self, mine: Record) -> Record:
+        return await self._write(mine.version, {}, _now())
+
+    async def release(self, mine: Record) -> None:
+        # As client-go does it: no holder, and a second for those who do not look at the holder.
+        free = {"holderIdentity": "", "leaseDurationSeconds": 1}
+        await self._write(mine.version, free, _now())
+
+    async def close(self) -> None:
+        if self._api is not None:
+            await self._api.close()
+
+    async def _write(self, version: str, changes: dict[str, Any], now: str) -> Record:
+        seen = self._seen
+        # Naming the version is what makes the API server refuse a write that comes second.
+        metadata = {"name": self._name, "namespace": self._namespace, **seen.get("metadata", {})}
+        if version:
+            metadata["resourceVersion"] = version
+        lasts = {"leaseDurationSeconds": self._lasts_s, "renewTime": now}
+        body = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            **seen,
+            "metadata": metadata,
+            "spec": {**seen.get("spec", {}), **lasts, **changes},
+        }
+        async with self._asking("create and update"):
+            try:
+                if not version:
+                    return self._take_in(await self._call("create", self._namespace, body))
+                return self._take_in(await self._call("replace", self._name, self._namespace, body))
+            except ApiError as error:
+                if error.status == _CONFLICT or (version and error.status == _NOT_FOUND):
+                    raise Refused from error
+                raise
+
+    async def _call(self, verb: str, *arguments: Any) -> dict[str, Any]:
+        """Raises: ApiError, ValueError."""
+        from kubernetes_asyncio.client import CoordinationV1Api
+
+        method = getattr(CoordinationV1Api(self._api), f"{verb}_namespaced_lease")
+        return await read_answer(await method(*arguments, _preload_content=False))
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, verbs: str) -> AsyncIterator[None]:
+        """Whatever goes wrong is the store's. Raises: StoreError."""
+        import aiohttp
+        from kubernetes_asyncio.client import ApiException
+
+        try:
+            yield
+        except ApiError as error:
+            hint = ""
+            if error.status in (401, 403):
+                hint = (
+                    f"; the service account needs a Role in namespace {self._namespace} to "
+                    f"{verbs} leases of coordination.k8s.io"
+                )
+            elif error.status == _NOT_FOUND:
+                hint = f"; is there a namespace {self._namespace}?"
+            raise StoreError(f"{error}{hint}") from error
+        except (aiohttp.ClientError, OSError, ApiException, ValueError, TypeError) as error:
+            raise StoreError(str(error) or type(error).__name__) from error
+
+    def _take_in(self, lease: dict[str, Any]) -> Record:
+        """Raises: ValueError, TypeError: it is none."""
+        metadata, spec = lease["metadata"], lease.get("spec") or {}
+        term = int(spec.get("leaseTransitions") or 0)
+        lasts_s = float(spec.get("leaseDurationSeconds") or 0)
+        if not 0 <= term <= MAX_TERM or not math.isfinite(lasts_s):
+            raise ValueError(f"leaseTransitions {term}, leaseDurationSeconds {lasts_s:g}")
+        record = Record(
+            holder=str(spec.get("holderIdentity") or ""),
+            term=term,
+            sign=str(spec.get("renewTime") or ""),
+            lasts_s=min(max(lasts_s, 1.0), LONGEST_LEASE_S),
+            version=str(metadata["resourceVersion"]),
+        )
+        self._seen = lease
+        return record
+
+
+def _now() -> str:
+    """As Kubernetes writes a MicroTime."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,86 @@
+"""``--sbs-election``: where the lock is kept.
+
+``k8s://NAMESPACE/NAME``
+    A Lease of the Kubernetes cluster that this process runs in, or that a kubeconfig names.
+``etcd://HOST:PORT[,HOST2:PORT...]/KEY``
+    A key of etcd (3.4 or later). ``etcds://`` is the same over TLS, checked against the system's
+    authorities or those of ``?cacert=FILE``; ``&cert=FILE&key=FILE`` names a client certificate.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from sglang_sbs.router.election.campaign import Campaign
+from sglang_sbs.router.election.candidate import ElectionTimes
+from sglang_sbs.router.election.etcd import EtcdLock
+from sglang_sbs.router.election.lease import KubernetesLease
+
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_FORMS = "k8s://NAMESPACE/NAME or etcd://HOST:2379/KEY"
+_MAX_KEY = 512
+
+
+def parse_election(url: str, identity: str, times: ElectionTimes) -> Campaign:
+    """The election at ``url`` for the process known as ``identity``. Nothing is asked yet.
+
+    Raises:
+        ValueError: the URL cannot be meant, or a file it names cannot be used.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "k8s":
+        return Campaign(_lease(parts, times), identity, times)
+    if parts.scheme in ("etcd", "etcds"):
+        return Campaign(_etcd(parts, times), identity, times)
+    raise ValueError(f"{url!r}: write {_FORMS}")
+
+
+def _lease(parts: SplitResult, times: ElectionTimes) -> KubernetesLease:
+    namespace, name = parts.netloc, parts.path.removeprefix("/")
+    if not _DNS_LABEL.fullmatch(namespace) or not _DNS_NAME.fullmatch(name) or parts.query:
+        raise ValueError(
+            f"{parts.geturl()!r}: write k8s://NAMESPACE/NAME, with names as Kubernetes allows them"
+        )
+    return KubernetesLease(namespace, name, int(times.lease_s))
+
+
+def _etcd(parts: SplitResult, times: ElectionTimes) -> EtcdLock:
+    key = unquote(parts.path.removeprefix("/"))
+    if not key or len(key) > _MAX_KEY:
+        raise ValueError(f"{parts.geturl()!r}: a KEY after the host, e.g. /sglang-sbs")
+    scheme = "https" if parts.scheme == "etcds" else "http"
+    hosts = [_endpoint(scheme, one, parts.geturl()) for one in parts.netloc.split(",")]
+    return EtcdLock(hosts, key, int(times.lease_s), _tls(parts))
+
+
+def _endpoint(scheme: str, text: str, url: str) -> str:
+    try:
+        one = urlsplit(f"{scheme}://{text}")
+        host, port = one.hostname, one.port
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from error
+    if not host or "@" in text:
+        raise ValueError(f"{url!r}: {text!r} is no HOST:PORT")
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or 2379}"
+
+
+def _tls(parts: SplitResult) -> ssl.SSLContext | None:
+    url, files = parts.geturl(), dict(parse_qsl(parts.query, keep_blank_values=True))
+    if parts.scheme == "etcd":
+        if parts.query:
+            raise ValueError(f"{url!r}: certificates belong to etcds://")
+        return None
+    if unknown := files.keys() - {"cacert", "cert", "key"}:
+        raise ValueError(f"{url!r}: {min(unknown)!r} is none of cacert, cert, key")
+    if ("cert" in files) != ("key" in files):
+        raise ValueError(f"{url!r}: cert and key belong together")
+    try:
+        context = ssl.create_default_context(cafile=files.get("cacert"))
+        if "cert" in files:
+            context.load_cert_chain(files["cert"], files["key"])
+    except OSError as error:
+        raise ValueError(f"{url!r}: a file of it cannot be used: {error}") from error
+    return context

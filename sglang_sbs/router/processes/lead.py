@@ -1,0 +1,146 @@
+"""Whether this scheduler process schedules: its lead, in a term, or another's.
+
+Owns what is known of it and the term that every message bears. Must not know how the lead is won
+(:mod:`sglang_sbs.router.election`, :mod:`.fixed_order`) nor what it is good for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+from prometheus_client.core import Metric
+
+from sglang_sbs.router.election import Election
+from sglang_sbs.router.metric_families import gauge, total
+from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcome
+
+_M = TypeVar("_M", bound=msgspec.Struct)
+
+
+class Lead:
+    """Of this process."""
+
+    def __init__(
+        self,
+        election: Election,
+        address: str = "",
+        told: Callable[[Look], None] = lambda look: None,
+    ) -> None:
+        """``address``: where front ends reach this process; ``told`` gets what they say of their
+        sessions."""
+        self.address = address
+        self.begun = 0
+        """Leads of this process so far."""
+        self.since_s = 0.0
+        """When the present one began."""
+        self._own_term = self._highest = 0
+        self._election = election
+        self._told = told
+        self._led = False
+
+    @property
+    def active(self) -> bool:
+        """Asked before whatever only the one that schedules may do."""
+        return self._led and self._election.leads()
+
+    @property
+    def term(self) -> int:
+        """In which this process leads; else the highest heard of."""
+        return self._own_term if self._led else self._highest
+
+    @property
+    def leader(self) -> str:
+        """The address of who schedules, as far as it is known."""
+        return self.address if self._led else self._election.leader or ""
+
+    def begin(self, term: int, now_s: float) -> None:
+        """This process schedules from now on."""
+        self._led = True
+        self.begun += 1
+        self.since_s = now_s
+        self._own_term = term
+        self._highest = max(self._highest, term)
+
+    def end(self) -> None:
+        """It does not any more."""
+        self._led = False
+
+    def shown(self, term: int) -> None:
+        """Somebody else leads, or led, in this term."""
+        self._highest = max(self._highest, term)
+        if term >= self.term:
+            self._election.exceed(term)
+
+    def looked(self, look: Look, *, ready: bool) -> Standing:
+        """What to answer."""
+        if look.term > self.term:
+            self.shown(look.term)
+        self._told(look)
+        return Standing(active=self.active, ready=ready)
+
+    def turned_away(self) -> Unwelcome:
+        """What a front end is told by who does not schedule."""
+        return Unwelcome(standby=True, active=self.leader)
+
+    def deposed_by(self, hello: Hello, boot_id: str) -> None:
+        """A front end may know of a later scheduler than this one."""
+        if hello.term > self.term:
+            self.shown(hello.term)
+        elif hello.scheduler not in ("", boot_id) and hello.last_term:
+            self.shown(hello.last_term)
+
+    def stamped(self, message: _M) -> _M:
+        """The message with the term that it is said in."""
+        return msgspec.structs.replace(message, term=self.term)
+
+    def shown_to_people(self) -> dict[str, Any] | None:
+        """On the dashboard; ``None`` where there can only be this one."""
+        if isinstance(self._election, Unopposed):
+            return None
+        for_s = round(asyncio.get_running_loop().time() - self.since_s, 1)
+        return {"address": self.address, "term": self.term, "for_s": for_s, "begun": self.begun}
+
+    def families(self) -> Iterator[Metric]:
+        """For a scrape."""
+        active = gauge("sbs_scheduler_active", "1 if this process schedules, 0 if it is a standby")
+        active.add_metric([], float(self.active))
+        term = gauge("sbs_scheduler_term", "Latest term that this scheduler process knows of")
+        term.add_metric([], self.term)
+        begun = total("sbs_scheduler_leads", "Times this process has begun to schedule")
+        begun.add_metric([], self.begun)
+        yield from (active, term, begun)
+
+
+class Unopposed:
+    """The election of a scheduler that is the only one."""
+
+    leader: str | None = None
+
+    def __init__(self) -> None:
+        self._term = 0
+        self._lead: Callable[[int], None] = lambda term: None
+        self._follow: Callable[[], None] = lambda: None
+
+    async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
+        """See :class:`~sglang_sbs.router.election.Election`."""
+        self.begin(lead, follow)
+        await asyncio.Event().wait()
+
+    def begin(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
+        """It leads at once."""
+        self._lead, self._follow = lead, follow
+        self.exceed(0)
+
+    def leads(self) -> bool:
+        """See :class:`~sglang_sbs.router.election.Election`."""
+        return True
+
+    def exceed(self, term: int) -> None:
+        """See :class:`~sglang_sbs.router.election.Election`: of the one before this process."""
+        if self._term:
+            self._follow()
+        self._term = term + 1
+        self._lead(self._term)

@@ -1,0 +1,92 @@
+"""What front ends say of workers: that one is to come, to change or to go, and which failed.
+
+Owns whose word counts on which workers there are. Must not know sessions or sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sglang_sbs.router.errors import LegFailure
+from sglang_sbs.router.processes.messages import (
+    AddWorker,
+    Hello,
+    LegFailed,
+    RemoveWorker,
+    UpdateWorker,
+)
+from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
+from sglang_sbs.router.workers.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 3.0
+"""Longest time before front ends are served although some workers were not heard of yet."""
+
+
+class Membership:
+    """The workers of a scheduler process."""
+
+    def __init__(self, members: Members, now_s: float) -> None:
+        self.registry = members.registry
+        self._members = members
+        self._known_of = -1
+        """The term whose scheduler had these workers; before the first, only flags are known."""
+        self._new_s = now_s
+
+    def settled(self, now_s: float) -> bool:
+        """Whether the workers have been looked at."""
+        looked = all(w.info is not None or w.problems for w in self.registry)
+        return looked or now_s > self._new_s + SETTLE_S
+
+    def inherit(self, hello: Hello, now_s: float) -> None:
+        """The scheduler before this one had these workers: flags may be out of date."""
+        if hello.last_term <= self._known_of:
+            return
+        self._known_of = hello.last_term
+        urls = {state.url for state in hello.workers}
+        for worker in self.registry:
+            if worker.url not in urls and not is_discovered(worker):  # pods know better
+                self._members.remove_worker(worker)
+        for state in hello.workers:
+            known = self.registry.get(state.url)
+            try:
+                if known is None:
+                    known = self._members.add_worker(state.url, state.role, state.bootstrap_port)
+                    self._new_s = now_s
+            except ValueError as error:
+                logger.error("cannot take over worker %s: %s", state.url, error)
+                continue
+            known.id = state.id
+            known.priority, known.cost = state.priority, state.cost
+            known.labels = state.labels | known.labels
+            known.spelling = state.spelling
+
+    def change(self, message: AddWorker | RemoveWorker | UpdateWorker, term: int) -> Worker:
+        """What a client wants of this scheduler. Raises: ValueError, it cannot be."""
+        self._known_of = max(self._known_of, term)
+        if isinstance(message, AddWorker):
+            return self._members.add_worker(message.url, message.role, message.bootstrap_port)
+        worker = self.registry.by_id(message.worker_id)
+        if worker is None:
+            raise ValueError(f"there is no worker {message.worker_id}")
+        if isinstance(message, RemoveWorker):
+            self._members.remove_worker(worker)
+        else:
+            worker.priority, worker.cost = message.priority, message.cost
+            worker.labels = message.labels
+        return worker
+
+    def leg_failed(self, failed: LegFailed) -> None:
+        """Passive health."""
+        self.registry.leg_failed(
+            LegFailure(
+                failed.leg,
+                failed.worker,
+                failed.status,
+                failed.code,
+                failed.message,
+                transport=failed.transport,
+                unreachable=failed.unreachable,
+            )
+        )

@@ -1,0 +1,119 @@
+"""Which of several schedulers a front end speaks with.
+
+Owns the addresses and what is known of each. Must not know what is said in a session, nor how a
+lead is won.
+
+Theory of operation
+-------------------
+A front end follows the scheduler that leads in the highest term, and stays with it while nobody
+leads in a higher one: a scheduler that is cut off from the others and believes that it leads keeps
+nobody. Every address is asked all the time, also while there is a session, for that alone tells of
+a later term. The same question carries the highest term this front end knows of, which deposes
+whoever leads in an earlier one.
+
+If nobody answers, or schedulers of a release that does not know the question, one address after the
+other is tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.messages import FromScheduler, Look
+from sglang_sbs.router.processes.scouts import Dial, Scouts
+
+LOOK_EVERY_S = 0.5
+"""While there is a session; without one at every beat."""
+FRESH_S = 1.5
+"""An older answer tells nothing."""
+TRY_S = 1.0
+"""So long one address is tried while nobody says who leads."""
+
+
+class Choice(Protocol):
+    """What a session needs of it."""
+
+    target: str
+    """The address it is with, or tries."""
+    term: int
+    """The highest heard of."""
+
+    def connect(self, receive: Callable[[FromScheduler], None]) -> Line:
+        """A line to ``target``. May raise; then nothing is left open."""
+
+    def look(self, *, served: bool) -> str:
+        """At every beat: why to connect anew, to another ``target``; empty: there is no reason."""
+
+    def turned_away(self) -> None:
+        """``target`` says that it does not lead."""
+
+    def close(self) -> None:
+        """Nobody is asked any more."""
+
+
+class SchedulerChoice:
+    """Implements :class:`Choice`. Must be used from one event loop only."""
+
+    def __init__(self, endpoints: Sequence[str], dial: Dial, name: str) -> None:
+        """``endpoints``: the one to prefer first; ``name``: of this front end."""
+        self.target = endpoints[0]
+        self.term = 0
+        self._endpoints = tuple(endpoints)
+        self._dial = dial
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        several = len(self._endpoints) > 1
+        self._scouts = Scouts(self._endpoints if several else (), dial, self._loop.time)
+        self._asked_s = 0.0
+        self._tried_s = self._loop.time()
+        self._turned_away = False
+
+    def connect(self, receive: Callable[[FromScheduler], None]) -> Line:
+        """See :class:`Choice`."""
+        self._tried_s = self._loop.time()
+        self._turned_away = False
+        return self._dial(self.target, receive)
+
+    def look(self, *, served: bool) -> str:
+        """See :class:`Choice`."""
+        now_s = self._loop.time()
+        if not served or now_s - self._asked_s >= LOOK_EVERY_S:
+            self._asked_s = now_s
+            self._scouts.ask(Look(who=self._name, term=self.term, served=served))
+        leader = self._leader()
+        if leader is not None:
+            if leader == self.target:
+                return ""
+            self.target = leader
+            return f"{leader} leads in term {self.term}"
+        if served or now_s - self._tried_s < TRY_S:
+            return ""
+        if len(self._endpoints) == 1 and not self._turned_away:
+            return ""  # ZMQ connects again by itself
+        self._tried_s = now_s
+        position = self._endpoints.index(self.target)
+        self.target = self._endpoints[(position + 1) % len(self._endpoints)]
+        return f"trying {self.target}"
+
+    def turned_away(self) -> None:
+        """See :class:`Choice`: behind one address there may be several, one of which leads."""
+        self._turned_away = True
+
+    def close(self) -> None:
+        """See :class:`Choice`."""
+        self._scouts.close()
+
+    def _leader(self) -> str | None:
+        """Who leads in the highest term, which is not below the highest heard of."""
+        found = None
+        for endpoint in self._endpoints:
+            standing = self._scouts.standing(endpoint, FRESH_S)
+            if standing is None or not standing.active or standing.term < self.term:
+                continue
+            if found is None or standing.term > self.term or endpoint == self.target:
+                found = endpoint
+            self.term = standing.term
+        return found

@@ -1,0 +1,48 @@
+"""Several candidates for one lock in one event loop, and what each was told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from sglang_sbs.router.election import ElectionTimes, parse_election
+from sglang_sbs.router.election.campaign import Campaign
+
+QUICK = ElectionTimes(lease_s=1, renew_s=0.7, retry_s=0.1)
+
+
+@dataclass
+class Told:
+    """Of one campaign: the terms it led in; ``0`` for every time it was told to follow."""
+
+    campaign: Campaign
+    words: list[int] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def leads(self) -> bool:
+        return bool(self.words and self.words[-1])
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not reached():  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def running(told: Told) -> AsyncIterator[None]:
+    """The campaign of one process, ended as the process would."""
+    run = told.campaign.run(told.words.append, lambda: told.words.append(0))
+    told.task = task = asyncio.create_task(run)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def candidate(url: str, number: int, times: ElectionTimes = QUICK) -> Told:
+    return Told(parse_election(url, f"tcp://10.0.0.{number}:7700", times))

@@ -1,0 +1,52 @@
+"""What `--sbs-election` takes, and what it says to the rest."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sglang_sbs.router.election import ElectionTimes, parse_election
+
+IDENTITY = "tcp://10.0.0.1:7700"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "k8s://deepseek/sglang-sbs",
+        "etcd://127.0.0.1:2379/sglang-sbs",
+        "etcd://a,b:2380,[::1]:2379/pools/first",
+        "etcds://etcd.example:2379/sglang-sbs",
+    ],
+)
+def test_urls_that_are_understood(url: str) -> None:
+    election = parse_election(url, IDENTITY, ElectionTimes())
+    assert election.leader is None and not election.leads()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "write k8s://NAMESPACE/NAME or etcd://HOST:2379/KEY"),
+        ("redis://localhost/x", "write k8s://NAMESPACE/NAME or etcd://HOST:2379/KEY"),
+        ("k8s://deepseek", "write k8s://NAMESPACE/NAME, with names as Kubernetes allows them"),
+        ("k8s:///name", "with names as Kubernetes allows them"),
+        ("k8s://deepseek/a/b", "with names as Kubernetes allows them"),
+        ("k8s://Deepseek/Name", "with names as Kubernetes allows them"),
+        ("etcd://host:2379", "a KEY after the host, e.g. /sglang-sbs"),
+        ("etcd://host:2379/", "a KEY after the host"),
+        ("etcd:///key", "'' is no HOST:PORT"),
+        ("etcd://a:2379,/key", "'' is no HOST:PORT"),
+        ("etcd://host:port/key", "Port could not be cast"),
+        ("etcd://host:99999/key", "Port out of range"),
+        ("etcd://user:secret@host/key", "is no HOST:PORT"),
+        ("etcd://host/key?cacert=/etc/ca.pem", "certificates belong to etcds://"),
+        ("etcds://host/key?ca=/etc/ca.pem", "'ca' is none of cacert, cert, key"),
+        ("etcds://host/key?cert=/etc/cert.pem", "cert and key belong together"),
+        ("etcds://host/key?cacert=/nowhere/ca.pem", "a file of it cannot be used"),
+    ],
+)
+def test_urls_that_are_not(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_election(url, IDENTITY, ElectionTimes())

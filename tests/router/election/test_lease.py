@@ -1,0 +1,204 @@
+"""The election by a Lease, on an API server that refuses what a real one refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from campaigns import QUICK, Told, candidate, running, until
+from fake_kubernetes import FakeKubernetes
+
+from sglang_sbs.router.election.candidate import Record
+from sglang_sbs.router.election.lease import KubernetesLease
+from sglang_sbs.router.election.store import Refused, StoreError
+
+URL = "k8s://llm/sglang-sbs"
+KEY = ("llm", "sglang-sbs")
+
+
+@pytest_asyncio.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeKubernetes]:
+    server = FakeKubernetes()
+    await server.start()
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+    yield server
+    await server.stop()
+
+
+@pytest_asyncio.fixture
+async def store(api: FakeKubernetes) -> AsyncIterator[KubernetesLease]:
+    lease = KubernetesLease(*KEY, 2)
+    await lease.open()
+    yield lease
+    await lease.close()
+
+
+async def test_a_lease_is_written_as_client_go_writes_it(
+    api: FakeKubernetes, store: KubernetesLease
+) -> None:
+    nothing = await store.read()
+    assert nothing == Record()
+    taken = await store.take(nothing, "me#1", 1)
+    kept = api.leases.kept[KEY]
+    acquired = kept["spec"]["acquireTime"]
+    assert kept["spec"] == {
+        "holderIdentity": "me#1",
+        "leaseDurationSeconds": 2,
+        "leaseTransitions": 1,
+        "acquireTime": acquired,
+        "renewTime": acquired,
+    }
+    api.leases.annotate(*KEY, owner="ops")
+    with pytest.raises(Refused):
+        await store.renew(taken)
+    seen = await store.read()
+    assert seen.same_as(taken) and seen.version != taken.version
+    renewed = await store.renew(seen)
+    assert not renewed.same_as(taken) and renewed.term == 1
+    kept = api.leases.kept[KEY]
+    assert kept["metadata"]["annotations"] == {"owner": "ops"}
+    assert kept["spec"]["acquireTime"] == acquired < kept["spec"]["renewTime"]
+    await store.release(renewed)
+    assert (await store.read()).holder == ""
+    assert api.leases.kept[KEY]["spec"]["leaseTransitions"] == 1
+
+
+async def test_who_comes_second_is_refused(api: FakeKubernetes, store: KubernetesLease) -> None:
+    other = KubernetesLease(*KEY, 2)
+    await other.open()
+    for _ in range(2):
+        # Both saw the same: first no lease at all, then the first one's.
+        seen, also_seen = await store.read(), await other.read()
+        await store.take(seen, "me#1", seen.term + 1)
+        with pytest.raises(Refused):
+            await other.take(also_seen, "other#1", seen.term + 1)
+    mine = await store.read()
+    del api.leases.kept[KEY]
+    with pytest.raises(Refused):
+        await store.renew(mine)
+    await other.close()
+
+
+async def test_the_other_leads_in_the_next_term_as_soon_as_the_first_ends(
+    api: FakeKubernetes,
+) -> None:
+    first, second = candidate(URL, 1), candidate(URL, 2)
+    async with running(second), running(first):
+        leader, other = await leader_and_other(first, second)
+        assert leader.words == [1] and other.words == []
+        await until(lambda: other.campaign.leader == address(leader, first))
+        task = leader.task
+        assert task is not None
+        task.cancel()
+        await asyncio.wait([task])
+        assert leader.words == [1, 0] and not leader.campaign.leads()
+        # It gave the lock back: nobody waits for as long as it would have lasted.
+        assert api.leases.kept[KEY]["spec"]["leaseDurationSeconds"] == 1
+        await until(lambda: other.words == [2])
+        assert other.campaign.leader == address(other, first)
+
+
+async def test_an_api_server_that_hangs_ends_the_lead_and_another_takes_it_then(
+    api: FakeKubernetes,
+) -> None:
+    first, second = candidate(URL, 1), candidate(URL, 2)
+    async with running(first), running(second):
+        leader, _ = await leader_and_other(first, second)
+        api.leases.deaf = True
+        await until(lambda: leader.words == [1, 0])
+        assert not first.leads and not second.leads
+        await until(lambda: "no answer within" in leader.campaign.complaint)
+        api.leases.deaf = False
+        # Terms rise for everybody, also for who has the lock still.
+        await until(lambda: first.leads or second.leads)
+        assert max(first.words + second.words) == 2
+
+
+async def test_a_lease_that_is_deleted_is_made_anew_in_a_higher_term(api: FakeKubernetes) -> None:
+    told = candidate(URL, 1)
+    async with running(told):
+        await until(lambda: told.words == [1])
+        del api.leases.kept[KEY]
+        await until(lambda: told.words == [1, 0, 2])
+        told.campaign.exceed(40)
+        assert told.words == [1, 0, 2, 0]
+        await until(lambda: told.leads)
+        assert told.words == [1, 0, 2, 0, 41]
+
+
+async def test_a_process_that_was_stopped_follows_before_anything_else(
+    api: FakeKubernetes,
+) -> None:
+    told = candidate(URL, 1)
+    clock = told.campaign._clock
+    async with running(told):
+        await until(lambda: told.words == [1])
+        told.campaign._clock = lambda: clock() + 60.0
+        # No other callback of the event loop has run since.
+        assert not told.campaign.leads()
+        assert told.words == [1, 0]
+        await until(lambda: told.words == [1, 0, 2])
+
+
+async def test_what_the_service_account_lacks_is_said_once(
+    api: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    told = candidate(URL, 1)
+    api.leases.refuse = 403
+    async with running(told):
+        await until(lambda: "Role in namespace llm to get leases" in told.campaign.complaint)
+        await asyncio.sleep(3 * QUICK.retry_s)
+        assert len([r for r in caplog.records if "cannot be asked" in r.message]) == 1
+        api.leases.refuse = 0
+        await until(lambda: told.words == [1])
+        assert told.campaign.complaint == ""
+        assert "answers again" in caplog.text
+
+
+async def test_a_namespace_that_is_not_there_is_named(api: FakeKubernetes) -> None:
+    told = candidate("k8s://elsewhere/sglang-sbs", 1)
+    async with running(told):
+        await until(lambda: 'namespaces "elsewhere" not found' in told.campaign.complaint)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"leaseTransitions": "many"}, {"leaseTransitions": -1}, {"leaseDurationSeconds": "long"}],
+)
+async def test_what_is_no_lease_is_a_complaint(
+    api: FakeKubernetes, store: KubernetesLease, spec: dict[str, object]
+) -> None:
+    await store.take(await store.read(), "me#1", 1)
+    api.leases.kept[KEY]["spec"].update(spec)
+    with pytest.raises(StoreError):
+        await store.read()
+
+
+async def test_a_lease_that_says_that_it_lasts_for_ever_does_not(
+    api: FakeKubernetes, store: KubernetesLease
+) -> None:
+    await store.take(await store.read(), "me#1", 1)
+    api.leases.kept[KEY]["spec"]["leaseDurationSeconds"] = 10**9
+    assert (await store.read()).lasts_s == 60.0
+
+
+async def test_no_way_to_an_api_server_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/nowhere/kubeconfig")
+    told = candidate(URL, 1)
+    with pytest.raises(ValueError, match="--sbs-election: no way to the Kubernetes API"):
+        await told.campaign.run(told.words.append, lambda: told.words.append(0))
+    assert told.words == []
+
+
+async def leader_and_other(first: Told, second: Told) -> tuple[Told, Told]:
+    await until(lambda: first.leads or second.leads)
+    return (first, second) if first.leads else (second, first)
+
+
+def address(told: Told, first: Told) -> str:
+    return "tcp://10.0.0.1:7700" if told is first else "tcp://10.0.0.2:7700"
