@@ -213,7 +213,7 @@ class _Runner:
         self._variant = ""
         self._primed = False
         self._stack = AsyncExitStack()
-        self._done = {row.key for row in campaign.rows if not row.error and not row.disturbed}
+        self._done = {row.key for row in campaign.rows if not row.error and not row.to_repeat}
         self._counted: set[Key] = set()
         self._broken: set[str] = set()
         self._progress = Progress(

@@ -11,7 +11,7 @@ from benchmarks.router_processes import STOCK, Contender
 from sglang_sbs.demo.compare_policies import policy_flags
 
 OPTIONAL_PACKAGE_HINT = "install the bench extra: pip install 'sglang-sbs[bench]'"
-PACKAGE_HINTS = {"dynamo": "pip install --no-deps ai-dynamo-runtime==1.6.1"}
+PACKAGE_HINTS = {"dynamo": "pip install ai-dynamo-runtime==1.6.1"}
 """Of packages that are in no extra: this one has 230 MB, and pins pydantic."""
 
 

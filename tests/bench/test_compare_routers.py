@@ -295,6 +295,27 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     assert started == ["stock"]
 
 
+async def test_disturbed_runs_are_made_again_but_not_those_that_failed_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, _started, _ran = small_campaign(tmp_path, monkeypatch, rows=[])
+    work.scope = dataclasses.replace(work.scope, contenders=chosen("sbs,smg"), search_steps=0)
+    await work.run()
+    slow = {Key("cell", "paper", 0.4, 1, "sbs"): 0, Key("cell", "paper", 1.0, 1, "smg"): 3}
+    rows = [
+        replace(one, host_lag_ms=99.0, answers=replace(one.answers, failed=slow[one.key]))
+        if one.key in slow and one.answers
+        else one
+        for one in work.rows
+    ]
+    again, _started, ran = small_campaign(tmp_path, monkeypatch, rows=rows)
+    again.scope = work.scope
+    await again.run()
+    assert ran == [Key("cell", "paper", 0.4, 1, "sbs")]
+    cells = {one["load"]: one["disturbed"] for one in ratios.ratio_cells(again.rows)}
+    assert cells == {0.4: [], 1.0: ["smg seed 1 (99 ms)"]}
+
+
 def breaking(monkeypatch: pytest.MonkeyPatch, breaks: Callable[[list[Key]], bool]) -> list[Key]:
     """The last run of those that were tried gives no figures where ``breaks`` says so; all that
     are tried from now on."""

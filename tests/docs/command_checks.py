@@ -51,6 +51,7 @@ NOT_OURS = {
 """Programs that are not parsed by their own parser, and why that is all right."""
 PACKAGES_OF_OTHERS = {
     "smg": "a router that scripts/compare-routers can compare with; optional",
+    "ai-dynamo-runtime": "another, as a library",
     "sglang": "the engine",
 }
 METRICS_PORTS = range(29000, 29200)

@@ -268,6 +268,8 @@ def test_a_plot_is_a_picture_or_a_self_contained_page(tmp_path, more):
         (["paper-3k", "--duration", "5"], "longer than the warm-up"),
         (["paper-3k", "--plot", "x.pdf"], "must end in .png, .svg, .html"),
         (["trace:/absent.jsonl"], "no such file"),
+        (["paper-3k", "--short-pool", "3"], "--short-pool 3: long prompts need one of 3, too"),
+        (["paper-3k", "--short-pool", "1", "--deflect-tokens", "9"], "leave --deflect-tokens and"),
         (["paper-3k", "--at", "5:down:p7"], "--at 5:down:p7: no such instance; there are p0"),
         (["paper-3k", "--at", "5:kill:p1"], "write SECOND:ACTION:INSTANCE with up, drain, down"),
         (["paper-3k", "--at", "soon:down:p1"], "'soon': write a number, 0 or greater"),

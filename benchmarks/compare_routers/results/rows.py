@@ -71,6 +71,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the host was too slow for its figures to be in a ratio."""
         return self.host_lag_ms > self.most_host_lag_ms > 0
 
+    @property
+    def to_repeat(self) -> bool:
+        """Whether a comparison that goes on makes the run again. One that left requests unanswered
+        stays as it is: a quieter host must not hide that."""
+        return self.disturbed and self.answers is not None and not self.answers.failed
+
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What all rows of a file have in common."""
