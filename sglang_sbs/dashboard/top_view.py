@@ -16,6 +16,9 @@ from rich.text import Text
 Line = Text | Rule
 
 _STALE_S = 3.0
+_NAME_CHARS = 24
+_BEFORE_CELLS = 56
+"""Of a line of ranks: name, state and figures."""
 _STEPS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "cyan", "green", "yellow", "red")
 _TTFT = (
@@ -37,8 +40,12 @@ class TopView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         height = options.height or console.size.height
-        lines = self._lines(width, max(10, height - 1))
-        yield Group(*(_clip(line, width) for line in lines[: max(10, height - 1)]))
+        most = max(10, height - 1)
+        lines = self._lines(width, most)
+        if len(lines) > most:
+            cut = f"{len(lines) - most + 1} lines more: a higher terminal shows them"
+            lines[most - 1 :] = [Text(cut, style="yellow")]
+        yield Group(*(_clip(line, width) for line in lines))
 
     def _lines(self, width: int, height: int) -> list[Line]:
         frame = self._frame
@@ -53,13 +60,13 @@ class TopView:
         return [
             *head,
             *alerts,
-            _rule("prefill: C_avail used per DP rank"),
+            _rule("prefill: C_avail used per DP rank" + _grouped(prefill, "c_avail", width)),
             *_prefill(prefill, width, shares[0]),
-            _rule("decode: KV per DP rank"),
+            _rule("decode: KV per DP rank" + _grouped(decode, "kv", width)),
             *_decode(decode, width, shares[1]),
             _rule("time to prefill's answer, last minute"),
             *ttft,
-            _rule("dispatch decisions"),
+            _rule("dispatch decisions" + _newest(gangs, len(self._gangs))),
             *_decisions(list(self._gangs)[-gangs:][::-1], frame["now_s"]),
         ]
 
@@ -74,6 +81,27 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{1e3 * value:.0f}ms" if abs(value) < 1 else f"{value:.1f}s"
+
+
+def _newest(shown: int, known: int) -> str:
+    return f", the newest {shown} of {known}" if shown < known else ""
+
+
+def _name(one: dict[str, Any]) -> Text:
+    name = _short(one["instance"])
+    if len(name) > _NAME_CHARS:
+        name = "…" + name[1 - _NAME_CHARS :]
+    return Text(f"{name:<{_NAME_CHARS}} ", style="" if one["up"] else "dim")
+
+
+def _grouped(instances: Sequence[dict[str, Any]], per_rank: str, width: int) -> str:
+    """What the line above says where a character stands for several ranks."""
+    room = width - _BEFORE_CELLS
+    most = max((len(one[per_rank]) for one in instances), default=0)
+    if room <= 0 and most:
+        return ": a wider terminal has room"
+    group = -(-most // max(1, room))
+    return f", up to {group} a cell" if group > 1 else ""
 
 
 def _short(url: str) -> str:
@@ -176,7 +204,7 @@ def _oldest(ages: list[float | None]) -> str:
 def _prefill(instances: list[dict[str, Any]], width: int, room: int) -> list[Line]:
     lines: list[Line] = []
     for one in instances[:room]:
-        line = Text(f"{_short(one['instance'])[-24:]:<24} ", style="" if one["up"] else "dim")
+        line = _name(one)
         line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
         free = sum(max(0, tokens) for tokens in one["c_avail"])
         line.append(f"{free:>7,} free, heard {_oldest(one['age']):>5} ")
@@ -192,7 +220,7 @@ def _decode(instances: list[dict[str, Any]], width: int, room: int) -> list[Line
     fullest = max((kv for one in instances for kv in one["kv"]), default=1) or 1
     lines: list[Line] = []
     for one in instances[:room]:
-        line = Text(f"{_short(one['instance'])[-24:]:<24} ", style="" if one["up"] else "dim")
+        line = _name(one)
         line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
         line.append(f"B {sum(one['running']):>5,} K {sum(one['kv']):>9,} {_oldest(one['age']):>5} ")
         shares = [kv / (one["kv_capacity"] or fullest) for kv in one["kv"]]

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import pty
+import re
 import signal
 import sys
 import termios
@@ -71,6 +72,20 @@ def test_it_grows_with_the_terminal() -> None:
     shown = [line for line in large if line.startswith("prefill-")]
     assert len(shown) == 32
     assert not any("a higher terminal" in line for line in large)
+
+
+def test_it_says_what_it_leaves_out() -> None:
+    frame = frame_of(2, 1)
+    frame["gangs"] = [{**frame["gangs"][0], "batch": number} for number in range(10)]
+    whole, small = ("\n".join(drawn(frame, *size)) for size in ((220, 90), (60, 24)))
+    assert not any(word in whole for word in ("…", "newest", " a cell"))
+    assert "prefill: C_avail used per DP rank, up to 2 a cell" in small
+    assert re.search(r"dispatch decisions, the newest \d of 10", small)
+    assert "…p://" not in small  # of a name its end stays
+    frame["prefill"][0]["instance"] = "http://" + "x" * 30 + ":30000"
+    assert "…" + "x" * 17 + ":30000 up" in "\n".join(drawn(frame, 120, 40))
+    lines = drawn(frame_of(1, 1), 80, 11)
+    assert "lines more: a higher terminal shows them" in lines[-1]
 
 
 def test_ranks_that_never_reported_are_told_from_silent_and_busy_ones() -> None:

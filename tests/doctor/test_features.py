@@ -25,6 +25,7 @@ from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
+from tools import feature_deployments
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--prefill", "http://p0:1", "--prefill", "http://p1:1", "--decode", "http://d0:1"]
@@ -191,6 +192,7 @@ EVERY_RANK = [
         ("gang-gate", options(gang_gate=False), "off", "--sbs-gang-gate off"),
         ("gang-gate", lambda c: c.every(pp_size=2), "off", "pipeline parallelism"),
         ("gang-gate", lambda c: c.every(version="0.5.20"), "off", "0.5.22 is the first"),
+        ("gang-gate", lambda c: c.every(version="0.5.10", nnodes=1), "off", "0.5.11 is the first"),
         ("gang-gate", lambda c: c.every(tp_size=4 * DP, nnodes=DP * 2), "partly", "several nodes"),
         (
             "gang-gate",
@@ -439,3 +441,13 @@ def test_every_row_says_what_it_is_and_what_turns_it_on() -> None:
     assert len({one.id for one in FEATURES}) == len(FEATURES)
     for one in FEATURES:
         assert one.meaning.endswith(".") and one.turn_on, one.id
+
+
+def test_the_docs_say_what_is_on_where() -> None:
+    assert feature_deployments.main(["--check"]) == 0, (
+        "docs/features.md is behind the rules: python -m tools.feature_deployments"
+    )
+    rows = feature_deployments.judged()
+    states = {name: of["gang-gate"].state for name, of in rows.items()}
+    off = {name for name, state in states.items() if state != "on"}
+    assert off == {"SGLang 0.5.10, patched", "no hook"}

@@ -17,6 +17,8 @@ from sglang_sbs.router.workers.server_info import parse_version
 
 _GATHERING_VERSION = (0, 5, 22)
 """The first whose DP ranks gather numbers with room for the words of ``engine/gang_gather.py``."""
+_GATE_VERSION = (0, 5, 11)
+"""The first with a gate: before it the hook is patched in, and has none."""
 _MAX_RANKS = 8
 """Ranks named in one row."""
 
@@ -208,6 +210,8 @@ def _gate_fault(engine: EngineFacts) -> str:
     alone = number(engine.data, "nnodes") < 2 or info.dp_size == 1 or info.no_barrier
     version = parse_version(info.version)
     # Builds from source call themselves 0.0.0.
+    if version is not None and (0, 0, 0) < version < _GATE_VERSION:
+        return f"SGLang {info.version}; 0.5.11 is the first with a gate"
     if not alone and version is not None and (0, 0, 0) < version < _GATHERING_VERSION:
         return f"SGLang {info.version} on several nodes; 0.5.22 is the first with a gate there"
     return ""
