@@ -68,12 +68,15 @@ class LocalFeed:
         *,
         problems: Problems = lambda: (),
         alone: bool = False,
+        lead: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """``problems`` are those of workers, for the alerts; ``alone`` marks a front end's own."""
+        """``problems`` are those of workers, for the alerts; ``alone`` marks a front end's own;
+        ``lead`` says who of several schedulers this is, for people."""
         self._pump = pump
         self._config = config
         self._problems = problems
         self._alone = alone
+        self._lead = lead
         self._recorder: Recorder | None = None
         self._watchers: dict[int, Take] = {}
         self._numbers = 0
@@ -93,7 +96,7 @@ class LocalFeed:
         """See :class:`Feed`."""
         recorder = self._attach()
         number = self._numbers = self._numbers + 1
-        take(_encode(recorder.history(time.monotonic())), True)
+        take(self._encode(recorder.history(time.monotonic())), True)
         self._watchers[number] = take
 
         def stop() -> None:
@@ -150,12 +153,12 @@ class LocalFeed:
                 logger.exception("the dashboard failed and is closed")
                 break
             if self._watchers:
-                payload = _encode(frame)
+                payload = self._encode(frame)
                 for take in list(self._watchers.values()):
                     take(payload, False)
         self._ticker = None
         self.close()
 
-
-def _encode(frame: dict[str, Any]) -> bytes:
-    return orjson.dumps(frame | {"time_s": round(time.time(), 3)})
+    def _encode(self, frame: dict[str, Any]) -> bytes:
+        frame |= {"time_s": round(time.time(), 3), "lead": self._lead()}
+        return orjson.dumps(frame)

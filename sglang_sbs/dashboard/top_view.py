@@ -96,6 +96,7 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
     first = Text()
     first.append("sglang-sbs ", style="bold")
     first.append(f"{plain(frame['policy'])}/{plain(frame['trigger'])} ")
+    first.append(_lead(frame.get("lead")))
     first.append(plain(note), style="dim")
     second = Text(
         f"waiting {queue['requests']:,} ({queue['tokens']:,} tokens), oldest "
@@ -108,6 +109,13 @@ def _header(frame: dict[str, Any], note: str) -> list[Line]:
         f"held p50 {seconds(hold.get('p50'))} p95 {seconds(hold.get('p95'))}"
     )
     return [first, second, third]
+
+
+def _lead(lead: dict[str, Any] | None) -> str:
+    """Which of several schedulers this is."""
+    if not lead:
+        return ""
+    return f"by {plain(lead['address'])}, term {lead['term']} since {seconds(lead['for_s'])} "
 
 
 def _classes(queue: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
+from sglang_sbs.router.processes.followed import LeadView
 from sglang_sbs.router.processes.line import Line
 from sglang_sbs.router.processes.messages import DashboardFrame, FromScheduler, LegFailed
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
@@ -77,6 +78,9 @@ class Schedulers(Protocol):
 
     async def abort_elsewhere(self, rid: str) -> int:
         """End requests of other processes by their client's id (empty: all); how many."""
+
+    def lead(self) -> LeadView | None:
+        """Who schedules; ``None``: this process, and there is no other."""
 
     def families(self) -> Iterator[Metric]:
         """Metrics read when scraped."""
@@ -134,6 +138,10 @@ class OwnScheduler:
     async def abort_elsewhere(self, rid: str) -> int:
         """There is no other process."""
         return 0
+
+    def lead(self) -> LeadView | None:
+        """See :class:`Schedulers`."""
+        return None
 
     def families(self) -> Iterator[Metric]:
         """See :class:`Schedulers`."""
@@ -232,6 +240,10 @@ class RemoteScheduler:
             logger.warning("without the scheduler only this front end's requests are aborted")
             return 0
 
+    def lead(self) -> LeadView | None:
+        """See :class:`Schedulers`."""
+        return self._link.lead()
+
     def families(self) -> Iterator[Metric]:
         """See :class:`Schedulers`; the scheduler process has the rest."""
         alone = gauge("sbs_front_ends_alone", "Front ends without the scheduler now")
@@ -240,7 +252,11 @@ class RemoteScheduler:
         times.add_metric([], self._link.times_alone - 1)
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
         errors.add_metric([], self._link.scheduler_errors)
-        yield from (alone, times, errors)
+        changes = total("sbs_scheduler_changes", "Times a front end found another lead than before")
+        changes.add_metric([], self._link.lead().changes)
+        fenced = total("sbs_scheduler_messages_fenced", "Of schedulers that were replaced; dropped")
+        fenced.add_metric([], self._link.fenced)
+        yield from (alone, times, errors, changes, fenced)
 
     async def close(self) -> None:
         self.feed.close()

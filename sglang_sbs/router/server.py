@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from prometheus_client.core import Metric
 
@@ -286,6 +288,11 @@ class RouterServer:
     async def update_worker(self, worker: Worker) -> None:
         """See :class:`~.api.served_router.Router`."""
         await self._schedulers.update_worker(worker)
+
+    def scheduled_by(self) -> dict[str, Any]:
+        """See :class:`~.api.served_router.Router`."""
+        lead = self._schedulers.lead()
+        return {} if lead is None else {"scheduler": msgspec.to_builtins(lead)}
 
     async def abort(self, rid: str) -> int:
         """See :class:`~.api.served_router.Router`."""

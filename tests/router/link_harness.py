@@ -10,6 +10,7 @@ from collections.abc import Callable
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.front_end_sessions import Hub
+from sglang_sbs.router.processes.lead import Lead
 from sglang_sbs.router.processes.messages import (
     FromScheduler,
     LegFailed,
@@ -41,12 +42,16 @@ class SchedulerSide:
     """A scheduler process without its sockets: workers are up as soon as they are added."""
 
     def __init__(
-        self, net: Net, config: SchedulerConfig, scheduler: SchedulerLike | None = None
+        self,
+        net: Net,
+        config: SchedulerConfig,
+        scheduler: SchedulerLike | None = None,
+        lead: Lead | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.registry = Registry(WorkerEvents(self._submit, silenced=self._silenced))
         self.scheduler = scheduler or Scheduler(config)
-        self.hub = Hub(self, net.to_front_end, self.scheduler)
+        self.hub = Hub(self, net.to_front_end, self.scheduler, lead=lead)
         for number in range(2):
             self.add_worker(f"http://p{number}:1", "prefill", 9000)
         self.add_worker("http://d0:1", "decode", None)
@@ -198,7 +203,9 @@ class Counts:
 
 
 class FrontEnd:
-    def __init__(self, net: Net, name: str = "front end") -> None:
+    def __init__(self, nets: Net | dict[str, Net], name: str = "front end") -> None:
+        """``nets``: the network to each scheduler, by its address."""
+        by_address = nets if isinstance(nets, dict) else {"here": nets}
         self.alone = Counts()
         self.aborted: list[str] = []
         self.silenced: list[str] = []
@@ -210,7 +217,11 @@ class FrontEnd:
             report=self._report,
         )
         self.link = SchedulerLink(
-            SchedulerChoice(["here"], lambda _, receive: net.connect(receive), name),
+            SchedulerChoice(
+                list(by_address),
+                lambda address, receive: by_address[address].connect(receive),
+                name,
+            ),
             self.registry,
             name=name,
             fallback=lambda: Scheduler(SchedulerConfig(policy="least_tokens")),

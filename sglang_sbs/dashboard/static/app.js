@@ -140,7 +140,7 @@ function drawDecode(frame, again) {
 }
 
 function drawHeader(frame) {
-  text("policy", frame.policy + (frame.policy === "sbs" ? ", " + frame.trigger + " trigger" : "") + (frame.alone ? ", without the scheduler process" : ""));
+  text("policy", frame.policy + (frame.policy === "sbs" ? ", " + frame.trigger + " trigger" : "") + (frame.alone ? ", without the scheduler process" : "") + (frame.lead ? ", by " + frame.lead.address + " in term " + frame.lead.term + " since " + seconds(frame.lead.for_s) : ""));
   const timing = frame.timing;
   const figures = [
     ["waiting", count(frame.queue.requests)],

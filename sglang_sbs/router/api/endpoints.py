@@ -195,6 +195,7 @@ class Control:
             {
                 "workers": workers,
                 "total": len(workers),
+                **self._server.scheduled_by(),
                 "stats": {
                     "prefill_count": len(self._registry.of_role("prefill")),
                     "decode_count": len(self._registry.of_role("decode")),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -52,6 +52,9 @@ class Router(Protocol):
 
     async def update_worker(self, worker: Worker) -> None:
         """Its priority, cost or labels were set. Raises: RouterError (503)."""
+
+    def scheduled_by(self) -> dict[str, Any]:
+        """``{"scheduler": …}``: who schedules, where that is another process; else empty."""
 
     async def abort(self, rid: str) -> int:
         """End requests by the id their clients gave, in every process (empty: all); how many."""

@@ -167,7 +167,7 @@ class Hub:
         self._owners.clear()
         for session in sessions:
             session.requests, session.outbox = {}, []
-            self._tell(session.identity, self._lead.turned_away())
+            self.tell(session.identity, self._lead.turned_away())
         for rid, placed in owned:
             self._legs.count(placed, -1)
             self.pump.submit(RequestEnded(rid=rid, outcome="aborted"))
@@ -219,7 +219,7 @@ class Hub:
         async def ask(session: _Session) -> None:
             try:
                 answer = await self._asked.ask(
-                    lambda number: self._tell(session.identity, question(number)), _ANSWER_S
+                    lambda number: self.tell(session.identity, question(number)), _ANSWER_S
                 )
             except TimeoutError:
                 logger.warning("front end %s does not answer", session.name)
@@ -240,14 +240,14 @@ class Hub:
     def receive(self, identity: bytes, message: ToScheduler) -> None:
         """Handle one message of a front end."""
         if isinstance(message, Look):
-            self._tell(identity, self._lead.looked(message, ready=self.settled))
+            self.tell(identity, self._lead.looked(message, ready=self.settled))
             return
         if isinstance(message, Hello):
             self._hello(identity, message)
             return
         session = self._sessions.get(identity)
         if session is None or not session.open:
-            self._tell(identity, Unwelcome())
+            self.tell(identity, Unwelcome() if self._lead.active else self._lead.turned_away())
             return
         session.heard_s = self._loop.time()
         match message:
@@ -265,7 +265,7 @@ class Hub:
             case LegFailed():
                 self._membership.leg_failed(message)
             case AddWorker() | RemoveWorker() | UpdateWorker():
-                self._tell(identity, self._change(message))
+                self.tell(identity, self._change(message))
             case AbortElsewhere():
                 task = asyncio.create_task(self._abort_elsewhere(session, message))
                 self._tasks.add(task)
@@ -283,11 +283,11 @@ class Hub:
         version = spoken(hello)
         if version is None:
             reason = f"it speaks version {hello.version}, this scheduler {VERSION}"
-            self._tell(identity, Unwelcome(reason=f"{reason}: run the same sglang-sbs on both"))
+            self.tell(identity, Unwelcome(reason=f"{reason}: run the same sglang-sbs on both"))
             return
         self._lead.deposed_by(hello, self.boot_id)
         if not self._lead.active:
-            self._tell(identity, self._lead.turned_away())
+            self.tell(identity, self._lead.turned_away())
             return
         now_s = self._loop.time()
         session = self._sessions.get(identity)
@@ -308,7 +308,7 @@ class Hub:
                 version=version,
                 release=__version__,
             )
-            self._tell(identity, welcome)
+            self.tell(identity, welcome)
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
 
     async def _abort_elsewhere(self, session: _Session, message: AbortElsewhere) -> None:
@@ -316,7 +316,7 @@ class Hub:
             lambda call: Abort(call=call, rid=message.rid), besides=session
         )
         count = sum(answer.count for _, answer in answers if isinstance(answer, Aborted))
-        self._tell(session.identity, Done(call=message.call, count=count))
+        self.tell(session.identity, Done(call=message.call, count=count))
 
     def _change(self, message: AddWorker | RemoveWorker | UpdateWorker) -> Done:
         try:
@@ -409,13 +409,13 @@ class Hub:
         self._flush()
         self._tell_all(Silenced(worker=worker.url))
 
-    def _tell(self, identity: bytes, message: FromScheduler) -> bool:
+    def tell(self, identity: bytes, message: FromScheduler) -> bool:
         """Every message bears the term."""
         return self._send(identity, self._lead.stamped(message))
 
     def _tell_all(self, message: FromScheduler) -> None:
         for session in list(self._sessions.values()):
-            if session.open and not self._tell(session.identity, message):
+            if session.open and not self.tell(session.identity, message):
                 self._end_session(session, "its connection is gone")
 
     def _flush_soon(self) -> None:
@@ -442,7 +442,7 @@ class Hub:
         for session in list(self._sessions.values()):
             if session.outbox:
                 commands, session.outbox = session.outbox, []
-                if not self._tell(session.identity, Decisions(commands=commands)):
+                if not self.tell(session.identity, Decisions(commands=commands)):
                     self._end_session(session, "its connection is gone")
 
     async def _tick(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client.core import Metric
@@ -18,22 +18,6 @@ from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcome
 
 _M = TypeVar("_M", bound=msgspec.Struct)
-
-
-class LeadView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who schedules, as ``GET /workers`` of a front end shows it."""
-
-    scheduler: str
-    """The address that it says it has, or the one that is tried."""
-    connected: bool
-    """Whether this front end is served by it; else it places requests by itself."""
-    term: int
-    since: float | None
-    """Seconds since 1970; ``None``: not known."""
-    changes: int
-    """How often this front end has found another one, or the same one in another term."""
-    losses: int
-    """How often it lost the one it had."""
 
 
 class Lead:
@@ -48,12 +32,11 @@ class Lead:
         """``address``: where front ends reach this process; ``told`` gets what they say of their
         sessions."""
         self.address = address
-        self.term = 0
-        """The highest heard of, and that of the lead while there is one."""
         self.begun = 0
         """Leads of this process so far."""
         self.since_s = 0.0
         """When the present one began."""
+        self._own_term = self._highest = 0
         self._election = election
         self._told = told
         self._led = False
@@ -62,6 +45,11 @@ class Lead:
     def active(self) -> bool:
         """Asked before whatever only the one that schedules may do."""
         return self._led and self._election.leads()
+
+    @property
+    def term(self) -> int:
+        """In which this process leads; else the highest heard of."""
+        return self._own_term if self._led else self._highest
 
     @property
     def leader(self) -> str:
@@ -73,7 +61,8 @@ class Lead:
         self._led = True
         self.begun += 1
         self.since_s = now_s
-        self.term = term
+        self._own_term = term
+        self._highest = max(self._highest, term)
 
     def end(self) -> None:
         """It does not any more."""
@@ -81,8 +70,8 @@ class Lead:
 
     def shown(self, term: int) -> None:
         """Somebody else leads, or led, in this term."""
+        self._highest = max(self._highest, term)
         if term >= self.term:
-            self.term = term
             self._election.exceed(term)
 
     def looked(self, look: Look, *, ready: bool) -> Standing:
@@ -106,6 +95,13 @@ class Lead:
     def stamped(self, message: _M) -> _M:
         """The message with the term that it is said in."""
         return msgspec.structs.replace(message, term=self.term)
+
+    def shown_to_people(self) -> dict[str, Any] | None:
+        """On the dashboard; ``None`` where there can only be this one."""
+        if isinstance(self._election, Unopposed):
+            return None
+        for_s = round(asyncio.get_running_loop().time() - self.since_s, 1)
+        return {"address": self.address, "term": self.term, "for_s": for_s, "begun": self.begun}
 
     def families(self) -> Iterator[Metric]:
         """For a scrape."""

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -42,7 +41,7 @@ from sglang_sbs.router.assignment.dispatcher import (
     DispatchObserver,
 )
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
-from sglang_sbs.router.processes.lead import LeadView
+from sglang_sbs.router.processes.followed import Followed, LeadView
 from sglang_sbs.router.processes.line import Line
 from sglang_sbs.router.processes.messages import (
     MAX_ADOPTED,
@@ -135,18 +134,12 @@ class SchedulerLink:
         self._abort = abort
         self._give_up_s = give_up_s
         self._id = uuid.uuid4().hex
-        self._scheduler = ""
         self._refusal = ""
         self._requests = OwnRequests()
         self.calls = SchedulerCalls(self._tell)
         self.fenced = 0
         """Messages of schedulers that were replaced."""
-        self.changes = -1
-        """How often another scheduler, or another lead of the same, was found than before."""
-        self._lead = ("", 0)
-        self._leader = ""
-        self._target = ""
-        self._since_s = 0.0
+        self._followed = Followed()
         self._pump: SchedulerPump | None = None
         self._snapshot: Any = None
         self._errors = 0
@@ -305,18 +298,11 @@ class SchedulerLink:
         if not OLDEST <= welcome.version <= VERSION:
             logger.error("the scheduler speaks version %d: run the same release", welcome.version)
             return
-        if self._lead != (welcome.scheduler, welcome.term):
-            self._lead = (welcome.scheduler, welcome.term)
-            self.changes += 1
-        found = "" if self._scheduler in ("", welcome.scheduler) else "restarted "
-        if self._target not in ("", self._choice.target):
-            found = "other "
-        self._target = self._choice.target
-        if self._scheduler == welcome.scheduler:
+        if self._followed.boot_id == welcome.scheduler:
             self._patience_s = min(2 * self._patience_s, _LOST_AFTER_AT_MOST_S)
         else:
             self._patience_s = LOST_AFTER_S
-        self._scheduler = welcome.scheduler
+        found = self._followed.found(welcome, self._choice.target)
         self._found_s = self._loop.time()
         self.connected = True
         self._undone.clear()
@@ -330,8 +316,8 @@ class SchedulerLink:
         if not self.connected:
             return
         logger.info(
-            "connected to the %sscheduler (%s, term %d); announced %s in flight",
-            *(found, self._target, self._choice.term),
+            "connected to %s scheduler (%s, term %d); announced %s in flight",
+            *(found, self._choice.target, self._choice.term),
             counted(len(placed), "request"),
         )
 
@@ -381,12 +367,12 @@ class SchedulerLink:
                     version=VERSION,
                     front_end=self._id,
                     name=self._name,
-                    scheduler=self._scheduler,
+                    scheduler=self._followed.boot_id,
                     workers=self._registry.states(),
                     oldest=OLDEST,
                     release=__version__,
                     term=self._choice.term,
-                    last_term=self._lead[1],
+                    last_term=self._followed.term,
                 )
             )
         elif stalled:
@@ -433,8 +419,7 @@ class SchedulerLink:
                     self._requests.decide(command)
             case Cluster():
                 self._registry.follow(message.workers)
-                self._leader = message.address
-                self._since_s = time.time() - message.lead_s
+                self._followed.said(message)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
             case DashboardFrame():
@@ -484,13 +469,9 @@ class SchedulerLink:
 
     def lead(self) -> LeadView:
         """Who schedules, for people."""
-        return LeadView(
-            scheduler=self._leader or self._choice.target,
+        return self._followed.view(
+            *(self._choice.target, self._choice.term, self.times_alone - 1),
             connected=self.connected,
-            term=self._choice.term,
-            since=self._since_s if self.connected else None,
-            changes=max(0, self.changes),
-            losses=self.times_alone - 1,
         )
 
     def flush_log(self) -> None:

@@ -111,9 +111,12 @@ class SchedulerProcess:
         )
         registry = self._watch.registry
         self._feed = LocalFeed(
-            self._hub.pump, options.scheduler, problems=lambda: problems_of(registry)
+            self._hub.pump,
+            options.scheduler,
+            problems=lambda: problems_of(registry),
+            lead=self.lead.shown_to_people,
         )
-        self._leases = Leases(self._feed, self._sockets.tell)
+        self._leases = Leases(self._feed, self._hub.tell)
         self.metrics.collect_with(self._collect)
         try:
             if options.take_over:

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 _DRAIN_LIMIT = 512
 """Messages handled before other callbacks of the event loop get a turn."""
 _HWM = 100_000
+_HEARTBEAT_MS = 1000
+_UNHEARD_MS = 4000
+"""A connection on which nothing is heard, or not made, for so long is made anew."""
 
 
 class _Socket:
@@ -50,6 +53,11 @@ class _Socket:
             self._socket.setsockopt(zmq.IPV6, 1)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             self._socket.set_hwm(_HWM)
+            # A network that swallows everything breaks no connection; this does.
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _UNHEARD_MS)
+            self._socket.setsockopt(zmq.HANDSHAKE_IVL, _UNHEARD_MS)
+            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _UNHEARD_MS)
         except BaseException:
             _Socket.close(self)
             self.end()
