@@ -21,7 +21,8 @@ from benchmarks.chaos.run import CLIENT_TIMEOUT_S, MAX_LOAD_S, QUIET_S, SLACK, l
 from sglang_sbs.demo.load import Workload
 
 PAUSE_LIMIT_S = 3.0
-_RECOVERY_S = 30.0
+PATIENCE_S = 30.0
+"""Load goes on for so long if service is not as before sooner."""
 
 
 class HaResult(msgspec.Struct, frozen=True):
@@ -52,10 +53,17 @@ class HaResult(msgspec.Struct, frozen=True):
 
 
 async def run_fault(
-    places: Places, fault: Fault, *, workload: Workload, tail_s: float, held_s: float = HELD_S
+    places: Places,
+    fault: Fault,
+    *,
+    workload: Workload,
+    tail_s: float,
+    held_s: float = HELD_S,
+    quiet_s: float = QUIET_S,
+    patience_s: float = PATIENCE_S,
 ) -> HaResult:
-    """Load, the fault for ``held_s``, its end, load for ``tail_s`` more; everything is well again
-    when this returns.
+    """Load for ``quiet_s``, the fault for ``held_s``, its end, load for ``tail_s`` more; everything
+    is well again when this returns.
 
     Raises:
         NotReadyError, TimeoutError: it is not.
@@ -66,7 +74,7 @@ async def run_fault(
     urls = [part.public for part in places.front_ends]
     async with BalancedLoad(urls, timeout_s=CLIENT_TIMEOUT_S) as load:
         load.send(arrivals)
-        await asyncio.sleep(QUIET_S)
+        await asyncio.sleep(quiet_s)
         begin_s = load.elapsed_s
         struck = await fault.strike(places)
         watching = asyncio.create_task(_taken_over(places, struck.parts))
@@ -78,7 +86,7 @@ async def run_fault(
         await places.healthy()
         struck.notes.append(f"all well {load.elapsed_s - healed_s:.1f} s after its end")
         await asyncio.sleep(tail_s)
-        for _ in range(int(_RECOVERY_S)):
+        for _ in range(int(patience_s)):
             if _recovery_s(load.done, begin_s) is not None:
                 break
             await asyncio.sleep(1.0)
