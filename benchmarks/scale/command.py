@@ -70,6 +70,8 @@ class Case(msgspec.Struct, kw_only=True, frozen=True):
     token_s: float
     open_per_s: float
     flags: tuple[str, ...] = ()
+    tcp: bool = False
+    """The scheduler is reached as on another machine."""
 
 
 class Spread(msgspec.Struct, kw_only=True, frozen=True):
@@ -125,7 +127,7 @@ async def measure(case: Case, console: Console, log: Path) -> Result:
     shape = shape_of(case.ranks, endforward, case.reports_per_s, case.token_s)
     async with (
         running_fleet(shape) as fleet,
-        running_router(fleet, shape, case.workers, endforward, case.flags, log) as router,
+        running_router(fleet, shape, case.workers, endforward, case.flags, log, case.tcp) as router,
     ):
         others = {"engines": [fleet.process.pid], "clients": [os.getpid()]}
         idle = await router.read(others)
@@ -340,6 +342,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--streams", type=integers, help="streams that stay, as many numbers (2500,5000,10000)")
     add("--reports", type=float, default=20.0, help="EndForward messages per s and rank (20)")
     add("--workers", type=int, default=2, help="front ends (2)")
+    add(
+        "--tcp",
+        action="store_true",
+        help="the scheduler is a process of its own, over encrypted TCP, as on another machine",
+    )
     add("--churn", type=float, default=100.0, help="short requests per second besides (100)")
     add("--seconds", type=float, help="of each measurement (20; with --quick 6)")
     add("--token-s", type=float, default=1.0, help="between two tokens of a stream (1)")
@@ -381,6 +388,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             token_s=options.token_s,
             open_per_s=options.open_per_s,
             flags=("--policy", options.policy),
+            tcp=options.tcp,
         )
         for count, some in zip(ranks, streams, strict=True)
     ]

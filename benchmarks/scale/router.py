@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,14 +104,17 @@ class Reading:
 class ScaledRouter:
     """A router with several processes."""
 
-    def __init__(self, port: int, metrics_port: int, pid: int) -> None:
+    def __init__(self, port: int, metrics_port: int, pid: int, scheduler: int | None) -> None:
+        """``scheduler``: its process, where it is none of the router's own."""
         self.port, self.pid = port, pid
+        self._scheduler = scheduler
         self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
         self.components = self._find()
 
     def _find(self) -> dict[str, list[int]]:
         """Process ids by what they are."""
-        found: dict[str, list[int]] = {"supervisor": [self.pid], "scheduler": [], "front ends": []}
+        own = [] if self._scheduler is None else [self._scheduler]
+        found: dict[str, list[int]] = {"supervisor": [self.pid], "scheduler": own, "front ends": []}
         for pid in Processes(self.pid).pids()[1:]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if b"--sbs-role" in words:
@@ -155,23 +159,44 @@ async def running_router(
     endforward: str,
     flags: tuple[str, ...],
     log: Path,
+    tcp: bool,
 ) -> AsyncIterator[ScaledRouter]:
     """Ready: every engine has been described, and every rank of it has been heard.
+
+    ``tcp``: its scheduler is a process of its own, over TCP with encryption, as on another machine.
 
     Raises:
         RuntimeError: it does not get there.
     """
-    port, metrics_port = free_ports(2)
+    port, metrics_port, listen, unused = free_ports(4)
     urls = [f"http://127.0.0.1:{engine}" for engine in fleet.ports]
-    prefill, decode = urls[: len(shape.prefill)], urls[len(shape.prefill) :]
-    own = ("--workers", str(workers), "--sbs-endforward-bind", endforward, "--log-level", "warn")
-    contender = Contender("the router", "sglang_sbs.launch_router", (*own, *flags))
-    argv = contender.command([(url, 8998) for url in prefill], decode, port, metrics_port)
-    with log.open("wb") as output:
-        async with serving(contender, argv, port, output) as process:
-            router = ScaledRouter(port, metrics_port, process.pid)
-            await _until_heard(router, shape)
-            yield router
+    prefill = [(url, 8998) for url in urls[: len(shape.prefill)]]
+    decode = urls[len(shape.prefill) :]
+    hears = ("--sbs-endforward-bind", endforward, "--log-level", "warn", *flags)
+    own = ("--workers", str(workers), *(() if tcp else hears))
+    async with AsyncExitStack() as stack:
+        output = stack.enter_context(log.open("wb"))
+        scheduler = None
+        if tcp:
+            key = log.with_suffix(".key")
+            key.touch(0o600)
+            key.write_text(secrets.token_hex(32))
+            address, shared = f"tcp://127.0.0.1:{listen}", ("--sbs-key-file", str(key))
+            alone = Contender(
+                *("the scheduler", "sglang_sbs.launch_scheduler"),
+                ("--sbs-listen", address, *shared, *hears),
+            )
+            argv = alone.command(prefill, decode, unused, metrics_port)
+            remote = await stack.enter_async_context(serving(alone, argv, metrics_port, output))
+            scheduler = remote.pid
+            own = (*own, "--sbs-scheduler", address, *shared, "--log-level", "warn")
+        contender = Contender("the router", "sglang_sbs.launch_router", own)
+        known = ([], []) if tcp else (prefill, decode)
+        argv = contender.command(*known, port, free_ports(1)[0] if tcp else metrics_port)
+        process = await stack.enter_async_context(serving(contender, argv, port, output))
+        router = ScaledRouter(port, metrics_port, process.pid, scheduler)
+        await _until_heard(router, shape)
+        yield router
 
 
 async def _until_heard(router: ScaledRouter, shape: FleetShape) -> None:

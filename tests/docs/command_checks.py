@@ -119,6 +119,7 @@ def _check_verb(words: Sequence[str], command: Command) -> None:
 def _check_module(module: str, words: Sequence[str], command: Command) -> None:
     special: dict[str, Callable[[Sequence[str], Command], None]] = {
         "sglang_sbs.launch_router": _check_router,
+        "sglang_sbs.launch_scheduler": _check_scheduler,
         "sglang_sbs.launch_server": _check_server,
         "sglang_sbs.simulator.cli": _check_simulate,
         "sglang.launch_server": _check_sglang,
@@ -147,6 +148,10 @@ def _check_router(words: Sequence[str], command: Command) -> None:
         name = word.partition("=")[0].removeprefix("--").removeprefix("router-")
         if word.startswith("--") and name in IGNORED_FLAGS:
             raise Wrong(f"{command}: {word} has no effect: {IGNORED_FLAGS[name][1]}")
+
+
+def _check_scheduler(words: Sequence[str], command: Command) -> None:
+    _check_router(["--sbs-role", "scheduler", *words], command)
 
 
 def _check_server(words: Sequence[str], command: Command) -> None:

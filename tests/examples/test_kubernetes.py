@@ -29,7 +29,7 @@ from sglang_sbs.scheduling.events import InstanceRole
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 
-from fake_kubernetes import FakeKubernetes, pod
+from tools.stand_ins.kubernetes_server import FakeKubernetes, pod
 
 FOLDER = EXAMPLES / "kubernetes"
 SCHEMAS = Path(__file__).parent / "schemas"

@@ -18,11 +18,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_kubernetes import FakeKubernetes, pod
 from test_jwt import AUDIENCE, Issuer
 from test_stock_contract import bearer
 
 from benchmarks.router_processes import free_ports
+from tools.stand_ins.kubernetes_server import FakeKubernetes, pod
 from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 MODULES = ("sglang_router.launch_router", "sglang_sbs.launch_router")

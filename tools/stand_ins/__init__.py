@@ -1,1 +1,1 @@
-"""Engines and publishers that are played, for tests. Not in the wheel."""
+"""Engines, publishers and a Kubernetes API that are played, for tests. Not in the wheel."""

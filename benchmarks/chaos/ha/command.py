@@ -13,9 +13,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.chaos.etcd_process import etcd_binary
 from benchmarks.chaos.ha.faults import ALL, BY_NAME, Fault
 from benchmarks.chaos.ha.run import PAUSE_LIMIT_S, HaResult, run_fault
-from benchmarks.chaos.ha.site import has_store, running_site
+from benchmarks.chaos.ha.site import AGREEMENTS, running_site
 from benchmarks.command_line import command_parser
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.cluster.readiness import NotReadyError
@@ -46,9 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", default=",".join(BY_NAME), help="comma-separated (default all)")
     parser.add_argument(
         "--election",
-        choices=["etcd", "order"],
-        default="etcd" if has_store() else "order",
-        help="how the schedulers agree: by etcd, or by their order (default: etcd if it is here)",
+        choices=AGREEMENTS,
+        help="how the schedulers agree: by etcd, by a Lease (a stand-in plays the Kubernetes API) "
+        "or by the order in which they are named (default: etcd if it is here, else order)",
     )
     parser.add_argument(
         "--seconds", type=float, default=6.0, help="of load after each fault (default 6)"
@@ -70,15 +71,16 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--faults: {unknown[0]!r} is not one of {', '.join(BY_NAME)}")
     if not (math.isfinite(args.seconds) and args.seconds > 0 and 0 < args.qps <= 100):
         parser.error("--seconds must be greater than 0, --qps between 0 and 100")
-    if args.election == "etcd" and not has_store():
+    agreement = args.election or ("etcd" if etcd_binary() else "order")
+    if agreement == "etcd" and not etcd_binary():
         parser.error("--election etcd: there is no etcd here (Debian: apt-get install etcd-server)")
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
     faults = [BY_NAME[name] for name in names]
-    if args.election == "order":
-        console.print("no etcd: the schedulers agree by their order")
+    console.print(f"the schedulers agree by: {agreement}")
+    if agreement == "order":
         faults = [fault for fault in faults if not fault.needs_store]
     try:
-        results = asyncio.run(_run(args, faults, console))
+        results = asyncio.run(_run(args, agreement, faults, console))
     except (ClusterStartError, NotReadyError, RuntimeError, TimeoutError) as error:
         console.print(f"[red]{error or 'it did not become well again in time'}[/]", highlight=False)
         return 2
@@ -90,14 +92,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(
-    args: argparse.Namespace, faults: Sequence[Fault], console: Console
+    args: argparse.Namespace, agreement: str, faults: Sequence[Fault], console: Console
 ) -> list[HaResult]:
     args.out.mkdir(parents=True, exist_ok=True)
     workload = Workload(qps=args.qps, requests=1, max_prompt_tokens=CHUNK_TOKENS, max_new_tokens=40)
     results = []
-    async with running_site(
-        args.prefill, args.out, progress_printer(console), etcd=args.election == "etcd"
-    ) as places:
+    async with running_site(args.prefill, args.out, progress_printer(console), agreement) as places:
         for fault in faults:
             result = await run_fault(places, fault, workload=workload, tail_s=args.seconds)
             results.append(result)
@@ -110,7 +110,7 @@ def _table(results: Sequence[HaResult]) -> Table:
     table = Table(title="what clients saw")
     for column in ("fault", "requests", "lost", "longest pause s", "before s", "asked again"):
         table.add_column(column, justify="left" if column == "fault" else "right")
-    for column in ("as before after s", "left over", "errors"):
+    for column in ("taken over after s", "as before after s", "left over", "errors"):
         table.add_column(column, justify="left" if column == "errors" else "right")
     for one in results:
         table.add_row(
@@ -120,6 +120,7 @@ def _table(results: Sequence[HaResult]) -> Table:
             f"{one.longest_pause_s:.2f}",
             f"{one.longest_before_s:.2f}",
             str(one.repeated),
+            "" if one.takeover_s is None else f"{one.takeover_s:.1f}",
             "no" if one.recovery_s is None else f"{one.recovery_s:.1f}",
             str(sum(one.left_over.values())),
             ", ".join(f"{count} x {label}" for label, count in sorted(one.errors.items())),

@@ -2,7 +2,7 @@
 
 Owns command lines, ports, and the forwarders (:mod:`.cut`) that everything but engines' HTTP goes
 through: clients to a front end, front ends to a scheduler, EndForward to a scheduler, a scheduler
-to etcd. Must not know what is done to them.
+to the store. Must not know what is done to them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +29,11 @@ HOSTS = ("127.0.0.1", "127.0.0.2")
 _PORTS_PER_HOST = 16
 _READY_S = 60.0
 _CHANGE_S = 30.0
-_ASK = aiohttp.ClientTimeout(total=1.0)
+_ASK = aiohttp.ClientTimeout(total=0.5)
 
-Elect = Callable[[tuple[str, int]], str]
-"""The ``--sbs-election`` of a scheduler that reaches the store at this address."""
+Elect = Callable[[tuple[str, int]], tuple[str, dict[str, str]]]
+"""The ``--sbs-election`` of a scheduler that reaches the store at this address, and what it needs
+in its environment."""
 
 
 @dataclass(slots=True)
@@ -63,8 +64,8 @@ class Standing:
 
     part: Part
     active: bool
-    term: int | None
-    front_ends: int | None
+    term: int
+    front_ends: int
     """That it serves."""
 
 
@@ -86,7 +87,7 @@ class Places:
     """The four of them. Names: ``scheduler 1``, ``front end 2``."""
 
     def __init__(self, ports: Sequence[int], store: tuple[str, int] | None) -> None:
-        """``ports``: first of a block per host; ``store``: where etcd is, if one elects."""
+        """``ports``: first of a block per host; ``store``: where the lock is, if there is one."""
         self._supervisor = Supervisor()
         self._session: aiohttp.ClientSession
         self.schedulers: list[Part] = []
@@ -123,15 +124,17 @@ class Places:
                 *("--prometheus-host", host.host, "--prometheus-port", str(metrics[1])),
                 *("--policy", "sbs", *workers),
             ]
+            environment: dict[str, str] = {}
             if elect is not None and store is not None:
-                argv += ["--sbs-election", elect(store.listen)]
+                url, environment = elect(store.listen)
+                argv += ["--sbs-election", url]
             else:
                 argv += ["--sbs-scheduler", known]
             self.schedulers.append(
                 Part(
                     name := f"scheduler {number + 1}",
                     host.host,
-                    _plan(name, "scheduler", argv, log_dir),
+                    _plan(name, "scheduler", argv, log_dir, environment),
                     _http(metrics),
                     [way, hears, *([store] if store is not None else [])],
                     _tcp(way.listen),
@@ -190,13 +193,14 @@ class Places:
 
     async def standing(self) -> list[Standing]:
         """Of the schedulers that answer."""
-        found = []
-        for part in self.schedulers:
-            said = await self._ask(part.asked, "/active")
-            if said is not None:
-                active = said.get("scheduler") == "active"
-                found.append(Standing(part, active, said.get("term"), said.get("front_ends")))
-        return found
+        answers = await asyncio.gather(
+            *(self._ask(part.asked, "/active") for part in self.schedulers)
+        )
+        return [
+            Standing(part, said.get("scheduler") == "active", said["term"], said["front_ends"])
+            for part, said in zip(self.schedulers, answers, strict=True)
+            if said is not None
+        ]
 
     async def active(self) -> list[Part]:
         """Which schedulers say that they schedule."""
@@ -245,10 +249,12 @@ class Places:
                 await self.stop()
 
 
-def _plan(name: str, verb: str, argv: Sequence[str], log_dir: Path) -> ProcessPlan:
+def _plan(
+    name: str, verb: str, argv: Sequence[str], log_dir: Path, more: Mapping[str, str] = {}
+) -> ProcessPlan:
     whole = (sys.executable, "-m", "sglang_sbs.cli", verb, *argv)
     log = log_dir / f"{name.replace(' ', '-')}.log"
-    return ProcessPlan(name, whole, dict(os.environ), log)
+    return ProcessPlan(name, whole, {**os.environ, **more}, log)
 
 
 def _tcp(address: tuple[str, int]) -> str:

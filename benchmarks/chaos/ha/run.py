@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,13 +15,14 @@ import msgspec
 
 from benchmarks.chaos.ha.clients import Balanced, BalancedLoad
 from benchmarks.chaos.ha.faults import HELD_S, Fault
-from benchmarks.chaos.ha.places import Places
+from benchmarks.chaos.ha.places import Part, Places
 from benchmarks.chaos.open_load import Fate, recovery_s
 from benchmarks.chaos.run import CLIENT_TIMEOUT_S, MAX_LOAD_S, QUIET_S, SLACK, left_over
 from sglang_sbs.demo.load import Workload
 
 PAUSE_LIMIT_S = 3.0
-_RECOVERY_S = 30.0
+PATIENCE_S = 30.0
+"""Load goes on for so long if service is not as before sooner."""
 
 
 class HaResult(msgspec.Struct, frozen=True):
@@ -40,6 +42,8 @@ class HaResult(msgspec.Struct, frozen=True):
     """Sent again to the other front end: theirs was gone. No router can do that."""
     errors: dict[str, int]
     """Of those lost."""
+    takeover_s: float | None
+    """From the fault until another scheduler schedules for a front end; ``None``: none did."""
     recovery_s: float | None
     """From the fault until requests were served as before."""
     left_over: dict[str, int]
@@ -49,10 +53,17 @@ class HaResult(msgspec.Struct, frozen=True):
 
 
 async def run_fault(
-    places: Places, fault: Fault, *, workload: Workload, tail_s: float, held_s: float = HELD_S
+    places: Places,
+    fault: Fault,
+    *,
+    workload: Workload,
+    tail_s: float,
+    held_s: float = HELD_S,
+    quiet_s: float = QUIET_S,
+    patience_s: float = PATIENCE_S,
 ) -> HaResult:
-    """Load, the fault for ``held_s``, its end, load for ``tail_s`` more; everything is well again
-    when this returns.
+    """Load for ``quiet_s``, the fault for ``held_s``, its end, load for ``tail_s`` more; everything
+    is well again when this returns.
 
     Raises:
         NotReadyError, TimeoutError: it is not.
@@ -63,22 +74,36 @@ async def run_fault(
     urls = [part.public for part in places.front_ends]
     async with BalancedLoad(urls, timeout_s=CLIENT_TIMEOUT_S) as load:
         load.send(arrivals)
-        await asyncio.sleep(QUIET_S)
+        await asyncio.sleep(quiet_s)
         begin_s = load.elapsed_s
         struck = await fault.strike(places)
+        watching = asyncio.create_task(_taken_over(places, struck.parts))
         await asyncio.sleep(held_s)
+        watching.cancel()
+        takeover_s = (await asyncio.gather(watching, return_exceptions=True))[0]
         await fault.heal(struck)
         healed_s = load.elapsed_s
         await places.healthy()
         struck.notes.append(f"all well {load.elapsed_s - healed_s:.1f} s after its end")
         await asyncio.sleep(tail_s)
-        for _ in range(int(_RECOVERY_S)):
+        for _ in range(int(patience_s)):
             if _recovery_s(load.done, begin_s) is not None:
                 break
             await asyncio.sleep(1.0)
         done = await load.finish()
     left = [await left_over(part.asked) for part in places.front_ends]
-    return _result(fault, done, begin_s, _sum(left), struck.notes)
+    return _result(fault, done, begin_s, _sum(left), struck.notes, takeover_s)
+
+
+async def _taken_over(places: Places, struck: Sequence[Part]) -> float | None:
+    """Seconds until a scheduler that is not among those schedules; ``None``: one did already."""
+    begin_s, asked = time.monotonic(), 0
+    while True:
+        standing = await places.standing()
+        if any(one.active and one.front_ends and one.part not in struck for one in standing):
+            return time.monotonic() - begin_s if asked else None
+        asked += 1
+        await asyncio.sleep(0.05)
 
 
 def _result(
@@ -87,6 +112,7 @@ def _result(
     begin_s: float,
     left: dict[str, int],
     notes: Sequence[str],
+    takeover_s: object,
 ) -> HaResult:
     lost = [one for one in done if not one.answered]
     pause_s = _longest_s([one for one in done if not one.outcome.first_token_s < begin_s])
@@ -98,6 +124,7 @@ def _result(
         longest_before_s=_longest_s([one for one in done if one.outcome.first_token_s < begin_s]),
         repeated=sum(one.tries > 1 for one in done),
         errors=dict(Counter(_label(one) for one in lost)),
+        takeover_s=takeover_s if isinstance(takeover_s, float) else None,
         recovery_s=_recovery_s(done, begin_s),
         left_over=left,
         notes=list(notes),

@@ -6,13 +6,14 @@ Owns the order of starting. Must not know faults.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.chaos.etcd_process import etcd_binary, running_etcd
-from benchmarks.chaos.ha.places import Places
+from benchmarks.chaos.etcd_process import running_etcd
+from benchmarks.chaos.ha.places import Elect, Places
 from benchmarks.chaos.run import BOOTSTRAP_TIMEOUT_S, DP_SIZE
 from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, pd_urls, plan_cluster
@@ -20,43 +21,67 @@ from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.cluster.router_command import router_argv
 from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
 from sglang_sbs.testing.tiny_model import cached_tiny_model
+from tools.stand_ins.kubernetes_server import FakeKubernetes
+
+AGREEMENTS = ("etcd", "lease", "order")
+"""How the schedulers agree: a real etcd; a Lease, kept by a stand-in for the Kubernetes API; the
+order in which they are named."""
 
 
-def has_store() -> bool:
-    """Whether etcd can be started here."""
-    return etcd_binary() is not None
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Places that are still to be planned, and how their schedulers agree."""
+
+    places: Places
+    elect: Elect | None
+    log_dir: Path
+
+    def plan(self, workers: Sequence[str]) -> None:
+        """``workers``: flags that name the engines."""
+        self.places.plan(workers, self.elect, self.log_dir)
 
 
 @asynccontextmanager
-async def planned_places(log_dir: Path, *, etcd: bool) -> AsyncIterator[Places]:
-    """Two schedulers and two front ends that are still to be planned, and their store.
+async def site_with(agreement: str, log_dir: Path) -> AsyncIterator[Site]:
+    """Two schedulers and two front ends, and the store of :data:`AGREEMENTS`, which runs.
 
     Raises:
         RuntimeError, TimeoutError: etcd does not come up.
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
     ports = next(blocks), next(blocks)
-    if not etcd:
-        yield Places(ports, None)
-        return
-    async with running_etcd(log_dir) as store:
-        at = urlsplit(store.url)
-        assert at.hostname is not None and at.port is not None
-        yield Places(ports, (at.hostname, at.port))
+    if agreement == "order":
+        yield Site(Places(ports, None), None, log_dir)
+    elif agreement == "etcd":
+        async with running_etcd(log_dir) as etcd:
+            yield Site(Places(ports, _address(etcd.url)), _etcd_url, log_dir)
+    else:
+        api = FakeKubernetes()
+        await api.start()
+
+        def lease(at: tuple[str, int]) -> tuple[str, dict[str, str]]:
+            path = api.kubeconfig(log_dir, f"kubeconfig-{at[0]}", f"http://{at[0]}:{at[1]}")
+            return "k8s://llm/sglang-sbs", {"KUBECONFIG": str(path)}
+
+        try:
+            yield Site(Places(ports, _address(api.url)), lease, log_dir)
+        finally:
+            await api.stop()
 
 
-def plan_places(places: Places, workers: list[str], log_dir: Path) -> None:
-    """``workers``: flags that name the engines."""
-    places.plan(workers, _etcd_url if places.stores else None, log_dir)
+def _address(url: str) -> tuple[str, int]:
+    at = urlsplit(url)
+    assert at.hostname is not None and at.port is not None
+    return at.hostname, at.port
 
 
-def _etcd_url(at: tuple[str, int]) -> str:
-    return f"etcd://{at[0]}:{at[1]}/sglang-sbs"
+def _etcd_url(at: tuple[str, int]) -> tuple[str, dict[str, str]]:
+    return f"etcd://{at[0]}:{at[1]}/sglang-sbs", {}
 
 
 @asynccontextmanager
 async def running_site(
-    prefill: int, log_dir: Path, on_progress: Callable[[Progress], None], *, etcd: bool
+    prefill: int, log_dir: Path, on_progress: Callable[[Progress], None], agreement: str
 ) -> AsyncIterator[Places]:
     """All of it on real engines: so many prefill instances, one decode instance.
 
@@ -64,7 +89,8 @@ async def running_site(
         ClusterStartError: an engine did not come up.
         NotReadyError, RuntimeError, TimeoutError: something else did not.
     """
-    async with planned_places(log_dir, etcd=etcd) as places:
+    async with site_with(agreement, log_dir) as site:
+        places = site.places
         options = ClusterOptions(
             model_path=str(cached_tiny_model()),
             prefill_instances=prefill,
@@ -82,7 +108,7 @@ async def running_site(
         plan = plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))
         async with LocalCluster(plan, on_progress=on_progress) as cluster:
             prefills, decodes = pd_urls(cluster.instances)
-            plan_places(places, worker_flags(prefills, decodes), log_dir)
+            site.plan(worker_flags(prefills, decodes))
             async with places.running():
                 yield places
 

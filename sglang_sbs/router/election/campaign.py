@@ -87,7 +87,7 @@ class Campaign:
 
     def exceed(self, term: int) -> None:
         """Another has led in this term; a lead in it or in an earlier one ends at once."""
-        self._candidate.exceed(term)
+        self._candidate.exceed(term, self._clock())
         self._sooner.set()
         self._tell()
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 MAX_TERM = 2**31 - 1
 """As large as ``leaseTransitions`` can be (int32)."""
 LONGEST_LEASE_S = 60.0
+_UNDISTURBED_S = 60.0
+"""A lead that was longer has been everybody's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,10 @@ class Candidate:
         self._not_before_s = -math.inf
         self._floor = 0
         """No term of this candidate's is as low as this."""
+        self._led_since_s = -math.inf
+        self._ousted = 0
+        """How often in a row a lead was ended by another in another lock."""
+        self._take_not_before_s = -math.inf
 
     def term_at(self, now_s: float) -> int | None:
         """The term in which this candidate leads, or ``None``. A lead that has lapsed is over."""
@@ -142,9 +148,10 @@ class Candidate:
         """Who holds the lock, as far as this candidate knows."""
         if self.term_at(now_s) is not None:
             return self.holder
-        if self._seen is None or self._is_free(self._seen, now_s):
+        seen = self._seen
+        if seen is None or seen.holder in ("", self.holder) or self._is_free(seen, now_s):
             return None
-        return self._seen.holder
+        return seen.holder
 
     def mine(self) -> Record | None:
         """What to give back on the way out: the lock may be this candidate's after the lead."""
@@ -184,6 +191,7 @@ class Candidate:
         wanted = record.term > self._floor
         self.observed(record, now_s)
         if wanted:
+            self._led_since_s = now_s
             self._lead_by(record, asked_s, now_s)
 
     def renewed(self, record: Record, asked_s: float, now_s: float) -> None:
@@ -204,16 +212,24 @@ class Candidate:
         """The store gave no answer, or none that can be used."""
         self._not_before_s = max(now_s, asked_s + self._times.retry_s)
 
-    def exceed(self, term: int) -> None:
+    def exceed(self, term: int, now_s: float) -> None:
         """Another has led in this term, or may have: lead in a higher one. This lead may end.
 
-        A term that no store can have given is nobody's, and ignored.
+        A term that no store can have given is nobody's, and ignored. The second time in a row that
+        this ends a lead, two candidates have two locks, by mistake: after that each waits twice as
+        long as the last time, so that one of them leads for longer and longer.
         """
         if not 0 <= term < MAX_TERM:
             return
         self._floor = max(self._floor, term)
-        if self._lead is not None and self._lead.record.term <= term:
-            self._lead = self._seen = None
+        if self._lead is None or self._lead.record.term > term:
+            return
+        if now_s - self._led_since_s > _UNDISTURBED_S:
+            self._ousted = 0
+        wait_s = self._times.lease_s * 2 ** min(self._ousted - 1, 5) if self._ousted else 0.0
+        self._take_not_before_s = now_s + wait_s
+        self._ousted += 1
+        self._lead = self._seen = None
 
     def resign(self) -> None:
         """The process ends: lead no more."""
@@ -232,8 +248,8 @@ class Candidate:
     def _free_s(self, seen: Record) -> float:
         """From when on the lock may be taken."""
         if seen.holder in ("", self.holder):
-            return -math.inf
-        return self._seen_s + seen.lasts_s
+            return self._take_not_before_s
+        return max(self._take_not_before_s, self._seen_s + seen.lasts_s)
 
     def _is_free(self, seen: Record, now_s: float) -> bool:
         return now_s >= self._free_s(seen)

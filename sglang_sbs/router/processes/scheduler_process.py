@@ -298,8 +298,11 @@ def _election_of(several: SeveralProcesses) -> Election:
     """How it is decided who schedules. Raises: ValueError."""
     flags = several.election
     if flags is not None:
-        times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
-        return parse_election(flags.url, several.advertise, times)
+        try:
+            times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
+            return parse_election(flags.url, several.advertise, times)
+        except ValueError as error:
+            raise ValueError(f"--sbs-election: {error}") from error
     others = several.schedulers
     if len(others) <= 1:
         return Unopposed()

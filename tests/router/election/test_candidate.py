@@ -162,12 +162,12 @@ def test_a_store_that_fails_at_once_is_not_asked_without_a_pause() -> None:
 
 def test_another_leader_of_the_same_or_a_higher_term_ends_a_lead() -> None:
     candidate = leading(100.0)
-    candidate.exceed(5)
+    candidate.exceed(5, 100.1)
     assert candidate.term_at(100.1) is None
     candidate = leading(100.0)
-    candidate.exceed(4)
+    candidate.exceed(4, 100.1)
     assert candidate.term_at(100.1) == 5
-    candidate.exceed(40)
+    candidate.exceed(40, 100.1)
     assert candidate.term_at(100.1) is None
     assert candidate.next_step(100.1) == Read()
     candidate.observed(mine(), 100.2)
@@ -175,10 +175,36 @@ def test_another_leader_of_the_same_or_a_higher_term_ends_a_lead() -> None:
     assert candidate.next_step(100.2) == Take(mine(), 41)
 
 
+def test_two_that_lead_by_two_locks_do_not_take_turns_for_ever() -> None:
+    candidate, now_s, waits = leading(100.0), 100.0, []
+    for turn in range(1, 9):
+        candidate.exceed(10 * turn, now_s)
+        candidate.observed(mine(4, version=str(turn)), now_s)
+        assert candidate.leader_at(now_s) is None
+        begin_s = now_s
+        while not isinstance(step := candidate.next_step(now_s), Take):
+            # Reading goes on meanwhile: whoever else has this lock may lead.
+            now_s += step.for_s if isinstance(step, Sleep) else 0.25
+            if isinstance(step, Read):
+                candidate.observed(Record(term=4, version=str(turn)), now_s)
+        waits.append(now_s - begin_s)
+        assert step.term == 10 * turn + 1
+        candidate.took(mine(step.term, version=f"{turn}"), now_s, now_s)
+        assert candidate.term_at(now_s) == step.term
+    assert waits == pytest.approx([0, 2, 4, 8, 16, 32, 64, 64], abs=0.5)
+    # A lead that nobody disputed for long ends the series.
+    while now_s < 1000:
+        now_s += 0.3
+        candidate.renewed(mine(step.term, sign=str(now_s)), now_s, now_s)
+    candidate.exceed(100, now_s)
+    candidate.observed(Record(term=81), now_s)
+    assert candidate.next_step(now_s) == Take(Record(term=81), 101)
+
+
 def test_a_term_that_was_seen_while_it_was_being_taken_gives_no_lead() -> None:
     candidate = Candidate("me#1", TIMES)
     candidate.observed(Record(term=4), 100.0)
-    candidate.exceed(5)
+    candidate.exceed(5, 100.0)
     candidate.took(mine(5), 100.0, 100.1)
     assert candidate.term_at(100.1) is None
     assert candidate.next_step(100.1) == Take(mine(5), 6)
@@ -187,7 +213,7 @@ def test_a_term_that_was_seen_while_it_was_being_taken_gives_no_lead() -> None:
 @pytest.mark.parametrize("term", [-1, MAX_TERM, 2**63])
 def test_a_term_that_no_store_can_have_given_is_ignored(term: int) -> None:
     candidate = leading(100.0)
-    candidate.exceed(term)
+    candidate.exceed(term, 100.1)
     assert candidate.term_at(100.1) == 5
 
 

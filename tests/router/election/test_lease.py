@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from campaigns import QUICK, Told, candidate, running, until
-from fake_kubernetes import FakeKubernetes
 
 from sglang_sbs.router.election.candidate import Record
 from sglang_sbs.router.election.lease import KubernetesLease
 from sglang_sbs.router.election.store import Refused, StoreError
+from tools.stand_ins.kubernetes_server import FakeKubernetes
 
 URL = "k8s://llm/sglang-sbs"
 KEY = ("llm", "sglang-sbs")

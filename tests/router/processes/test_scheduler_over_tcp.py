@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 import zmq
 from router_harness import TIMEOUT_S, until
-from router_processes import Group, site, start_group
+from router_processes import Group, Site, site, start_group
 from test_front_ends import complete
 
+from sglang_sbs.router.processes import sockets as sockets_module
 from sglang_sbs.router.processes.messages import (
     VERSION,
     Alive,
     FromScheduler,
     Hello,
+    Look,
+    Standing,
     ToScheduler,
     encode,
 )
+from sglang_sbs.router.processes.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in, keys_of
 
@@ -43,7 +48,8 @@ class Door:
 
     def _take(self, identity: bytes, message: ToScheduler) -> None:
         self.taken.append(message)
-        self.socket.tell(identity, Alive())
+        answer = Standing(active=True, term=1) if isinstance(message, Look) else Alive()
+        self.socket.tell(identity, answer)
 
     async def knock(self, keys: CurveKeys | None, seconds: float = TIMEOUT_S) -> bool:
         """Whether a front end with these keys is answered."""
@@ -128,6 +134,96 @@ async def test_garbage_is_counted_and_dropped(door: Door, keys: CurveKeys) -> No
         context.term()
 
 
+async def test_a_scheduler_with_another_secret_is_passed_over(keys: CurveKeys) -> None:
+    stranger, friend = Door(keys_of(secrets.token_hex(32))), Door(keys)
+
+    def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> FrontEndSocket:
+        return FrontEndSocket(endpoint, keys, receive)
+
+    choice = SchedulerChoice([stranger.endpoint, friend.endpoint], dial, "a test")
+    line = choice.connect(lambda message: None)
+    try:
+        assert choice.target == stranger.endpoint
+        async with asyncio.timeout(TIMEOUT_S):
+            while not choice.look(served=False):  # noqa: ASYNC110 - ZMQ connects without an event
+                await asyncio.sleep(0.01)
+        assert choice.target == friend.endpoint
+        assert {type(message) for message in friend.taken} == {Look}
+        assert not stranger.taken
+    finally:
+        line.close()
+        choice.close()
+        stranger.socket.close()
+        friend.socket.close()
+
+
+class Swallower:
+    """Passes bytes on to an endpoint until it swallows them, and breaks no connection."""
+
+    def __init__(self) -> None:
+        self.swallows = False
+        self.accepted = 0
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, endpoint: str) -> str:
+        self._to = int(endpoint.rpartition(":")[2])
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _accepted(self, near: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        far, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        self._writers += [writer, far_writer]
+        for source, sink in ((near, far_writer), (far, writer)):
+            task = asyncio.create_task(self._pass_on(source, sink, swallowed=self.swallows))
+            self._tasks.add(task)
+
+    async def _pass_on(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, swallowed: bool
+    ) -> None:
+        while piece := await source.read(65536):
+            swallowed = swallowed or self.swallows  # for good: as a firewall that forgot it
+            if not swallowed:
+                sink.write(piece)
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers:
+            writer.close()
+
+
+async def test_a_connection_that_is_swallowed_for_good_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, keys: CurveKeys
+) -> None:
+    monkeypatch.setattr(sockets_module, "_HEARTBEAT_MS", 50)
+    monkeypatch.setattr(sockets_module, "_UNHEARD_MS", 200)
+    door, network = Door(keys), Swallower()
+    heard: list[FromScheduler] = []
+    line = FrontEndSocket(await network.open(door.endpoint), keys, heard.append)
+
+    async def answered() -> None:
+        before = len(heard)
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(heard) == before:
+                line.tell(HELLO)
+                await asyncio.sleep(0.02)
+
+    try:
+        await answered()
+        connections = network.accepted
+        network.swallows = True
+        await until(lambda: network.accepted > connections)
+        network.swallows = False
+        await answered()
+    finally:
+        line.close()
+        await network.close()
+        door.socket.close()
+
+
 def test_a_secret_must_be_long_and_readable(tmp_path: Path) -> None:
     with pytest.raises(SecretError, match="openssl rand"):
         keys_of("short")
@@ -175,3 +271,51 @@ async def test_front_ends_of_another_machine_need_no_workers_but_the_secret(
             await front_ends.end()
             await scheduler.end()
         assert scheduler.process.returncode == front_ends.process.returncode == 0
+
+
+async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
+    """The commands themselves: no request fails, and it is said who schedules."""
+    ports = [free_port() for _ in range(2)]
+    both = ",".join(f"tcp://127.0.0.1:{port}" for port in ports)
+    async with site(prefill=1) as engines:
+        listen = ("--sbs-role", "scheduler", "--sbs-scheduler", both, "--sbs-listen")
+        schedulers = [
+            await start_group(
+                *(*engines.flags, *listen, f"tcp://127.0.0.1:{port}"), ready="scheduler: policy"
+            )
+            for port in ports
+        ]
+        front_end = await start_group("--sbs-scheduler", both, "--port", "0")
+        try:
+            await front_end.says(f"connected to the scheduler .*:{ports[0]}, term 1")
+            assert await _standing(engines, schedulers[1]) == "standby"
+            schedulers[0].process.kill()
+            await front_end.says("lost the scheduler")
+            asked = (engines.generate(front_end.url) for _ in range(12))
+            assert all(map(complete, await asyncio.gather(*asked)))
+            await front_end.says(f"connected to the other scheduler .*:{ports[1]}, term 2")
+            assert complete(await engines.generate(front_end.url))
+            assert await _standing(engines, schedulers[1]) == "active"
+            async with engines.client.get(front_end.url + "/workers") as got:
+                shown = (await got.json())["scheduler"]
+            assert (shown["address"], shown["term"]) == (both.split(",")[1], 2)
+            assert (shown["connected"], shown["changes"], shown["losses"]) == (True, 1, 1)
+        finally:
+            for group in (front_end, *schedulers):
+                await group.end()
+
+
+async def _standing(engines: Site, scheduler: Group) -> str:
+    url = f"http://127.0.0.1:{scheduler.metrics_port}"
+    async with engines.client.get(url + "/readiness") as got:
+        assert got.status == 200
+        standing = str((await got.json())["scheduler"])
+    async with engines.client.get(url + "/active") as got:
+        assert (got.status == 200) == (standing == "active")
+    return standing
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

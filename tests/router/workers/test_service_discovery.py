@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_kubernetes import FakeKubernetes, pod
 from router_harness import FakeScheduler, until
 
 from sglang_sbs import extras
@@ -32,6 +31,7 @@ from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery, WatchTiming
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
+from tools.stand_ins.kubernetes_server import FakeKubernetes, pod
 from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 P = {"app": "sglang", "component": "prefill"}

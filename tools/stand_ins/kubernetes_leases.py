@@ -1,8 +1,8 @@
 """Leases of a Kubernetes API server on loopback: versions, conflicts, and what is answered to both.
 
-Beside :mod:`fake_kubernetes`, which serves them. Semantics as in the API's conventions: every write
-gives a new ``resourceVersion``; an update that names another one than the current is refused (409
-Conflict), one that names none too (422); creating what exists is refused (409 AlreadyExists).
+Beside :mod:`.kubernetes_server`, which serves them. Semantics as in the API's conventions: every
+write gives a new ``resourceVersion``; an update that names another one than the current is refused
+(409 Conflict), one that names none too (422); creating what exists is refused (409 AlreadyExists).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from aiohttp import web
-from fake_leases import FakeLeases
+
+from tools.stand_ins.kubernetes_leases import FakeLeases
 
 Pod = dict[str, Any]
 
@@ -102,17 +102,19 @@ class FakeKubernetes:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def kubeconfig(self, folder: Path) -> Path:
-        path = folder / "kubeconfig"
+    def kubeconfig(self, folder: Path, name: str = "kubeconfig", url: str = "") -> Path:
+        """A file that leads here, or to ``url``."""
+        path = folder / name
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "test",
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "router"}}],
-            "clusters": [{"name": "test", "cluster": {"server": self.url}}],
+            "clusters": [{"name": "test", "cluster": {"server": url or self.url}}],
             "users": [{"name": "router", "user": {"token": self.token}}],
         }
-        path.write_text(yaml.safe_dump(config))
+        # JSON is YAML, too.
+        path.write_text(json.dumps(config))
         return path
 
     # What happens in the cluster ----------------------------------------------------------------
