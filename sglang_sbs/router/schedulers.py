@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -192,7 +193,8 @@ class RemoteScheduler:
             asks_cheaply=options.monitor.health_endpoint is None,
         )
         self._link = SchedulerLink(
-            SchedulerChoice(options.several.schedulers, dial, name),
+            # Containers may share a host's name, and each has a process 1.
+            SchedulerChoice(options.several.schedulers, dial, f"{name}/{uuid.uuid4().hex[:8]}"),
             mirror,
             name=name,
             fallback=lambda: Scheduler(_alone(options)),

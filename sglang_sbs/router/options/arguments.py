@@ -53,10 +53,10 @@ example:
       --sbs-scheduler tcp://10.0.0.1:7700,tcp://10.0.0.2:7700
   # on every engine node: they report to both
   SGLANG_SBS_ROUTERS=tcp://10.0.0.1:7600,tcp://10.0.0.2:7600 python -m sglang.launch_server ...
-  curl http://10.0.0.1:29000/readiness             # active or standby
 
-Flags of clients (--port, --api-key, retries, TLS) are the front ends', those of workers and policy
-the schedulers'. docs/many-routers.md has what happens when one of them is lost.
+Their metrics port has /readiness, which says active or standby, and /active, which is 200 at the
+active one only. Flags of clients (--port, --api-key, retries, TLS) are the front ends', those of
+workers and policy the schedulers'. docs/many-routers.md has what happens when one of them is lost.
 """
 
 
