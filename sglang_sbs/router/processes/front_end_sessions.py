@@ -186,6 +186,11 @@ class Hub:
         return len(self._owners)
 
     @property
+    def looked(self) -> bool:
+        """Whether every worker has answered, or is known not to."""
+        return self._membership.looked
+
+    @property
     def settled(self) -> bool:
         """Whether the workers have been looked at."""
         return self._membership.settled(self._loop.time())

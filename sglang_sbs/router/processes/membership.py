@@ -34,10 +34,14 @@ class Membership:
         """The term whose scheduler had these workers; before the first, only flags are known."""
         self._new_s = now_s
 
+    @property
+    def looked(self) -> bool:
+        """Whether every worker has answered, or is known not to."""
+        return all(w.info is not None or w.problems for w in self.registry)
+
     def settled(self, now_s: float) -> bool:
-        """Whether the workers have been looked at."""
-        looked = all(w.info is not None or w.problems for w in self.registry)
-        return looked or now_s > self._new_s + SETTLE_S
+        """Whether the workers have been looked at, as far as is waited for that."""
+        return self.looked or now_s > self._new_s + SETTLE_S
 
     def inherit(self, hello: Hello, now_s: float) -> None:
         """The scheduler before this one had these workers: flags may be out of date."""

@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_S = 1.0
 _AGAIN_S = 0.2
+_LOOK_S = 15.0
+"""Longest time before a scheduler stands for election although a worker was not heard of yet."""
+_LOOK_AGAIN_S = 0.05
 _LAST_WORDS_MS = 200
 _SCRAPE_TURN_S = 0.005
 """Of writing metrics, before others of this process get a turn."""
@@ -162,7 +165,16 @@ class SchedulerProcess:
         await self._session.close()
 
     async def _stand(self, election: Election) -> None:
-        """For election, again and again."""
+        """For election, again and again.
+
+        Where there may be others, not before the workers were looked at: whoever leads and does
+        not know them yet refuses what another one, or a front end by itself, would place.
+        """
+        if not isinstance(election, Unopposed):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    while not self._has_looked():  # noqa: ASYNC110 - nothing announces it
+                        await asyncio.sleep(_LOOK_AGAIN_S)
         while True:
             try:
                 await election.run(self._hub.lead, self._hub.follow)
@@ -171,6 +183,10 @@ class SchedulerProcess:
             if self.lead.active:
                 self._hub.follow()
             await asyncio.sleep(_AGAIN_S)
+
+    def _has_looked(self) -> bool:
+        found = len(self._watch.registry) > 0 or self.options.discovery is None
+        return found and self._hub.looked
 
     # Between the parts ------------------------------------------------------------------------
 

@@ -1,0 +1,45 @@
+"""When a scheduler that just started stands for election."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sglang_sbs.router.options.options import parse_flags
+from sglang_sbs.router.processes.scheduler_process import SchedulerProcess
+from tools.stand_ins.kubernetes_server import FakeKubernetes
+from tools.stand_ins.mock_engine import MockEngine
+
+
+async def test_nobody_leads_who_has_not_looked_at_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, prefill, decode = FakeKubernetes(), MockEngine("prefill"), MockEngine("decode")
+    for one in (api, prefill, decode):
+        await one.start()
+    monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path)))
+    decode.freeze()
+    flags = ["--sbs-role", "scheduler", "--sbs-listen", "tcp://127.0.0.1:*"]
+    flags += ["--sbs-advertise", "tcp://127.0.0.1:7700", "--sbs-election", "k8s://llm/sbs"]
+    flags += ["--pd-disaggregation", "--prefill", prefill.url, "8998", "--decode", decode.url]
+    flags += ["--prometheus-host", "127.0.0.1", "--prometheus-port", "0"]
+    process = SchedulerProcess(parse_flags([*flags, "--sbs-endforward-bind", "none"]))
+    await process.start()
+    try:
+        async with asyncio.timeout(20):
+            while not prefill.hits.get("/server_info"):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert not process.lead.active and not api.leases.kept
+            decode.thaw()
+            while not process.lead.active:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+        assert process.lead.leader == "tcp://127.0.0.1:7700"
+    finally:
+        await process.stop()
+        for one in (api, prefill, decode):
+            await one.stop()
+    # Given back, so that another one leads at once.
+    assert api.leases.kept["llm", "sbs"]["spec"]["holderIdentity"] == ""
