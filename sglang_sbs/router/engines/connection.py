@@ -150,6 +150,7 @@ class Connection(asyncio.Protocol):
         self.call = None
         self._unsent = None
         self._unread = b""
+        self._reader.close()
         self._pool.forget(self)
         self.transport.abort()
 
@@ -225,6 +226,7 @@ class Connection(asyncio.Protocol):
         if self._unread and self.call is not None:
             data, self._unread = self._unread, b""
             self._take(data)
+        self._reader.close()
         self._pool.forget(self)
         call, self.call = self.call, None
         if call is None:

@@ -50,7 +50,7 @@ class ResponseReader:
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self.on_body = self._pieces.append
-        self._parser = HttpResponseParser(self)
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self.begin()
 
     def begin(self) -> None:
@@ -65,6 +65,10 @@ class ResponseReader:
         self._bare_bytes = 0
         """What came since the last piece of body."""
 
+    def close(self) -> None:
+        """No answer follows. The parser, which holds this reader, goes without a collector."""
+        self._parser = None
+
     @property
     def done(self) -> bool:
         """The answer is whole, unless its end is the connection's."""
@@ -72,6 +76,7 @@ class ResponseReader:
 
     def feed(self, data: bytes) -> bytes:
         """The body in ``data``; an answer may be cut anywhere. Raises: MalformedResponse."""
+        assert self._parser is not None
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
@@ -104,7 +109,7 @@ class ResponseReader:
             self._fields[field] = text if known is None else f"{known}, {text}"
 
     def on_headers_complete(self) -> None:
-        if self._end is not None:
+        if self._end is not None or self._parser is None:
             return
         status, version = self._parser.get_status_code(), self._parser.get_http_version()
         if version not in ("1.0", "1.1") or not 100 <= status <= 599:

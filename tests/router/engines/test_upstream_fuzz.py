@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from typing import Any
 
@@ -336,3 +337,27 @@ def test_idle_connections_that_an_engine_leaves_open_are_closed_here() -> None:
     pool.keep(newer)
     assert (transport.closing, other.closing) == (True, False)
     assert pool.take_idle(ORIGIN) is newer
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_connection_that_is_over_leaves_nothing_to_the_collector(lost: bool) -> None:
+    """Its reader and its parser hold each other, and the router's collector seldom runs."""
+
+    def readers() -> int:
+        return sum(isinstance(one, ResponseReader) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = readers()
+        pool, connection, transport, call = exchange(Once())
+        connection.data_received(VALID["length"][:40])
+        assert readers() == before + 1
+        if lost:
+            connection.connection_lost(None)
+        else:
+            connection.close()
+        del pool, connection, transport, call
+        assert readers() == before
+    finally:
+        gc.enable()
