@@ -23,11 +23,16 @@ from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.plain_words import counted, naming_port
-from sglang_sbs.router.api.surface import KINDS, Surface
+from sglang_sbs.router.api.surface import Surface
 from sglang_sbs.router.assignment.dispatcher import Assigner
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
-from sglang_sbs.router.client.intake import KEEP_ALIVE_S, MAX_HEAD_LINE_BYTES, Doorman, ParserLog
-from sglang_sbs.router.client.serving_port import DirectPort
+from sglang_sbs.router.client.intake import (
+    KEEP_ALIVE_S,
+    MAX_HEAD_LINE_BYTES,
+    Doorman,
+    Gate,
+    ParserLog,
+)
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.metric_families import gauge, total
@@ -94,7 +99,6 @@ class RouterServer:
         self._runner: web.AppRunner | None = None
         self._metrics_port: MetricsPort | None = None
         self._listening: list[asyncio.Server] = []
-        self._direct: DirectPort | None = None
         self._flusher: asyncio.Task[None] | None = None
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
 
@@ -111,9 +115,8 @@ class RouterServer:
         self._build()
         try:
             parser_log = ParserLog(self.metrics.malformed_request)
-            surface = Surface(self)
             self._runner = web.AppRunner(
-                surface.application(),
+                Surface(self).application(),
                 handler_cancellation=True,
                 access_log=None,
                 logger=parser_log,
@@ -128,7 +131,7 @@ class RouterServer:
             )
             # Before the port opens: a front end takes no requests it has no scheduler for.
             self.endforward_endpoint = await self._schedulers.start()
-            self.port = await self._listen(self._runner, surface)
+            self.port = await self._listen(self._runner)
             if options.role != "front-end":  # the scheduler process shows those of all
                 host, port = options.prometheus_host, options.prometheus_port
                 with naming_port("--prometheus-port", host, port):
@@ -243,8 +246,6 @@ class RouterServer:
         if self._flusher is not None:
             self._flusher.cancel()
         await self._schedulers.close()
-        if self._direct is not None:
-            await self._direct.close(_LAST_WORDS_S)
         if self._runner is not None:
             await self._runner.cleanup()
         if self._metrics_port is not None:
@@ -272,8 +273,7 @@ class RouterServer:
     def _connections(self) -> int:
         """Of clients, now."""
         web_server = self._runner.server if self._runner is not None else None
-        by_aiohttp = len(web_server.connections) if web_server is not None else 0
-        return by_aiohttp + (len(self._direct.connections) if self._direct is not None else 0)
+        return len(web_server.connections) if web_server is not None else 0
 
     # Workers ----------------------------------------------------------------------------------
 
@@ -318,17 +318,16 @@ class RouterServer:
 
     # Listening --------------------------------------------------------------------------------
 
-    async def _listen(self, runner: web.AppRunner, surface: Surface) -> int:
+    async def _listen(self, runner: web.AppRunner) -> int:
         """Open the serving port; returns the real one (for port 0)."""
         options = self.options
         await runner.setup()
         assert runner.server is not None
         self.doorman = Doorman(most=self._file_limit // 2)
-        direct = DirectPort(surface, tuple(KINDS), self.doorman, runner.server)
-        self._direct = direct
+        gate = partial(Gate, self.doorman, runner.server)
         tls = server_ssl(self.options)
         open_port = partial(
-            asyncio.get_running_loop().create_server, direct, ssl=tls, backlog=_BACKLOG
+            asyncio.get_running_loop().create_server, gate, ssl=tls, backlog=_BACKLOG
         )
         if options.listen_fds:
             for fd in options.listen_fds:

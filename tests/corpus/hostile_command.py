@@ -20,7 +20,7 @@ _EPILOG = """\
 What is sent goes to a router in front of scripted engines, all in this process, at 127.0.0.1. Every
 input has to end exactly once, by an answer or a closed connection, without a 500 of the router's
 own, without an error or a traceback in the log, and the next request has to be served. HTTP is
-also read by h11 and by aiohttp alone: where they read on, all have to read the same requests.
+also read by h11: where it and aiohttp both read on, they have to read the same requests.
 
 examples:
   scripts/fuzz                                  # a minute for each kind

@@ -1,29 +1,24 @@
-"""What three parsers read in the same bytes: h11, aiohttp alone, and the router's serving port.
+"""What two parsers read in the same bytes: h11, and aiohttp as it is on the router's serving port.
 
-The port serves plain requests itself and hands all others to aiohttp: it must read exactly what
-aiohttp reads. Where h11 and aiohttp both go on, they must read the same: a proxy in front of the
-router that believes one and a router that believes the other would let a client smuggle requests.
+Where both go on, they must read the same: a proxy in front of the router that believes one and a
+router that believes the other would let a client smuggle requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import h11
 from aiohttp import web
 
-from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.client.client import Client
-from sglang_sbs.router.client.intake import MAX_HEAD_LINE_BYTES, Doorman, ParserLog
-from sglang_sbs.router.client.serving_port import DirectPort, RequestHead
+from sglang_sbs.router.client.intake import MAX_HEAD_LINE_BYTES, Doorman, Gate, ParserLog
 
 PATIENCE_S = 20.0
-_MAX_BODY_BYTES = 8 << 20
 _QUIET_TURNS = 30
-PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 Request = tuple[str, str, bytes]
 """Method, target, body."""
@@ -72,87 +67,46 @@ def read_with_h11(data: bytes) -> Reading:
             return reading
 
 
-class _Recorder:
-    """A web server, and the service of a serving port, that notes what it is asked."""
+class Oracles:
+    """A server that reads what a router would; :func:`oracles` starts it."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.draining = False
+        self._requests: list[Request] = []
+        self._port = 0
 
-    async def through_web(self, request: web.BaseRequest) -> web.Response:
+    async def _note(self, request: web.BaseRequest) -> web.Response:
         body = await request.read()
-        self.requests.append((request.method, request.raw_path, body))
+        self._requests.append((request.method, request.raw_path, body))
         return web.Response()
 
-    def takes(self, head: RequestHead) -> bool:
-        return head.content_length <= _MAX_BODY_BYTES
-
-    def identify(self, head: RequestHead) -> str:
-        return "x"
-
-    def head_lines(self, head: RequestHead, identifier: str) -> bytes:
-        return b""
-
-    async def serve(self, head: RequestHead, identifier: str, client: Client) -> Answer | None:
-        body = b""
-        while len(body) < head.content_length:
-            piece = await client.content.readany()
-            if not piece:
-                break
-            body += piece
-        self.requests.append(("POST", head.path, body))
-        return Answer(200, b"", "text/plain")
-
-
-class Oracles:
-    """Servers that read what a router would; :func:`oracles` starts them."""
-
-    def __init__(self, stack: AsyncExitStack) -> None:
-        self._stack = stack
-        self._web = _Recorder()
-        self._port = _Recorder()
-        self._ports = (0, 0)
-
-    async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        plain, behind = (
-            web.Server(
-                recorder.through_web,
-                logger=ParserLog(lambda: None),
-                access_log=None,
-                handler_cancellation=True,
-                auto_decompress=False,
-                max_line_size=MAX_HEAD_LINE_BYTES,
-                max_field_size=MAX_HEAD_LINE_BYTES,
-            )
-            for recorder in (self._web, self._port)
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        server = web.Server(
+            self._note,
+            logger=ParserLog(lambda: None),
+            access_log=None,
+            handler_cancellation=True,
+            auto_decompress=False,
+            max_line_size=MAX_HEAD_LINE_BYTES,
+            max_field_size=MAX_HEAD_LINE_BYTES,
         )
-        direct = DirectPort(self._port, PATHS, Doorman(), behind)
-        self._stack.push_async_callback(direct.close, 1.0)
-        ports = []
-        for factory in (plain, direct):
-            listening = await loop.create_server(factory, "127.0.0.1", 0)
-            self._stack.callback(listening.close)
-            ports.append(listening.sockets[0].getsockname()[1])
-        self._ports = (ports[0], ports[1])
-        for served in (plain, behind):
-            self._stack.push_async_callback(served.shutdown, 0.1)
+        gate = partial(Gate, Doorman(), server)
+        listening = await asyncio.get_running_loop().create_server(gate, "127.0.0.1", 0)
+        self._port = listening.sockets[0].getsockname()[1]
+        try:
+            yield
+        finally:
+            listening.close()
+            await server.shutdown(0.1)
 
     async def disagreement(self, data: bytes) -> str:
         """How they differ about these bytes; empty: they do not."""
-        by_web = await self._read(self._web, self._ports[0], data)
-        by_port = await self._read(self._port, self._ports[1], data)
-        by_h11 = read_with_h11(data)
-        return (
-            difference("aiohttp", by_web, "the serving port", by_port)
-            or difference("aiohttp", by_web, "h11", by_h11)
-            or difference("the serving port", by_port, "h11", by_h11)
-        )
+        return difference("aiohttp", await self._read(data), "h11", read_with_h11(data))
 
-    async def _read(self, recorder: _Recorder, port: int, data: bytes) -> Reading:
+    async def _read(self, data: bytes) -> Reading:
         reading = Reading()
-        recorder.requests = reading.requests
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        self._requests = reading.requests
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         answer = b""
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -193,7 +147,6 @@ async def quiet(progress: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def oracles() -> AsyncIterator[Oracles]:
-    async with AsyncExitStack() as stack:
-        found = Oracles(stack)
-        await found.start()
+    found = Oracles()
+    async with found.serving():
         yield found

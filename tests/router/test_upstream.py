@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_sbs.router.engines import connection, connection_pool
 from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.connection_pool import Pool, fetch, request_head
-from sglang_sbs.router.engines.response_framing import ChunkedDecoder
+from sglang_sbs.router.engines.response_framing import MalformedResponse, ResponseReader
 
 
 class Collector:
@@ -97,6 +97,9 @@ async def ask(pool: Pool, origin: str, body: bytes = b"{}") -> Collector:
     return collector
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
 def chunked(parts: list[bytes], extension: bytes = b"", trailer: bytes = b"") -> bytes:
     framed = b"".join(b"%x%b\r\n%b\r\n" % (len(p), extension, p) for p in parts if p)
     return framed + b"0\r\n" + trailer + b"\r\n"
@@ -111,26 +114,35 @@ def chunked(parts: list[bytes], extension: bytes = b"", trailer: bytes = b"") ->
 def test_chunked_framing_comes_off_wherever_it_is_cut(
     parts: list[bytes], cuts: list[int], extension: bytes, trailer: bytes
 ) -> None:
-    raw = chunked(parts, extension, trailer)
+    raw = CHUNKED + chunked(parts, extension, trailer)
     edges = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
-    decoder = ChunkedDecoder()
-    out = b"".join(decoder.feed(raw[a:b]) for a, b in itertools.pairwise(edges) if not decoder.done)
-    assert out == b"".join(parts)
-    assert decoder.done
-    assert not decoder.surplus
+    reader = ResponseReader()
+    for _ in range(2):  # a connection's second answer is read as its first
+        reader.begin()
+        out = b"".join(reader.feed(raw[a:b]) for a, b in itertools.pairwise(edges))
+        assert out == b"".join(parts)
+        assert reader.head is not None and reader.head.keep_alive
+        assert "x" not in reader.head.headers  # trailers are none
+        assert reader.done
+        assert not reader.surplus
 
 
 @pytest.mark.parametrize("raw", [b"zz\r\n", b"-1\r\nx", b"3\r\nabcd\r\n", b"\r\nabc"])
 def test_what_is_not_chunked_framing_is_an_error(raw: bytes) -> None:
-    with pytest.raises(ValueError):
-        ChunkedDecoder().feed(raw)
+    with pytest.raises(MalformedResponse):
+        ResponseReader().feed(CHUNKED + raw)
 
 
-def test_bytes_behind_the_end_make_the_connection_unusable() -> None:
-    decoder = ChunkedDecoder()
-    assert decoder.feed(chunked([b"abc"]) + b"HTTP") == b"abc"
-    assert decoder.done
-    assert decoder.surplus
+@pytest.mark.parametrize("surplus", [b"H", b"nonsense", CHUNKED + b"1\r\nx\r\n0\r\n\r\n"])
+@pytest.mark.parametrize("head", [CHUNKED, CHUNKED[:-2] + b"connection: close\r\n\r\n"])
+@pytest.mark.parametrize("parts", [[], [b"abc"]])
+def test_bytes_behind_the_end_make_the_connection_unusable(
+    surplus: bytes, head: bytes, parts: list[bytes]
+) -> None:
+    reader = ResponseReader()
+    assert reader.feed(head + chunked(parts) + surplus) == b"".join(parts)
+    assert reader.done
+    assert reader.surplus
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.api.tokenizing import Tokenizing
-from sglang_sbs.router.client.client import Client, WebClient
+from sglang_sbs.router.client.answer_stream import send
+from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.request_ids import request_id
-from sglang_sbs.router.client.serving_port import RequestHead
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.keys import ControlKey
 from sglang_sbs.router.relay.relay import PATHS
@@ -72,7 +72,7 @@ def _not_implemented(name: str) -> Handler:
 
 
 class Surface:
-    """Also the :class:`~sglang_sbs.router.client.serving_port.Service` of the serving port."""
+    """The serving port's application, and what holds for every request to it."""
 
     def __init__(self, server: Router) -> None:
         self._server = server
@@ -113,13 +113,12 @@ class Surface:
     # Inference --------------------------------------------------------------------------------
 
     async def _inference(self, request: web.Request) -> web.StreamResponse:
-        """What comes through aiohttp of it."""
-        client = WebClient(request)
+        client = Client(request)
         received = list(request.headers.items())
         identifier = current_request_id.get()
         answer = await self._relayed(request.path, received, identifier, client)
         if answer is not None:
-            return answer.response()
+            return await send(client, answer)
         assert client.response is not None
         return client.response
 
@@ -151,53 +150,7 @@ class Surface:
         finally:
             metrics.served(path, model, streaming, time.monotonic() - started_s)
 
-    # Service of the direct port ---------------------------------------------------------------
-
-    @property
-    def draining(self) -> bool:
-        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
-        return self._server.draining
-
-    def takes(self, head: RequestHead) -> bool:
-        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
-        return (
-            head.content_length <= self._options.max_payload_bytes
-            and self._access.refusal("POST", head.path, head.fields, "") is None
-        )
-
-    def identify(self, head: RequestHead) -> str:
-        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
-        return request_id(head.path, head.fields, self._id_names)
-
-    async def serve(self, head: RequestHead, identifier: str, client: Client) -> Answer | None:
-        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
-        current_request_id.set(identifier)
-        path = head.path
-        started_s = time.monotonic()
-        duration = self._metrics.http_started("POST", path, started_s)
-        status, error_code = 499, ""
-        try:
-            try:
-                answer = await self._relayed(path, tuple(head.fields.items()), identifier, client)
-            except RouterError as error:
-                answer, error_code = error.answer(), error.code
-            except ConnectionResetError:
-                raise
-            except Exception as error:
-                failed = _failed("POST", path, error)
-                answer, error_code = failed.answer(), failed.code
-            status = 200 if answer is None else answer.status
-            return answer
-        finally:
-            self._answered("POST", path, status, error_code, started_s, duration)
-
-    def head_lines(self, head: RequestHead, identifier: str) -> bytes:
-        """See :class:`~sglang_sbs.router.client.serving_port.Service`."""
-        lines = {"x-request-id": identifier} | self._cross_origin("POST", head.fields.get("origin"))
-        text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        return text.encode("latin-1", "replace")
-
-    # Every request that comes through aiohttp -------------------------------------------------
+    # Every request ----------------------------------------------------------------------------
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

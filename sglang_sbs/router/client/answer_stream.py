@@ -1,9 +1,8 @@
-"""The client's side of a stream: head, pieces, back pressure, end.
+"""The client's side of an answer: head, pieces, back pressure, end.
 
-Owns one streaming response. Must not know legs or their meaning. Pieces are written to the
-transport in the callback that brings them: per piece that saves a task switch, which is most of
-what relaying it would cost. The same goes for the head where the client's connection can do so: it
-leaves with the first piece, in one write.
+Owns one response, be it streamed or whole. Must not know legs or their meaning. Pieces of a stream
+are written to the transport in the callback that brings them: per piece that saves a task switch,
+which is most of what relaying it would cost.
 """
 
 from __future__ import annotations
@@ -13,6 +12,9 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
+from aiohttp import web
+
+from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import MIN_BYTES_PER_S
 
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 1 << 20
 LOW_WATER_BYTES = 1 << 18
+LARGE_PIECE_BYTES = 64 << 10
+"""After a piece so large of a whole answer, other connections get their turn."""
 _RECHECK_S = 0.02
 _RECHECK_AT_MOST_S = 0.5
 """Between two looks at a client that took nothing meanwhile."""
@@ -40,7 +44,6 @@ class Downstream:
         """``sources`` are paused while the client reads too slowly; more may be added later."""
         self._client = client
         self._transport: asyncio.WriteTransport | None = None
-        self._head = b""
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._chunked = client.chunked
@@ -51,7 +54,7 @@ class Downstream:
         self._ended = False
         self._sources = sources
         self.opened = False
-        """The head left, or leaves with the next piece: errors can only be events from now on."""
+        """The head has left, or is leaving: errors can only be events from now on."""
 
     def push(self, data: bytes) -> None:
         """Send a piece; kept until the head has been sent."""
@@ -64,10 +67,7 @@ class Downstream:
             return
         if self._ended or transport.is_closing():
             return
-        if self._head:
-            head, self._head = self._head, b""
-            transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
-        elif self._chunked:
+        if self._chunked:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             transport.write(data)
@@ -108,47 +108,28 @@ class Downstream:
         elif self._client.transport is not None:
             loop.call_later(self._recheck_s, self._recheck)
 
-    def open_at_once(self, content_type: str) -> None:
-        """Send the head with the next piece if the connection can; else :meth:`open` will."""
-        if self.opened:
-            return
-        head = self._client.head(content_type)
-        if head is None or self._client.transport is None:
-            return
-        self.opened = True
-        self._head = head
-        self._flow(self._client.transport)
-
     async def open(self, content_type: str) -> None:
         """Send the head and what was pushed so far, in one go. A second call does nothing.
 
         Raises:
             ConnectionResetError: the client is gone.
         """
-        self.open_at_once(content_type)
-        if not self.opened:
-            self.opened = True
-            pending, self._pending = self._pending, []
-            try:
-                async with asyncio.timeout(FINISH_S):
-                    await self._client.begin(content_type, b"".join(pending))
-            except TimeoutError:
-                if self._client.transport is not None:
-                    self._client.transport.abort()
-                raise ConnectionResetError("the client does not read") from None
-            transport = self._client.transport
-            if transport is None:
-                raise ConnectionResetError("client connection is gone")
-            self._flow(transport)
-        elif self._head and self._transport is not None:
-            head, self._head = self._head, b""
-            self._transport.write(head)
-
-    def _flow(self, transport: asyncio.WriteTransport) -> None:
-        """Pieces go straight to the transport from now on."""
-        self._transport = transport
+        if self.opened:
+            return
+        self.opened = True
         pending, self._pending = self._pending, []
-        for data in pending:
+        try:
+            async with asyncio.timeout(FINISH_S):
+                await self._client.begin(content_type, b"".join(pending))
+        except TimeoutError:
+            if self._client.transport is not None:
+                self._client.transport.abort()
+            raise ConnectionResetError("the client does not read") from None
+        self._transport = self._client.transport
+        if self._transport is None:
+            raise ConnectionResetError("client connection is gone")
+        pending, self._pending = self._pending, []
+        for data in pending:  # what came meanwhile
             self.push(data)
 
     async def finish(self) -> None:
@@ -169,3 +150,34 @@ class Downstream:
             if transport is not None:
                 transport.abort()
             raise ConnectionResetError("the client stopped reading") from None
+
+
+async def send(client: Client, answer: Answer) -> web.StreamResponse:
+    """Send a whole answer: a large one as the client takes it, a piece in a turn.
+
+    Raises:
+        ConnectionResetError: the client is gone, or took too little and its connection is closed.
+    """
+    if len(answer.body) <= LARGE_PIECE_BYTES:
+        return answer.response()
+    headers = {"Content-Type": answer.content_type, **answer.headers}
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    response.content_length = len(answer.body)
+    loop = asyncio.get_running_loop()
+    due_s = loop.time() + FINISH_S
+    try:
+        async with asyncio.timeout_at(due_s) as deadline:
+            await response.prepare(client.request)
+            for at in range(0, len(answer.body), LARGE_PIECE_BYTES):
+                await response.write(answer.body[at : at + LARGE_PIECE_BYTES])
+                await asyncio.sleep(0)
+                # Each piece buys its time at the slowest pace, and nobody saves up more.
+                due_s += LARGE_PIECE_BYTES / MIN_BYTES_PER_S
+                due_s = min(due_s, loop.time() + FINISH_S)
+                deadline.reschedule(due_s)
+            await response.write_eof()
+    except TimeoutError:
+        if client.transport is not None:
+            client.transport.abort()
+        raise ConnectionResetError("the client stopped reading") from None
+    return response

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -216,7 +217,32 @@ class Doorman:
             self._look_at(due_s)
 
 
-class Leaving(asyncio.Protocol):
+class Gate(asyncio.Protocol):
+    """Stands in for aiohttp's protocol until there is a connection, which a doorman then watches to
+    its end."""
+
+    def __init__(
+        self,
+        doorman: Doorman,
+        serve: Callable[[], asyncio.Protocol],
+        has_room: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``serve`` makes aiohttp's protocol; a connection there is no room for is closed."""
+        self._doorman = doorman
+        self._serve = serve
+        self._has_room = has_room
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not self._has_room():
+            transport.abort()  # type: ignore[attr-defined]
+            return
+        self._doorman.watch(transport)
+        protocol = self._serve()
+        transport.set_protocol(_Leaving(protocol, partial(self._doorman.heard, transport)))
+        protocol.connection_made(transport)
+
+
+class _Leaving(asyncio.Protocol):
     """Another protocol as it is, and who is told when its connection is gone."""
 
     def __init__(self, protocol: asyncio.Protocol, gone: Callable[[], None]) -> None:

@@ -11,12 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
-from sglang_sbs.router.engines.response_framing import (
-    MAX_HEAD_BYTES,
-    ChunkedDecoder,
-    MalformedResponse,
-    parse_head,
-)
+from sglang_sbs.router.engines.response_framing import MalformedResponse, ResponseReader
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +74,12 @@ class Connection(asyncio.Protocol):
     """One TCP connection carrying one exchange at a time (no pipelining)."""
 
     __slots__ = (
-        "_body_left",
-        "_buffer",
-        "_chunked",
-        "_in_body",
-        "_keep_alive",
         "_paused",
         "_pool",
+        "_reader",
         "_silent",
         "_unread",
         "_unsent",
-        "_until_eof",
         "_writable",
         "call",
         "idle_since",
@@ -110,16 +100,9 @@ class Connection(asyncio.Protocol):
         """What is left of a large request."""
         self._unread = b""
         """What came and waits for its turn; nothing is read meanwhile."""
-        self._reset()
-
-    def _reset(self) -> None:
-        self._buffer = b""
-        self._in_body = False
-        self._chunked: ChunkedDecoder | None = None
-        self._body_left = 0
-        self._until_eof = False
-        self._keep_alive = True
-        self._silent = True  # not a byte of an answer so far
+        self._reader = ResponseReader()
+        self._silent = True
+        """Not a byte of the answer so far."""
 
     def send(self, payload: Sequence[bytes]) -> None:
         """Write a request: now, or the later parts of a large one as the engine takes it."""
@@ -167,6 +150,7 @@ class Connection(asyncio.Protocol):
         self.call = None
         self._unsent = None
         self._unread = b""
+        self._reader.close()
         self._pool.forget(self)
         self.transport.abort()
 
@@ -204,12 +188,18 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         self._silent = False
+        reader = self._reader
+        begun = reader.head is not None
         try:
-            if not self._in_body:
-                data = self._head(data, call)
-                if not self._in_body:
-                    return
-            self._body(data, call)
+            body = reader.feed(data)
+            head = reader.head
+            if head is not None and not begun:
+                call.receiver.head_received(head.status, head.headers)
+            if body and call.receiver is not None:
+                call.receiver.body_received(body)
+            if head is not None and reader.done and self.call is call:
+                reusable = head.keep_alive and not reader.surplus and not self._unread
+                self._complete(call, reusable=reusable)
         except MalformedResponse as error:
             self._give_up(call, f"malformed response: {error}")
         except Exception as error:
@@ -220,27 +210,10 @@ class Connection(asyncio.Protocol):
         self.close()
         call.lost(UpstreamError("protocol", detail), silent=False)
 
-    def _body(self, data: bytes, call: CarriedCall) -> None:
-        chunked = self._chunked
-        if chunked is not None:
-            payload = chunked.feed(data)
-            done, surplus = chunked.done, chunked.surplus
-        elif self._until_eof:
-            payload, done, surplus = data, False, False
-        else:
-            payload = data[: self._body_left]
-            surplus = len(data) > self._body_left
-            self._body_left -= len(payload)
-            done = self._body_left == 0
-        if payload and call.receiver is not None:
-            call.receiver.body_received(payload)
-        if done and self.call is call:
-            reusable = self._keep_alive and not surplus and not self._unread
-            self._complete(call, reusable=reusable)
-
     def _complete(self, call: CarriedCall, *, reusable: bool) -> None:
         self.call = None
-        self._reset()
+        self._reader.begin()
+        self._silent = True
         # An answer that came before the whole request was written leaves the rest in the way.
         if reusable and self._unsent is None and self.transport.get_write_buffer_size() == 0:
             self.set_paused(False)  # a slow client may have paused the exchange that ended
@@ -249,42 +222,17 @@ class Connection(asyncio.Protocol):
             self.close()
         call.completed()
 
-    def _head(self, data: bytes, call: CarriedCall) -> bytes:
-        """Consume the response head; returns the body bytes behind it."""
-        data = self._buffer + data
-        while True:
-            end = data.find(b"\r\n\r\n")
-            if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
-                raise MalformedResponse("response head over 64 KiB")
-            if end < 0:
-                self._buffer = data
-                return b""
-            head = parse_head(data[:end])
-            data = data[end + 4 :]
-            if not head.interim:
-                break
-        self._buffer = b""
-        self._in_body = True
-        self._keep_alive = head.keep_alive
-        if head.chunked:
-            self._chunked = ChunkedDecoder()
-        elif head.content_length is not None:
-            self._body_left = head.content_length
-        else:
-            self._until_eof = True
-        if call.receiver is not None:
-            call.receiver.head_received(head.status, head.headers)
-        return data
-
     def connection_lost(self, exc: Exception | None) -> None:
         if self._unread and self.call is not None:
             data, self._unread = self._unread, b""
             self._take(data)
+        self._reader.close()
         self._pool.forget(self)
         call, self.call = self.call, None
         if call is None:
             return
-        if self._until_eof and exc is None:
+        head = self._reader.head
+        if head is not None and head.until_eof and exc is None:
             call.completed()
             return
         detail = f"connection lost ({exc})" if exc else "connection closed before the end"

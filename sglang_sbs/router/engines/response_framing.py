@@ -1,23 +1,22 @@
-"""HTTP/1.1 responses off the wire: head, chunked framing, and what is refused as malformed.
+"""HTTP/1.1 responses off the wire, read by llhttp: head, body without its framing, end.
 
-Owns parsing (RFC 9112), strictly: whatever two parsers could read in two ways is an error. Must not
-know sockets, connections or who asked. Every defect is a :class:`MalformedResponse`.
+Owns what may be acted on of what llhttp reads (RFC 9112): whatever two parsers could read in two
+ways is an error. Must not know sockets, connections or who asked. Every defect is a
+:class:`MalformedResponse`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 MAX_HEAD_BYTES = 64 * 1024
-_STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?")
-_HEADER_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*)")
-_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
-_CONTENT_LENGTH = re.compile(r"[0-9]{1,15}")
-_MAX_SIZE_LINE = 1024
-_MAX_KEPT_BYTES = 1024
+"""Of a head, and of whatever else is no body: trailers, extensions of chunks."""
+_INTERIM = (100, 102, 103)
+"""Another head follows these."""
+_NO_BODY = (204, 304)
 
 
 class MalformedResponse(ValueError):
@@ -30,148 +29,107 @@ class ResponseHead:
     headers: Mapping[str, str]
     """Names in lower case; of a repeated header the values joined by commas."""
     keep_alive: bool
-    chunked: bool
-    content_length: int | None
-    """``None`` with neither chunks nor a length: the body ends with the connection."""
-
-    @property
-    def interim(self) -> bool:
-        """1xx: another head follows."""
-        return self.status < 200
+    until_eof: bool
+    """With neither chunks nor a length: the body ends with the connection."""
 
 
-def parse_head(data: bytes) -> ResponseHead:
-    """A response head without its final empty line. Raises: MalformedResponse.
+class ResponseReader:
+    """Reads the answers on one connection, one at a time."""
 
-    An engine's heads are all alike, but for the second they are sent in: what was parsed is kept.
-    """
-    return _parse_known(data) if len(data) <= _MAX_KEPT_BYTES else _parse_head(data)
-
-
-def _parse_head(data: bytes) -> ResponseHead:
-    lines = data.decode("latin-1").split("\r\n")
-    match = _STATUS_LINE.fullmatch(lines[0])
-    if match is None:
-        raise MalformedResponse(f"not an HTTP/1.x status line: {lines[0][:40]!r}")
-    status = int(match[2])
-    if status == 101:
-        raise MalformedResponse("101 Switching Protocols was not asked for")
-    headers: dict[str, str] = {}
-    for line in lines[1:]:
-        field = _HEADER_LINE.fullmatch(line)
-        if field is None:
-            raise MalformedResponse(f"not a header line: {line[:40]!r}")
-        name, value = field[1].lower(), field[2].rstrip(" \t")
-        known = headers.get(name)
-        headers[name] = value if known is None else f"{known}, {value}"
-    coding = headers.get("content-encoding", "identity").lower()
-    if coding not in ("", "identity"):
-        raise MalformedResponse(f"content-encoding {coding!r} was not asked for")
-    options = {part.strip() for part in headers.get("connection", "").lower().split(",")}
-    chunked = False
-    length: int | None = None
-    if status < 200 or status in (204, 304):
-        length = 0
-    elif "transfer-encoding" in headers:
-        if headers["transfer-encoding"].strip().lower() != "chunked":
-            raise MalformedResponse(f"transfer-encoding {headers['transfer-encoding'][:40]!r}")
-        chunked = True
-    elif "content-length" in headers:
-        values = {part.strip() for part in headers["content-length"].split(",")}
-        value = values.pop()
-        if values or not _CONTENT_LENGTH.fullmatch(value):
-            raise MalformedResponse(f"content-length {headers['content-length'][:40]!r}")
-        length = int(value)
-    return ResponseHead(
-        status=status,
-        headers=headers,
-        keep_alive=match[1] == "1" and "close" not in options,
-        chunked=chunked,
-        content_length=length,
+    __slots__ = (
+        "_bare_bytes",
+        "_end",
+        "_fields",
+        "_parser",
+        "_pieces",
+        "head",
+        "on_body",
+        "surplus",
     )
 
-
-_parse_known = lru_cache(maxsize=256)(_parse_head)
-
-
-class ChunkedDecoder:
-    """Takes ``Transfer-Encoding: chunked`` framing off (RFC 9112 section 7.1)."""
-
-    __slots__ = ("_left", "_tail", "done", "surplus")
-
     def __init__(self) -> None:
-        self._left = 0  # payload bytes missing in the current chunk, then 2 for its CRLF
-        self._tail = b""
-        self.done = False
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)
+        self.begin()
+
+    def begin(self) -> None:
+        """The next answer is to come."""
+        self.head: ResponseHead | None = None
+        """Once it is here; those of interim answers (1xx) are passed over."""
         self.surplus = False
-        """Bytes followed the end of the body: the connection must not be reused."""
+        """Bytes followed the end of the answer: the connection must not be reused."""
+        self._fields: dict[str, str] = {}
+        self._end: int | None = None
+        """How many of the pieces there were at the answer's end."""
+        self._bare_bytes = 0
+        """What came since the last piece of body."""
+
+    def close(self) -> None:
+        """No answer follows. The parser, which holds this reader, goes without a collector."""
+        self._parser = None
+
+    @property
+    def done(self) -> bool:
+        """The answer is whole, unless its end is the connection's."""
+        return self._end is not None
 
     def feed(self, data: bytes) -> bytes:
-        """The payload in ``data``; framing may be cut anywhere.
+        """The body in ``data``; an answer may be cut anywhere. Raises: MalformedResponse."""
+        assert self._parser is not None
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            if self._end is None or isinstance(error.__context__, MalformedResponse):
+                raise MalformedResponse(str(error.__context__ or error)) from None
+            self.surplus = True
+        pieces = self._pieces
+        if self.surplus:
+            del pieces[self._end :]
+        if not pieces:
+            self._bare_bytes += len(data)
+            if self._bare_bytes > MAX_HEAD_BYTES:
+                raise MalformedResponse("over 64 KiB of head, trailers or chunk extensions")
+            return b""
+        self._bare_bytes = 0
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        return body
 
-        Raises:
-            MalformedResponse: not chunked encoding.
-        """
-        if self._tail:
-            data = self._tail + data
-            self._tail = b""
-        elif not self._left:
-            # Nearly always: one whole chunk, as the engine wrote it.
-            line_end = data.find(b"\r\n", 0, 18)
-            if (
-                line_end > 0
-                and _CHUNK_SIZE.fullmatch(data, 0, line_end) is not None
-                and len(data) == line_end + int(data[:line_end], 16) + 4 > line_end + 4
-                and data.endswith(b"\r\n")
-            ):
-                return data[line_end + 2 : -2]
-        position, size = 0, len(data)
-        parts: list[bytes] = []
-        left = self._left
-        while position < size:
-            if left > 2:
-                end = position + left - 2
-                if end >= size:
-                    parts.append(data[position:])
-                    left -= size - position
-                    break
-                parts.append(data[position:end])
-                position, left = end, 2
-            if left:
-                if size - position < left:
-                    self._tail = data[position:]
-                    break
-                if data[position : position + 2] != b"\r\n":
-                    raise MalformedResponse("chunk is longer than its size says")
-                position, left = position + 2, 0
-                continue
-            line_end = data.find(b"\r\n", position)
-            if line_end < 0:
-                if size - position > _MAX_SIZE_LINE:
-                    raise MalformedResponse("endless chunk size line")
-                self._tail = data[position:]
-                break
-            text = data[position:line_end].split(b";", 1)[0].rstrip(b" \t")
-            if _CHUNK_SIZE.fullmatch(text) is None:
-                raise MalformedResponse(f"chunk size {text[:20]!r}")
-            length = int(text, 16)
-            if length == 0:
-                self._finish(data, line_end)
-                break
-            position, left = line_end + 2, length + 2
-        self._left = left
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    # Called by the parser.
 
-    def _finish(self, data: bytes, line_end: int) -> None:
-        if data.startswith(b"\r\n", line_end + 2):
-            end = line_end + 4
-        else:
-            trailer_end = data.find(b"\r\n\r\n", line_end)
-            if trailer_end < 0:
-                if len(data) - line_end > MAX_HEAD_BYTES:
-                    raise MalformedResponse("endless trailers")
-                self._tail = b"0" + data[line_end:]
-                return
-            end = trailer_end + 4
-        self.done = True
-        self.surplus = end != len(data)
+    def on_message_begin(self) -> None:
+        if self._end is not None:
+            self.surplus = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head is None:  # else it is of the trailer
+            field, text = name.decode("latin-1").lower(), value.decode("latin-1").rstrip(" \t")
+            known = self._fields.get(field)
+            self._fields[field] = text if known is None else f"{known}, {text}"
+
+    def on_headers_complete(self) -> None:
+        if self._end is not None or self._parser is None:
+            return
+        status, version = self._parser.get_status_code(), self._parser.get_http_version()
+        if version not in ("1.0", "1.1") or not 100 <= status <= 599:
+            raise MalformedResponse(f"HTTP/{version} {status} is no HTTP/1.x status")
+        headers, self._fields = self._fields, {}
+        if status in _INTERIM:
+            return
+        if status < 200:
+            raise MalformedResponse(f"{status} was not asked for")
+        content = headers.get("content-encoding", "identity").lower()
+        if content not in ("", "identity"):
+            raise MalformedResponse(f"content-encoding {content[:40]!r} was not asked for")
+        transfer = headers.get("transfer-encoding", "chunked").lower()
+        if transfer != "chunked":
+            raise MalformedResponse(f"transfer-encoding {transfer[:40]!r}")
+        until_eof = status not in _NO_BODY and headers.keys().isdisjoint(
+            ("transfer-encoding", "content-length")
+        )
+        self.head = ResponseHead(status, headers, self._parser.should_keep_alive(), until_eof)
+
+    def on_message_complete(self) -> None:
+        if self.head is not None and self._end is None:
+            self._end = len(self._pieces)

@@ -232,16 +232,12 @@ class Attempts:
         """Send both legs, in this very callback where connections are at hand."""
         prefill, decode = self._workers_of(assignment)
         request = self._request(exchange, unit, assignment, prefill, decode)
-        plan = exchange.plan
-        # What is edited may turn out to be unreadable: its first event decides on the status.
-        plain = plan.stream and plan.single and not plan.edits_answers
         pair = Pair(
             self._pool,
             request,
             self._in_flight,
             self._in_flight.aborts.send,
             make_sink() if make_sink is not None else None,
-            exchange.downstream.open_at_once if plain else None,
             self.pace,
         )
         exchange.pairs[unit.index] = pair

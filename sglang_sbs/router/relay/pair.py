@@ -95,11 +95,9 @@ class Pair:
         observer: PairObserver,
         abort: Aborter,
         sink: Callable[[bytes], None] | None,
-        begun: Callable[[str], None] | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """``begun`` gets the content type right before ``sink`` gets its first piece; ``pace`` is
-        that of all pairs."""
+        """``pace`` is that of all pairs."""
         self.request = request
         self.rid = request.rid
         self.status = 0
@@ -113,7 +111,6 @@ class Pair:
         self._observer = observer
         self._send_abort = abort
         self._sink = sink
-        self._begun = begun
         self._waits_for_prefill = request.needs_prefill_reply
         self._held: deque[bytes] = deque()
         """Of decode's stream: until prefill has answered, and then while the client is slow."""
@@ -292,8 +289,6 @@ class Pair:
     def _open(self) -> None:
         self._opened = True
         self._observer.decode_started(self.rid)
-        if self._begun is not None:
-            self._begun(self.content_type)
         self._wake()
 
     def _first_event_failure(self, data: bytes) -> LegFailure | None:

@@ -13,7 +13,7 @@ from functools import partial
 
 from aiohttp import web
 
-from sglang_sbs.router.client.intake import Doorman, Leaving, ParserLog
+from sglang_sbs.router.client.intake import Doorman, Gate, ParserLog
 
 MAX_CONNECTIONS = 64
 """Of scrapers; when all are taken the longest silent one has to go, else the new one."""
@@ -51,8 +51,9 @@ class MetricsPort:
         """The port, also where 0 was asked for. Raises: OSError, it is taken."""
         if self._runner.server is None:
             await self._runner.setup()
-        loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(lambda: _Gate(self.admit), host, port)
+        assert self._runner.server is not None
+        gate = partial(Gate, self._doorman, self._runner.server, self._has_room)
+        self._listening = await asyncio.get_running_loop().create_server(gate, host, port)
         return int(self._listening.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -61,17 +62,10 @@ class MetricsPort:
             self._listening.close()
         await self._runner.cleanup()
 
-    def admit(self, transport: asyncio.BaseTransport) -> None:
-        """A new connection: to aiohttp, if there is room."""
+    def _has_room(self) -> bool:
         server = self._runner.server
-        full = server is None or len(server.connections) >= MAX_CONNECTIONS
-        if server is None or (full and not self._doorman.close_oldest()):
-            transport.abort()  # type: ignore[attr-defined]
-            return
-        self._doorman.watch(transport)
-        protocol = server()
-        transport.set_protocol(Leaving(protocol, partial(self._doorman.heard, transport)))
-        protocol.connection_made(transport)
+        assert server is not None
+        return len(server.connections) < MAX_CONNECTIONS or self._doorman.close_oldest()
 
     @web.middleware
     async def _heard(
@@ -79,13 +73,3 @@ class MetricsPort:
     ) -> web.StreamResponse:
         self._doorman.heard(request.transport)
         return await handler(request)
-
-
-class _Gate(asyncio.Protocol):
-    """Stands in for aiohttp's protocol until there is a connection."""
-
-    def __init__(self, admit: Callable[[asyncio.BaseTransport], None]) -> None:
-        self._admit = admit
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._admit(transport)

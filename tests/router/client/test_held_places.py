@@ -175,7 +175,6 @@ async def test_scrapers_that_speak_keep_their_connection() -> None:
 
 @pytest.mark.parametrize("path", ["POST /generate", "GET /health"])
 async def test_of_idle_connections_to_the_serving_port_the_longest_idle_go(path: str) -> None:
-    """Those of the port itself, and those of aiohttp."""
     asked = b'%b HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\n\r\n{"text":"x"}' % path.encode()
     async with cluster() as c:
         c.server.doorman._most = 20
@@ -218,9 +217,7 @@ async def test_of_silent_connections_to_the_serving_port_the_oldest_go() -> None
     ids=["kept", "close", "1.0", "nonsense", "cut off", "silent"],
 )
 @pytest.mark.parametrize("metrics", [False, True], ids=["serving", "metrics"])
-async def test_connections_of_aiohttp_that_are_gone_leave_the_books(
-    asked: bytes, metrics: bool
-) -> None:
+async def test_connections_that_are_gone_leave_the_books(asked: bytes, metrics: bool) -> None:
     """Whoever ends them: else they stand for places that nobody has."""
     async with cluster() as c:
         assert c.server._metrics_port is not None

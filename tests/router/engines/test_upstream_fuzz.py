@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from typing import Any
 
@@ -13,7 +14,7 @@ from test_upstream import Collector, ask, chunked, raw_server, read_request
 
 from sglang_sbs.router.engines.connection import Connection, UpstreamError
 from sglang_sbs.router.engines.connection_pool import IDLE_LIMIT_S, Call, Pool, request_head
-from sglang_sbs.router.engines.response_framing import MalformedResponse, parse_head
+from sglang_sbs.router.engines.response_framing import MalformedResponse, ResponseReader
 
 ORIGIN = "http://10.0.0.1:1"
 
@@ -162,7 +163,12 @@ def test_garbage_ends_exactly_once(raw: bytes, cuts: list[int]) -> None:
         b"content-length: +5",
         b"content-length: 5_0",
         b"content-length: 5, 6",
+        b"content-length: 5, 5",
+        b"content-length: 5\r\ncontent-length: 5",
         b"content-length: 5\r\ncontent-length: 6",
+        b"content-length: 5\r\ntransfer-encoding: chunked",
+        b"transfer-encoding: chunked\r\ncontent-length: 5",
+        b"transfer-encoding: chunked, chunked",
         b"content-length : 5",
         b"transfer-encoding: gzip, chunked",
         b"transfer-encoding: xchunked",
@@ -175,13 +181,17 @@ def test_garbage_ends_exactly_once(raw: bytes, cuts: list[int]) -> None:
 )
 def test_ambiguous_heads_are_malformed(lines: bytes) -> None:
     with pytest.raises(MalformedResponse):
-        parse_head(b"HTTP/1.1 200 OK\r\n" + lines)
+        ResponseReader().feed(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n\r\nhello")
 
 
 @pytest.mark.parametrize(
     "line",
     [
         b"HTTP/2 200",
+        b"HTTP/2.0 200 OK",
+        b"HTTP/1.1 099 x",
+        b"HTTP/1.1 600 x",
+        b"HTTP/1.1 199 x",
         b"HTTP/1.1 -99 x",
         b"HTTP/1.1 20",
         b"HTTP/1.1 2000 OK",
@@ -191,7 +201,7 @@ def test_ambiguous_heads_are_malformed(lines: bytes) -> None:
 )
 def test_bad_status_lines_are_malformed(line: bytes) -> None:
     with pytest.raises(MalformedResponse):
-        parse_head(line)
+        ResponseReader().feed(line + b"\r\ncontent-length: 0\r\n\r\n")
 
 
 @pytest.mark.parametrize("size", [b"0x5", b"+5", b"5_0", b" 5", b"5 5", b"", b"f" * 20])
@@ -209,12 +219,23 @@ def test_a_head_without_end_is_given_up() -> None:
     assert "64 KiB" in str(receiver.error)
 
 
-def test_a_repeated_equal_length_and_several_connection_options_are_understood() -> None:
-    head = parse_head(
-        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nContent-Length: 5\r\nconnection: x, Close"
-    )
-    assert head.content_length == 5
-    assert not head.keep_alive
+def test_several_connection_options_are_understood() -> None:
+    reader = ResponseReader()
+    reader.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: x, Close\r\n\r\n")
+    assert reader.head is not None
+    assert not reader.head.keep_alive
+
+
+@pytest.mark.parametrize(
+    ("begun", "endless"), [(b"0\r\n", b"x: y\r\n"), (b"0", b";x=y")], ids=["trailers", "extension"]
+)
+def test_what_is_no_body_is_bounded(begun: bytes, endless: bytes) -> None:
+    reader = ResponseReader()
+    head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+    assert reader.feed(head + b"5\r\nhello\r\n" + begun) == b"hello"
+    with pytest.raises(MalformedResponse, match="64 KiB"):
+        for _ in range(20):
+            reader.feed(endless * 1000)
 
 
 def test_a_receiver_that_raises_fails_its_call_in_either_callback() -> None:
@@ -316,3 +337,27 @@ def test_idle_connections_that_an_engine_leaves_open_are_closed_here() -> None:
     pool.keep(newer)
     assert (transport.closing, other.closing) == (True, False)
     assert pool.take_idle(ORIGIN) is newer
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_connection_that_is_over_leaves_nothing_to_the_collector(lost: bool) -> None:
+    """Its reader and its parser hold each other, and the router's collector seldom runs."""
+
+    def readers() -> int:
+        return sum(isinstance(one, ResponseReader) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = readers()
+        pool, connection, transport, call = exchange(Once())
+        connection.data_received(VALID["length"][:40])
+        assert readers() == before + 1
+        if lost:
+            connection.connection_lost(None)
+        else:
+            connection.close()
+        del pool, connection, transport, call
+        assert readers() == before
+    finally:
+        gc.enable()
