@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 from aiohttp import web
@@ -101,6 +101,19 @@ class RouterError(Exception):
         """The same error inside a stream whose status line has long left."""
         error = self.body()["error"] | {"status": self.status}
         return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(error: E) -> E:
+    """An error that was dealt with, and what it came from no more.
+
+    It knows the frames it came through. Where one of them knows it, too, as the result of a future
+    or by a name, bodies and all else in these frames would wait for the garbage collector.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
 
 
 class Refused(RouterError):

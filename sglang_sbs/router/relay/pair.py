@@ -286,7 +286,8 @@ class Pair:
             self._sink(data)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             # A sink that edits events parses them: what it cannot read is decode's fault.
-            logger.warning("unreadable event in the stream of %s: %r", self.request.decode, error)
+            why = repr(error)  # who keeps the line must not keep what led to it
+            logger.warning("unreadable event in the stream of %s: %s", self.request.decode, why)
             self.leg_failed(self._decode_broke("unreadable event in its stream"))
 
     def _open(self) -> None:
