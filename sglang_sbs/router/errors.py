@@ -181,6 +181,17 @@ def transport_failure(
     )
 
 
+def answer_too_large(leg: Leg, worker: str, detail: str) -> LegFailure:
+    """What was asked for is more than can be passed on: 413 ``prefill_answer_too_large`` or
+    ``decode_…``. No engine is to blame, and another one would answer the same."""
+    # The engine is still at it, as after a failure of its connection.
+    return LegFailure(leg, worker, 413, f"{leg}_answer_too_large", detail, transport=True)
+
+
+class EventTooLarge(ValueError):
+    """An event of a stream is longer than what is edited or merged; the message says what is."""
+
+
 def own_failure(leg: Leg, worker: str, detail: str) -> LegFailure:
     """This router could not even try: out of descriptors or ports."""
     return LegFailure(leg, worker, 503, "router_overloaded", detail, transport=True, blameless=True)

@@ -174,6 +174,8 @@ class Attempts:
             self._in_flight.assigned(assignment)
             if len(exchange.plan.units) > 1:  # a policy may let go of hundreds at once
                 await self.turns.take(id(exchange))
+            if exchange.ending:
+                raise asyncio.CancelledError
             pair = self._start(exchange, unit, assignment, make_sink)
             await pair.wait_open()
             self._blame(exchange, unit, served=True)

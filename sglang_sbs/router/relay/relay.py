@@ -317,6 +317,7 @@ class Relay:
                 await run(unit)
             except Exception as error:
                 failed.append(without_frames(error))  # before anybody gets the place that it leaves
+                exchange.ending = True
                 exchange.window.release()  # if a place is waited for, that is over
                 raise
 
@@ -346,6 +347,7 @@ class Relay:
 
     async def _end(self, exchange: Exchange, tasks: Collection[asyncio.Task[Any]]) -> None:
         """End units and wait for that; a few at a time, for what each leaves behind takes time."""
+        exchange.ending = True
         left = [task for task in tasks if not task.done()]
         try:
             for task in left:
