@@ -60,7 +60,7 @@ class SseSplitter:
         del self._buffer[:start]
         if len(self._buffer) > MAX_EVENT_BYTES:
             raise EventTooLarge(
-                f"an event of the stream is over {MAX_EVENT_BYTES >> 20} MiB; ask for fewer logprobs"
+                f"an event of the stream is over {MAX_EVENT_BYTES >> 20} MiB: ask for fewer tokens"
             )
         self._seen = max(0, len(self._buffer) - 1)
         return payloads
