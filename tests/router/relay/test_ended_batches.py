@@ -54,6 +54,8 @@ async def test_when_a_unit_is_refused_those_that_only_wait_are_not_sent() -> Non
 
 async def test_when_the_client_has_left_those_that_only_wait_are_not_sent() -> None:
     async with cluster() as c:
+        for engine in (*c.prefill, *c.decode):
+            engine.gate.close()  # what is sent is not answered
         asking = await held(c)
         let_go(c)
         c.server.in_flight.abort_all()
