@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_sbs.cluster.flag_words import text_flag
 from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, LocalCluster
 from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
@@ -22,7 +23,6 @@ from sglang_sbs.cluster.plan import (
     ClusterPlan,
     PlanError,
     plan_cluster,
-    text_flag,
 )
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped

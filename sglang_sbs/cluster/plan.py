@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from sglang_sbs.cluster.flag_words import text_flag, without_flag, without_given
 from sglang_sbs.cluster.router_command import router_argv
 from sglang_sbs.testing.cpu_engine.environment import (
     CPU_DECODE_FLAGS,
@@ -176,109 +177,133 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
     _check(options)
     if uses_rust_server(options.environment):
         _check_rust_server(options)
-    on_cpu = options.cpu or options.virtual_gpu is not None
-    tensor_parallel = _int_flag(options.engine_flags, "--tp", "--tp-size", "--tensor-parallel-size")
-    pipeline_parallel = _int_flag(
-        options.engine_flags, "--pp", "--pp-size", "--pipeline-parallel-size"
-    )
-    data_parallel = _int_flag(options.engine_flags, "--dp", "--dp-size", "--data-parallel-size")
-    dp_attention = "--enable-dp-attention" in options.engine_flags
-    gpus_per_instance = tensor_parallel * pipeline_parallel * (1 if dp_attention else data_parallel)
-
-    environment = dict(options.environment)
-    if on_cpu:
-        environment |= cpu_engine_environment(gpus_per_instance, options.virtual_gpu, environment)
-    endforward_endpoint: str | None = None
-    key_file = text_flag(options.router_flags, "--sbs-endforward-key-file")
-    router_port = options.router_port
+    router_port, endforward_endpoint = options.router_port, None
     if options.with_router:
         first = next(port_blocks)
         endforward_endpoint = f"tcp://127.0.0.1:{first + 1}"
         router_port = first if router_port is None else router_port
-
-    roles = (
-        [Role.PREFILL] * options.prefill_instances
-        + [Role.DECODE] * options.decode_instances
-        + [Role.UNIFIED] * options.unified_instances
-    )
-    publish_kv = _wants_kv_events(options) and data_parallel <= PORTS_PER_INSTANCE
-    instances = []
-    for index, role in enumerate(roles):
-        number = index - roles.index(role)
-        first = next(port_blocks)
-        rust_server = uses_rust_server(environment) and role is not Role.UNIFIED  # asked directly
-        # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
-        ports = (
-            _Ports(first, http := next(port_blocks), bootstrap=http)
-            if rust_server
-            else _Ports(first, first + HTTP_OFFSET, first + BOOTSTRAP_OFFSET)
-        )
-        kv_ports = None
-        if publish_kv and role is Role.PREFILL:
-            kv_ports = _kv_events_ports(first, data_parallel, port_blocks)
-        nodes = options.prefill_nodes if role is Role.PREFILL else 1
-        argvs = [
-            _engine_argv(
-                options,
-                role,
-                ports,
-                index * gpus_per_instance + node * (gpus_per_instance // nodes),
-                data_parallel,
-                on_cpu,
-                Node(node, nodes, _node_host(options.host, node)),
+    shape = _shape_of(options, endforward_endpoint)
+    counts = {
+        Role.PREFILL: options.prefill_instances,
+        Role.DECODE: options.decode_instances,
+        Role.UNIFIED: options.unified_instances,
+    }
+    instances: list[InstancePlan] = []
+    for role, count in counts.items():
+        for number in range(count):
+            gpu = len(instances) * shape.gpus
+            instances.append(
+                _plan_instance(options, shape, role, f"{role}-{number}", gpu, port_blocks)
             )
-            + _kv_events_flags(_node_host(options.host, node), kv_ports)
-            for node in range(nodes)
-        ]
-        url = f"http://{options.host}:{ports.http}"
-        instance_environment = dict(environment)
-        if role is Role.UNIFIED:
-            instance_environment.pop(RUST_SERVER_ENV, None)
-        if rust_server and role is Role.PREFILL:
-            instance_environment.setdefault(HEALTH_PASS_ENV, "0")  # decode asks every 5 s
-        if endforward_endpoint is not None:
-            instance_environment["SGLANG_SBS_ROUTERS"] = endforward_endpoint
-            instance_environment["SGLANG_SBS_INSTANCE_ID"] = url
-            if key_file:
-                instance_environment["SGLANG_SBS_KEY_FILE"] = key_file
-        name = f"{role}-{number}"
-        instances.append(
-            InstancePlan(
-                name=name,
-                role=role,
-                argv=argvs[0],
-                environment=instance_environment,
-                log_path=options.log_dir / f"{name}.log",
-                followers=tuple(
-                    ProcessPlan(
-                        name=f"{name}-node-{node}",
-                        argv=argvs[node],
-                        environment={
-                            **instance_environment,
-                            # All nodes are this machine: without it they would look like node 0.
-                            "SGLANG_SBS_NODE_HOST": _node_host(options.host, node),
-                        },
-                        log_path=options.log_dir / f"{name}-node-{node}.log",
-                    )
-                    for node in range(1, nodes)
-                ),
-                url=url,
-                host=options.host,
-                bootstrap_port=ports.bootstrap if role is Role.PREFILL else None,
-                ranks=data_parallel,
-                rank_servers=data_parallel if rust_server else 1,
-            )
-        )
     router = None
     if endforward_endpoint is not None and router_port is not None:
         router = _plan_router(options, instances, router_port, endforward_endpoint)
     return ClusterPlan(
         instances=tuple(instances),
         router=router,
-        fork_engines=on_cpu,
-        nursery_environment=environment,
+        fork_engines=shape.on_cpu,
+        nursery_environment=shape.environment,
         log_dir=options.log_dir,
     )
+
+
+class _Shape(NamedTuple):
+    """What all instances have in common."""
+
+    on_cpu: bool
+    ranks: int
+    """DP ranks."""
+    gpus: int
+    """Of one instance."""
+    environment: dict[str, str]
+    endforward_endpoint: str | None
+    """The router's; None: there is none."""
+    publishes_kv: bool
+    """Prefill instances publish KV events."""
+
+
+def _shape_of(options: ClusterOptions, endforward_endpoint: str | None) -> _Shape:
+    flags = options.engine_flags
+    on_cpu = options.cpu or options.virtual_gpu is not None
+    tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
+    pipeline_parallel = _int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
+    ranks = _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
+    dp_attention = "--enable-dp-attention" in flags
+    gpus = tensor_parallel * pipeline_parallel * (1 if dp_attention else ranks)
+    environment = dict(options.environment)
+    if on_cpu:
+        environment |= cpu_engine_environment(gpus, options.virtual_gpu, environment)
+    publishes_kv = _wants_kv_events(options) and ranks <= PORTS_PER_INSTANCE
+    return _Shape(on_cpu, ranks, gpus, environment, endforward_endpoint, publishes_kv)
+
+
+def _plan_instance(
+    options: ClusterOptions,
+    shape: _Shape,
+    role: Role,
+    name: str,
+    first_gpu: int,
+    port_blocks: Iterator[int],
+) -> InstancePlan:
+    first = next(port_blocks)
+    rust_server = uses_rust_server(shape.environment) and role is not Role.UNIFIED  # asked directly
+    # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
+    ports = (
+        _Ports(first, http := next(port_blocks), bootstrap=http)
+        if rust_server
+        else _Ports(first, first + HTTP_OFFSET, first + BOOTSTRAP_OFFSET)
+    )
+    kv_ports = None
+    if shape.publishes_kv and role is Role.PREFILL:
+        kv_ports = _kv_events_ports(first, shape.ranks, port_blocks)
+    count = options.prefill_nodes if role is Role.PREFILL else 1
+    nodes = [Node(node, count, _node_host(options.host, node)) for node in range(count)]
+    argvs = [
+        _engine_argv(
+            options, role, ports, first_gpu + node.rank * (shape.gpus // count), shape, node
+        )
+        + _kv_events_flags(node.host, kv_ports)
+        for node in nodes
+    ]
+    url = f"http://{options.host}:{ports.http}"
+    environment = _environment_of(options, shape, role, url)
+    return InstancePlan(
+        name=name,
+        role=role,
+        argv=argvs[0],
+        environment=environment,
+        log_path=options.log_dir / f"{name}.log",
+        followers=tuple(
+            ProcessPlan(
+                name=f"{name}-node-{node.rank}",
+                argv=argv,
+                # All nodes are this machine: without it they would look like node 0.
+                environment={**environment, "SGLANG_SBS_NODE_HOST": node.host},
+                log_path=options.log_dir / f"{name}-node-{node.rank}.log",
+            )
+            for node, argv in zip(nodes[1:], argvs[1:], strict=True)
+        ),
+        url=url,
+        host=options.host,
+        bootstrap_port=ports.bootstrap if role is Role.PREFILL else None,
+        ranks=shape.ranks,
+        rank_servers=shape.ranks if rust_server else 1,
+    )
+
+
+def _environment_of(options: ClusterOptions, shape: _Shape, role: Role, url: str) -> dict[str, str]:
+    """Of the processes of the instance at ``url``."""
+    environment = dict(shape.environment)
+    if role is Role.UNIFIED:
+        environment.pop(RUST_SERVER_ENV, None)
+    elif role is Role.PREFILL and uses_rust_server(environment):
+        environment.setdefault(HEALTH_PASS_ENV, "0")  # decode asks every 5 s
+    if shape.endforward_endpoint is not None:
+        environment["SGLANG_SBS_ROUTERS"] = shape.endforward_endpoint
+        environment["SGLANG_SBS_INSTANCE_ID"] = url
+        if key_file := text_flag(options.router_flags, "--sbs-endforward-key-file"):
+            environment["SGLANG_SBS_KEY_FILE"] = key_file
+    return environment
 
 
 def _check(options: ClusterOptions) -> None:
@@ -334,8 +359,7 @@ def _engine_argv(
     role: Role,
     ports: _Ports,
     first_gpu: int,
-    ranks: int,
-    on_cpu: bool,
+    shape: _Shape,
     node: Node,
 ) -> tuple[str, ...]:
     """`python -m sglang.launch_server …` of one instance on one of its nodes."""
@@ -350,26 +374,26 @@ def _engine_argv(
     if node.nodes > 1:
         planned += ["--nnodes", str(node.nodes), "--node-rank", str(node.rank)]
     # Without DP attention each rank is an engine of its own, for which SGLang finds ports.
-    if ranks == 1 or "--enable-dp-attention" in given:
+    if shape.ranks == 1 or "--enable-dp-attention" in given:
         planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
         planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
     if role is not Role.UNIFIED:
         planned += ["--disaggregation-mode", str(role)]
     if role is Role.PREFILL:
         planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
-    if on_cpu:
+    if shape.on_cpu:
         defaults = list(CPU_ENGINE_FLAGS)
         defaults += ["--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]
-        defaults += ["--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS_PER_RANK * ranks)]
+        defaults += ["--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS_PER_RANK * shape.ranks)]
         if role is not Role.UNIFIED:
             defaults += CPU_PD_FLAGS
         if role is Role.DECODE:
             defaults += CPU_DECODE_FLAGS
-        planned += _without_given(defaults, given)
+        planned += without_given(defaults, given)
     elif first_gpu or "--base-gpu-id" in given:
         step = _int_flag(given, "--gpu-id-step")
         base = _int_flag(given, "--base-gpu-id", default=0)
-        given = _without_flag(given, "--base-gpu-id")
+        given = without_flag(given, "--base-gpu-id")
         planned += ["--base-gpu-id", str(base + first_gpu * step)]
     return (sys.executable, "-m", "sglang.launch_server", *planned, *given)
 
@@ -433,7 +457,7 @@ def _plan_router(
         tokenizer = options.model_path
     defaults = ["--tokenizer-path", tokenizer] if tokenizer else []
     defaults += ["--sbs-endforward-bind", endforward_endpoint]
-    argv += _without_given(defaults, options.router_flags)
+    argv += without_given(defaults, options.router_flags)
     argv += options.router_flags
     # A wildcard address is where to listen, not where to connect to.
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.router_host, options.router_host)
@@ -444,17 +468,6 @@ def _plan_router(
         log_path=options.log_dir / "router.log",
         url=f"http://{host}:{port}",
     )
-
-
-def text_flag(flags: Sequence[str], name: str) -> str:
-    """Value of the last `name` in `flags`, in either spelling of router flags; empty without."""
-    names = (name, name.replace("--", "--router-", 1))
-    value = ""
-    for index, word in enumerate(flags):
-        given, equals, text = word.partition("=")
-        if given in names:
-            value = text if equals else "".join(flags[index + 1 : index + 2])
-    return value
 
 
 def _int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
@@ -471,30 +484,3 @@ def _int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
         except ValueError:
             raise PlanError(f"{name} must be a whole number, got {text!r}") from None
     return value
-
-
-def _without_given(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
-    """`defaults`, a list of flags with at most one value each, less those that `given` has too."""
-    given_names = {word.partition("=")[0] for word in given}
-    kept: list[str] = []
-    keep = True
-    for word in defaults:
-        if word.startswith("--"):
-            keep = word not in given_names
-        if keep:
-            kept.append(word)
-    return kept
-
-
-def _without_flag(flags: Sequence[str], name: str) -> list[str]:
-    """`flags` less every `name VALUE` and `name=VALUE`."""
-    kept: list[str] = []
-    skip_value = False
-    for word in flags:
-        if skip_value:
-            skip_value = False
-        elif word == name:
-            skip_value = True
-        elif not word.startswith(name + "="):
-            kept.append(word)
-    return kept

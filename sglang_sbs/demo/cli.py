@@ -104,6 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--skip-token-match", action="store_true", help="leave the real-compute check out"
     )
+    _add_keeping(parser)
+    return parser
+
+
+def _add_keeping(parser: argparse.ArgumentParser) -> None:
     keeping = parser.add_argument_group("a cluster to look at")
     keeping.add_argument(
         "--keep",
@@ -116,7 +121,6 @@ def build_parser() -> argparse.ArgumentParser:
     keeping.add_argument(
         "--prometheus-port", type=int, default=29000, help="of its metrics (default 29000)"
     )
-    return parser
 
 
 def parse_topology(text: str) -> tuple[int, int]:

@@ -60,19 +60,7 @@ async def match_tokens(
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
     first = next(blocks)
     ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
-    options = ClusterOptions(
-        model_path=str(cached_tiny_model()),
-        unified_instances=1,
-        engine_flags=[
-            *parallel_flags(DP_SIZE, attention_tp),
-            *("--chunked-prefill-size", str(DP_SIZE * CHUNK_TOKENS)),
-        ],
-        prefill_flags=prefill_flags,
-        cpu=True,
-        log_dir=log_dir / "token-match",
-        environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},
-        with_router=False,
-    )
+    options = _cluster_options(ports, log_dir, attention_tp, prefill_flags)
     rng = random.Random(7)
     event_log = log_dir / "token-match.events"
     async with LocalCluster(
@@ -111,6 +99,24 @@ async def match_tokens(
     if not difference and len(covered) < DP_SIZE * DP_SIZE:
         difference = f"only {len(covered)} rank pairs were used by {len(prompts)} prompts"
     return TokenReport(len(prompts), len(covered), difference)
+
+
+def _cluster_options(
+    ports: RouterPorts, log_dir: Path, attention_tp: int, prefill_flags: Sequence[str]
+) -> ClusterOptions:
+    return ClusterOptions(
+        model_path=str(cached_tiny_model()),
+        unified_instances=1,
+        engine_flags=[
+            *parallel_flags(DP_SIZE, attention_tp),
+            *("--chunked-prefill-size", str(DP_SIZE * CHUNK_TOKENS)),
+        ],
+        prefill_flags=prefill_flags,
+        cpu=True,
+        log_dir=log_dir / "token-match",
+        environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},
+        with_router=False,
+    )
 
 
 async def _generate(

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sglang_sbs.engine.collect import (
+    Backlog,
     Occupancy,
     Pass,
     Role,
@@ -58,6 +59,8 @@ CHANGE_INTERVAL_S = 0.01
 """A change of state outside of passes is reported at most this often."""
 LOG_EVERY = 1000
 """Messages between two debug lines about the hook's own cost."""
+_NO_PASS = Pass(0, "idle", 0.0, False, False, 0, 0, 0, None)
+"""In messages of a rank that has made none."""
 
 
 class FrameSink(Protocol):
@@ -365,13 +368,31 @@ class RankHook:
         reader, sink = self._reader, self._sink
         assert reader is not None and sink is not None
         backlog = reader.backlog(role)
-        limits = reader.limits
-        placement = reader.placement
-        launch = kind == "launch"
-        launch_s = reported.launch_s if reported is not None else 0.0
-        end_s = 0.0 if launch else self._end_s
         now_s = self._clock()
-        message = EndForward(
+        message = self._message(kind, role, occupancy, backlog, reported, now_s, started=started)
+        sink.send(encode_endforward(message))
+        self._seq += 1
+        del self._rids[:MAX_RIDS]
+        self._sent_s = now_s
+        self._sent_change = self._change(occupancy)
+        self._measure(begun_s)
+
+    def _message(
+        self,
+        kind: Kind,
+        role: Role,
+        occupancy: Occupancy,
+        backlog: Backlog,
+        reported: Pass | None,
+        now_s: float,
+        *,
+        started: Sequence[Started] = (),
+    ) -> EndForward:
+        assert self._reader is not None
+        limits, placement = self._reader.limits, self._reader.placement
+        launch, of_pass = kind == "launch", reported or _NO_PASS
+        end_s = 0.0 if launch else self._end_s
+        return EndForward(
             instance_id=self._config.instance_id,
             boot_id=self._config.boot_id,
             role=role,
@@ -379,16 +400,16 @@ class RankHook:
             dp_size=placement.dp_size,
             seq=self._seq,
             kind=kind,
-            forward_id=reported.forward_id if reported is not None else 0,
-            mode=reported.mode if reported is not None else "idle",
-            launch_s=launch_s,
+            forward_id=of_pass.forward_id,
+            mode=of_pass.mode,
+            launch_s=of_pass.launch_s,
             end_s=end_s,
-            age_s=now_s - (launch_s if launch else end_s) if reported is not None else 0.0,
+            age_s=now_s - (of_pass.launch_s if launch else end_s) if reported else 0.0,
             forward_s=0.0 if launch else self._forward_s,
-            extend_tokens=reported.extend_tokens if reported is not None else 0,
-            cached_tokens=reported.cached_tokens if reported is not None else 0,
-            batch_size=reported.batch_size if reported is not None else 0,
-            tokens_per_rank=reported.tokens_per_rank if reported is not None else None,
+            extend_tokens=of_pass.extend_tokens,
+            cached_tokens=of_pass.cached_tokens,
+            batch_size=of_pass.batch_size,
+            tokens_per_rank=of_pass.tokens_per_rank,
             inflight_passes=occupancy.inflight_passes,
             inflight_tokens=backlog.inflight_tokens,
             inflight_requests=backlog.inflight_requests,
@@ -416,12 +437,6 @@ class RankHook:
             kv_address=self._kv_address,
             gang_gate=self._gang_gate(),
         )
-        sink.send(encode_endforward(message))
-        self._seq += 1
-        del self._rids[:MAX_RIDS]
-        self._sent_s = now_s
-        self._sent_change = self._change(occupancy)
-        self._measure(begun_s)
 
     def _measure(self, begun_s: float) -> None:
         self._hook_us = int((self._clock() - begun_s) * 1e6)

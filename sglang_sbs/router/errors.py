@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 from aiohttp import web
@@ -103,6 +103,19 @@ class RouterError(Exception):
         return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
 
 
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(error: E) -> E:
+    """An error that was dealt with, and what it came from no more.
+
+    It knows the frames it came through. Where one of them knows it, too, as the result of a future
+    or by a name, bodies and all else in these frames would wait for the garbage collector.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 class Refused(RouterError):
     """The scheduler refused the request: it never reached an engine."""
 
@@ -166,6 +179,17 @@ def transport_failure(
         unreachable=unreachable,
         broke_off=broke_off,
     )
+
+
+def answer_too_large(leg: Leg, worker: str, detail: str) -> LegFailure:
+    """What was asked for is more than can be passed on: 413 ``prefill_answer_too_large`` or
+    ``decode_…``. No engine is to blame, and another one would answer the same."""
+    # The engine is still at it, as after a failure of its connection.
+    return LegFailure(leg, worker, 413, f"{leg}_answer_too_large", detail, transport=True)
+
+
+class EventTooLarge(ValueError):
+    """An event of a stream is longer than what is edited or merged; the message says what is."""
 
 
 def own_failure(leg: Leg, worker: str, detail: str) -> LegFailure:

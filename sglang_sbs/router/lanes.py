@@ -71,6 +71,8 @@ async def _in(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         if future.cancelled():
             jobs.clear()
         raise
+    finally:
+        del future  # its error has this frame, which would keep both, and all that was gone through
 
 
 class Pace:

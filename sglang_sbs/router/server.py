@@ -35,6 +35,7 @@ from sglang_sbs.router.client.intake import (
 )
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.lanes import Lanes
+from sglang_sbs.router.memory import give_back_large_blocks
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.tls import server_ssl, worker_session, worker_ssl
@@ -112,6 +113,7 @@ class RouterServer:
         options = self.options
         self._file_limit = raise_file_limit()
         sys.setswitchinterval(_SWITCH_S)
+        give_back_large_blocks()
         self._build()
         try:
             parser_log = ParserLog(self.metrics.malformed_request)

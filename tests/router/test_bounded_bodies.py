@@ -31,7 +31,7 @@ from sglang_sbs.router.relay.merged_answers import merge_answers
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.legs import LegFields, leg_bodies
 from sglang_sbs.router.requests.plan import plan_request
-from sglang_sbs.router.requests.splitting import MOST_READ_BYTES
+from sglang_sbs.router.requests.splitting import MOST_IDS_BYTES, MOST_READ_BYTES
 from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
 from tools.stand_ins.mock_engine import Behaviour
 
@@ -479,6 +479,15 @@ async def test_a_text_beyond_all_contexts_is_not_looked_at() -> None:
     assert read.length.tokens == pytest.approx(MOST_READ_BYTES / 4, rel=0.01)
     assert not read.length.exact
     reader.close()
+
+
+def test_token_ids_beyond_all_contexts_are_only_counted() -> None:
+    count = MOST_IDS_BYTES // 2 + 5
+    raw = b'{"input_ids":[' + b"7," * (count - 1) + b"7]}"
+    (prompt,) = plan_request("generate", raw).prompts
+    assert (prompt.value, prompt.tokens, prompt.size_bytes) == (None, count, 0)
+    (prompt,) = plan_request("generate", b'{"input_ids": [1, 2 ,3 ] }').prompts
+    assert prompt.value.tolist() == [1, 2, 3]
 
 
 async def test_what_takes_long_to_split_is_split_in_a_thread(monkeypatch: Any) -> None:

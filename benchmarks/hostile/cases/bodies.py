@@ -58,6 +58,14 @@ async def another_field(target: Target) -> None:
     await target.post(_filled(b'{"text":"x","more":"', b"a word, ", b'"}'))
 
 
+@case("json-no-prompt", "thirty bodies of 8 MiB without a prompt, one after the other")
+async def no_prompt(target: Target) -> None:
+    body = _filled(b'{"txt":"', b"a word, ", b'"}', 8 * _MIB)
+    for _ in range(30):
+        await target.post(body)
+    target.sent_bytes = len(body)  # of each nothing may be left when the next one comes
+
+
 @case("unfinished", "twenty bodies of 30 MB that never end")
 async def unfinished(target: Target) -> None:
     body = bytes(30_000_000)

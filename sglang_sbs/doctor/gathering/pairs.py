@@ -95,14 +95,7 @@ async def _probe(
     ]
     # The first failure is the cause; the other leg would wait for its partner in vain.
     await asyncio.wait(legs, return_when=asyncio.FIRST_EXCEPTION, timeout=PROBE_TIMEOUT_S)
-    failure = "; ".join(
-        str(leg.exception()) for leg in legs if leg.done() and leg.exception() is not None
-    )
-    if not failure and not all(leg.done() for leg in legs):
-        silent = [
-            name for name, leg in zip(("prefill", "decode"), legs, strict=True) if not leg.done()
-        ]
-        failure = f"no answer of {' and '.join(silent)} within {PROBE_TIMEOUT_S:g} s"
+    failure = _failure_of(legs)
     took_s = time.monotonic() - started_s
     for leg in legs:
         leg.cancel()
@@ -113,6 +106,19 @@ async def _probe(
     return ProbeResult(
         *(prefill.url, decode.url, prefill_rank, decode_rank), failure=failure, took_s=took_s
     )
+
+
+def _failure_of(legs: Sequence[asyncio.Task[None]]) -> str:
+    """Of prefill's and decode's, in that order; empty: both have answered."""
+    failure = "; ".join(
+        str(leg.exception()) for leg in legs if leg.done() and leg.exception() is not None
+    )
+    if not failure and not all(leg.done() for leg in legs):
+        silent = [
+            name for name, leg in zip(("prefill", "decode"), legs, strict=True) if not leg.done()
+        ]
+        failure = f"no answer of {' and '.join(silent)} within {PROBE_TIMEOUT_S:g} s"
+    return failure
 
 
 class _LegFailed(Exception):

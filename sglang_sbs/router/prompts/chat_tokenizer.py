@@ -8,6 +8,7 @@ tokenizing blocks.
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -113,16 +114,20 @@ class ChatTokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template of {path.parent}: {error}") from error
 
-    def text_ids(self, text: str) -> array[int]:
-        """Of a prompt that is text, as for ``/generate``: with the beginning-of-sequence token."""
-        return self.pieces.encode(text, add_special_tokens=True)
+    def text_ids(self, text: str, most_tokens: float = math.inf) -> array[int]:
+        """Of a prompt that is text, as for ``/generate``: with the beginning-of-sequence token.
 
-    def chat_ids(self, body: Mapping[str, Any]) -> PromptIds:
-        """Of a ``/v1/chat/completions`` body. Raises: TemplateError."""
+        Raises: TooLong, TooManyTokens."""
+        return self.pieces.encode(text, add_special_tokens=True, most_tokens=most_tokens)
+
+    def chat_ids(self, body: Mapping[str, Any], most_tokens: float = math.inf) -> PromptIds:
+        """Of a ``/v1/chat/completions`` body.
+
+        Raises: TemplateError, TooLong; TooManyTokens, where there is nothing but text in it."""
         if self.template is None:
             raise TemplateError("the tokenizer has none; give one with --chat-template")
         chat = self.template.render(body)
-        ids = self.pieces.encode(chat.text)
+        ids = self.pieces.encode(chat.text, most_tokens=most_tokens if chat.only_text else math.inf)
         if chat.continuation:
             more = self.pieces.encode(chat.continuation, add_special_tokens=True)
             if more and more[0] == self._bos_id:

@@ -17,12 +17,14 @@ without it: what it makes of a text while it works takes a hundred times the tex
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
 import sys
 import threading
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -30,7 +32,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 MAX_KEPT_BYTES = 64_000_000
-"""Of the texts whose ids are kept, and of these."""
+"""Of the ids that are kept, and of what they are found by."""
+_NAMED_CHARS = 1 << 10
+"""The ids of a longer piece are found by its digest: the text itself is not kept."""
 _ENTRY_BYTES = 300
 """What a piece takes besides its text and ids."""
 _PART_CHARS = 1 << 16
@@ -67,6 +71,10 @@ class TooLong(ValueError):
     """It would take too much memory to tokenize this text."""
 
 
+class TooManyTokens(ValueError):
+    """A text has more tokens than anybody takes; ``args``: as far as they were counted."""
+
+
 class TextPieces:
     """A tokenizer with a memory; may be used from several threads."""
 
@@ -74,7 +82,8 @@ class TextPieces:
         """``tokenizer`` must neither truncate nor pad."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._known: OrderedDict[str | bytes, array[int]] = OrderedDict()
+        """By :func:`_key` of their pieces."""
         self._bytes = 0
         self._lock = threading.Lock()
         self._specials: dict[str, int] = {}
@@ -99,15 +108,29 @@ class TextPieces:
         """Whether pieces are remembered, not only whole texts."""
         return self._cut is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
-        """Token ids as the tokenizer gives them for the whole text. Raises: TooLong."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, most_tokens: float = math.inf
+    ) -> array[int]:
+        """Token ids as the tokenizer gives them for the whole text.
+
+        Raises:
+            TooLong: it cannot be tokenized.
+            TooManyTokens: it has more than ``most_tokens``; nothing of it is kept.
+        """
         pieces = [text] if self._cut is None else self._cut.split(text)
         pieces = [part for piece in pieces if piece for part in self._parts(piece)]
         found = self._look_up(pieces)
         missing = list(dict.fromkeys(p for p in pieces if p not in found))
+        times = Counter(pieces)
+        counted = sum(len(ids) * times[piece] for piece, ids in found.items())
         for some in _groups(missing):
+            if counted > most_tokens:
+                break
             for piece, ids in zip(some, _encode(self._tokenizer, some), strict=True):
                 found[piece] = array("I", ids)
+                counted += len(ids) * times[piece]
+        if counted > most_tokens:
+            raise TooManyTokens(counted)
         self._keep(missing, found)
         out = array("I", self._first if add_special_tokens else ())
         for piece in pieces:
@@ -149,23 +172,30 @@ class TextPieces:
             for piece in pieces:
                 if piece in self._specials:
                     found[piece] = array("I", (self._specials[piece],))
-                elif (ids := self._known.get(piece)) is not None:
-                    self._known.move_to_end(piece)
+                elif (ids := self._known.get(key := _key(piece))) is not None:
+                    self._known.move_to_end(key)
                     found[piece] = ids
         return found
 
     def _keep(self, pieces: Sequence[str], found: dict[str, array[int]]) -> None:
         with self._lock:
             for piece in pieces:
-                if piece not in self._known and len(piece) <= 2 * _PART_CHARS:
-                    self._known[piece] = found[piece]
-                    self._bytes += _kept_bytes(piece, found[piece])
+                key = _key(piece)
+                if key not in self._known and len(piece) <= 2 * _PART_CHARS:
+                    self._known[key] = found[piece]
+                    self._bytes += _kept_bytes(key, found[piece])
             while self._bytes > self._max_bytes:
                 self._bytes -= _kept_bytes(*self._known.popitem(last=False))
 
 
-def _kept_bytes(piece: str, ids: array[int]) -> int:
-    return sys.getsizeof(piece) + len(ids) * ids.itemsize + _ENTRY_BYTES
+def _key(piece: str) -> str | bytes:
+    if len(piece) <= _NAMED_CHARS:
+        return piece
+    return hashlib.blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _kept_bytes(key: str | bytes, ids: array[int]) -> int:
+    return sys.getsizeof(key) + len(ids) * ids.itemsize + _ENTRY_BYTES
 
 
 def _groups(pieces: Sequence[str]) -> Iterator[list[str]]:

@@ -7,10 +7,11 @@ instances or how anything is placed.
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 from sglang_sbs.plain_words import counted
@@ -19,7 +20,7 @@ from sglang_sbs.router.lanes import LONG_BYTES, Lanes
 from sglang_sbs.router.prompts.block_names import TEXT_BYTES_PER_TOKEN, BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.chat_template import TemplateError
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer, PromptIds
-from sglang_sbs.router.prompts.known_text import TooLong
+from sglang_sbs.router.prompts.known_text import TooLong, TooManyTokens
 from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths, chat_bytes
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import Plan
@@ -166,11 +167,17 @@ class PromptReader:
         if longest is not None:
             for prompt in plan.prompts:
                 _check_size(prompt, longest)
-        prompts = [self._read(plan, prompt, format_, tokenizes) for prompt in plan.prompts]
+        read = partial(self._read, plan, format_=format_, longest=longest, tokenizes=tokenizes)
+        prompts = [read(prompt) for prompt in plan.prompts]
         return prompts if longest is None else [_bounded(one, longest) for one in prompts]
 
     def _read(
-        self, plan: Plan, prompt: Prompt, format_: BlockFormat | None, tokenizes: bool
+        self,
+        plan: Plan,
+        prompt: Prompt,
+        format_: BlockFormat | None,
+        longest: LongestPrompt | None,
+        tokenizes: bool,
     ) -> ReadPrompt:
         value = prompt.value
         ids: array[int] | None = None
@@ -186,7 +193,7 @@ class PromptReader:
         elif value is None:
             counted = "given"
             length = PromptLength(max(1, prompt.tokens), exact=True)
-        elif tokenizes and (read := self._tokenize(value)) is not None:
+        elif tokenizes and (read := self._tokenize(value, longest)) is not None:
             kind: PromptKind = "chat" if isinstance(value, dict) else "text"
             exact = read.exact and self._engines.agrees(kind)
             length = PromptLength(max(1, len(read.ids)), exact)
@@ -208,13 +215,20 @@ class PromptReader:
             return _without_blocks(length, ids_json, counted)
         return ReadPrompt(length, blocks, format_.page_tokens, ids_json, counted)
 
-    def _tokenize(self, value: Any) -> PromptIds | None:
+    def _tokenize(self, value: Any, longest: LongestPrompt | None) -> PromptIds | None:
+        """``None``: its length is to be estimated. Raises: RouterError, it is too long."""
         if self._tokenizer is None:
             return None
+        agrees = self._engines.agrees("chat" if isinstance(value, dict) else "text")
+        most = longest.tokens if longest is not None and agrees and not longest.cuts else math.inf
         try:
             if isinstance(value, str):
-                return PromptIds(self._tokenizer.text_ids(value))
-            return self._tokenizer.chat_ids(value)
+                return PromptIds(self._tokenizer.text_ids(value, most))
+            return self._tokenizer.chat_ids(value, most)
+        except TooManyTokens as found:
+            assert longest is not None
+            longest.check(found.args[0], at_least=True)
+            raise
         except TooLong:
             return None
         except TemplateError as error:

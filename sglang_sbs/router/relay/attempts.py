@@ -17,7 +17,7 @@ from functools import partial
 
 from sglang_sbs.router.assignment.dispatcher import Assigner, Assignment
 from sglang_sbs.router.engines.connection_pool import Pool
-from sglang_sbs.router.errors import Leg, LegFailure, RouterError
+from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frames
 from sglang_sbs.router.lanes import Pace, Turns
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
@@ -135,6 +135,7 @@ class Attempts:
                                 " and ".join(sorted(broken_off)),
                             )
                     raise
+                without_frames(failure)
                 exclude = tuple(dict.fromkeys((*exclude, failure.worker)))
                 self._metrics.retried(failure, exchange.path)
                 logger.info(
@@ -176,6 +177,8 @@ class Attempts:
             self._in_flight.assigned(assignment)
             if len(exchange.plan.units) > 1:  # a policy may let go of hundreds at once
                 await self.turns.take(id(exchange))
+            if exchange.ending:
+                raise asyncio.CancelledError
             pair = self._start(exchange, unit, assignment, make_sink)
             await pair.wait_open()
             self._blame(exchange, unit, served=True)

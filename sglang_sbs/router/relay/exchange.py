@@ -36,6 +36,8 @@ class Exchange:
     suspects: dict[int, list[LegFailure]] = field(default_factory=dict)
     """By unit index: answers of 5xx that may be the engine's fault, or the request's."""
     window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AHEAD))
+    ending: bool = False
+    """The first of its units failed, or its client left: none is sent any more."""
     ahead: set[int] = field(default_factory=set)
     """By unit index: who has a place in ``window``."""
 

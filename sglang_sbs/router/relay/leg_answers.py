@@ -19,6 +19,7 @@ from sglang_sbs.router.errors import (
     MAX_ERROR_BYTES,
     Leg,
     LegFailure,
+    answer_too_large,
     leg_aborted,
     leg_status_failure,
     own_failure,
@@ -194,11 +195,9 @@ class PrefillLeg(_Leg):
             self.body.clear()  # that it came is all that counts
 
     def _too_large(self) -> None:
-        """It was asked for, so it is no fault of the engine, and elsewhere it would be the same."""
         most = f"{self._most_logprobs_bytes >> 20} MiB"
         why = f"the logprobs of the prompt are over {most}; ask for fewer"
-        worker, code = self.worker, "prefill_answer_too_large"
-        self.pair.leg_failed(LegFailure("prefill", worker, 413, code, why, transport=True))
+        self.pair.leg_failed(answer_too_large("prefill", self.worker, why))
 
     def message_complete(self) -> None:
         if self.pair.closed:

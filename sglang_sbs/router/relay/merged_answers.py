@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from sglang_sbs.router.errors import EventTooLarge
 from sglang_sbs.router.relay.engine_json import dumped, is_list, one_after_the_other, opened
 from sglang_sbs.router.requests.plan import Plan, Unit
 from sglang_sbs.router.requests.raw_json import (
@@ -45,7 +46,7 @@ class SseSplitter:
         """Where a search goes on: before it there is no end of an event."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Raises: ValueError, an event has no end."""
+        """Raises: EventTooLarge."""
         self._buffer += data
         payloads: list[bytes] = []
         start, look = 0, self._seen
@@ -58,7 +59,9 @@ class SseSplitter:
                 start = look = end + len(_EVENT_END)
         del self._buffer[:start]
         if len(self._buffer) > MAX_EVENT_BYTES:
-            raise ValueError(f"an event over {MAX_EVENT_BYTES >> 20} MiB")
+            raise EventTooLarge(
+                f"an event of the stream is over {MAX_EVENT_BYTES >> 20} MiB: ask for fewer tokens"
+            )
         self._seen = max(0, len(self._buffer) - 1)
         return payloads
 

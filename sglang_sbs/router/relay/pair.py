@@ -21,7 +21,7 @@ from typing import Protocol
 
 from sglang_sbs.router.engines.connection import Receiver
 from sglang_sbs.router.engines.connection_pool import Call, Pool, request_head
-from sglang_sbs.router.errors import LegFailure, transport_failure
+from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
 from sglang_sbs.router.lanes import Pace
 from sglang_sbs.router.relay.engine_verdicts import (
     ABORT_MARK,
@@ -281,9 +281,12 @@ class Pair:
             return
         try:
             self._sink(data)
+        except EventTooLarge as error:
+            self.leg_failed(answer_too_large("decode", self.request.decode, str(error)))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             # A sink that edits events parses them: what it cannot read is decode's fault.
-            logger.warning("unreadable event in the stream of %s: %r", self.request.decode, error)
+            why = repr(error)  # who keeps the line must not keep what led to it
+            logger.warning("unreadable event in the stream of %s: %s", self.request.decode, why)
             self.leg_failed(self._decode_broke("unreadable event in its stream"))
 
     def _open(self) -> None:

@@ -18,7 +18,7 @@ from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.engines.connection_pool import Pool
-from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure
+from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure, without_frames
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.options.config import LEGS_GROWTH, PlanLimits, RelayConfig
 from sglang_sbs.router.prompts.reader import PromptReader
@@ -114,13 +114,15 @@ class Relay:
         self._in_flight.began(task)
         try:
             return await self._serve(client, kind, headers, request_id, asked, task)
-        except asyncio.CancelledError:
-            if not self._in_flight.was_aborted(task):
-                raise
+        except (RouterError, ConnectionError, asyncio.CancelledError) as error:
+            if not isinstance(error, asyncio.CancelledError) or not self._in_flight.was_aborted(
+                task
+            ):
+                raise without_frames(error) from None
             task.uncancel()
-            raise _aborted() from None
         finally:
             self._in_flight.over(task)
+        raise _aborted()
 
     async def _serve(
         self,
@@ -187,7 +189,7 @@ class Relay:
                     error = RouterError(500, "internal_error", "internal error in the router")
                 if not exchange.downstream.opened:
                     raise error
-                exchange.downstream.push(error.sse_event())
+                exchange.downstream.push(without_frames(error).sse_event())
                 self._metrics.stream_broken(error)
                 await exchange.downstream.finish()
                 return None
@@ -314,7 +316,8 @@ class Relay:
             try:
                 await run(unit)
             except Exception as error:
-                failed.append(error)  # before anybody gets the place that it leaves
+                failed.append(without_frames(error))  # before anybody gets the place that it leaves
+                exchange.ending = True
                 exchange.window.release()  # if a place is waited for, that is over
                 raise
 
@@ -338,10 +341,13 @@ class Relay:
         finally:
             await self._end(exchange, running)
         if failed:
-            raise next((e for e in failed if isinstance(e, RouterError)), failed[0])
+            error = next((e for e in failed if isinstance(e, RouterError)), failed[0])
+            failed.clear()  # the units' frames have the list, and the errors these frames
+            raise error
 
     async def _end(self, exchange: Exchange, tasks: Collection[asyncio.Task[Any]]) -> None:
         """End units and wait for that; a few at a time, for what each leaves behind takes time."""
+        exchange.ending = True
         left = [task for task in tasks if not task.done()]
         try:
             for task in left:

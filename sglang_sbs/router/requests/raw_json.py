@@ -23,6 +23,8 @@ Raw = msgspec.Raw
 _PIECE_BYTES = 1 << 18
 _SMALL_BYTES = 1 << 16
 """What is smaller may be as dense as it likes."""
+_IDS_BYTES = 1 << 14
+"""Of token ids, made objects at a time."""
 _FREE_BYTES = 16 << 20
 _GROWTH = 4
 """Objects may take so many bytes per byte of JSON, and ``_FREE_BYTES`` besides."""
@@ -133,16 +135,19 @@ def value_of(raw: Raw | bytes | bytearray) -> Any:
 
 def token_ids_of(raw: Raw | bytes) -> array[int] | None:
     """A list of token ids (uint32); ``None``: something in it is none."""
-    body = bytes(raw).strip()
+    view = memoryview(raw)
+    if bytes(view[:1]) != b"[" or bytes(view[-1:]) != b"]":
+        view = memoryview(bytes(raw).strip())
     ids = array("I")
-    start, end = 1, len(body) - 1
+    start, last = 1, len(view) - 1
     try:
-        while start < end:
-            comma = body.find(b",", start + _SMALL_BYTES, end)
-            stop = comma if comma >= 0 else end
-            ids.extend(orjson.loads(b"[%b]" % body[start:stop]))
-            start = stop + 1
-    except (orjson.JSONDecodeError, TypeError, OverflowError):
+        while start < last:
+            piece = bytes(view[start : min(start + _IDS_BYTES, last)])
+            if start + len(piece) < last:
+                piece = piece[: piece.rindex(b",")]
+            ids.extend(orjson.loads(b"[%b]" % piece))
+            start += len(piece) + 1
+    except (ValueError, TypeError, OverflowError):
         return None
     return ids
 

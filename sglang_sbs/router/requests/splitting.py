@@ -76,6 +76,8 @@ _DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
 
 MOST_READ_BYTES = 4 << 20
 """A longer text is not looked at: its length is estimated, and the engine may well refuse it."""
+MOST_IDS_BYTES = 8 << 20
+"""A longer list of token ids, over a million, is only counted."""
 
 
 @dataclass(slots=True)
@@ -293,11 +295,13 @@ def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
     if first_byte(raw) == b'"':
         return (value_of(raw), 0, 0) if size <= MOST_READ_BYTES else (None, 0, size)
     if first_byte(raw) == b"[":
-        ids = None if first_byte(raw, 1) == b"[" else token_ids_of(raw)
+        flat = first_byte(raw, 1) != b"[" and size <= MOST_IDS_BYTES
+        ids = token_ids_of(raw) if flat else None
         if ids is not None:
             return ids, 0, 0
         separator = b"[" if key == "input_embeds" else b","
-        return None, max(1, count_outside_strings(memoryview(raw), b'[,"')[separator]), 0
+        separators = count_outside_strings(memoryview(raw), b'[,"')[separator]
+        return None, max(1, separators + (separator == b",")), 0
     return None, 1, 0
 
 

@@ -84,10 +84,7 @@ def observe_launch(
     """
     learned = Observation()
     in_flight = list(in_flight)
-    # Most of the time in which nothing ran they were there and did not wait for decode: that is the
-    # engine's own pause, and no lead makes it shorter.
-    half_s = 0.5 * (launch_s - free_since_s)
-    paused = pause is not None and pause.there_s > half_s > pause.handshake_s
+    paused = _is_engines_own(pause, launch_s - free_since_s)
     landed_s = []
     started = 0
     """Requests of the batch that woke the instance."""
@@ -121,6 +118,12 @@ def observe_launch(
     if started or missed:
         learned.torn = missed / (started + missed)
     return learned
+
+
+def _is_engines_own(pause: Pause | None, idle_s: float) -> bool:
+    """Most of the time in which nothing ran the requests were there and did not wait for decode: no
+    lead makes that shorter. ``idle_s``: since the last pass."""
+    return pause is not None and pause.there_s > 0.5 * idle_s > pause.handshake_s
 
 
 def _missed(in_flight: Iterable[Sent], free_since_s: float, launch_s: float) -> int:

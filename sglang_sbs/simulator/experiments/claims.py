@@ -6,7 +6,7 @@ Owns the paper's figures and the verdicts. Must not know how rows are produced o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -91,25 +91,32 @@ def table_1_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
                 ours=qps["sbs"] / base - 1 if base else math.nan,
                 unit="%",
             ),
-            Claim(
-                what=f"chunk utilisation, off ({label})",
-                source=source,
-                baseline=baseline,
-                paper=(off[1], off[1]),
-                literal=use["random_rank"],
-                unit="%",
-            ),
-            Claim(
-                what=f"chunk utilisation, on ({label})",
-                source=source,
-                baseline="",
-                paper=(on[1], on[1]),
-                literal=use["sbs_paper"],
-                ours=use["sbs"],
-                unit="%",
-            ),
+            *_use_claims(label, off[1], on[1], use),
         ]
     return claims
+
+
+def _use_claims(label: str, off: float, on: float, use: Mapping[str, float]) -> list[Claim]:
+    """Chunk utilisation of Table 1; ``use``: what was simulated, by policy."""
+    return [
+        Claim(
+            what=f"chunk utilisation, off ({label})",
+            source="Table 1",
+            baseline="random_rank",
+            paper=(off, off),
+            literal=use["random_rank"],
+            unit="%",
+        ),
+        Claim(
+            what=f"chunk utilisation, on ({label})",
+            source="Table 1",
+            baseline="",
+            paper=(on, on),
+            literal=use["sbs_paper"],
+            ours=use["sbs"],
+            unit="%",
+        ),
+    ]
 
 
 def ttft_claims(rows: Sequence[Row], cost: str) -> list[Claim]:

@@ -24,11 +24,26 @@ _INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float], str]] = {
 _COUNT_KEY = ("count", positive, "a positive integer, as in count=2")
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+_Actions = list[argparse.Action]
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> _Actions:
     """Flags for latencies, faults and decode room; equal instances of ``--dp`` ranks."""
     group = parser.add_argument_group("cluster")
+    return [
+        *_add_engines(group),
+        *_add_network(group),
+        *_add_passes(group),
+        *_add_decode(group),
+        *_add_caches(parser),
+        *_add_robustness(parser),
+    ]
+
+
+def _add_engines(group: argparse._ArgumentGroup) -> _Actions:
+    """How large instances are, and what of a batch fits into a pass."""
     add = group.add_argument
-    actions = [
+    return [
         add("--dp", type=positive, default=8, help="DP ranks per prefill instance (8)"),
         add("--latency-ms", type=not_negative, default=5.0, help="dispatch latency (5)"),
         add(
@@ -55,6 +70,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             help="token counts of the engines' prefill CUDA graphs: smaller passes take as long as "
             "the next larger one (none)",
         ),
+    ]
+
+
+def _add_network(group: argparse._ArgumentGroup) -> _Actions:
+    """How a batch reaches its instance."""
+    add = group.add_argument
+    return [
         add(
             "--serial-ms",
             type=not_negative,
@@ -79,6 +101,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             help="how long engines wait for the rest of a batch, as with the plugin; 0: they start "
             f"with what is there ({1e3 * NETWORK['gang_gate_s']:g})",
         ),
+    ]
+
+
+def _add_passes(group: argparse._ArgumentGroup) -> _Actions:
+    """How long passes take, and how they follow each other."""
+    add = group.add_argument
+    return [
         add(
             "--jitter",
             type=not_negative,
@@ -104,6 +133,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             action="store_true",
             help="DP ranks make passes of their own, as under DWDP; an idle rank costs nothing",
         ),
+    ]
+
+
+def _add_decode(group: argparse._ArgumentGroup) -> _Actions:
+    """How much room decode has."""
+    add = group.add_argument
+    return [
         add(
             "--decode-kv-tokens",
             type=_tokens,
@@ -127,10 +163,14 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             help="how long a request keeps its place in decode (1)",
         ),
     ]
+
+
+def _add_caches(parser: argparse.ArgumentParser) -> _Actions:
+    """What prefill ranks keep of prompts."""
     add = parser.add_argument_group(
         "prefix caches", "of scenarios whose prompts share prefixes: sessions, Mooncake traces"
     ).add_argument
-    actions += [
+    return [
         add(
             "--kv-tokens",
             type=_tokens,
@@ -162,10 +202,14 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             "served if nothing is computed twice and all ranks are equally busy (prompt)",
         ),
     ]
+
+
+def _add_robustness(parser: argparse.ArgumentParser) -> _Actions:
+    """What the scheduler cannot rely on."""
     add = parser.add_argument_group(
         "robustness", "what the scheduler is told wrong, late, twice or not at all"
     ).add_argument
-    actions += [
+    return [
         add(
             "--burstiness",
             type=positive_number,
@@ -205,7 +249,6 @@ def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             help="share of EndForward messages that arrive twice (0)",
         ),
     ]
-    return actions
 
 
 def add_topology(parser: argparse.ArgumentParser) -> list[argparse.Action]:

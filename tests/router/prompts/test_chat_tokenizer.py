@@ -20,7 +20,12 @@ from tokenizers.processors import TemplateProcessing
 from sglang_sbs.router.prompts import known_text
 from sglang_sbs.router.prompts.chat_template import ChatTemplate, TemplateError
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
-from sglang_sbs.router.prompts.known_text import MOST_WHOLE_CHARS, TextPieces, TooLong
+from sglang_sbs.router.prompts.known_text import (
+    MOST_WHOLE_CHARS,
+    TextPieces,
+    TooLong,
+    TooManyTokens,
+)
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 TEMPLATE = (
@@ -302,6 +307,34 @@ def test_a_long_text_that_goes_on_is_not_tokenized_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(known_text, "_encode", counted)
     pieces.encode(text + "more")
     assert sum(asked) < len(text) // 3
+
+
+def test_a_long_text_is_not_kept_only_its_ids() -> None:
+    pieces = TextPieces(tiny())
+    text = " ".join(f"word {number}" for number in range(10_000))
+    ids = pieces.encode(text)
+    assert pieces._bytes < 4 * len(ids) + len(text) // 10
+
+
+def test_more_tokens_than_anybody_takes_are_not_all_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces = TextPieces(tiny())
+    before = pieces._bytes
+    text = " ".join(f"word {number}" for number in range(50_000))
+    asked: list[int] = []
+    encode = known_text._encode
+
+    def counted(of: Tokenizer, texts: list[str]) -> list[list[int]]:
+        asked.append(max(map(len, texts)))
+        return encode(of, texts)
+
+    monkeypatch.setattr(known_text, "_encode", counted)
+    with pytest.raises(TooManyTokens):
+        pieces.encode(text, most_tokens=1000)
+    assert sum(size for size in asked if size > 1000) < len(text) // 4
+    assert pieces._bytes == before, "nothing of it is kept"
+    pieces.encode("word 1", most_tokens=1000)
 
 
 def test_what_cannot_be_cut_is_tokenized_only_while_it_is_not_too_long() -> None:

@@ -511,6 +511,25 @@ def test_a_prompt_longer_than_any_engine_takes_is_refused(engines: Known) -> Non
     assert refusal_of(engines, "chat", messages=[USER | {"content": large}]) is not None
 
 
+def test_a_text_of_too_many_tokens_is_refused_before_all_were_counted(
+    engines: Known, tokenizer: ChatTokenizer
+) -> None:
+    engines.longest = LongestPrompt(1000)
+    text = " ".join(f"word {number}" for number in range(6000))
+    chat = {"messages": [USER | {"content": text}]}
+    for kind, body in (("generate", {"text": text}), ("chat", chat)):
+        with pytest.raises(RouterError, match=r"at least [0-9,]+ tokens; no engine takes more"):
+            reading(engines, tokenizer)(kind, **body)
+    image = {"messages": [USER | {"content": [{"type": "text", "text": text}, IMAGE]}]}
+    length = reading(engines, tokenizer)("chat", **image).length
+    assert (length.tokens, length.exact) == (1000, False), "its tokens are not all known here"
+    engines.wrong = {"text"}
+    length = reading(engines, tokenizer)("generate", text=text).length
+    assert (length.tokens, length.exact) == (1000, False), "engines count otherwise"
+    engines.longest, engines.wrong = LongestPrompt(1000, cuts=True), set()
+    assert reading(engines, tokenizer)("generate", text=text).length.tokens == 1000
+
+
 def test_an_estimate_is_no_more_than_engines_take(engines: Known) -> None:
     engines.longest = LongestPrompt(1000)
     length = reading(engines, None)("generate", text="a word " * 5000).length

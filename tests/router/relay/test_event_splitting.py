@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_sbs.router.errors import EventTooLarge
 from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.merged_answers import SseSplitter
 
@@ -44,5 +45,5 @@ def test_an_event_without_end_is_refused(monkeypatch: Any) -> None:
     monkeypatch.setattr(merged_answers, "MAX_EVENT_BYTES", 1000)
     splitter = SseSplitter()
     splitter.feed(b"data: " + b"x" * 900)
-    with pytest.raises(ValueError, match="an event over"):
+    with pytest.raises(EventTooLarge):
         splitter.feed(b"x" * 200)

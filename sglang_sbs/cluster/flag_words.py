@@ -1,0 +1,43 @@
+"""The words of a command line that is passed on: what flags say, and lists without some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def text_flag(flags: Sequence[str], name: str) -> str:
+    """Value of the last `name` in `flags`, in either spelling of router flags; empty without."""
+    names = (name, name.replace("--", "--router-", 1))
+    value = ""
+    for index, word in enumerate(flags):
+        given, equals, text = word.partition("=")
+        if given in names:
+            value = text if equals else "".join(flags[index + 1 : index + 2])
+    return value
+
+
+def without_given(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
+    """`defaults`, a list of flags with at most one value each, less those that `given` has too."""
+    given_names = {word.partition("=")[0] for word in given}
+    kept: list[str] = []
+    keep = True
+    for word in defaults:
+        if word.startswith("--"):
+            keep = word not in given_names
+        if keep:
+            kept.append(word)
+    return kept
+
+
+def without_flag(flags: Sequence[str], name: str) -> list[str]:
+    """`flags` less every `name VALUE` and `name=VALUE`."""
+    kept: list[str] = []
+    skip_value = False
+    for word in flags:
+        if skip_value:
+            skip_value = False
+        elif word == name:
+            skip_value = True
+        elif not word.startswith(name + "="):
+            kept.append(word)
+    return kept
