@@ -23,9 +23,9 @@ before is learned from what either costs (``dispatch_lead``). Then, per decision
 3. order: urgent (``priority``) and short first, with an ageing that bounds how long anything is
    overtaken. A prompt of several chunks counts as one chunk;
 4. share: how much of the queue to send now and how much to leave for the instances that are ready
-   next, so that the sum of predicted completion times is smallest. With prompts of several chunks
-   about, where a request goes matters more than how much: only those leave that cost least here
-   (``pass_forecast``), and nothing is spaced, as passes differ too much for phases;
+   next, so that the sum of predicted completion times is smallest (``few_requests``). With prompts
+   of several chunks about, where a request goes matters more than how much: only those leave that
+   cost least here (``pass_forecast``), and nothing is spaced, as passes differ too much for phases;
 5. placement: longest first into the emptiest rank, whole requests only, and split requests to fill
    the pass only when more is left than the other instances can take in theirs.
 
@@ -44,7 +44,7 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
-from sglang_sbs.scheduling.policies.adaptive.fair_share import fair_share, prefix
+from sglang_sbs.scheduling.policies.adaptive.few_requests import cut_of
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
@@ -479,10 +479,16 @@ class AdaptiveTrigger(PrefillPolicy):
         if one.home_of is not None or alone or one.overdue:
             return head, rest
         others = [i for i in one.instances if i is not instance]
-        rate = self._offered.token_rate
-        share = fair_share(instance, others, one.queue.tokens, one.start_of, one.at.now_s, rate)
-        cut = prefix(head, share)
-        if one.all_idle or (instance.idle and share > 0):
+        cut = cut_of(
+            instance,
+            others,
+            head,
+            one.queue.tokens,
+            one.start_of,
+            one.at.now_s,
+            self._offered,
+        )
+        if one.all_idle:
             # A prompt longer than the share is not divisible: later it would be no better off.
             cut = max(cut, 1)
         return head[:cut], head[cut:] + rest

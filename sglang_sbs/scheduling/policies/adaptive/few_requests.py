@@ -1,0 +1,148 @@
+"""How many of those that wait leave now, and how many with the instance that starts next.
+
+Owns that division. Must not know DP ranks of the batch, or when it leaves.
+
+Why
+---
+A share of tokens (``fair_share``) takes requests for a fluid. With one or two per DP rank they are
+not: a pass lasts as long as its heaviest rank, so one more short request may cost nothing, and a
+long one as much as all others together. So every division is tried there, with the requests placed
+as they would be, and the one whose sum of completions is smallest taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.policies.adaptive.fair_share import ARRIVING_SHARE, fair_share, prefix
+from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.request import Request, uncached_tokens_of
+
+FEW_PER_RANK = 1.5
+"""With more requests per rank and pass they are as good as a fluid."""
+MOST_DIVIDED = 24
+"""Nor are more looked at: each division is a placement."""
+WORTH = 0.95
+"""The fluid's division stays unless another one costs less than so much of it: what passes take is
+not known better than that, and whoever is left for later is the tail. What each constant is worth:
+docs/lab/constants.md."""
+
+
+def cut_of(
+    instance: PrefillInstance,
+    others: Sequence[PrefillInstance],
+    head: Sequence[Request],
+    waiting_tokens: int,
+    start_of: Mapping[InstanceId, float],
+    now_s: float,
+    offered: OfferedLoad,
+) -> int:
+    """How many of the first requests leave now for this instance.
+
+    Args:
+        head: those that fit into its pass, in their order.
+        waiting_tokens: of all that wait.
+        start_of: when the pass of an instance starts that a batch sent now could be in.
+    """
+    rate = offered.token_rate
+    share = fair_share(instance, others, waiting_tokens, start_of, now_s, rate)
+    cut = prefix(head, share)
+    if instance.idle and share > 0:
+        cut = max(cut, 1)
+    cycle = offered.request_rate * offered.pass_s / (1 + len(others))
+    few = cycle <= FEW_PER_RANK * instance.dp_size and len(head) <= MOST_DIVIDED
+    alone = instance.dp_size == 1  # no rank waits for another
+    if alone or not few or any(one.uncached_tokens > instance.chunk_tokens for one in head):
+        return cut
+    later = min(others, key=lambda other: start_of[other.id])
+    rest = [other for other in others if other is not later]
+    if rest:
+        # Only what is for these two is divided between them.
+        left_tokens = waiting_tokens - uncached_tokens_of(head[:cut])
+        share = fair_share(later, rest, left_tokens, start_of, now_s, rate)
+        head = head[: cut + prefix(head[cut:], share)]
+    start_s = start_of[instance.id]
+    later_s = max(start_s, start_of[later.id])
+    coming = round(ARRIVING_SHARE * offered.request_rate * (later_s - now_s))
+    least = min(len(head), int(instance.idle))
+    return best_cut(
+        head,
+        Turns(instance, later, later_s - start_s, [round(offered.mean_tokens)] * coming, cycle),
+        least=least,
+        usual=min(len(head), max(cut, least)),
+        now_s=now_s,
+        pass_s=offered.pass_s,
+    )
+
+
+class Turns(NamedTuple):
+    """The two passes that are next."""
+
+    first: PrefillInstance
+    second: PrefillInstance
+    delay_s: float
+    """The second starts so much later."""
+    coming_tokens: Sequence[int]
+    """Of each request that is expected until then."""
+    cycle: float
+    """How many come while an instance waits for its next turn."""
+
+
+def best_cut(
+    requests: Sequence[Request],
+    turns: Turns,
+    *,
+    least: int,
+    usual: int,
+    now_s: float,
+    pass_s: float,
+) -> int:
+    """How many of the requests are for the first turn, so that the sum of completions is smallest.
+
+    Who has waited for ``pass_s``, a usual pass, counts twice. A pass also keeps those waiting that
+    come in its time and start with the next one of that instance.
+
+    Args:
+        requests: in their order.
+        least: at least so many.
+        usual: taken unless another one is worth it.
+    """
+    tokens = [request.uncached_tokens for request in requests]
+    weights = [1 + (now_s - request.arrived_s) / pass_s for request in requests]
+    longest_first = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
+    coming = len(turns.coming_tokens)
+    taken, left = sum(weights[:least]), sum(weights[least:])
+    costs = []
+    for cut in range(least, len(tokens) + 1):
+        now = [tokens[i] for i in longest_first if i < cut]
+        later = [tokens[i] for i in longest_first if i >= cut]
+        first_s = _pass_s(turns.first, now) if now else 0.0
+        second_s = _pass_s(turns.second, [*later, *turns.coming_tokens])
+        costs.append(
+            (taken + turns.cycle) * first_s
+            + left * (turns.delay_s + second_s)
+            + (coming + turns.cycle) * second_s
+        )
+        if cut < len(tokens):
+            taken += weights[cut]
+            left -= weights[cut]
+    best = min(costs)
+    if best >= WORTH * costs[usual - least]:
+        return usual
+    return max(cut for cut, cost in enumerate(costs, least) if cost <= best)
+
+
+def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
+    """Of its next pass with these, each in the rank that is emptiest then."""
+    ranks = [(float(rank.backlog_tokens), 0.0) for rank in instance.ranks]
+    heapify(ranks)
+    for one in tokens:
+        held, pairs = ranks[0]
+        heapreplace(ranks, (held + one, pairs + one * one / 2))
+    model = instance.model
+    slowest_s = max([model.rank_s(*rank) for rank in ranks])
+    return model.pass_s(sum([held for held, _ in ranks]) / len(ranks), slowest_s)

@@ -1,0 +1,71 @@
+"""How a few requests are divided between the batch that leaves and the next one."""
+
+from __future__ import annotations
+
+import pytest
+from test_pass_forecast import CHUNK, instance
+from test_pass_forecast import request as request_of
+
+from sglang_sbs.scheduling.policies.adaptive.few_requests import Turns, best_cut, cut_of
+from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+
+
+def cut(tokens, *, delay_s, coming=(), cycle=2.0, least=0, usual=0, waited_s=0.0, dp_size=4) -> int:
+    turns = Turns(instance("p0", dp_size), instance("p1", dp_size), delay_s, coming, cycle)
+    return best_cut(
+        [request_of(f"r{i}", n) for i, n in enumerate(tokens)],
+        turns,
+        least=least,
+        usual=usual,
+        now_s=waited_s,
+        pass_s=0.15,
+    )
+
+
+def test_what_costs_the_pass_nothing_leaves_with_it():
+    # On four ranks the fourth short one makes it no longer; of a fluid half would be left.
+    assert cut([200, 200, 200, 200], delay_s=0.1, usual=2) == 4
+
+
+def test_a_long_one_waits_for_the_next_instance():
+    assert cut([50, 50, 50, 950], delay_s=0.05, coming=[900], usual=4) == 3
+
+
+def test_it_does_not_once_it_has_waited_and_the_next_is_far_away():
+    tokens, delay_s = [50, 50, 50, 950], 0.5
+    assert cut(tokens, delay_s=delay_s, coming=[900], usual=4) == 3
+    assert cut(tokens, delay_s=delay_s, coming=[900], usual=3, waited_s=5.0) == 4
+
+
+def test_the_usual_division_stays_where_another_is_hardly_better():
+    four = [200, 200, 200, 200]
+    assert cut(four, delay_s=0.02, coming=[300], usual=3) == 3
+    assert cut(four, delay_s=0.02, coming=[300], usual=2) == 4
+
+
+def test_an_idle_instance_takes_one_at_least():
+    short = [50, 50, 50, 950]
+    assert cut(short, delay_s=0.005, cycle=6.0, usual=4) == 0
+    assert cut(short, delay_s=0.005, cycle=6.0, usual=4, least=1) >= 1
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_nothing_that_fits_is_no_request(idle):
+    now, later = instance("p0", 4), instance("p1", 4)
+    assert now.idle
+    if not idle:
+        now.dispatched("other", 0, 100, 0.0)
+    starts = {"p0": 0.0, "p1": 0.1}
+    offered = OfferedLoad()
+    offered.on_topology_change([now, later])
+    offered.measure([now, later], 0.0)
+    assert cut_of(now, [later], [], 5000, starts, 0.0, offered) <= 1
+
+
+def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
+    now, later = instance("p0", 4), instance("p1", 4)
+    offered = OfferedLoad()
+    offered.on_topology_change([now, later])
+    offered.measure([now, later], 0.0)
+    head = [request_of("a", 3 * CHUNK)]
+    assert cut_of(now, [later], head, 3 * CHUNK, {"p0": 0.0, "p1": 0.1}, 0.0, offered) == 1
