@@ -18,3 +18,5 @@ class Arrival(NamedTuple):
     """The conversation it is a turn of."""
     priority: int = 0
     tenant: str = ""
+    thread: int = -1
+    """Who sends it, in a closed loop (:class:`~.simulation.ClosedLoop`)."""

@@ -11,6 +11,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -31,8 +32,9 @@ from sglang_sbs.scheduling import (
 )
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
 from sglang_sbs.simulator.cluster.arrival import Arrival
+from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers, SharedStorage
 from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
-from sglang_sbs.simulator.cluster.engine import Completed, SimulatedPrefill
+from sglang_sbs.simulator.cluster.engine import Completed, Fetch, SimulatedPrefill
 from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks
 from sglang_sbs.simulator.cluster.network import DispatchNetwork
@@ -48,8 +50,20 @@ _BACKOFF_GROWTH = 1.5
 """The router's defaults (``--retry-max-retries`` and its neighbours)."""
 
 
+class ClosedLoop(Protocol):
+    """Clients of whom each waits for an answer before it sends again."""
+
+    first: Sequence[Arrival]
+    """In time order; those that follow are not in it."""
+    history: Sequence[int]
+    """Blocks that are in storage, where there is any, before the first one comes."""
+
+    def after(self, arrival: Arrival, now_s: float) -> Sequence[Arrival]:
+        """Its answer has ended, or it was given up: what follows, no earlier than ``now_s``."""
+
+
 def simulate(
-    arrivals: Sequence[Arrival | tuple[float, int]],
+    arrivals: Sequence[Arrival | tuple[float, int]] | ClosedLoop,
     config: SchedulerConfig,
     spec: ClusterSpec,
     *,
@@ -59,7 +73,8 @@ def simulate(
     """Run arrivals through the scheduler on the simulated cluster.
 
     Args:
-        arrivals: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared.
+        arrivals: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared. Or
+            who sends them, each after an answer.
         config: of the scheduler under test.
         spec: the cluster.
         observe: called after every event, for invariants.
@@ -68,13 +83,15 @@ def simulate(
     Raises:
         ValueError: a prompt that no rank has KV for.
     """
-    longest = max((arrival[1] for arrival in arrivals), default=0)
+    loop = None if isinstance(arrivals, Sequence) else arrivals
+    first = arrivals if isinstance(arrivals, Sequence) else arrivals.first
+    longest = max((arrival[1] for arrival in first), default=0)
     if spec.block_tokens and longest > spec.kv_capacity_tokens:
         raise ValueError(
             f"kv_capacity_tokens must be at least {longest}, the longest prompt, "
             f"not {spec.kv_capacity_tokens}"
         )
-    return _Simulation(arrivals, config, spec, observe, drain_s).run()
+    return _Simulation(first, config, spec, observe, drain_s, loop).run()
 
 
 class _Simulation:
@@ -85,6 +102,7 @@ class _Simulation:
         spec: ClusterSpec,
         observe: Callable[[Scheduler, float], None] | None,
         drain_s: float,
+        loop: ClosedLoop | None,
     ) -> None:
         self._spec = spec
         self._network = DispatchNetwork(spec)
@@ -116,8 +134,17 @@ class _Simulation:
         self._woken_s = -math.inf
         self._wakes = 0
         """At that very time: the timers of a sound scheduler come to an end."""
-        self._arrivals = arrivals
-        self._end_s = (arrivals[-1][0] if arrivals else 0.0) + drain_s
+        self._loop = loop
+        self._storage: SharedStorage | None = None
+        if spec.tiers is not None and spec.tiers.storage:
+            self._outcome.history = loop.history if loop is not None else ()
+            self._storage = SharedStorage(self._outcome.history)
+            self._computed.update(self._outcome.history)
+        self._arrivals: list[Arrival | tuple[float, int]] = []
+        """By the index of their requests."""
+        self._drain_s = drain_s
+        self._end_s = 0.0
+        self._come(arrivals)
 
     def run(self) -> Outcome:
         for name in self._instances:
@@ -134,8 +161,6 @@ class _Simulation:
         )
         for change in self._spec.changes:
             self._at(change.at_s, lambda c=change: self._change(c))  # type: ignore[misc]
-        if self._arrivals:
-            self._at(self._arrivals[0][0], lambda: self._arrive(0))
         while self._heap:
             time_s, _, action = heapq.heappop(self._heap)
             if time_s > self._end_s:
@@ -143,6 +168,7 @@ class _Simulation:
             self._now_s = time_s
             action()
         self._outcome.duration_s = self._now_s
+        self._outcome.arrivals = self._arrivals
         return self._outcome
 
     # Topology -----------------------------------------------------------------------------
@@ -203,15 +229,25 @@ class _Simulation:
                 boot_id=f"{name}-{boot}",
                 caches=[
                     BlockCache(
-                        spec.kv_capacity_tokens, spec.block_tokens, events=spec.publishes_blocks
+                        spec.kv_capacity_tokens,
+                        spec.block_tokens,
+                        events=spec.publishes_blocks,
+                        lower=self._lower_tiers(),
                     )
                     for _ in range(one.dp_size // engines if spec.block_tokens else 0)
                 ],
                 first_pass_s=spec.first_pass_s,
                 lone_rank=None if spec.barrier else (number, one.dp_size),
+                host_load_s=spec.tiers.host_load_s if spec.tiers is not None else 0.0,
             )
             for number in range(engines)
         ]
+
+    def _lower_tiers(self) -> LowerTiers | None:
+        tiers, block_tokens = self._spec.tiers, self._spec.block_tokens
+        if tiers is None or tiers.host_kv_tokens < block_tokens:
+            return None
+        return LowerTiers(tiers.host_kv_tokens // block_tokens, self._storage)
 
     def _engine_of(self, name: str, rank: int) -> tuple[SimulatedPrefill, int] | None:
         """The living engine of a DP rank, and which of its ranks that is."""
@@ -253,7 +289,7 @@ class _Simulation:
         self._handshake(decode.admit())
         self._tell(RequestEnded(rid=rid, outcome="failed"))
         if record.attempts >= _MAX_ATTEMPTS:
-            record.ends += 1
+            self._follow(record)
             return
         pause_s = _BACKOFF_S * _BACKOFF_GROWTH ** (record.attempts - 1)
         self._outcome.retries += 1
@@ -274,7 +310,7 @@ class _Simulation:
                 case Refuse():
                     record = self._attempts.pop(command.rid)
                     record.refused = command.cause
-                    record.ends += 1
+                    self._follow(record)
                 case WakeAt():
                     self._wake_s = command.time_s
                     self._at(command.time_s, self._wake)
@@ -295,10 +331,29 @@ class _Simulation:
         self._wake_s = None
         self._tell(TimerFired())
 
-    def _arrive(self, index: int) -> None:
-        if index + 1 < len(self._arrivals):
-            self._at(self._arrivals[index + 1][0], lambda: self._arrive(index + 1))
-        tokens = self._arrivals[index][1]
+    def _come(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int = 0) -> None:
+        """One after the other, from the ``at``-th on."""
+        if at < len(arrivals):
+
+            def arrive() -> None:
+                self._come(arrivals, at + 1)
+                self._arrive(arrivals[at])
+
+            self._at(arrivals[at][0], arrive)
+            self._end_s = max(self._end_s, arrivals[-1][0] + self._drain_s)
+
+    def _follow(self, record: RequestRecord) -> None:
+        """The request is over, as far as who sent it is concerned."""
+        record.ends += 1
+        record.ended_s = self._now_s
+        arrival = self._arrivals[record.index]
+        if self._loop is not None and isinstance(arrival, Arrival):
+            for one in self._loop.after(arrival, self._now_s):
+                self._come([one])
+
+    def _arrive(self, arrival: Arrival | tuple[float, int]) -> None:
+        index, tokens = len(self._arrivals), arrival[1]
+        self._arrivals.append(arrival)
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if error := self._spec.length_error:
             record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
@@ -396,6 +451,7 @@ class _Simulation:
         while True:
             launch_s = self._now_s + prepare_s
             launched, messages = engine.step(launch_s)
+            self._wait_for_storage(engine)
             self._report(engine.name, messages, prepare_s if launched is not None else 0.0)
             self._outcome.queued_passes += launched is not None and len(engine.device) > 1
             waits_for = engine.waits_for(launched)
@@ -408,13 +464,33 @@ class _Simulation:
                 self._at(launch_s, lambda: self._step(engine))
                 return
 
+    def _wait_for_storage(self, engine: SimulatedPrefill) -> None:
+        """What ranks get from storage takes its time."""
+        for fetch in engine.take_fetches():
+            assert self._spec.tiers is not None
+            tokens = len(fetch.blocks) * self._spec.block_tokens
+            self._at(
+                self._now_s + tokens * self._spec.tiers.storage_load_s,
+                lambda f=fetch: self._fetched(engine, f),  # type: ignore[misc]
+            )
+
+    def _fetched(self, engine: SimulatedPrefill, fetch: Fetch) -> None:
+        engine.fetched(fetch)
+        if self._lives(engine):
+            self._step_if_asleep(engine)
+
     def _finish(self, engine: SimulatedPrefill) -> None:
         if not self._lives(engine):
             return  # dead
         ended, messages = engine.finish()
         self._outcome.passes.append(
             PassRecord(
-                engine.name, ended.start_s, ended.end_s, sum(ended.tokens), max(ended.tokens)
+                engine.name,
+                ended.start_s,
+                ended.end_s,
+                sum(ended.tokens),
+                max(ended.tokens),
+                sum([tokens > 0 for tokens in ended.tokens]),
             )
         )
         self._report(engine.name, messages)
@@ -431,6 +507,8 @@ class _Simulation:
         record = self._attempts[request.rid]
         record.prefilled_s = first_s
         record.cached_tokens = request.cached_tokens
+        record.loaded_tokens = request.loaded_tokens
+        record.fetched_tokens = request.fetched_tokens
         if request.hold is not None:
             block_tokens = self._spec.block_tokens
             new = request.blocks[request.cached_tokens // block_tokens :]
@@ -456,17 +534,27 @@ class _Simulation:
         if rid not in self._attempts:
             return  # its instance died before the KV was over
         self._tell(PrefillDone(rid=rid, cached_tokens=cached_tokens))
-        self._at(self._now_s + self._spec.decode_s, lambda: self._end(rid))
+        output_tokens = self._output_tokens(self._attempts[rid])
+        decode_s = self._spec.decode_s + self._spec.decode_token_s * output_tokens
+        self._at(self._now_s + decode_s, lambda: self._end(rid))
+
+    def _output_tokens(self, record: RequestRecord) -> int:
+        arrival = self._arrivals[record.index]
+        if self._spec.decode_token_s and isinstance(arrival, Arrival):
+            return arrival.output_tokens
+        return self._spec.output_tokens
 
     def _end(self, rid: str) -> None:
         record = self._attempts.pop(rid)
-        record.ends += 1
+        self._follow(record)
         assert record.decode is not None
         decode = self._decode[record.decode[1]]
         decode.release(rid, record)
         self._handshake(decode.admit())
         self._tell(
-            RequestEnded(rid=rid, outcome="completed", completion_tokens=self._spec.output_tokens)
+            RequestEnded(
+                rid=rid, outcome="completed", completion_tokens=self._output_tokens(record)
+            )
         )
 
     def _report(self, instance: str, messages: list[EndForward], delay_s: float = 0.0) -> None:
@@ -483,7 +571,13 @@ class _Simulation:
         for rank, events in engine.take_block_events():
             removed = BlocksRemoved(instance=engine.name, dp_rank=rank, blocks=events.removed)
             stored = BlocksStored(instance=engine.name, dp_rank=rank, blocks=events.stored)
-            for event in (removed, stored):
+            host_removed = BlocksRemoved(
+                instance=engine.name, dp_rank=rank, blocks=events.host_removed, tier="host"
+            )
+            host_stored = BlocksStored(
+                instance=engine.name, dp_rank=rank, blocks=events.host_stored, tier="host"
+            )
+            for event in (removed, stored, host_removed, host_stored):
                 if event.blocks:
                     self._at(
                         self._now_s + self._spec.feedback_latency_s,
