@@ -66,6 +66,11 @@ class Request:
         hits = self.hits.by_instance.get(instance)
         return hits[rank] if hits is not None else 0
 
+    def fetch_tokens(self, instance: InstanceId, rank: int) -> int:
+        """Of these, what the rank must get from shared storage first."""
+        fetched = self.hits.to_fetch.get(instance)
+        return fetched[rank] if fetched is not None else 0
+
     @property
     def cached_until(self) -> int | None:
         """The last block of it that some rank has: requests with the same one share a prefix that

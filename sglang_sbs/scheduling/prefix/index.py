@@ -37,6 +37,7 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
 from sglang_sbs.scheduling.prefix.places import Place, Rank, Sent
+from sglang_sbs.scheduling.prefix.shared import SharedBlocks
 from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, UpcomingBlocks
 
@@ -59,6 +60,8 @@ class Hits(NamedTuple):
     by_instance: dict[InstanceId, list[int]]
     """Per DP rank; instances that have nothing of it are not in it."""
     best_tokens: int
+    to_fetch: dict[InstanceId, list[int]] = {}  # noqa: RUF012 - nobody changes it
+    """Of these: what the rank must get from shared storage first."""
 
 
 NO_HITS = Hits({}, 0)
@@ -73,6 +76,7 @@ class PrefixIndex:
         """Counts changes: what :meth:`find` found before may differ now."""
         self._device = BlockTable(max_blocks)
         self._host = BlockTable(max_blocks)
+        self._shared = SharedBlocks(max_blocks)
         self._places: dict[InstanceId, Place] = {}
         self._rank_of: dict[int, tuple[Place, int]] = {}
         """By bit."""
@@ -95,7 +99,7 @@ class PrefixIndex:
         self._appeared: list[str] = []
 
     def __len__(self) -> int:
-        return len(self._device) + len(self._host)
+        return len(self._device) + len(self._host) + len(self._shared)
 
     @property
     def pending_requests(self) -> int:
@@ -127,6 +131,7 @@ class PrefixIndex:
         block_tokens: int,
         source: PrefixSource,
         capacity_tokens: int = 0,
+        shares_storage: bool = False,
     ) -> None:
         """An instance may be used, or changed. One of another shape starts with nothing."""
         known = self._places.get(instance)
@@ -135,12 +140,14 @@ class PrefixIndex:
             shape = (known.source, known.block_tokens, len(known.ranks))
             if shape == (source, block_tokens, dp_size):
                 known.capacity_blocks = capacity_blocks
+                known.shares_storage = shares_storage
                 self._enable(known)
                 return
             self.gone(instance)
         if source == "off":
             return
         place = Place(instance, source, block_tokens, capacity_blocks, [])
+        place.shares_storage = shares_storage
         self._places[instance] = place
         place.ranks = [Rank(self._take_bit(place, rank)) for rank in range(dp_size)]
 
@@ -177,6 +184,7 @@ class PrefixIndex:
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
             self._set(self._device if tier == "device" else self._host, blocks, held.bit)
+            self._share(self._places[instance], blocks)
 
     def removed(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
@@ -264,6 +272,8 @@ class PrefixIndex:
                 if hits is None:
                     hits = by_instance[place.id] = [0] * len(place.ranks)
                 hits[rank] = depth * block_tokens
+        if len(self._shared) and (depth := self._shared.depth(blocks, count)):
+            return self._with_shared(by_instance, best * block_tokens, depth, block_tokens)
         return Hits(by_instance, best * block_tokens) if best else NO_HITS
 
     def upcoming(
@@ -313,6 +323,27 @@ class PrefixIndex:
             self._sweep()
 
     # Inside -------------------------------------------------------------------------------
+
+    def _share(self, place: Place, blocks: Sequence[int]) -> None:
+        if place.shares_storage:
+            self.version += self._shared.add(blocks)
+
+    def _with_shared(
+        self,
+        by_instance: dict[InstanceId, list[int]],
+        best_tokens: int,
+        depth: int,
+        block_tokens: int,
+    ) -> Hits:
+        """What ranks hold, with what they can get of the ``depth`` blocks in storage."""
+        tokens = depth * block_tokens
+        to_fetch: dict[InstanceId, list[int]] = {}
+        for place in self._places.values():
+            if place.shares_storage and place.is_up and place.block_tokens == block_tokens:
+                own = by_instance.get(place.id) or [0] * len(place.ranks)
+                by_instance[place.id] = [max(mine, tokens) for mine in own]
+                to_fetch[place.id] = [max(0, tokens - mine) for mine in own]
+        return Hits(by_instance, max(best_tokens, tokens if to_fetch else 0), to_fetch)
 
     def _depths(self, blocks: Sequence[int], count: int, live: int) -> list[tuple[int, int]]:
         """Leading blocks and the ranks (bits) that hold exactly so many of them."""
@@ -407,6 +438,7 @@ class PrefixIndex:
             if not self._is_current(place, held):
                 return
             self._set(self._device, part, held.bit)
+            self._share(place, part)
             yield len(part)
         # The root last: of one prompt, what is claimed first lapses first, and leaves must do so.
         for part in reversed(slices_of(blocks)):

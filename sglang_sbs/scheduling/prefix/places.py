@@ -28,6 +28,7 @@ class Place:
     capacity_blocks: int
     ranks: list[Rank]
     is_up: bool = True
+    shares_storage: bool = False
 
 
 @dataclass(slots=True)

@@ -200,6 +200,7 @@ class _Simulation:
                 barrier=spec.barrier,
                 prefill_max_requests=spec.prefill_max_requests,
                 captured_tokens=spec.captured_tokens,
+                shares_storage=self._storage is not None,
             )
         )
 
