@@ -15,6 +15,7 @@ waits for less than ``LEAST_HIT_SHARE`` of a chunk.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -285,8 +286,10 @@ class BatchAffinity:
 
         def cost(d: int) -> tuple[float, float]:
             done_s = self._decision.done_s(request, view, hits[d], here.chunk_tokens - capacity[d])
-            if fetched := request.fetch_tokens(here.id, d):
-                done_s += view.next_pass_s if here.passes else fetched * FETCH_S
+            if fetch_s := request.fetch_tokens(here.id, d) * FETCH_S:
+                # Passes begin without it until it is there.
+                pass_s = view.next_pass_s
+                done_s += math.ceil(fetch_s / pass_s) * pass_s if here.passes else fetch_s
             return done_s, -capacity[d]
 
         best = min(ranks, key=cost)

@@ -122,13 +122,13 @@ class PassForecast:
         """Tokens ahead of the request on a rank, and how much later than the pass that follows from
         them it begins."""
         at = self._ahead[rank]
-        fetched = request.fetch_tokens(self.instance.id, rank)
-        if not fetched:
-            return at, 0.0
-        if self._passes:
-            # A rank begins to fetch when it takes the request in, which is when it forms a pass.
-            return max(at, self.instance.chunk_tokens), 0.0
-        return at, fetched * FETCH_S
+        left_s = request.fetch_tokens(self.instance.id, rank) * FETCH_S
+        # A rank begins to fetch when it takes the request in, which is when it forms a pass.
+        passes = 0
+        while left_s > 0 and passes < len(self._passes):
+            left_s -= self._passes[passes].length_s
+            passes += 1
+        return max(at, passes * self.instance.chunk_tokens), max(0.0, left_s)
 
     def _cost_on_s(self, request: Request, rank: int, terms: Terms) -> float:
         instance, passes = self.instance, self._passes
