@@ -33,11 +33,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
-from sglang_sbs.scheduling.prefix.places import Place, Rank, Sent
-from sglang_sbs.scheduling.prefix.shared import SharedBlocks
+from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits, Place, Rank, Sent
+from sglang_sbs.scheduling.prefix.shared import SharedBlocks, with_shared
 from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, UpcomingBlocks
 
@@ -52,19 +51,6 @@ _STEPS = 4_096
 """Of claims, per call; a prompt in pages of one token has more blocks than that."""
 _MOST_CLAIMS = 8
 """Unfinished ones from which on more is done per call, so that they cannot pile up."""
-
-
-class Hits(NamedTuple):
-    """What the ranks have of one prompt, in tokens."""
-
-    by_instance: dict[InstanceId, list[int]]
-    """Per DP rank; instances that have nothing of it are not in it."""
-    best_tokens: int
-    to_fetch: dict[InstanceId, list[int]] = {}  # noqa: RUF012 - nobody changes it
-    """Of these: what the rank must get from shared storage first."""
-
-
-NO_HITS = Hits({}, 0)
 
 
 class PrefixIndex:
@@ -273,7 +259,8 @@ class PrefixIndex:
                     hits = by_instance[place.id] = [0] * len(place.ranks)
                 hits[rank] = depth * block_tokens
         if len(self._shared) and (depth := self._shared.depth(blocks, count)):
-            return self._with_shared(by_instance, best * block_tokens, depth, block_tokens)
+            tokens, places = depth * block_tokens, self._places.values()
+            return with_shared(by_instance, best * block_tokens, tokens, block_tokens, places)
         return Hits(by_instance, best * block_tokens) if best else NO_HITS
 
     def upcoming(
@@ -327,23 +314,6 @@ class PrefixIndex:
     def _share(self, place: Place, blocks: Sequence[int]) -> None:
         if place.shares_storage:
             self.version += self._shared.add(blocks)
-
-    def _with_shared(
-        self,
-        by_instance: dict[InstanceId, list[int]],
-        best_tokens: int,
-        depth: int,
-        block_tokens: int,
-    ) -> Hits:
-        """What ranks hold, with what they can get of the ``depth`` blocks in storage."""
-        tokens = depth * block_tokens
-        to_fetch: dict[InstanceId, list[int]] = {}
-        for place in self._places.values():
-            if place.shares_storage and place.is_up and place.block_tokens == block_tokens:
-                own = by_instance.get(place.id) or [0] * len(place.ranks)
-                by_instance[place.id] = [max(mine, tokens) for mine in own]
-                to_fetch[place.id] = [max(0, tokens - mine) for mine in own]
-        return Hits(by_instance, max(best_tokens, tokens if to_fetch else 0), to_fetch)
 
     def _depths(self, blocks: Sequence[int], count: int, live: int) -> list[tuple[int, int]]:
         """Leading blocks and the ranks (bits) that hold exactly so many of them."""

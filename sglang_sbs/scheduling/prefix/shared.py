@@ -9,8 +9,10 @@ as for any cache: the engine's answer says what it found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.prefix.places import Hits, Place
 from sglang_sbs.scheduling.prefix.tables import BlockTable
 
 _HELD = 1
@@ -40,3 +42,21 @@ class SharedBlocks:
             else:
                 high = middle - 1
         return low
+
+
+def with_shared(
+    by_instance: dict[InstanceId, list[int]],
+    best_tokens: int,
+    tokens: int,
+    block_tokens: int,
+    places: Iterable[Place],
+) -> Hits:
+    """What ranks hold, with what those that share storage can get of the first ``tokens`` in it."""
+    to_fetch: dict[InstanceId, list[int]] = {}
+    for place in places:
+        if place.shares_storage and place.is_up and place.block_tokens == block_tokens:
+            own = by_instance.get(place.id) or [0] * len(place.ranks)
+            by_instance[place.id] = [max(mine, tokens) for mine in own]
+            to_fetch[place.id] = [max(0, tokens - mine) for mine in own]
+            best_tokens = max(best_tokens, tokens)
+    return Hits(by_instance, best_tokens, to_fetch)

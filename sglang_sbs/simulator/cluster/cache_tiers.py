@@ -34,6 +34,11 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
 
+    @property
+    def has_storage(self) -> bool:
+        """Storage is reached through host memory only."""
+        return self.storage and self.host_kv_tokens > 0
+
 
 class SharedStorage:
     """Blocks that any rank can have."""

@@ -43,7 +43,6 @@ from sglang_sbs.simulator.cluster.kv_cache import BlockCache, BlockEvents, Block
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
 
-
 _MOST_FETCHES = 3
 """For one request; after that what is missing is computed."""
 
@@ -255,7 +254,7 @@ class SimulatedPrefill:
         return [(index, events) for index, events in taken if events is not None]
 
     def take_fetches(self) -> list[Fetch]:
-        """What ranks have begun to get from storage since the last call; :meth:`fetched` ends it."""
+        """What ranks have begun to get from storage since then; :meth:`fetched` ends it."""
         fetches, self._fetches = self._fetches, []
         return fetches
 

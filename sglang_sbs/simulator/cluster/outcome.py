@@ -84,7 +84,7 @@ class Outcome:
     retries: int = 0
     """Attempts after the first, of all requests."""
     duration_s: float = 0.0
-    arrivals: Sequence[Arrival | tuple[float, int]] = ()
+    arrivals: Sequence[Arrival] = ()
     """By the index of their requests."""
     history: Sequence[int] = ()
     """Blocks that were in storage before the first of them."""

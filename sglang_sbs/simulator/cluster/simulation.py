@@ -11,7 +11,6 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -20,7 +19,6 @@ from sglang_sbs.scheduling import (
     Event,
     ForwardEnded,
     InstanceDown,
-    InstanceUp,
     PrefillDone,
     Refuse,
     RequestArrived,
@@ -30,36 +28,24 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
-from sglang_sbs.simulator.cluster.arrival import Arrival
-from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers, SharedStorage
+from sglang_sbs.scheduling.events import BlocksCleared
+from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
+from sglang_sbs.simulator.cluster.boot import block_events, boot_engines, decode_up, prefill_up
+from sglang_sbs.simulator.cluster.cache_tiers import SharedStorage
 from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
 from sglang_sbs.simulator.cluster.engine import Completed, Fetch, SimulatedPrefill
 from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
-from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks
+from sglang_sbs.simulator.cluster.kv_cache import Blocks
 from sglang_sbs.simulator.cluster.network import DispatchNetwork
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TopologyChange, joins_late
 from sglang_sbs.wire import EndForward
 
-DECODE = "decode"
 _MOST_WAKES = 1000
 _MAX_ATTEMPTS = 5
 _BACKOFF_S = 0.05
 _BACKOFF_GROWTH = 1.5
 """The router's defaults (``--retry-max-retries`` and its neighbours)."""
-
-
-class ClosedLoop(Protocol):
-    """Clients of whom each waits for an answer before it sends again."""
-
-    first: Sequence[Arrival]
-    """In time order; those that follow are not in it."""
-    history: Sequence[int]
-    """Blocks that are in storage, where there is any, before the first one comes."""
-
-    def after(self, arrival: Arrival, now_s: float) -> Sequence[Arrival]:
-        """Its answer has ended, or it was given up: what follows, no earlier than ``now_s``."""
 
 
 def simulate(
@@ -136,11 +122,11 @@ class _Simulation:
         """At that very time: the timers of a sound scheduler come to an end."""
         self._loop = loop
         self._storage: SharedStorage | None = None
-        if spec.tiers is not None and spec.tiers.storage:
+        if spec.tiers is not None and spec.tiers.has_storage:
             self._outcome.history = loop.history if loop is not None else ()
             self._storage = SharedStorage(self._outcome.history)
             self._computed.update(self._outcome.history)
-        self._arrivals: list[Arrival | tuple[float, int]] = []
+        self._arrivals: list[Arrival] = []
         """By the index of their requests."""
         self._drain_s = drain_s
         self._end_s = 0.0
@@ -150,15 +136,7 @@ class _Simulation:
         for name in self._instances:
             if not joins_late([c for c in self._spec.changes if c.instance == name]):
                 self._up(name)
-        self._tell(
-            InstanceUp(
-                instance=DECODE,
-                role="decode",
-                dp_size=self._spec.decode_dp_size,
-                kv_capacity_tokens=self._spec.decode_kv_capacity_tokens,
-                max_running_requests=self._spec.decode_max_running_requests,
-            )
-        )
+        self._tell(decode_up(self._spec))
         for change in self._spec.changes:
             self._at(change.at_s, lambda c=change: self._change(c))  # type: ignore[misc]
         while self._heap:
@@ -183,26 +161,10 @@ class _Simulation:
                 self._die(change.instance)
 
     def _up(self, name: str) -> None:
-        one, spec = self._instances[name], self._spec
+        one = self._instances[name]
         if name not in self._engines:
             self._engines[name] = self._boot(name, one)
-        self._tell(
-            InstanceUp(
-                instance=name,
-                role="prefill",
-                dp_size=one.dp_size,
-                chunk_tokens=one.chunk_tokens,
-                page_size=spec.block_tokens or spec.page_size,
-                kv_capacity_tokens=spec.kv_capacity_tokens if spec.block_tokens else 0,
-                prefix_source=spec.prefix_source if spec.block_tokens else "off",
-                overlap=spec.overlap,
-                charged_page=spec.page_size,
-                barrier=spec.barrier,
-                prefill_max_requests=spec.prefill_max_requests,
-                captured_tokens=spec.captured_tokens,
-                shares_storage=self._storage is not None,
-            )
-        )
+        self._tell(prefill_up(name, one, self._spec))
 
     def _boot(self, name: str, one: InstanceSpec) -> list[SimulatedPrefill]:
         spec, boot = self._spec, self._boots[name]
@@ -212,43 +174,7 @@ class _Simulation:
                 self._tell(BlocksCleared(instance=name, dp_rank=rank))
         self._boots[name] += 1
         index = list(self._instances).index(name)
-        engines = spec.engines(one)
-        return [
-            SimulatedPrefill(
-                name,
-                dp_size=one.dp_size // engines,
-                chunk_tokens=one.chunk_tokens,
-                cost=spec.cost if one.speed == 1 else spec.cost.at_speed(one.speed),
-                jitter=spec.pass_jitter,
-                rng=random.Random(
-                    spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)
-                ),
-                page_size=spec.page_size,
-                prefill_max_requests=spec.prefill_max_requests,
-                captured_tokens=spec.captured_tokens,
-                overlap=spec.overlap,
-                boot_id=f"{name}-{boot}",
-                caches=[
-                    BlockCache(
-                        spec.kv_capacity_tokens,
-                        spec.block_tokens,
-                        events=spec.publishes_blocks,
-                        lower=self._lower_tiers(),
-                    )
-                    for _ in range(one.dp_size // engines if spec.block_tokens else 0)
-                ],
-                first_pass_s=spec.first_pass_s,
-                lone_rank=None if spec.barrier else (number, one.dp_size),
-                host_load_s=spec.tiers.host_load_s if spec.tiers is not None else 0.0,
-            )
-            for number in range(engines)
-        ]
-
-    def _lower_tiers(self) -> LowerTiers | None:
-        tiers, block_tokens = self._spec.tiers, self._spec.block_tokens
-        if tiers is None or tiers.host_kv_tokens < block_tokens:
-            return None
-        return LowerTiers(tiers.host_kv_tokens // block_tokens, self._storage)
+        return boot_engines(name, one, spec, index=index, boot=boot, storage=self._storage)
 
     def _engine_of(self, name: str, rank: int) -> tuple[SimulatedPrefill, int] | None:
         """The living engine of a DP rank, and which of its ranks that is."""
@@ -347,14 +273,13 @@ class _Simulation:
         """The request is over, as far as who sent it is concerned."""
         record.ends += 1
         record.ended_s = self._now_s
-        arrival = self._arrivals[record.index]
-        if self._loop is not None and isinstance(arrival, Arrival):
-            for one in self._loop.after(arrival, self._now_s):
+        if self._loop is not None:
+            for one in self._loop.after(self._arrivals[record.index], self._now_s):
                 self._come([one])
 
     def _arrive(self, arrival: Arrival | tuple[float, int]) -> None:
         index, tokens = len(self._arrivals), arrival[1]
-        self._arrivals.append(arrival)
+        self._arrivals.append(arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0))
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if error := self._spec.length_error:
             record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
@@ -367,8 +292,6 @@ class _Simulation:
         self._attempts[rid] = record
         blocks = self._blocks_of(record)
         arrival = self._arrivals[record.index]
-        if not isinstance(arrival, Arrival):
-            arrival = Arrival(*arrival, 0)
         self._tell(
             RequestArrived(
                 rid=rid,
@@ -385,8 +308,7 @@ class _Simulation:
         )
 
     def _blocks_of(self, record: RequestRecord) -> Blocks:
-        arrival = self._arrivals[record.index]
-        return arrival.blocks if self._spec.block_tokens and isinstance(arrival, Arrival) else ()
+        return self._arrivals[record.index].blocks if self._spec.block_tokens else ()
 
     def _send(self, batch: Sequence[Dispatch]) -> None:
         """What leaves for one instance at the same time."""
@@ -540,9 +462,8 @@ class _Simulation:
         self._at(self._now_s + decode_s, lambda: self._end(rid))
 
     def _output_tokens(self, record: RequestRecord) -> int:
-        arrival = self._arrivals[record.index]
-        if self._spec.decode_token_s and isinstance(arrival, Arrival):
-            return arrival.output_tokens
+        if self._spec.decode_token_s:
+            return self._arrivals[record.index].output_tokens
         return self._spec.output_tokens
 
     def _end(self, rid: str) -> None:
@@ -569,21 +490,11 @@ class _Simulation:
 
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""
-        for rank, events in engine.take_block_events():
-            removed = BlocksRemoved(instance=engine.name, dp_rank=rank, blocks=events.removed)
-            stored = BlocksStored(instance=engine.name, dp_rank=rank, blocks=events.stored)
-            host_removed = BlocksRemoved(
-                instance=engine.name, dp_rank=rank, blocks=events.host_removed, tier="host"
+        for event in block_events(engine):
+            self._at(
+                self._now_s + self._spec.feedback_latency_s,
+                lambda e=event: self._hear_of_blocks(engine, e),  # type: ignore[misc]
             )
-            host_stored = BlocksStored(
-                instance=engine.name, dp_rank=rank, blocks=events.host_stored, tier="host"
-            )
-            for event in (removed, stored, host_removed, host_stored):
-                if event.blocks:
-                    self._at(
-                        self._now_s + self._spec.feedback_latency_s,
-                        lambda e=event: self._hear_of_blocks(engine, e),  # type: ignore[misc]
-                    )
 
     def _hear_of_blocks(self, engine: SimulatedPrefill, event: Event) -> None:
         if self._lives(engine):

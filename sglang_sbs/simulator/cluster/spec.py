@@ -189,7 +189,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cluster_kv_tokens(self) -> int:
         """KV capacity of all prefill ranks, host memory included; storage has no end."""
-        if self.tiers is not None and self.tiers.host_kv_tokens and self.tiers.storage:
+        if self.tiers is not None and self.tiers.has_storage:
             return sys.maxsize
         host = self.tiers.host_kv_tokens if self.tiers is not None else 0
         ranks = sum(one.dp_size for _, one in self.prefill)

@@ -17,7 +17,6 @@ from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord
 from sglang_sbs.simulator.cluster.simulation import simulate
-from sglang_sbs.simulator.cluster.spec import ClusterSpec
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
@@ -25,6 +24,8 @@ from sglang_sbs.simulator.workloads.scenario import Scenario, Workload, make_sce
 
 _MOST_LOAD = 100.0
 """No capacity is searched above it: an engine this fast would never break the SLO."""
+LOOP_DRAIN_S = 600.0
+"""Answers of agents are long."""
 NO_FLOW_CONTROL: dict[str, Any] = {
     "n_limit": 1_000_000,
     "default_timeout_s": 1e9,
@@ -99,7 +100,7 @@ def scenario_of(job: Job) -> Scenario:
 def run(scenario: Scenario, job: Job) -> Row:
     """As :func:`run_job`, with the scenario at hand."""
     outcome = run_outcome(scenario, job)
-    arrivals = [a if isinstance(a, Arrival) else Arrival(*a, 0) for a in outcome.arrivals]
+    arrivals = outcome.arrivals
     slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
     classes = class_summary(_counted(outcome, scenario), arrivals, slo_s)
     return {
@@ -142,7 +143,7 @@ def run_arrivals(scenario: Scenario, job: Job, arrivals: Workload) -> Outcome:
         arrivals,
         scheduler_config(job.policy, job.seed, **dict(job.config)),
         spec,
-        drain_s=120.0,
+        drain_s=LOOP_DRAIN_S if scenario.agents else 120.0,
     )
 
 
@@ -186,10 +187,10 @@ def loop_summary(outcome: Outcome, scenario: Scenario, job: Job) -> Row:
     what ended in that time, cached ones included.
     """
     counted = _counted(outcome, scenario)
-    e2e_s = [r.ended_s - r.arrived_s for r in counted if not math.isnan(r.prefilled_s)]
+    e2e_s = [r.ended_s - r.arrived_s for r in counted if not math.isnan(r.prefilled_s + r.ended_s)]
     window_s = job.duration_s - scenario.warm_up_s
     tokens = sum(
-        outcome.arrivals[r.index][1] + outcome.arrivals[r.index][2]
+        r.prompt_tokens + outcome.arrivals[r.index].output_tokens
         for r in outcome.requests
         if scenario.warm_up_s <= r.ended_s <= job.duration_s and not math.isnan(r.prefilled_s)
     )
@@ -283,8 +284,8 @@ def max_load(
     if not rows:
         raise EmptyWindowError(
             f"{job.scenario}, seed {job.seed}: nothing arrives between the warm-up of "
-            f"{scenario.warm_up_s:g} s and the end at {job.duration_s:g} s, at whatever load; simulate "
-            "more seconds, or other seeds"
+            f"{scenario.warm_up_s:g} s and the end at {job.duration_s:g} s, at whatever load; "
+            "simulate more seconds, or other seeds"
         )
     # No load meets the SLO: the row says what the lightest one tried gives, and a capacity of 0.
     within = low if low in rows else 0.0

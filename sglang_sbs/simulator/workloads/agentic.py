@@ -145,9 +145,7 @@ class AgentLoop:
         """It has sent so many turns before the run."""
         for _ in range(turns):
             grown = (
-                thread.tokens
-                + _output_tokens(thread.rng)
-                + _lognormal(thread.rng, _TOOL_TOKENS)
+                thread.tokens + _output_tokens(thread.rng) + _lognormal(thread.rng, _TOOL_TOKENS)
             )
             if grown > LONGEST_TOKENS:
                 break

@@ -39,6 +39,8 @@ from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
 DECODE = "paper-decode"
 """It is no :class:`Scenario`: there is no prefill in it
 (:mod:`sglang_sbs.simulator.cluster.decode`)."""
+AGENTIC = "agentic"
+"""The closed loop: load is a number of agents."""
 PREFILL_SCENARIOS = (
     "paper-3k",
     "paper-5k",
@@ -48,7 +50,7 @@ PREFILL_SCENARIOS = (
     "one-long",
     "onoff",
     "sessions",
-    "agentic",
+    AGENTIC,
     "trace:FILE",
 )
 SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
@@ -69,8 +71,9 @@ _PHASE_S = 0.5
 """``onoff``: on for so long, then off."""
 DECODE_TOKEN_S = 0.02
 """``agentic``: 50 tokens per second and user."""
-AGENTS_PER_INSTANCE = 60.0
-"""``agentic``, load 1.0."""
+AGENTS_PER_INSTANCE = 30.0
+"""``agentic``, load 1.0: with so many the best policy that does not wait has a mean TTFT of the
+scenario's SLO (docs/lab/agentic.md). The chunk is SGLang's 16384 over 8 DP ranks."""
 AGENT_WARM_UP_S = 60.0
 """Longer than the others': what the device holds of contexts comes with their next turns."""
 _SAMPLE = 20.0, 500.0, 0
@@ -144,7 +147,8 @@ def make_scenario(
     (``prefill_max_requests``) where lengths lie evenly between two (``uniform:LEAST-MOST``).
     ``one-long`` and ``onoff`` have the cluster, lengths and loads of ``paper-3k``; in the first a
     prompt of 64K comes on top now and then, in the second all come in every other half second.
-    Where instances differ, one counts as what its full chunks are worth.
+    Where instances differ, one counts as what its full chunks are worth. In ``agentic`` load is a
+    number of agents (:mod:`.agentic`), and caches have tiers.
 
     Raises:
         ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
@@ -260,15 +264,17 @@ def make_scenario(
         case ("agentic", "", ""):
             if burstiness != 1.0 or load_counts != "prompt":
                 raise ScenarioError("agentic: agents send after an answer; load is their number")
-            spec = {"decode_s": 0.0, "decode_token_s": DECODE_TOKEN_S, "tiers": TierSpec()} | spec
-            shape = cluster(16384, AGENT_PAGE_TOKENS)
+            spec = (
+                {"tiers": TierSpec(), "decode_token_s": DECODE_TOKEN_S} | spec | {"decode_s": 0.0}
+            )
+            shape = cluster(2048, AGENT_PAGE_TOKENS)
             check_room(shape, LONGEST_CONTEXT_TOKENS)
             return Scenario(
                 name,
                 shape,
                 math.nan,
                 lambda agents, d, s: AgentLoop(max(1, round(agents)), d, s),
-                4.0,
+                6.0,
                 math.nan,
                 AGENTS_PER_INSTANCE * worth(shape),
                 AGENT_WARM_UP_S,

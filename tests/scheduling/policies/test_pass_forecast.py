@@ -10,7 +10,7 @@ from test_scheduler import Driver
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast, Terms, homes
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefix.index import Hits
+from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.request import Request
 
 CHUNK = 1000
