@@ -71,7 +71,7 @@ _PHASE_S = 0.5
 """``onoff``: on for so long, then off."""
 DECODE_TOKEN_S = 0.02
 """``agentic``: 50 tokens per second and user."""
-AGENTS_PER_INSTANCE = 30.0
+AGENTS_PER_INSTANCE = 28.0
 """``agentic``, load 1.0: with so many the best policy that does not wait has a mean TTFT of the
 scenario's SLO (docs/lab/agentic.md). The chunk is SGLang's 16384 over 8 DP ranks."""
 AGENT_WARM_UP_S = 60.0
