@@ -217,3 +217,10 @@ def test_a_request_goes_to_the_rank_that_need_not_fetch_it():
     it.arrive("r", 5200, blocks=list(range(52)), block_tokens=100)
     (sent,) = it.dispatched
     assert (sent.prefill_rank, sent.cached_tokens) == (2, 5000)
+
+
+def test_of_a_prompt_that_was_sent_the_cached_part_has_no_weight():
+    """A turn of 9000 tokens with 8900 cached counts as a request of one chunk, not of nine."""
+    it = instance()
+    it.dispatched("turn", 0, 9000, now_s=0.0, cached_tokens=8900)
+    assert [one.ends for one in forecast(it)._passes] == [1.0]

@@ -85,10 +85,10 @@ class PassForecast:
         for index, rank in enumerate(instance.ranks):
             left = rank.backlog_tokens
             self._ahead.append(0)
-            for prompt_tokens, computed in rank.prompts.waiting():
+            for prompt_tokens, computed, cached in rank.prompts.waiting():
                 part = min(left, prompt_tokens - computed)
                 if part > 0:
-                    self._lay(index, part, computed, self._weight_of(prompt_tokens))
+                    self._lay(index, part, computed, self._weight_of(prompt_tokens - cached))
                     left -= part
             if left > 0:
                 self._lay(index, left, 0, 1.0)
