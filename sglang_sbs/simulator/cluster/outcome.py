@@ -66,7 +66,7 @@ class PassRecord(NamedTuple):
     """Of all ranks."""
     heaviest_tokens: int
     """Of the rank with the most: the others wait for it."""
-    active_ranks: int
+    active_ranks: int = 0
     """DP ranks with tokens in it."""
 
 
