@@ -17,6 +17,7 @@ from importlib.resources import files
 
 import msgspec
 
+from benchmarks.compare_routers.agents import turns
 from benchmarks.compare_routers.prompts import Prompts
 from sglang_sbs.demo.load import Arrival
 from sglang_sbs.simulator.workloads.arrivals import time_of_day
@@ -43,6 +44,8 @@ class Request:
     blocks: tuple[int, ...] = ()
     """Names of what the prompt begins with, ``block_tokens`` each; equal names are equal text."""
     block_tokens: float = 0.0
+    new_tokens: int = 0
+    """What load counts of the prompt, where much of it was sent before; 0: all."""
 
 
 class _TraceLine(msgspec.Struct):
@@ -136,12 +139,13 @@ WORKLOADS: dict[str, Callable[[int, int, int], list[Request]]] = {
     "bursty": _drawn(_bursts, _paper),
     "mooncake": _mooncake,
     DAY: _day,
+    "agentic": lambda *run: [Request(*turn) for turn in turns(*run)],
 }
 
 
 def duration_s(requests: Sequence[Request], tokens_per_s: float) -> float:
     """How long a load of this many prompt tokens per second lasts."""
-    return sum(one.prompt_tokens for one in requests) / tokens_per_s
+    return sum(one.new_tokens or one.prompt_tokens for one in requests) / tokens_per_s
 
 
 def arrivals(

@@ -141,6 +141,9 @@ class InstanceUp(_Message, frozen=True):
     ``--disaggregation-decode-allocation-policy prefill_complete``)."""
     prefill_max_requests: int = 0
     """Most requests of a rank in one pass (SGLang's flag of that name); 0: no limit."""
+    shares_storage: bool = False
+    """What its ranks compute is written to storage that all instances of which this is true read
+    (SGLang's ``--hicache-storage-backend`` with write-through)."""
 
 
 class InstanceDown(_Message, frozen=True):

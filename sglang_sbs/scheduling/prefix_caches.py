@@ -39,6 +39,7 @@ class PrefixCaches:
             block_tokens=max(1, event.page_size),
             source=event.prefix_source,
             capacity_tokens=event.kv_capacity_tokens,
+            shares_storage=event.shares_storage,
         )
 
     def on_down(self, instance: ev.InstanceId) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.events import InstanceId
-from sglang_sbs.scheduling.prefix.index import NO_HITS, Hits
+from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming
 
 
@@ -65,6 +65,11 @@ class Request:
         """L_hit(r, d)."""
         hits = self.hits.by_instance.get(instance)
         return hits[rank] if hits is not None else 0
+
+    def fetch_tokens(self, instance: InstanceId, rank: int) -> int:
+        """Of these, what the rank must get from shared storage first."""
+        fetched = self.hits.to_fetch.get(instance)
+        return fetched[rank] if fetched is not None else 0
 
     @property
     def cached_until(self) -> int | None:

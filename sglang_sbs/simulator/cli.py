@@ -35,6 +35,7 @@ from sglang_sbs.simulator.experiments.tables import (
     day_tables,
     decode_table,
     load_tables,
+    loop_tables,
 )
 from sglang_sbs.simulator.options.classes import add_classes, classes_of, slo_fields
 from sglang_sbs.simulator.options.cluster import (
@@ -63,9 +64,18 @@ from sglang_sbs.simulator.options.scheduler import add_scheduler, scheduler_fiel
 from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.workloads.arrivals import TraceError
-from sglang_sbs.simulator.workloads.scenario import DECODE, SCENARIOS, ScenarioError, make_scenario
+from sglang_sbs.simulator.workloads.scenario import (
+    AGENTIC,
+    DECODE,
+    SCENARIOS,
+    ScenarioError,
+    make_scenario,
+)
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
+
+AGENTIC_S = 200.0
+"""Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
 
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
@@ -81,6 +91,7 @@ examples:
   sglang-sbs simulate paper-3k --instance count=2,dp=8 --instance dp=4,speed=0.5 --jitter 0.15
   sglang-sbs simulate fixed:1600 --loads 0.6,0.8  every prompt has 1600 tokens
   sglang-sbs simulate paper-3k --priority-share 0.2 --policies sbs,sbs_equal --loads 0.9,1.2
+  sglang-sbs simulate agentic --policies sbs,cache_aware,eta,session --loads 0.5,1.0
   sglang-sbs simulate paper-decode --seeds 3
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
@@ -166,6 +177,8 @@ def _main(words: list[str]) -> int:
     without = _without_meaning(cluster_actions, decode=decode, max_qps=args.max_qps)
     for name in sorted(given(words, args, parser) & without.keys()):
         parser.error(f"--{name.replace('_', '-')}: {without[name]}")
+    if args.scenario == AGENTIC and "duration" not in given(words, args, parser):
+        args.duration = AGENTIC_S
     check_prefill_runs(args, parser)
     check_outputs(args, parser)
     console = open_console()
@@ -184,6 +197,7 @@ def _main(words: list[str]) -> int:
                 *load_tables(rows),
                 *day_tables(rows),
                 *balance_tables(rows),
+                *loop_tables(rows),
                 *class_tables(rows),
                 *cache_tables(rows),
             ]
@@ -244,6 +258,8 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         parser.error(str(error))
     except TopologyError as error:
         parser.error(f"--at {error}")
+    if args.duration <= scenario.warm_up_s:
+        parser.error(f"--duration must be longer than the warm-up of {scenario.warm_up_s:g} s")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config = scheduler_fields(args)
     classes = classes_of(args, parser)

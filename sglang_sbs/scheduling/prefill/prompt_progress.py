@@ -20,11 +20,12 @@ class PromptProgress:
 
     def __init__(self) -> None:
         self._prompts: dict[str, list[int]] = {}
-        """Request id to prompt tokens and how many of them are computed."""
+        """Request id to prompt tokens, how many of them are computed, and how many were cached when
+        it was sent."""
 
     def add(self, rid: str, prompt_tokens: int, cached_tokens: int = 0) -> None:
         """A request was dispatched to the rank, which has the beginning of its prompt."""
-        self._prompts[rid] = [prompt_tokens, cached_tokens]
+        self._prompts[rid] = [prompt_tokens, cached_tokens, cached_tokens]
 
     def drop(self, rid: str) -> None:
         """Its prompt is computed, or never will be."""
@@ -35,7 +36,7 @@ class PromptProgress:
         self._prompts.clear()
 
     def waiting(self) -> Iterable[Sequence[int]]:
-        """Prompt tokens of each, and how many of them are computed."""
+        """Prompt tokens of each, how many of them are computed, and how many were cached."""
         return self._prompts.values()
 
     @property
@@ -46,7 +47,7 @@ class PromptProgress:
     def pairs(self, tokens: int) -> float:
         """Attention pairs of the next ``tokens`` tokens: chunk * (context + chunk / 2) summed."""
         pairs = 0.0
-        for prompt_tokens, computed in self._prompts.values():
+        for prompt_tokens, computed, _ in self._prompts.values():
             part = min(tokens, prompt_tokens - computed)
             pairs += part * (computed + part / 2)
             tokens -= part

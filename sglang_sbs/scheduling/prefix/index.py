@@ -33,10 +33,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import CacheTier, InstanceId, PrefixSource
-from sglang_sbs.scheduling.prefix.places import Place, Rank, Sent
+from sglang_sbs.scheduling.prefix.places import NO_HITS, Hits, Place, Rank, Sent
+from sglang_sbs.scheduling.prefix.shared import SharedBlocks, with_shared
 from sglang_sbs.scheduling.prefix.tables import BlockTable, bits_of, slices_of, take_lapsed
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, UpcomingBlocks
 
@@ -53,17 +53,6 @@ _MOST_CLAIMS = 8
 """Unfinished ones from which on more is done per call, so that they cannot pile up."""
 
 
-class Hits(NamedTuple):
-    """What the ranks have of one prompt, in tokens."""
-
-    by_instance: dict[InstanceId, list[int]]
-    """Per DP rank; instances that have nothing of it are not in it."""
-    best_tokens: int
-
-
-NO_HITS = Hits({}, 0)
-
-
 class PrefixIndex:
     """Block names are any integers; times are the driver's seconds and must not decrease."""
 
@@ -73,6 +62,7 @@ class PrefixIndex:
         """Counts changes: what :meth:`find` found before may differ now."""
         self._device = BlockTable(max_blocks)
         self._host = BlockTable(max_blocks)
+        self._shared = SharedBlocks(max_blocks)
         self._places: dict[InstanceId, Place] = {}
         self._rank_of: dict[int, tuple[Place, int]] = {}
         """By bit."""
@@ -95,7 +85,7 @@ class PrefixIndex:
         self._appeared: list[str] = []
 
     def __len__(self) -> int:
-        return len(self._device) + len(self._host)
+        return len(self._device) + len(self._host) + len(self._shared)
 
     @property
     def pending_requests(self) -> int:
@@ -127,6 +117,7 @@ class PrefixIndex:
         block_tokens: int,
         source: PrefixSource,
         capacity_tokens: int = 0,
+        shares_storage: bool = False,
     ) -> None:
         """An instance may be used, or changed. One of another shape starts with nothing."""
         known = self._places.get(instance)
@@ -135,12 +126,14 @@ class PrefixIndex:
             shape = (known.source, known.block_tokens, len(known.ranks))
             if shape == (source, block_tokens, dp_size):
                 known.capacity_blocks = capacity_blocks
+                known.shares_storage = shares_storage
                 self._enable(known)
                 return
             self.gone(instance)
         if source == "off":
             return
         place = Place(instance, source, block_tokens, capacity_blocks, [])
+        place.shares_storage = shares_storage
         self._places[instance] = place
         place.ranks = [Rank(self._take_bit(place, rank)) for rank in range(dp_size)]
 
@@ -177,6 +170,7 @@ class PrefixIndex:
         held = self._published(instance, rank, blocks, tier)
         if held is not None:
             self._set(self._device if tier == "device" else self._host, blocks, held.bit)
+            self._share(self._places[instance], blocks)
 
     def removed(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier = "device"
@@ -264,6 +258,9 @@ class PrefixIndex:
                 if hits is None:
                     hits = by_instance[place.id] = [0] * len(place.ranks)
                 hits[rank] = depth * block_tokens
+        if len(self._shared) and (depth := self._shared.depth(blocks, count)):
+            tokens, places = depth * block_tokens, self._places.values()
+            return with_shared(by_instance, best * block_tokens, tokens, block_tokens, places)
         return Hits(by_instance, best * block_tokens) if best else NO_HITS
 
     def upcoming(
@@ -313,6 +310,10 @@ class PrefixIndex:
             self._sweep()
 
     # Inside -------------------------------------------------------------------------------
+
+    def _share(self, place: Place, blocks: Sequence[int]) -> None:
+        if place.shares_storage:
+            self.version += self._shared.add(blocks)
 
     def _depths(self, blocks: Sequence[int], count: int, live: int) -> list[tuple[int, int]]:
         """Leading blocks and the ranks (bits) that hold exactly so many of them."""
@@ -407,6 +408,7 @@ class PrefixIndex:
             if not self._is_current(place, held):
                 return
             self._set(self._device, part, held.bit)
+            self._share(place, part)
             yield len(part)
         # The root last: of one prompt, what is claimed first lapses first, and leaves must do so.
         for part in reversed(slices_of(blocks)):

@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId, PrefixSource
+
+
+class Hits(NamedTuple):
+    """What the ranks have of one prompt, in tokens."""
+
+    by_instance: dict[InstanceId, list[int]]
+    """Per DP rank; instances that have nothing of it are not in it."""
+    best_tokens: int
+    to_fetch: dict[InstanceId, list[int]] = {}  # noqa: RUF012 - nobody changes it
+    """Of these: what the rank must get from shared storage first."""
+
+
+NO_HITS = Hits({}, 0)
 
 
 @dataclass(slots=True)
@@ -28,6 +42,7 @@ class Place:
     capacity_blocks: int
     ranks: list[Rank]
     is_up: bool = True
+    shares_storage: bool = False
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sglang_sbs.scheduling import SchedulerConfig
-from sglang_sbs.simulator.cluster.arrival import Arrival
+from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
 from sglang_sbs.simulator.cluster.outcome import Outcome
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
@@ -23,10 +23,19 @@ DEFLECT_CHUNK_TOKENS = 256
 
 
 def simulate_arranged(
-    arrivals: Sequence[Arrival], config: SchedulerConfig, spec: ClusterSpec, *, drain_s: float
+    arrivals: Sequence[Arrival] | ClosedLoop,
+    config: SchedulerConfig,
+    spec: ClusterSpec,
+    *,
+    drain_s: float,
 ) -> Outcome:
-    """As :func:`simulate`, in the arrangement that ``spec`` asks for."""
+    """As :func:`simulate`, in the arrangement that ``spec`` asks for.
+
+    Raises: ValueError: pools in a closed loop, where nobody knows the lengths in advance.
+    """
     if spec.short_pool:
+        if not isinstance(arrivals, Sequence):
+            raise ValueError("--short-pool: not in a closed loop (agentic)")
         return _pools(arrivals, config, spec, drain_s)
     if spec.deflect_tokens:
         spec = _with_deflection(spec)

@@ -1,8 +1,9 @@
-"""A request of a workload, as the simulated cluster takes it."""
+"""A request of a workload, as the simulated cluster takes it, and who sends it after an answer."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 
 class Arrival(NamedTuple):
@@ -18,3 +19,20 @@ class Arrival(NamedTuple):
     """The conversation it is a turn of."""
     priority: int = 0
     tenant: str = ""
+    thread: int = -1
+    """Who sends it, in a closed loop (:class:`ClosedLoop`)."""
+
+
+class ClosedLoop(Protocol):
+    """Clients of whom each waits for an answer before it sends again."""
+
+    @property
+    def first(self) -> Sequence[Arrival]:
+        """In time order; those that follow are not in it."""
+
+    @property
+    def history(self) -> Sequence[int]:
+        """Blocks that are in storage, where there is any, before the first one comes."""
+
+    def after(self, arrival: Arrival, now_s: float) -> Sequence[Arrival]:
+        """Its answer has ended, or it was given up: what follows, no earlier than ``now_s``."""

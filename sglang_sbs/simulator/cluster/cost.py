@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import add
 from pathlib import Path
 
 import msgspec
@@ -36,11 +37,17 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
     """Per request of the heaviest rank."""
 
     def pass_s(
-        self, tokens: Sequence[int], pairs: Sequence[float], requests: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        pairs: Sequence[float],
+        requests: Sequence[int] = (),
+        loads_s: Sequence[float] = (),
     ) -> float:
-        """Forward time of a pass; ``requests`` may be left out where nothing is paid for them."""
+        """Forward time of a pass; ``requests`` may be left out where nothing is paid for them.
+        ``loads_s``: what loading cached KV takes each rank on top."""
         counts = requests or (0,) * len(tokens)
-        slowest = max(map(self.rank_s, tokens, pairs, counts))
+        ranks_s = map(self.rank_s, tokens, pairs, counts)
+        slowest = max(map(add, ranks_s, loads_s) if loads_s else ranks_s)
         return self.fixed_s + self.mean_s * sum(tokens) / len(tokens) + slowest
 
     def rank_s(self, tokens: int, pairs: float, requests: int) -> float:

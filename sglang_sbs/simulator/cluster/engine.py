@@ -43,6 +43,9 @@ from sglang_sbs.simulator.cluster.kv_cache import BlockCache, BlockEvents, Block
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
 
+_MOST_FETCHES = 3
+"""For one request; after that what is missing is computed."""
+
 
 @dataclass(slots=True, eq=False)
 class Waiting:
@@ -56,11 +59,26 @@ class Waiting:
     """What it found in the cache when it was first scheduled."""
     hold: Hold | None = None
     """Of the rank's cache, from then on."""
+    loaded_tokens: int = 0
+    """Of what it found: in host memory."""
+    fetching: bool = False
+    """Some of it is on its way from storage: those behind it go first."""
+    fetched: Blocks = ()
+    """What came from storage, until it is scheduled."""
+    fetched_tokens: int = 0
+    fetches: int = 0
 
     @property
     def computed_tokens(self) -> int:
         """Tokens it has KV of once the passes it is in are over."""
         return self.prompt_tokens - self.remaining
+
+
+class Fetch(NamedTuple):
+    """Blocks that a rank gets from storage for a request."""
+
+    request: Waiting
+    blocks: Blocks
 
 
 class Completed(NamedTuple):
@@ -125,12 +143,13 @@ class SimulatedPrefill:
         caches: Sequence[BlockCache] = (),
         first_pass_s: float = 0.0,
         lone_rank: tuple[int, int] | None = None,
+        host_load_s: float = 0.0,
     ) -> None:
         """``prefill_max_requests``: 0 for no limit. ``captured_tokens``: token counts of its
         prefill CUDA graphs, ascending. ``caches``: one per rank; empty for an engine without a
         radix cache. ``first_pass_s``: what its first pass takes on top (kernels are compiled,
         graphs captured). ``lone_rank``: rank and DP size in its messages, if it is one rank of an
-        instance without a barrier."""
+        instance without a barrier. ``host_load_s``: per token that is loaded from host memory."""
         self.name = name
         self.boot_id = boot_id or name
         self.dp_size = dp_size
@@ -155,6 +174,8 @@ class SimulatedPrefill:
         self._free_s = -math.inf
         self._first_pass_s = first_pass_s
         self.lone_rank = lone_rank
+        self._host_load_s = host_load_s
+        self._fetches: list[Fetch] = []
 
     def deliver(
         self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
@@ -232,12 +253,24 @@ class SimulatedPrefill:
         )
         return [(index, events) for index, events in taken if events is not None]
 
+    def take_fetches(self) -> list[Fetch]:
+        """What ranks have begun to get from storage since then; :meth:`fetched` ends it."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
+
+    @staticmethod
+    def fetched(fetch: Fetch) -> None:
+        """The blocks are here: the request may be scheduled."""
+        fetch.request.fetching = False
+        fetch.request.fetched = [*fetch.request.fetched, *fetch.blocks]
+
     def _ingest(self) -> None:
         for index, request in self._inbox:
             rank = self.ranks[index]
             rank.unreported.append(request.rid)
             rank.accepted_requests += 1
             rank.accepted_tokens += request.prompt_tokens
+            self._fetch(rank, request)
             if request.rid in self._early:
                 self._early.discard(request.rid)
                 self._enqueue(rank, request)
@@ -246,24 +279,37 @@ class SimulatedPrefill:
                 rank.bootstrapping_tokens += request.remaining
         self._inbox.clear()
 
+    def _fetch(self, rank: Rank, request: Waiting) -> bool:
+        """Begin to get what only storage has; whether there is any."""
+        cache = rank.cache
+        blocks = cache.to_fetch(request.blocks, request.prompt_tokens) if cache is not None else ()
+        if cache is None or not blocks or request.fetches == _MOST_FETCHES:
+            return False
+        request.fetching = True
+        request.fetches += 1
+        request.fetched_tokens += len(blocks) * cache.block_tokens
+        self._fetches.append(Fetch(request, blocks))
+        return True
+
     def _enqueue(self, rank: Rank, request: Waiting) -> None:
         rank.waiting.append(request)
         rank.waiting_tokens += request.remaining
 
     def _launch(self, launch_s: float) -> DevicePass | None:
         """None if no rank has room in its cache for anything that waits."""
-        tokens, requests, pairs, cached = [], [], [], []
+        tokens, requests, pairs, cached, loads_s = [], [], [], [], []
         completed: list[Completed] = []
         for index, rank in enumerate(self.ranks):
-            used, count, rank_pairs, hit = self._fill(index, rank, completed)
+            used, count, rank_pairs, hit, loaded = self._fill(index, rank, completed)
             tokens.append(used)
             requests.append(count)
             pairs.append(rank_pairs)
             cached.append(hit)
+            loads_s.append(loaded * self._host_load_s)
         if not any(requests):
             return None
         computed = padded(tokens, self._captured_tokens)
-        forward_s = self._cost.pass_s(computed, pairs, requests)
+        forward_s = self._cost.pass_s(computed, pairs, requests, loads_s)
         if self._jitter:
             forward_s *= math.exp(self._rng.gauss(0.0, self._jitter))
         if self._forward_id == 0:
@@ -277,13 +323,21 @@ class SimulatedPrefill:
 
     def _fill(
         self, index: int, rank: Rank, completed: list[Completed]
-    ) -> tuple[int, int, float, int]:
-        """Tokens, requests, attention pairs and cached tokens of the rank's batch."""
+    ) -> tuple[int, int, float, int, int]:
+        """Tokens, requests, attention pairs, cached tokens and loaded ones of the rank's batch."""
         page, cache = self.page_size, rank.cache
-        room, tokens, count, pairs, cached = self.chunk_tokens, 0, 0, 0.0, 0
-        while rank.waiting and room > 0 and count < self._most_requests:
-            request = rank.waiting[0]
-            hit = 0 if cache is None else _look_up(cache, request)
+        room, tokens, count, pairs, cached, loaded = self.chunk_tokens, 0, 0, 0.0, 0, 0
+        for request in list(rank.waiting):
+            if not room > 0 or count >= self._most_requests:
+                break
+            if request.fetching:
+                continue
+            if cache is not None and request.hold is None:
+                if request.fetched:
+                    cache.fetched(request.blocks, request.fetched)
+                if self._fetch(rank, request):
+                    continue  # it lost what it would have found while it waited
+            hit, load = (0, 0) if cache is None else _look_up(cache, request)
             part = request.remaining - hit
             if part > room:
                 part = room // page * page
@@ -291,11 +345,15 @@ class SimulatedPrefill:
                 break
             if cache is not None and request.hold is None:
                 request.hold = cache.start(
-                    request.blocks, hit // cache.block_tokens, request.prompt_tokens
+                    request.blocks, (hit - load) // cache.block_tokens, request.prompt_tokens
                 )
                 if request.hold is None:
                     break
+                if load:
+                    cache.publish(request.hold, hit)
                 request.cached_tokens = hit
+                request.loaded_tokens = load
+                loaded += load
                 request.remaining -= hit
                 rank.waiting_tokens -= hit
                 cached += hit
@@ -304,12 +362,13 @@ class SimulatedPrefill:
             tokens += part
             count += 1
             room -= -(-part // page) * page
+            rank.waiting.remove(request)
             if request.remaining:
+                rank.waiting.appendleft(request)
                 break
             completed.append(Completed(request, index))
-            rank.waiting.popleft()
         rank.waiting_tokens -= tokens
-        return tokens, count, pairs, cached
+        return tokens, count, pairs, cached, loaded
 
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
         """What every rank says; ``about``: the pass that was launched or has ended, which is not
@@ -357,10 +416,12 @@ class SimulatedPrefill:
         return message
 
 
-def _look_up(cache: BlockCache, request: Waiting) -> int:
-    """Tokens the cache has of a request that is about to be scheduled for the first time. What is
-    computed of one that is cut becomes part of the cache."""
+def _look_up(cache: BlockCache, request: Waiting) -> tuple[int, int]:
+    """Tokens the caches have of a request that is about to be scheduled for the first time, and how
+    many of them must be loaded. What is computed of one that is cut becomes part of the cache."""
     if request.hold is not None:
         cache.publish(request.hold, request.computed_tokens)
-        return 0
-    return cache.match(request.blocks, request.prompt_tokens) * cache.block_tokens
+        return 0, 0
+    hit = cache.match(request.blocks, request.prompt_tokens)
+    load = cache.loadable(request.blocks, hit, request.prompt_tokens)
+    return (hit + load) * cache.block_tokens, load * cache.block_tokens

@@ -18,6 +18,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers
+
 Blocks = Sequence[int]
 """Names of a prompt's full blocks from the first on; equal names: equal tokens up to there."""
 
@@ -39,13 +41,23 @@ class BlockEvents:
 
     removed: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
+    host_removed: list[int] = field(default_factory=list)
+    host_stored: list[int] = field(default_factory=list)
 
 
 class BlockCache:
     """KV of one DP rank."""
 
-    def __init__(self, capacity_tokens: int, block_tokens: int, *, events: bool = True) -> None:
+    def __init__(
+        self,
+        capacity_tokens: int,
+        block_tokens: int,
+        *,
+        events: bool = True,
+        lower: LowerTiers | None = None,
+    ) -> None:
         self.block_tokens = block_tokens
+        self._lower = lower
         self.capacity = capacity_tokens // block_tokens
         """Blocks."""
         self.room = 0
@@ -64,11 +76,32 @@ class BlockCache:
 
     def match(self, blocks: Blocks, prompt_tokens: int) -> int:
         """Leading blocks it holds: at most (L - 1) // block, as the last token must be computed."""
-        limit = min(len(blocks), (prompt_tokens - 1) // self.block_tokens)
+        limit = self._limit(blocks, prompt_tokens)
         for index in range(limit):
             if blocks[index] not in self:
                 return index
         return limit
+
+    def _limit(self, blocks: Blocks, prompt_tokens: int) -> int:
+        return min(len(blocks), (prompt_tokens - 1) // self.block_tokens)
+
+    def loadable(self, blocks: Blocks, hit: int, prompt_tokens: int) -> int:
+        """How many more can be loaded from host memory, after the ``hit`` first ones."""
+        if self._lower is None:
+            return 0
+        return self._lower.in_host(blocks, hit, self._limit(blocks, prompt_tokens)) - hit
+
+    def to_fetch(self, blocks: Blocks, prompt_tokens: int) -> list[int]:
+        """Those that have to come from storage first."""
+        if self._lower is None:
+            return []
+        hit = self.match(blocks, prompt_tokens)
+        return self._lower.to_fetch(blocks, hit, self._limit(blocks, prompt_tokens))
+
+    def fetched(self, blocks: Blocks, new: Blocks) -> None:
+        """The ``new`` ones of a prompt have come from storage to host memory."""
+        assert self._lower is not None
+        self._lower.bring(blocks, new)
 
     def start(self, blocks: Blocks, hit: int, prompt_tokens: int) -> Hold | None:
         """Lock the ``hit`` first blocks and take room for the rest; None if there is none.
@@ -97,6 +130,8 @@ class BlockCache:
         new = hold.blocks[hold.locked : full]
         if self._events is not None:
             self._events.stored += [block for block in new if block not in self]
+        if self._lower is not None:
+            self._lower.write(hold.blocks[:full])
         self._lock(new)
         self.room -= len(new)
         hold.room -= len(new)
@@ -111,7 +146,12 @@ class BlockCache:
     def take_events(self) -> BlockEvents | None:
         """What happened since the last call; None if nothing did or nobody listens."""
         events = self._events
-        if events is None or not (events.removed or events.stored):
+        if events is None:
+            return None
+        if self._lower is not None:
+            events.host_stored, self._lower.stored = self._lower.stored, []
+            events.host_removed, self._lower.removed = self._lower.removed, []
+        if not (events.removed or events.stored or events.host_removed or events.host_stored):
             return None
         self._events = BlockEvents()
         return events

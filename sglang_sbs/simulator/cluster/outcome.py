@@ -6,9 +6,11 @@ Owns their records. Must not know how they came about, or what is made of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 
@@ -31,7 +33,13 @@ class RequestRecord:
     predicted_tokens: int = 0
     """The hit the scheduler expected."""
     cached_tokens: int = 0
-    """Found in the cache of its rank."""
+    """Found in the cache of its rank, whatever the tier."""
+    loaded_tokens: int = 0
+    """Of these: in host memory."""
+    fetched_tokens: int = 0
+    """Of these: they came from storage for it."""
+    ended_s: float = math.nan
+    """The last token of the answer, or given up."""
     recomputed_tokens: int = 0
     """Of full blocks that it had to compute although some rank of the cluster had done so before
     it; the rest of what it computed is new."""
@@ -93,3 +101,7 @@ class Outcome:
     retries: int = 0
     """Attempts after the first, of all requests."""
     duration_s: float = 0.0
+    arrivals: Sequence[Arrival] = ()
+    """By the index of their requests."""
+    history: Sequence[int] = ()
+    """Blocks that were in storage before the first of them."""

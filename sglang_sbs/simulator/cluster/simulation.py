@@ -19,7 +19,6 @@ from sglang_sbs.scheduling import (
     Event,
     ForwardEnded,
     InstanceDown,
-    InstanceUp,
     PrefillDone,
     Refuse,
     RequestArrived,
@@ -29,18 +28,19 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
-from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored
-from sglang_sbs.simulator.cluster.arrival import Arrival
+from sglang_sbs.scheduling.events import BlocksCleared
+from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
+from sglang_sbs.simulator.cluster.boot import block_events, boot_engines, decode_up, prefill_up
+from sglang_sbs.simulator.cluster.cache_tiers import SharedStorage
 from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
-from sglang_sbs.simulator.cluster.engine import Completed, SimulatedPrefill
+from sglang_sbs.simulator.cluster.engine import Completed, Fetch, SimulatedPrefill
 from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
-from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks
+from sglang_sbs.simulator.cluster.kv_cache import Blocks
 from sglang_sbs.simulator.cluster.network import DispatchNetwork
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TopologyChange, joins_late
 from sglang_sbs.wire import EndForward
 
-DECODE = "decode"
 _MOST_WAKES = 1000
 _MAX_ATTEMPTS = 5
 _BACKOFF_S = 0.05
@@ -49,7 +49,7 @@ _BACKOFF_GROWTH = 1.5
 
 
 def simulate(
-    arrivals: Sequence[Arrival | tuple[float, int]],
+    arrivals: Sequence[Arrival | tuple[float, int]] | ClosedLoop,
     config: SchedulerConfig,
     spec: ClusterSpec,
     *,
@@ -59,7 +59,8 @@ def simulate(
     """Run arrivals through the scheduler on the simulated cluster.
 
     Args:
-        arrivals: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared.
+        arrivals: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared. Or
+            who sends them, each after an answer.
         config: of the scheduler under test.
         spec: the cluster.
         observe: called after every event, for invariants.
@@ -68,13 +69,15 @@ def simulate(
     Raises:
         ValueError: a prompt that no rank has KV for.
     """
-    longest = max((arrival[1] for arrival in arrivals), default=0)
+    loop = None if isinstance(arrivals, Sequence) else arrivals
+    first = arrivals if isinstance(arrivals, Sequence) else arrivals.first
+    longest = max((arrival[1] for arrival in first), default=0)
     if spec.block_tokens and longest > spec.kv_capacity_tokens:
         raise ValueError(
             f"kv_capacity_tokens must be at least {longest}, the longest prompt, "
             f"not {spec.kv_capacity_tokens}"
         )
-    return _Simulation(arrivals, config, spec, observe, drain_s).run()
+    return _Simulation(first, config, spec, observe, drain_s, loop).run()
 
 
 class _Simulation:
@@ -85,6 +88,7 @@ class _Simulation:
         spec: ClusterSpec,
         observe: Callable[[Scheduler, float], None] | None,
         drain_s: float,
+        loop: ClosedLoop | None,
     ) -> None:
         self._spec = spec
         self._network = DispatchNetwork(spec)
@@ -116,26 +120,25 @@ class _Simulation:
         self._woken_s = -math.inf
         self._wakes = 0
         """At that very time: the timers of a sound scheduler come to an end."""
-        self._arrivals = arrivals
-        self._end_s = (arrivals[-1][0] if arrivals else 0.0) + drain_s
+        self._loop = loop
+        self._storage: SharedStorage | None = None
+        if spec.tiers is not None and spec.tiers.has_storage:
+            self._outcome.history = loop.history if loop is not None else ()
+            self._storage = SharedStorage(self._outcome.history)
+            self._computed.update(self._outcome.history)
+        self._arrivals: list[Arrival] = []
+        """By the index of their requests."""
+        self._drain_s = drain_s
+        self._end_s = 0.0
+        self._come(arrivals)
 
     def run(self) -> Outcome:
         for name in self._instances:
             if not joins_late([c for c in self._spec.changes if c.instance == name]):
                 self._up(name)
-        self._tell(
-            InstanceUp(
-                instance=DECODE,
-                role="decode",
-                dp_size=self._spec.decode_dp_size,
-                kv_capacity_tokens=self._spec.decode_kv_capacity_tokens,
-                max_running_requests=self._spec.decode_max_running_requests,
-            )
-        )
+        self._tell(decode_up(self._spec))
         for change in self._spec.changes:
             self._at(change.at_s, lambda c=change: self._change(c))  # type: ignore[misc]
-        if self._arrivals:
-            self._at(self._arrivals[0][0], lambda: self._arrive(0))
         while self._heap:
             time_s, _, action = heapq.heappop(self._heap)
             if time_s > self._end_s:
@@ -143,6 +146,7 @@ class _Simulation:
             self._now_s = time_s
             action()
         self._outcome.duration_s = self._now_s
+        self._outcome.arrivals = self._arrivals
         return self._outcome
 
     # Topology -----------------------------------------------------------------------------
@@ -157,25 +161,10 @@ class _Simulation:
                 self._die(change.instance)
 
     def _up(self, name: str) -> None:
-        one, spec = self._instances[name], self._spec
+        one = self._instances[name]
         if name not in self._engines:
             self._engines[name] = self._boot(name, one)
-        self._tell(
-            InstanceUp(
-                instance=name,
-                role="prefill",
-                dp_size=one.dp_size,
-                chunk_tokens=one.chunk_tokens,
-                page_size=spec.block_tokens or spec.page_size,
-                kv_capacity_tokens=spec.kv_capacity_tokens if spec.block_tokens else 0,
-                prefix_source=spec.prefix_source if spec.block_tokens else "off",
-                overlap=spec.overlap,
-                charged_page=spec.page_size,
-                barrier=spec.barrier,
-                prefill_max_requests=spec.prefill_max_requests,
-                captured_tokens=spec.captured_tokens,
-            )
-        )
+        self._tell(prefill_up(name, one, self._spec))
 
     def _boot(self, name: str, one: InstanceSpec) -> list[SimulatedPrefill]:
         spec, boot = self._spec, self._boots[name]
@@ -185,33 +174,7 @@ class _Simulation:
                 self._tell(BlocksCleared(instance=name, dp_rank=rank))
         self._boots[name] += 1
         index = list(self._instances).index(name)
-        engines = spec.engines(one)
-        return [
-            SimulatedPrefill(
-                name,
-                dp_size=one.dp_size // engines,
-                chunk_tokens=one.chunk_tokens,
-                cost=spec.cost if one.speed == 1 else spec.cost.at_speed(one.speed),
-                jitter=spec.pass_jitter,
-                rng=random.Random(
-                    spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)
-                ),
-                page_size=spec.page_size,
-                prefill_max_requests=spec.prefill_max_requests,
-                captured_tokens=spec.captured_tokens,
-                overlap=spec.overlap,
-                boot_id=f"{name}-{boot}",
-                caches=[
-                    BlockCache(
-                        spec.kv_capacity_tokens, spec.block_tokens, events=spec.publishes_blocks
-                    )
-                    for _ in range(one.dp_size // engines if spec.block_tokens else 0)
-                ],
-                first_pass_s=spec.first_pass_s,
-                lone_rank=None if spec.barrier else (number, one.dp_size),
-            )
-            for number in range(engines)
-        ]
+        return boot_engines(name, one, spec, index=index, boot=boot, storage=self._storage)
 
     def _engine_of(self, name: str, rank: int) -> tuple[SimulatedPrefill, int] | None:
         """The living engine of a DP rank, and which of its ranks that is."""
@@ -253,7 +216,7 @@ class _Simulation:
         self._handshake(decode.admit())
         self._tell(RequestEnded(rid=rid, outcome="failed"))
         if record.attempts >= _MAX_ATTEMPTS:
-            record.ends += 1
+            self._follow(record)
             return
         pause_s = _BACKOFF_S * _BACKOFF_GROWTH ** (record.attempts - 1)
         self._outcome.retries += 1
@@ -274,7 +237,7 @@ class _Simulation:
                 case Refuse():
                     record = self._attempts.pop(command.rid)
                     record.refused = command.cause
-                    record.ends += 1
+                    self._follow(record)
                 case WakeAt():
                     self._wake_s = command.time_s
                     self._at(command.time_s, self._wake)
@@ -295,10 +258,28 @@ class _Simulation:
         self._wake_s = None
         self._tell(TimerFired())
 
-    def _arrive(self, index: int) -> None:
-        if index + 1 < len(self._arrivals):
-            self._at(self._arrivals[index + 1][0], lambda: self._arrive(index + 1))
-        tokens = self._arrivals[index][1]
+    def _come(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int = 0) -> None:
+        """One after the other, from the ``at``-th on."""
+        if at < len(arrivals):
+
+            def arrive() -> None:
+                self._come(arrivals, at + 1)
+                self._arrive(arrivals[at])
+
+            self._at(arrivals[at][0], arrive)
+            self._end_s = max(self._end_s, arrivals[-1][0] + self._drain_s)
+
+    def _follow(self, record: RequestRecord) -> None:
+        """The request is over, as far as who sent it is concerned."""
+        record.ends += 1
+        record.ended_s = self._now_s
+        if self._loop is not None:
+            for one in self._loop.after(self._arrivals[record.index], self._now_s):
+                self._come([one])
+
+    def _arrive(self, arrival: Arrival | tuple[float, int]) -> None:
+        index, tokens = len(self._arrivals), arrival[1]
+        self._arrivals.append(arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0))
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if error := self._spec.length_error:
             record.told_tokens = max(1, round(tokens * self._lengths.uniform(1 - error, 1 + error)))
@@ -313,8 +294,6 @@ class _Simulation:
         self._attempts[rid] = record
         blocks = self._blocks_of(record)
         arrival = self._arrivals[record.index]
-        if not isinstance(arrival, Arrival):
-            arrival = Arrival(*arrival, 0)
         self._tell(
             RequestArrived(
                 rid=rid,
@@ -331,8 +310,7 @@ class _Simulation:
         )
 
     def _blocks_of(self, record: RequestRecord) -> Blocks:
-        arrival = self._arrivals[record.index]
-        return arrival.blocks if self._spec.block_tokens and isinstance(arrival, Arrival) else ()
+        return self._arrivals[record.index].blocks if self._spec.block_tokens else ()
 
     def _send(self, batch: Sequence[Dispatch]) -> None:
         """What leaves for one instance at the same time."""
@@ -398,6 +376,7 @@ class _Simulation:
         while True:
             launch_s = self._now_s + prepare_s
             launched, messages = engine.step(launch_s)
+            self._wait_for_storage(engine)
             self._report(engine.name, messages, prepare_s if launched is not None else 0.0)
             self._outcome.queued_passes += launched is not None and len(engine.device) > 1
             waits_for = engine.waits_for(launched)
@@ -409,6 +388,21 @@ class _Simulation:
             if prepare_s:
                 self._at(launch_s, lambda: self._step(engine))
                 return
+
+    def _wait_for_storage(self, engine: SimulatedPrefill) -> None:
+        """What ranks get from storage takes its time."""
+        for fetch in engine.take_fetches():
+            assert self._spec.tiers is not None
+            tokens = len(fetch.blocks) * self._spec.block_tokens
+            self._at(
+                self._now_s + tokens * self._spec.tiers.storage_load_s,
+                lambda f=fetch: self._fetched(engine, f),  # type: ignore[misc]
+            )
+
+    def _fetched(self, engine: SimulatedPrefill, fetch: Fetch) -> None:
+        engine.fetched(fetch)
+        if self._lives(engine):
+            self._step_if_asleep(engine)
 
     def _finish(self, engine: SimulatedPrefill) -> None:
         if not self._lives(engine):
@@ -431,6 +425,8 @@ class _Simulation:
         record = self._attempts[request.rid]
         record.prefilled_s = first_s
         record.cached_tokens = request.cached_tokens
+        record.loaded_tokens = request.loaded_tokens
+        record.fetched_tokens = request.fetched_tokens
         if request.hold is not None:
             block_tokens = self._spec.block_tokens
             new = request.blocks[request.cached_tokens // block_tokens :]
@@ -456,17 +452,26 @@ class _Simulation:
         if rid not in self._attempts:
             return  # its instance died before the KV was over
         self._tell(PrefillDone(rid=rid, cached_tokens=cached_tokens))
-        self._at(self._now_s + self._spec.decode_s, lambda: self._end(rid))
+        output_tokens = self._output_tokens(self._attempts[rid])
+        decode_s = self._spec.decode_s + self._spec.decode_token_s * output_tokens
+        self._at(self._now_s + decode_s, lambda: self._end(rid))
+
+    def _output_tokens(self, record: RequestRecord) -> int:
+        if self._spec.decode_token_s:
+            return self._arrivals[record.index].output_tokens
+        return self._spec.output_tokens
 
     def _end(self, rid: str) -> None:
         record = self._attempts.pop(rid)
-        record.ends += 1
+        self._follow(record)
         assert record.decode is not None
         decode = self._decode[record.decode[1]]
         decode.release(rid, record)
         self._handshake(decode.admit())
         self._tell(
-            RequestEnded(rid=rid, outcome="completed", completion_tokens=self._spec.output_tokens)
+            RequestEnded(
+                rid=rid, outcome="completed", completion_tokens=self._output_tokens(record)
+            )
         )
 
     def _report(self, instance: str, messages: list[EndForward], delay_s: float = 0.0) -> None:
@@ -480,15 +485,11 @@ class _Simulation:
 
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""
-        for rank, events in engine.take_block_events():
-            removed = BlocksRemoved(instance=engine.name, dp_rank=rank, blocks=events.removed)
-            stored = BlocksStored(instance=engine.name, dp_rank=rank, blocks=events.stored)
-            for event in (removed, stored):
-                if event.blocks:
-                    self._at(
-                        self._now_s + self._spec.feedback_latency_s,
-                        lambda e=event: self._hear_of_blocks(engine, e),  # type: ignore[misc]
-                    )
+        for event in block_events(engine):
+            self._at(
+                self._now_s + self._spec.feedback_latency_s,
+                lambda e=event: self._hear_of_blocks(engine, e),  # type: ignore[misc]
+            )
 
     def _hear_of_blocks(self, engine: SimulatedPrefill, event: Event) -> None:
         if self._lives(engine):

@@ -5,12 +5,14 @@ Owns :class:`ClusterSpec` and its checks. Must not know how any of it is simulat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
 
 from sglang_sbs.scheduling.events import PrefixSource
+from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.cluster.cost import PassCost
 
 KV_CAPACITY_TOKENS = 500_000
@@ -118,6 +120,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Per prefill DP rank, cached or in use; only with a radix cache."""
     prefix_source: PrefixSource = "events"
     """How the scheduler knows what the ranks have cached."""
+    tiers: TierSpec | None = None
+    """Host memory and storage below the radix caches; None: neither."""
     handshake_s: float = 0.0
     """From a request's arrival at the rank, or from when decode has room, until it may run."""
     first_token_s: float = 0.0
@@ -139,6 +143,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Without it the scheduler hears HTTP answers only."""
     decode_s: float = 1.0
     """How long a request stays in decode."""
+    decode_token_s: float = 0.0
+    """How much longer for each token that it generates."""
     decode_kv_capacity_tokens: int = 0
     """Per decode rank; 0: unbounded. A request that does not fit waits in the prefill's bootstrap
     queue, as decode reserves its KV before the prefill."""
@@ -189,8 +195,12 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cluster_kv_tokens(self) -> int:
-        """KV capacity of all prefill ranks."""
-        return self.kv_capacity_tokens * sum(one.dp_size for _, one in self.prefill)
+        """KV capacity of all prefill ranks, host memory included; storage has no end."""
+        if self.tiers is not None and self.tiers.has_storage:
+            return sys.maxsize
+        host = self.tiers.host_kv_tokens if self.tiers is not None else 0
+        ranks = sum(one.dp_size for _, one in self.prefill)
+        return (self.kv_capacity_tokens + host) * ranks
 
     @property
     def prefill(self) -> tuple[tuple[str, InstanceSpec], ...]:

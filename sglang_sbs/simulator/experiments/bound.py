@@ -232,6 +232,7 @@ def bound_row(job: Job) -> Row:
     scenario = scenario_of(job)
     spec = scenario.spec
     arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
+    assert isinstance(arrivals, list)
     counted = [arrival for arrival in arrivals if arrival.at_s >= WARM_UP_S]
     machines = Machines(
         spec.cost, len(spec.prefill), spec.prefill[0][1].dp_size, spec.dispatch_latency_s

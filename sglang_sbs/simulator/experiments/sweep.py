@@ -18,14 +18,15 @@ from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord
-from sglang_sbs.simulator.cluster.spec import ClusterSpec
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
-from sglang_sbs.simulator.workloads.scenario import WARM_UP_S, Scenario, make_scenario
+from sglang_sbs.simulator.workloads.scenario import Scenario, Workload, make_scenario
 
 _MOST_LOAD = 100.0
 """No capacity is searched above it: an engine this fast would never break the SLO."""
+LOOP_DRAIN_S = 600.0
+"""Answers of agents are long."""
 NO_FLOW_CONTROL: dict[str, Any] = {
     "n_limit": 1_000_000,
     "default_timeout_s": 1e9,
@@ -103,10 +104,10 @@ def scenario_of(job: Job) -> Scenario:
 
 def run(scenario: Scenario, job: Job) -> Row:
     """As :func:`run_job`, with the scenario at hand."""
-    arrivals = arrivals_of(scenario, job)
-    outcome = run_arrivals(scenario, job, arrivals)
+    outcome = run_outcome(scenario, job)
+    arrivals = outcome.arrivals
     slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
-    classes = class_summary(_counted(outcome), arrivals, slo_s)
+    classes = class_summary(_counted(outcome, scenario), arrivals, slo_s)
     return {
         "scenario": job.scenario,
         "policy": job.policy,
@@ -117,7 +118,8 @@ def run(scenario: Scenario, job: Job) -> Row:
         "chunk_tokens": scenario.spec.chunk_tokens,
         "prefill_instances": len(scenario.spec.prefill),
         **summary(outcome, scenario),
-        **cache_summary(outcome, arrivals, scenario.spec),
+        **cache_summary(outcome, arrivals, scenario),
+        **(loop_summary(outcome, scenario, job) if scenario.agents else {}),
         **({"slo_s": slo_s, "classes": classes} if classes else {}),
         **({"ttft_by_part_s": _by_part(outcome, job.duration_s)} if job.scenario == "day" else {}),
     }
@@ -132,10 +134,10 @@ def _by_part(outcome: Outcome, duration_s: float) -> list[float]:
     return [fmean(part) if part else math.nan for part in parts]
 
 
-def arrivals_of(scenario: Scenario, job: Job) -> list[Arrival]:
-    """The requests of a run."""
+def arrivals_of(scenario: Scenario, job: Job) -> Workload:
+    """The requests of a run, or who sends them."""
     arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
-    return job.classes.of(arrivals, job.seed)
+    return job.classes.of(arrivals, job.seed) if isinstance(arrivals, list) else arrivals
 
 
 def run_outcome(scenario: Scenario, job: Job) -> Outcome:
@@ -143,36 +145,38 @@ def run_outcome(scenario: Scenario, job: Job) -> Outcome:
     return run_arrivals(scenario, job, arrivals_of(scenario, job))
 
 
-def run_arrivals(scenario: Scenario, job: Job, arrivals: Sequence[Arrival]) -> Outcome:
+def run_arrivals(scenario: Scenario, job: Job, arrivals: Workload) -> Outcome:
     """The same, with the arrivals at hand."""
     spec = msgspec.structs.replace(
         scenario.spec,
         seed=job.seed,
         prefix_source=scenario.spec.prefix_source if job.policy in READS_CACHES else "off",
     )
+    if job.policy == SEES_ALL_EQUAL and isinstance(arrivals, list):
+        arrivals = equal(arrivals)
     return simulate_arranged(
-        equal(arrivals) if job.policy == SEES_ALL_EQUAL else arrivals,
+        arrivals,
         scheduler_config(job.policy, job.seed, **dict(job.config)),
         spec,
-        drain_s=120.0,
+        drain_s=LOOP_DRAIN_S if scenario.agents else 120.0,
     )
 
 
 def summary(outcome: Outcome, scenario: Scenario) -> Row:
     """Latency of what arrived after the warm-up; passes from then until the last arrival."""
-    counted = _counted(outcome)
+    counted = _counted(outcome, scenario)
     ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
     last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
     engines = {name: scenario.spec.engines(one) for name, one in scenario.spec.prefill}
     own = [p for p in outcome.passes if p.instance in engines]  # decode's are not prefill's
-    passes = [p for p in own if p.start_s >= WARM_UP_S and p.end_s <= last_s]
+    passes = [p for p in own if p.start_s >= scenario.warm_up_s and p.end_s <= last_s]
     capacity = {name: one.capacity_tokens / engines[name] for name, one in scenario.spec.prefill}
     offered = sum(capacity[p.instance] for p in passes)
     busy_s = sum(p.end_s - p.start_s for p in passes)
     window_s = sum(
-        count * scenario.spec.up_s(name, WARM_UP_S, last_s)
+        count * scenario.spec.up_s(name, scenario.warm_up_s, last_s)
         for name, count in engines.items()
-        if last_s > WARM_UP_S
+        if last_s > scenario.warm_up_s
     )
     nan = math.nan
     return {
@@ -189,11 +193,36 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
     }
 
 
-def _counted(outcome: Outcome) -> list[RequestRecord]:
-    return [r for r in outcome.requests if r.arrived_s >= WARM_UP_S]
+def _counted(outcome: Outcome, scenario: Scenario) -> list[RequestRecord]:
+    return [r for r in outcome.requests if r.arrived_s >= scenario.warm_up_s]
 
 
-def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], spec: ClusterSpec) -> Row:
+def loop_summary(outcome: Outcome, scenario: Scenario, job: Job) -> Row:
+    """What a closed loop is judged by, of requests that were sent after the warm-up.
+
+    ``e2e_mean_s``: until the last token. ``tokens_per_s_instance``: prompt and answer tokens of
+    what ended in that time, cached ones included.
+    """
+    counted = _counted(outcome, scenario)
+    e2e_s = [r.ended_s - r.arrived_s for r in counted if not math.isnan(r.prefilled_s + r.ended_s)]
+    window_s = job.duration_s - scenario.warm_up_s
+    tokens = sum(
+        r.prompt_tokens + outcome.arrivals[r.index].output_tokens
+        for r in outcome.requests
+        if scenario.warm_up_s <= r.ended_s <= job.duration_s and not math.isnan(r.prefilled_s)
+    )
+    prompt_tokens = sum(r.prompt_tokens for r in counted)
+    return {
+        "agents": round(job.load * scenario.agents),
+        "qps": len(counted) / window_s,
+        "e2e_mean_s": sum(e2e_s) / len(e2e_s) if e2e_s else math.nan,
+        "tokens_per_s_instance": tokens / window_s / len(scenario.spec.prefill),
+        "loaded_share": sum(r.loaded_tokens for r in counted) / prompt_tokens,
+        "fetched_share": sum(r.fetched_tokens for r in counted) / prompt_tokens,
+    }
+
+
+def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], scenario: Scenario) -> Row:
     """Prompt tokens of the requests that arrived after the warm-up and were prefilled.
 
     ``computed_tokens``: what was not found in the cache of the rank. ``recomputed_tokens``: those
@@ -202,10 +231,11 @@ def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], spec: ClusterSp
     would leave to compute (:mod:`sglang_sbs.simulator.workloads.optimum`), warmed up by the same
     arrivals.
     """
-    best = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
-    counted = [
-        r for r in outcome.requests if r.arrived_s >= WARM_UP_S and not math.isnan(r.prefilled_s)
-    ]
+    spec = scenario.spec
+    best = optimal_cached_tokens(
+        arrivals, spec.block_tokens, spec.cluster_kv_tokens, outcome.history
+    )
+    counted = [r for r in _counted(outcome, scenario) if not math.isnan(r.prefilled_s)]
     prompt_tokens = sum(r.prompt_tokens for r in counted)
     cached_tokens = sum(r.cached_tokens for r in counted)
     return {
@@ -242,7 +272,9 @@ def max_load(
 
     def meets(load: float) -> bool:
         arrivals = scenario.at_load(load, job.duration_s, job.seed)
-        if not any(arrival.at_s >= WARM_UP_S for arrival in arrivals):
+        if isinstance(arrivals, list) and not any(
+            arrival.at_s >= scenario.warm_up_s for arrival in arrivals
+        ):
             return True
         row = rows[load] = run(scenario, job.at_load(load))
         served = row["unfinished"] == row["rejected"] == 0
@@ -269,11 +301,11 @@ def max_load(
     if not rows:
         raise EmptyWindowError(
             f"{job.scenario}, seed {job.seed}: nothing arrives between the warm-up of "
-            f"{WARM_UP_S:g} s and the end at {job.duration_s:g} s, at whatever load; simulate "
-            "more seconds, or other seeds"
+            f"{scenario.warm_up_s:g} s and the end at {job.duration_s:g} s, at whatever load; "
+            "simulate more seconds, or other seeds"
         )
     # No load meets the SLO: the row says what the lightest one tried gives, and a capacity of 0.
     within = low if low in rows else 0.0
     at_limit = rows[within or min(rows)]
-    max_qps = within * scenario.nominal_qps
+    max_qps = at_limit["qps"] if scenario.agents else within * scenario.nominal_qps
     return {**at_limit, "slo_ttft_s": slo_ttft_s, "max_qps": max_qps}

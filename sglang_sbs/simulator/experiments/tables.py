@@ -150,6 +150,33 @@ def day_tables(rows: Sequence[Row]) -> list[ResultTable]:
     return tables
 
 
+def loop_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """Mean end-to-end latency, tokens per second and instance, and active ranks per pass: a row per
+    policy, a column per load; a table per cost model and chunk size. None without a closed loop."""
+    tables = []
+    with_agents = [row for row in rows if "agents" in row]
+    for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in with_agents):
+        shown = [r for r in with_agents if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
+        loads = list(dict.fromkeys((r["load"], r["agents"]) for r in shown))
+        table = ResultTable(
+            "mean until the last token in s, thousand tokens per second and instance, active ranks "
+            f"per pass; {shown[0]['scenario']}, cost {cost}, chunk {chunk}",
+            ["policy", *(f"load {load:g}, {agents} agents" for load, agents in loads)],
+        )
+        for policy in dict.fromkeys(r["policy"] for r in shown):
+            cells = []
+            for load, _ in loads:
+                mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
+                cells.append(
+                    f"{mean_of(mine, 'e2e_mean_s'):.1f} "
+                    f"{mean_of(mine, 'tokens_per_s_instance') / 1e3:.1f}K "
+                    f"{mean_of(mine, 'active_rank_count'):.2f}"
+                )
+            table.rows.append([policy, *cells])
+        tables.append(table)
+    return tables
+
+
 def class_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """TTFT and goodput of each class and tenant: a row per policy and class, a column per load; a
     table per cost model and chunk size. None where all requests are of one kind."""

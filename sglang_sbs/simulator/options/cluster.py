@@ -10,11 +10,14 @@ import argparse
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
+import msgspec
+
 from sglang_sbs.scheduling.events import PrefixSource
 from sglang_sbs.simulator.cluster.arrangements import DEFLECT_CHUNK_TOKENS
+from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.cluster.spec import ACTIONS, KV_CAPACITY_TOKENS, Action, TopologyChange
 from sglang_sbs.simulator.options.common import add_overlap, not_negative, positive, positive_number
-from sglang_sbs.simulator.workloads.scenario import LOAD_COUNTS, NETWORK
+from sglang_sbs.simulator.workloads.scenario import AGENTIC, LOAD_COUNTS, NETWORK
 
 _INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float], str]] = {
     "dp": ("dp_size", positive, "a positive integer, as in dp=4"),
@@ -180,6 +183,18 @@ def _add_caches(parser: argparse.ArgumentParser) -> _Actions:
             f"({KV_CAPACITY_TOKENS})",
         ),
         add(
+            "--host-kv-tokens",
+            type=_tokens,
+            metavar="TOKENS",
+            help="host memory below each rank's KV cache (HiCache); 0: none, and no storage "
+            f"(agentic: {TierSpec().host_kv_tokens}, else 0)",
+        ),
+        add(
+            "--storage",
+            action=argparse.BooleanOptionalAction,
+            help="storage below host memory, which all ranks share (with host memory)",
+        ),
+        add(
             "--block-tokens",
             type=_tokens,
             default=0,
@@ -251,6 +266,16 @@ def _add_robustness(parser: argparse.ArgumentParser) -> _Actions:
     ]
 
 
+def _tiers(args: argparse.Namespace) -> dict[str, Any]:
+    """Tiers below the caches, if anything is said of them."""
+    if args.host_kv_tokens is None and args.storage is None:
+        return {}
+    tiers = TierSpec(storage=args.storage is not False)
+    if args.host_kv_tokens is not None:
+        tiers = msgspec.structs.replace(tiers, host_kv_tokens=args.host_kv_tokens)
+    return {"tiers": tiers}
+
+
 def add_topology(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Flags for how many instances there are, which differ, and what happens to them."""
     add = parser.add_argument_group(
@@ -316,6 +341,7 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
         "decode_s": args.decode_seconds,
         **({"block_tokens": args.block_tokens} if args.block_tokens else {}),
         **({"kv_capacity_tokens": args.kv_tokens} if args.kv_tokens else {"block_tokens": 0}),
+        **_tiers(args),
         "prefix_source": args.prefix_source,
         "load_counts": args.load_counts,
         "burstiness": args.burstiness,
@@ -335,6 +361,8 @@ def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(f"--short-pool {args.short_pool}: long prompts need one of {instances}, too")
     if args.short_pool and (args.deflect_tokens or args.at):
         parser.error("--short-pool: leave --deflect-tokens and --at out")
+    if args.short_pool and getattr(args, "scenario", "") == AGENTIC:
+        parser.error(f"--short-pool: {AGENTIC} is a closed loop, in which lengths are not known")
     fields = {
         "changes": tuple(args.at),
         "short_pool": args.short_pool,

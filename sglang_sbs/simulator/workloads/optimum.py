@@ -19,7 +19,10 @@ from sglang_sbs.simulator.cluster.arrival import Arrival
 
 
 def optimal_cached_tokens(
-    arrivals: Sequence[Arrival], block_tokens: int, capacity_tokens: int
+    arrivals: Sequence[Arrival],
+    block_tokens: int,
+    capacity_tokens: int,
+    history: Sequence[int] = (),
 ) -> list[int]:
     """Tokens of each prompt that need not be computed, in the order of the arrivals.
 
@@ -30,6 +33,7 @@ def optimal_cached_tokens(
         arrivals: in time order.
         block_tokens: 0: no cache.
         capacity_tokens: of all ranks.
+        history: blocks that are there at the beginning.
     """
     if not block_tokens:
         return [0] * len(arrivals)
@@ -44,6 +48,10 @@ def optimal_cached_tokens(
     """Block to its next use."""
     farthest: list[tuple[int, int, int]] = []
     """Heap of (- next use, - depth, block); entries that ``kept`` contradicts are out of date."""
+    for depth, block in enumerate(history):
+        if later := uses.get(block):
+            kept[block] = later[-1]
+            heappush(farthest, (-later[-1], -depth, block))
     cached = []
     for arrival, blocks in zip(arrivals, usable, strict=True):
         hit = next((i for i, block in enumerate(blocks) if block not in kept), len(blocks))

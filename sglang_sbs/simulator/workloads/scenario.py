@@ -5,6 +5,7 @@ Owns what load 1.0 means in each. Must not know policies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,12 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from sglang_sbs.simulator.cluster.arrival import Arrival
+from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.cluster.cost import COSTS, PassCost
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
+from sglang_sbs.simulator.workloads.agentic import LONGEST_TOKENS as LONGEST_CONTEXT_TOKENS
+from sglang_sbs.simulator.workloads.agentic import PAGE_TOKENS as AGENT_PAGE_TOKENS
+from sglang_sbs.simulator.workloads.agentic import AgentLoop
 from sglang_sbs.simulator.workloads.arrivals import (
     MOONCAKE_BLOCK_TOKENS,
     MOST_PROMPT_TOKENS,
@@ -35,6 +40,8 @@ from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
 DECODE = "paper-decode"
 """It is no :class:`Scenario`: there is no prefill in it
 (:mod:`sglang_sbs.simulator.cluster.decode`)."""
+AGENTIC = "agentic"
+"""The closed loop: load is a number of agents."""
 PREFILL_SCENARIOS = (
     "paper-3k",
     "paper-5k",
@@ -45,6 +52,7 @@ PREFILL_SCENARIOS = (
     "onoff",
     "day",
     "sessions",
+    AGENTIC,
     "trace:FILE",
 )
 SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
@@ -63,6 +71,13 @@ _LONG_EVERY_S = 15.0
 """``one-long``: 2.5 % of what load 1.0 computes."""
 _PHASE_S = 0.5
 """``onoff``: on for so long, then off."""
+DECODE_TOKEN_S = 0.02
+"""``agentic``: 50 tokens per second and user."""
+AGENTS_PER_INSTANCE = 28.0
+"""``agentic``, load 1.0: with so many the best policy that does not wait has a mean TTFT of the
+scenario's SLO (docs/lab/agentic.md). The chunk is SGLang's 16384 over 8 DP ranks."""
+AGENT_WARM_UP_S = 60.0
+"""Longer than the others': what the device holds of contexts comes with their next turns."""
 _SAMPLE = 20.0, 500.0, 0
 """Conversations that load 1.0 is calculated of: rate, seconds, seed."""
 
@@ -72,6 +87,10 @@ NETWORK = {"dispatch_serial_s": 5e-4, "dispatch_jitter": 0.15, "gang_gate_s": 0.
 jitter, and gathered by the plugin's gang gate. ``scripts/measure-gangs`` shows it of real engines:
 on a host that is not overloaded half of the batches of four or five requests are there within one
 or two milliseconds."""
+
+
+Workload = list[Arrival] | AgentLoop
+"""Requests that come when they come, or each after an answer."""
 
 
 class ScenarioError(ValueError):
@@ -86,17 +105,20 @@ class Scenario:
     spec: ClusterSpec
     nominal_qps: float
     """Requests per second of the whole cluster at load 1.0."""
-    arrivals: Callable[[float, float, int], list[Arrival]]
+    arrivals: Callable[[float, float, int], Workload]
     """(qps, duration_s, seed) -> requests."""
     slo_ttft_s: float
     """Mean time to first token of the capacity search."""
     workload_qps: float
     """The rate the workload itself has: a trace's mean rate; of the paper's, load 1.0 on its three
     prefill instances."""
+    agents: float = 0.0
+    """In a closed loop: how many there are at load 1.0, and ``arrivals`` takes their number."""
+    warm_up_s: float = WARM_UP_S
 
-    def at_load(self, load: float, duration_s: float, seed: int) -> list[Arrival]:
-        """The workload at a share of the nominal rate."""
-        return self.arrivals(load * self.nominal_qps, duration_s, seed)
+    def at_load(self, load: float, duration_s: float, seed: int) -> Workload:
+        """The workload at a share of the nominal rate, or of so many agents."""
+        return self.arrivals(load * (self.agents or self.nominal_qps), duration_s, seed)
 
 
 def make_scenario(
@@ -128,7 +150,8 @@ def make_scenario(
     ``one-long`` and ``onoff`` have the cluster, lengths and loads of ``paper-3k``; in the first a
     prompt of 64K comes on top now and then, in the second all come in every other half second.
     ``day`` too, and its load is the mean of a day: 0.65 rises from 0.2 to 1.1 and falls again.
-    Where instances differ, one counts as what its full chunks are worth.
+    Where instances differ, one counts as what its full chunks are worth. In ``agentic`` load is a
+    number of agents (:mod:`.agentic`), and caches have tiers.
 
     Raises:
         ScenarioError: unknown name, or a burstiness or ``load_counts`` that it cannot have.
@@ -241,6 +264,24 @@ def make_scenario(
             qps = nominal_qps(shape, some)
             own_qps = qps * _PAPER_INSTANCES / worth(shape)
             return Scenario(name, shape, qps, conversations, 4.0, own_qps)
+        case ("agentic", "", ""):
+            if burstiness != 1.0 or load_counts != "prompt":
+                raise ScenarioError("agentic: agents send after an answer; load is their number")
+            spec = (
+                {"tiers": TierSpec(), "decode_token_s": DECODE_TOKEN_S} | spec | {"decode_s": 0.0}
+            )
+            shape = cluster(2048, AGENT_PAGE_TOKENS)
+            check_room(shape, LONGEST_CONTEXT_TOKENS)
+            return Scenario(
+                name,
+                shape,
+                math.nan,
+                lambda agents, d, s: AgentLoop(max(1, round(agents)), d, s),
+                6.0,
+                math.nan,
+                AGENTS_PER_INSTANCE * worth(shape),
+                AGENT_WARM_UP_S,
+            )
         case ("trace", ":", file) if file:
             if burstiness != 1.0:
                 raise ScenarioError("a trace has its own bursts; leave the burstiness out")

@@ -15,7 +15,7 @@ from sglang_sbs.scheduling import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
-from sglang_sbs.scheduling.prefix.index import Hits
+from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming
 from sglang_sbs.scheduling.request import Request
 

@@ -8,9 +8,15 @@ import pytest
 from test_scheduler import Driver
 
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
-from sglang_sbs.scheduling.policies.adaptive.pass_forecast import PassForecast, Terms, homes
+from sglang_sbs.scheduling.events import BlocksStored
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
+    FETCH_S,
+    PassForecast,
+    Terms,
+    homes,
+)
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.prefix.index import Hits
+from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.request import Request
 
 CHUNK = 1000
@@ -172,3 +178,49 @@ def test_what_suits_nowhere_leaves_when_it_is_overdue():
     it.arrive("retry", 3000, exclude=("large",))
     it.wait(1.5)
     assert {one.rid: one.prefill for one in it.dispatched}["retry"] == "small"
+
+
+def cached_in_storage(rid: str, tokens: int, to_fetch: dict[str, list[int]]) -> Request:
+    """All but 500 tokens of a prompt, on whatever rank."""
+    one = request(rid, tokens)
+    held = tokens - 500
+    one.blocks, one.block_tokens = range(tokens // 100), 100
+    one.hits = Hits({name: [held] * len(ranks) for name, ranks in to_fetch.items()}, held, to_fetch)
+    one.uncached_tokens = 500
+    return one
+
+
+def test_what_is_in_storage_costs_no_computing_but_a_pass_begins_without_it():
+    it = instance()
+    it.dispatched("first", 0, 900, now_s=0.0)
+    fetched = cached_in_storage("r", 8500, {"p0": [8000, 8000]})
+    computed = request("r", 8500)
+    from_storage_s, without_s = (forecast(it).cost_s(one, Terms()) for one in (fetched, computed))
+    assert from_storage_s < without_s
+    # It shares no pass with the first one, so that one is not delayed and neither is it.
+    assert from_storage_s == pytest.approx(pass_s(900) + pass_s(500, 8000), rel=0.05)
+
+
+def test_on_an_idle_instance_it_begins_when_it_is_there():
+    fetched = cached_in_storage("r", 100_500, {"p0": [100_000, 100_000]})
+    local = cached_in_storage("r", 100_500, {"p0": [0, 100_000]})
+    there_s, fetching_s = (forecast(instance()).cost_s(one, Terms()) for one in (local, fetched))
+    assert fetching_s - there_s == pytest.approx(100_000 * FETCH_S)
+
+
+def test_a_request_goes_to_the_rank_that_need_not_fetch_it():
+    it = Driver(policy="sbs", trigger="adaptive")
+    up = {"role": "prefill", "dp_size": 4, "chunk_tokens": 1000, "page_size": 100}
+    it.tell(InstanceUp(instance="p0", **up, prefix_source="events", shares_storage=True))
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
+    it.tell(BlocksStored(instance="p0", dp_rank=2, blocks=list(range(50))))
+    it.arrive("r", 5200, blocks=list(range(52)), block_tokens=100)
+    (sent,) = it.dispatched
+    assert (sent.prefill_rank, sent.cached_tokens) == (2, 5000)
+
+
+def test_of_a_prompt_that_was_sent_the_cached_part_has_no_weight():
+    """A turn of 9000 tokens with 8900 cached counts as a request of one chunk, not of nine."""
+    it = instance()
+    it.dispatched("turn", 0, 9000, now_s=0.0, cached_tokens=8900)
+    assert [one.ends for one in forecast(it)._passes] == [1.0]

@@ -15,6 +15,7 @@ waits for less than ``LEAST_HIT_SHARE`` of a chunk.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
@@ -281,12 +283,16 @@ class BatchAffinity:
         view = self._decision.view(here)
         most, emptiest = max(hits), capacity.index(max(capacity))
         ranks = {d for d, tokens in enumerate(hits) if tokens == most} | {emptiest}
-        best = min(
-            ranks,
-            key=lambda d: self._decision.done_s(
-                request, view, hits[d], here.chunk_tokens - capacity[d]
-            ),
-        )
+
+        def cost(d: int) -> tuple[float, float]:
+            done_s = self._decision.done_s(request, view, hits[d], here.chunk_tokens - capacity[d])
+            if fetch_s := request.fetch_tokens(here.id, d) * FETCH_S:
+                # Passes begin without it until it is there.
+                pass_s = view.next_pass_s
+                done_s += math.ceil(fetch_s / pass_s) * pass_s if here.passes else fetch_s
+            return done_s, -capacity[d]
+
+        best = min(ranks, key=cost)
         need = request.prompt_tokens - hits[best]
         # With most of it cached there, waiting for another pass would only lose its place.
         first_tokens = first_part(paged(need, here.page), here.chunk_tokens)

@@ -27,6 +27,8 @@ from sglang_sbs.scheduling.request import Request
 
 CHUNK_WEIGHT = 0.4
 """A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
+FETCH_S = 7e-6
+"""What a token takes from shared storage to a rank: a guess, as no report says it."""
 MOST_PLANNED = 128
 """Waiting requests looked at; the rest does not matter for the next pass."""
 NEAREST = 6
@@ -83,10 +85,10 @@ class PassForecast:
         for index, rank in enumerate(instance.ranks):
             left = rank.backlog_tokens
             self._ahead.append(0)
-            for prompt_tokens, computed in rank.prompts.waiting():
+            for prompt_tokens, computed, cached in rank.prompts.waiting():
                 part = min(left, prompt_tokens - computed)
                 if part > 0:
-                    self._lay(index, part, computed, self._weight_of(prompt_tokens))
+                    self._lay(index, part, computed, self._weight_of(prompt_tokens - cached))
                     left -= part
             if left > 0:
                 self._lay(index, left, 0, 1.0)
@@ -106,20 +108,35 @@ class PassForecast:
     def _ranks_for(self, request: Request) -> set[int]:
         """The emptiest rank, and the emptiest of those that have most of it cached."""
         emptiest = self._ahead.index(min(self._ahead))
-        hits = request.hits.by_instance.get(self.instance.id)
+        name = self.instance.id
+        hits = request.hits.by_instance.get(name)
         if hits is None:
             return {emptiest}
-        most = max(hits)
-        holders = [d for d, tokens in enumerate(hits) if tokens == most]
+        fetched = request.hits.to_fetch.get(name) or [0] * len(hits)
+        held = [mine - theirs for mine, theirs in zip(hits, fetched, strict=True)]
+        most = max(held)
+        holders = [d for d, tokens in enumerate(held) if tokens == most]
         return {emptiest, min(holders, key=self._ahead.__getitem__)}
+
+    def _begins_at(self, request: Request, rank: int) -> tuple[int, float]:
+        """Tokens ahead of the request on a rank, and how much later than the pass that follows from
+        them it begins."""
+        at = self._ahead[rank]
+        left_s = request.fetch_tokens(self.instance.id, rank) * FETCH_S
+        # A rank begins to fetch when it takes the request in, which is when it forms a pass.
+        passes = 0
+        while left_s > 0 and passes < len(self._passes):
+            left_s -= self._passes[passes].length_s
+            passes += 1
+        return max(at, passes * self.instance.chunk_tokens), max(0.0, left_s)
 
     def _cost_on_s(self, request: Request, rank: int, terms: Terms) -> float:
         instance, passes = self.instance, self._passes
         model, chunk = instance.model, instance.chunk_tokens
-        at = self._ahead[rank]
+        at, fetch_s = self._begins_at(request, rank)
         tokens = request.prompt_tokens
         first = at // chunk
-        done_s = self._start_s + sum(one.length_s for one in passes[:first])
+        done_s = self._start_s + fetch_s + sum(one.length_s for one in passes[:first])
         delayed = terms.waiting + sum(one.ends for one in passes[first:])
         delays_s = 0.0
         cached = context = request.hit_tokens(instance.id, rank)
@@ -151,6 +168,7 @@ class PassForecast:
         rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, terms))
         cached = request.hit_tokens(self.instance.id, rank)
         weight = self._weight_of(request.uncached_tokens)
+        self._ahead[rank], _ = self._begins_at(request, rank)
         self._lay(rank, request.prompt_tokens - cached, cached, weight)
 
     def _weight_of(self, tokens: int) -> float:

@@ -1,0 +1,106 @@
+"""How a simulated instance starts, and what its ranks publish of their caches."""
+
+from __future__ import annotations
+
+import random
+
+from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier, InstanceUp
+from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers, SharedStorage
+from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
+
+DECODE = "decode"
+DEVICE: CacheTier = "device"
+HOST: CacheTier = "host"
+
+
+def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
+    """What the scheduler is told of an instance."""
+    tiers = spec.tiers
+    return InstanceUp(
+        instance=name,
+        role="prefill",
+        dp_size=one.dp_size,
+        chunk_tokens=one.chunk_tokens,
+        page_size=spec.block_tokens or spec.page_size,
+        kv_capacity_tokens=spec.kv_capacity_tokens if spec.block_tokens else 0,
+        prefix_source=spec.prefix_source if spec.block_tokens else "off",
+        overlap=spec.overlap,
+        charged_page=spec.page_size,
+        barrier=spec.barrier,
+        prefill_max_requests=spec.prefill_max_requests,
+        captured_tokens=spec.captured_tokens,
+        shares_storage=tiers is not None and tiers.has_storage,
+    )
+
+
+def decode_up(spec: ClusterSpec) -> InstanceUp:
+    """The same of all decode ranks."""
+    return InstanceUp(
+        instance=DECODE,
+        role="decode",
+        dp_size=spec.decode_dp_size,
+        kv_capacity_tokens=spec.decode_kv_capacity_tokens,
+        max_running_requests=spec.decode_max_running_requests,
+    )
+
+
+def boot_engines(
+    name: str,
+    one: InstanceSpec,
+    spec: ClusterSpec,
+    *,
+    index: int,
+    boot: int,
+    storage: SharedStorage | None,
+) -> list[SimulatedPrefill]:
+    """The engine of an instance; without a barrier one for each DP rank. ``index``: of the
+    instance. ``boot``: how often it was started before."""
+    engines = spec.engines(one)
+    ranks = one.dp_size // engines
+    return [
+        SimulatedPrefill(
+            name,
+            dp_size=ranks,
+            chunk_tokens=one.chunk_tokens,
+            cost=spec.cost if one.speed == 1 else spec.cost.at_speed(one.speed),
+            jitter=spec.pass_jitter,
+            rng=random.Random(spec.seed * 1000 + index + 1_000_000_007 * (boot + 1_000 * number)),
+            page_size=spec.page_size,
+            prefill_max_requests=spec.prefill_max_requests,
+            captured_tokens=spec.captured_tokens,
+            overlap=spec.overlap,
+            boot_id=f"{name}-{boot}",
+            caches=[_cache(spec, storage) for _ in range(ranks if spec.block_tokens else 0)],
+            first_pass_s=spec.first_pass_s,
+            lone_rank=None if spec.barrier else (number, one.dp_size),
+            host_load_s=spec.tiers.host_load_s if spec.tiers is not None else 0.0,
+        )
+        for number in range(engines)
+    ]
+
+
+def _cache(spec: ClusterSpec, storage: SharedStorage | None) -> BlockCache:
+    tiers, block_tokens = spec.tiers, spec.block_tokens
+    lower = None
+    if tiers is not None and tiers.host_kv_tokens >= block_tokens:
+        lower = LowerTiers(tiers.host_kv_tokens // block_tokens, storage)
+    return BlockCache(
+        spec.kv_capacity_tokens, block_tokens, events=spec.publishes_blocks, lower=lower
+    )
+
+
+def block_events(engine: SimulatedPrefill) -> list[BlocksRemoved | BlocksStored]:
+    """What the ranks publish after a pass, removals first in each tier."""
+    told: list[BlocksRemoved | BlocksStored] = []
+    for rank, events in engine.take_block_events():
+        for removed, stored, tier in (
+            (events.removed, events.stored, DEVICE),
+            (events.host_removed, events.host_stored, HOST),
+        ):
+            told.append(
+                BlocksRemoved(instance=engine.name, dp_rank=rank, blocks=removed, tier=tier)
+            )
+            told.append(BlocksStored(instance=engine.name, dp_rank=rank, blocks=stored, tier=tier))
+    return [event for event in told if event.blocks]

@@ -1,0 +1,117 @@
+"""What is below a rank's KV cache: host memory of its own, and storage that all ranks share.
+
+As SGLang's HiCache 0.5.23 with write-through: what a rank computes is copied to its host memory and
+to storage at once, and stays there when the device evicts it. Host memory keeps the blocks that
+were used last. What is found there is loaded while its pass runs, so the rank is slower by it. What
+only storage has is fetched to host memory first, from when the rank takes the request in, and the
+request cannot be scheduled until that is done (``prefetch_from_storage`` in
+``mem_cache/unified_radix_cache.py``, called by ``managers/scheduler.py``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+
+class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and speeds."""
+
+    host_kv_tokens: int = 1_000_000
+    """Of each prefill rank: twice its device memory (``--hicache-ratio 2``). 0: no such tier, and
+    none below it."""
+    host_load_s: float = 1.5e-6
+    """Per token, from host memory to the device: 70272 bytes at 50 GB/s."""
+    storage: bool = True
+    """Of all prefill ranks together, and as large as it takes."""
+    storage_load_s: float = 7e-6
+    """Per token, from storage to host memory: 70272 bytes at 10 GB/s."""
+
+    def __post_init__(self) -> None:
+        for name in ("host_kv_tokens", "host_load_s", "storage_load_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
+
+    @property
+    def has_storage(self) -> bool:
+        """Storage is reached through host memory only."""
+        return self.storage and self.host_kv_tokens > 0
+
+
+class SharedStorage:
+    """Blocks that any rank can have."""
+
+    def __init__(self, blocks: Iterable[int] = ()) -> None:
+        self._blocks = set(blocks)
+        self._stored: list[int] = []
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """A rank has written these."""
+        for block in blocks:
+            if block not in self._blocks:
+                self._blocks.add(block)
+                self._stored.append(block)
+
+    def take_stored(self) -> list[int]:
+        """What came since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
+
+
+class LowerTiers:
+    """Below one rank's device memory."""
+
+    def __init__(self, capacity_blocks: int, storage: SharedStorage | None) -> None:
+        self._capacity = capacity_blocks
+        self._host: OrderedDict[int, None] = OrderedDict()
+        """Least recently used first."""
+        self._storage = storage
+        self.stored: list[int] = []
+        """Since they were last taken, as the next: what came to host memory."""
+        self.removed: list[int] = []
+
+    def write(self, blocks: Sequence[int]) -> None:
+        """The device has them, or they were fetched."""
+        if not self._capacity:
+            return
+        host = self._host
+        # The end first: it is what must go first.
+        for block in reversed(blocks):
+            if block not in host:
+                self.stored.append(block)
+                host[block] = None
+            host.move_to_end(block)
+        while len(host) > self._capacity:
+            block, _ = host.popitem(last=False)
+            self.removed.append(block)
+        if self._storage is not None:
+            self._storage.add(blocks)
+
+    def bring(self, blocks: Sequence[int], new: Sequence[int]) -> None:
+        """The ``new`` ones of a prompt come, and take the place of none of the others."""
+        fetched = set(new)
+        self.write([block for block in blocks if block in fetched or block in self._host])
+
+    def in_host(self, blocks: Sequence[int], start: int, limit: int) -> int:
+        """Up to where blocks from ``start`` on are in host memory."""
+        for index in range(start, limit):
+            if blocks[index] not in self._host:
+                return index
+        return limit
+
+    def to_fetch(self, blocks: Sequence[int], start: int, limit: int) -> list[int]:
+        """The blocks from ``start`` on that only storage has, up to the first that nobody has."""
+        fetched: list[int] = []
+        if self._storage is None:
+            return fetched
+        for block in blocks[start:limit]:
+            if block not in self._host:
+                if block not in self._storage:
+                    break
+                fetched.append(block)
+        return fetched

@@ -1,0 +1,185 @@
+"""Agents in a closed loop: contexts that grow by tool results, pauses, and sub-agents.
+
+The shape is that of InferenceX AgentX: prompts of about 135K tokens of which the turns before have
+95 %, 850 tokens out, pauses of at most 10 s, and first turns that share nothing. The recorded
+traces are not public, so the shape is drawn from a seed.
+
+An agent sends a turn, reads the answer, runs a tool, and sends all of that with what the tool said.
+Now and then the tool is some sub-agents at once: their prompts begin as the agent's, and it goes on
+when the last of them is done. When its task is over the next agent takes its place, so load is the
+number of agents, not a rate: who is answered sooner asks sooner.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from sglang_sbs.simulator.cluster.arrival import Arrival
+
+PAGE_TOKENS = 512
+"""As Mooncake's traces have it; smaller ones take longer to simulate."""
+LONGEST_TOKENS = 262_144
+"""A task ends before its prompt would be longer."""
+_FIRST_TOKENS = (10.5, 0.4)
+"""Lognormal: median 36K, mean 39K. Instructions, tools and the first files."""
+_TOOL_TOKENS = (8.05, 1.1)
+"""Lognormal: median 3.1K, mean 5.7K."""
+_MEAN_OUTPUT_TOKENS = 850
+_TURNS = (22, 44)
+_MEAN_PAUSE_S = 2.5
+_MOST_PAUSE_S = 10.0
+_BRANCH_SHARE = 0.03
+"""Of an agent's turns: sub-agents instead of a tool."""
+_SUB_AGENTS = (2, 4)
+_SUB_TURNS = (2, 6)
+_TASK_TOKENS = 1_000
+"""What a sub-agent is told on top."""
+_SPREAD_S = 20.0
+"""Agents that are under way at the start send their next turn within this time."""
+_NAMES_PER_THREAD = 1 << 16
+
+
+@dataclass(slots=True)
+class _Thread:
+    """An agent or a sub-agent."""
+
+    number: int
+    session: str
+    rng: random.Random
+    tokens: int
+    """Of its context, answers included."""
+    turns: int
+    """Still to come."""
+    pages: list[int] = field(default_factory=list)
+    """Names of the full pages of its context, as far as they were sent."""
+    parent: _Thread | None = None
+    children: int = 0
+    """Sub-agents under way."""
+
+
+class AgentLoop:
+    """One run: who sends first, and what follows an answer."""
+
+    def __init__(
+        self, agents: int, duration_s: float, seed: int, *, under_way: bool = True
+    ) -> None:
+        """``duration_s``: nothing is sent later. ``under_way``: agents are met in the middle of
+        their tasks, else they begin."""
+        self._duration_s = duration_s
+        self._seed = seed
+        self._threads: dict[int, _Thread] = {}
+        self._started = 0
+        self.history: list[int] = []
+        """Pages that were computed before the run began, by agents that are under way: or a run
+        would begin with computing all contexts at once."""
+        rng = random.Random(f"agents {seed}")
+        self.first: list[Arrival] = []
+        """What is sent without an answer before it, in time order."""
+        for _ in range(agents):
+            thread = self._new_agent()
+            if under_way:
+                self._skip(thread, rng.randrange(thread.turns))
+            self.first.append(self._turn(thread, rng.uniform(0.0, _SPREAD_S)))
+        self.first.sort()
+
+    def after(self, arrival: Arrival, now_s: float) -> list[Arrival]:
+        """An answer has ended, or will never come: what its reader sends next, in time order."""
+        thread = self._threads[arrival.thread]
+        thread.tokens += arrival.output_tokens
+        thread.turns -= 1
+        return sorted(a for a in self._next(thread, now_s) if a.at_s <= self._duration_s)
+
+    def _next(self, thread: _Thread, now_s: float) -> list[Arrival]:
+        pause_s = min(_MOST_PAUSE_S, thread.rng.expovariate(1 / _MEAN_PAUSE_S))
+        if thread.parent is None and thread.turns and thread.rng.random() < _BRANCH_SHARE:
+            thread.children = thread.rng.randint(*_SUB_AGENTS)
+            subs = [self._branch(thread) for _ in range(thread.children)]
+            return [self._turn(sub, now_s + pause_s) for sub in subs]
+        thread.tokens += _lognormal(thread.rng, _TOOL_TOKENS)
+        if thread.turns > 0 and thread.tokens <= LONGEST_TOKENS:
+            return [self._turn(thread, now_s + pause_s)]
+        del self._threads[thread.number]
+        parent = thread.parent
+        if parent is None:
+            return [self._turn(self._new_agent(), now_s + pause_s)]
+        parent.children -= 1
+        parent.tokens += _MEAN_OUTPUT_TOKENS  # what it is told of the work
+        if parent.children:
+            return []
+        if parent.tokens <= LONGEST_TOKENS:
+            return [self._turn(parent, now_s)]
+        del self._threads[parent.number]
+        return [self._turn(self._new_agent(), now_s + pause_s)]
+
+    def _new_agent(self) -> _Thread:
+        number = self._started
+        rng = random.Random(f"agent {self._seed} {number}")
+        return self._add(
+            _Thread(
+                number,
+                str(number),
+                rng,
+                _lognormal(rng, _FIRST_TOKENS),
+                rng.randint(*_TURNS),
+            )
+        )
+
+    def _branch(self, parent: _Thread) -> _Thread:
+        """It begins with the parent's context, and is told what to do."""
+        number = self._started
+        rng = random.Random(f"agent {self._seed} {number}")
+        sub = _Thread(
+            number,
+            parent.session,
+            rng,
+            parent.tokens + _TASK_TOKENS,
+            rng.randint(*_SUB_TURNS),
+            list(parent.pages),
+            parent,
+        )
+        return self._add(sub)
+
+    def _add(self, thread: _Thread) -> _Thread:
+        self._started += 1
+        self._threads[thread.number] = thread
+        return thread
+
+    def _skip(self, thread: _Thread, turns: int) -> None:
+        """It has sent so many turns before the run."""
+        for _ in range(turns):
+            grown = (
+                thread.tokens + _output_tokens(thread.rng) + _lognormal(thread.rng, _TOOL_TOKENS)
+            )
+            if grown > LONGEST_TOKENS:
+                break
+            self._fill(thread)
+            thread.tokens = grown
+            thread.turns -= 1
+        self.history += thread.pages
+
+    def _turn(self, thread: _Thread, at_s: float) -> Arrival:
+        self._fill(thread)
+        output_tokens = _output_tokens(thread.rng)
+        return Arrival(
+            at_s,
+            thread.tokens,
+            output_tokens,
+            tuple(thread.pages),
+            thread.session,
+            thread=thread.number,
+        )
+
+    @staticmethod
+    def _fill(thread: _Thread) -> None:
+        """Name the pages that have become full."""
+        full = range(len(thread.pages), thread.tokens // PAGE_TOKENS)
+        thread.pages += [thread.number * _NAMES_PER_THREAD + page for page in full]
+
+
+def _lognormal(rng: random.Random, shape: tuple[float, float]) -> int:
+    return min(LONGEST_TOKENS, max(1, round(rng.lognormvariate(*shape))))
+
+
+def _output_tokens(rng: random.Random) -> int:
+    return 1 + int(rng.expovariate(1 / _MEAN_OUTPUT_TOKENS))
