@@ -29,6 +29,7 @@ from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.client.intake import (
     KEEP_ALIVE_S,
     MAX_HEAD_LINE_BYTES,
+    READ_BYTES,
     Doorman,
     Gate,
     ParserLog,
@@ -126,6 +127,7 @@ class RouterServer:
                 max_line_size=MAX_HEAD_LINE_BYTES,
                 max_field_size=MAX_HEAD_LINE_BYTES,
                 keepalive_timeout=KEEP_ALIVE_S,
+                read_bufsize=READ_BYTES,
                 shutdown_timeout=_LAST_WORDS_S,
             )
             self._metrics_port = MetricsPort(

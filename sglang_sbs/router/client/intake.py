@@ -31,6 +31,9 @@ KEEP_ALIVE_S = 75.0
 MIN_BYTES_PER_S = 16 * 1024
 MAX_HEAD_LINE_BYTES = 32 * 1024
 """Of a request line or header: tokens and baggage of gateways are larger than aiohttp's 8,190."""
+READ_BYTES = 64 << 10
+"""With twice as much of a body unread, no more is read from its connection. aiohttp's own limit is
+four times that: twenty large bodies at once then hold up everybody else."""
 _SMALL_BYTES = 64 << 10
 
 
