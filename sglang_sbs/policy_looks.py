@@ -45,7 +45,7 @@ LOOKS: dict[str, Look] = {
     "smg": Look("#000000", "smg 1.13 as it comes: cache_aware"),
     "smg:round_robin": Look("#636363", "smg 1.13, instances in turn"),
     "smg:min_tokens": Look("#843c39", "smg 1.13, the DP rank with the fewest tokens"),
-    "dynamo": Look("#637939", "as NVIDIA Dynamo's router chooses"),
+    "dynamo_kv": Look("#637939", "as NVIDIA Dynamo's router chooses"),
 }
 _SPARE = ("#ce6dbd", "#3182bd", "#e6550d", "#31a354", "#756bb1", "#bd9e39", "#5254a3", "#a55194")
 

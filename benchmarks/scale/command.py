@@ -127,7 +127,9 @@ async def measure(case: Case, console: Console, log: Path) -> Result:
     shape = shape_of(case.ranks, endforward, case.reports_per_s, case.token_s)
     async with (
         running_fleet(shape) as fleet,
-        running_router(fleet, shape, case.workers, endforward, case.flags, log, case.tcp) as router,
+        running_router(
+            fleet, shape, case.workers, endforward, case.flags, log, tcp=case.tcp
+        ) as router,
     ):
         others = {"engines": [fleet.process.pid], "clients": [os.getpid()]}
         idle = await router.read(others)

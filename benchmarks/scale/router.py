@@ -159,7 +159,8 @@ async def running_router(
     endforward: str,
     flags: tuple[str, ...],
     log: Path,
-    tcp: bool,
+    *,
+    tcp: bool = False,
 ) -> AsyncIterator[ScaledRouter]:
     """Ready: every engine has been described, and every rank of it has been heard.
 

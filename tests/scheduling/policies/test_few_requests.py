@@ -6,7 +6,7 @@ import pytest
 from test_pass_forecast import CHUNK, instance
 from test_pass_forecast import request as request_of
 
-from sglang_sbs.scheduling.policies.adaptive.few_requests import Turns, best_cut, cut_of
+from sglang_sbs.scheduling.policies.adaptive.few_requests import Turns, Waiting, best_cut, cut_of
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 
 
@@ -59,7 +59,7 @@ def test_nothing_that_fits_is_no_request(idle):
     offered = OfferedLoad()
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
-    assert cut_of(now, [later], [], 5000, starts, 0.0, offered) <= 1
+    assert cut_of(now, [], Waiting(0.0, 5000, [now, later], starts), offered) <= 1
 
 
 def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
@@ -68,4 +68,5 @@ def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)
     head = [request_of("a", 3 * CHUNK)]
-    assert cut_of(now, [later], head, 3 * CHUNK, {"p0": 0.0, "p1": 0.1}, 0.0, offered) == 1
+    waiting = Waiting(0.0, 3 * CHUNK, [now, later], {"p0": 0.0, "p1": 0.1})
+    assert cut_of(now, head, waiting, offered) == 1

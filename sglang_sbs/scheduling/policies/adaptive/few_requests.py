@@ -32,24 +32,25 @@ not known better than that, and whoever is left for later is the tail. What each
 docs/lab/constants.md."""
 
 
-def cut_of(
-    instance: PrefillInstance,
-    others: Sequence[PrefillInstance],
-    head: Sequence[Request],
-    waiting_tokens: int,
-    start_of: Mapping[InstanceId, float],
-    now_s: float,
-    offered: OfferedLoad,
-) -> int:
-    """How many of the first requests leave now for this instance.
+class Waiting(NamedTuple):
+    """What waits at a moment, and for whom."""
 
-    Args:
-        head: those that fit into its pass, in their order.
-        waiting_tokens: of all that wait.
-        start_of: when the pass of an instance starts that a batch sent now could be in.
-    """
+    now_s: float
+    tokens: int
+    instances: Sequence[PrefillInstance]
+    start_of: Mapping[InstanceId, float]
+    """When the pass of an instance starts that a batch sent now could be in."""
+
+
+def cut_of(
+    instance: PrefillInstance, head: Sequence[Request], waiting: Waiting, offered: OfferedLoad
+) -> int:
+    """How many of the first requests leave now for this instance. ``head``: those that fit into its
+    pass, in their order."""
+    now_s, tokens, instances, start_of = waiting
+    others = [other for other in instances if other is not instance]
     rate = offered.token_rate
-    share = fair_share(instance, others, waiting_tokens, start_of, now_s, rate)
+    share = fair_share(instance, others, tokens, start_of, now_s, rate)
     cut = prefix(head, share)
     if instance.idle and share > 0:
         cut = max(cut, 1)
@@ -62,7 +63,7 @@ def cut_of(
     rest = [other for other in others if other is not later]
     if rest:
         # Only what is for these two is divided between them.
-        left_tokens = waiting_tokens - uncached_tokens_of(head[:cut])
+        left_tokens = tokens - uncached_tokens_of(head[:cut])
         share = fair_share(later, rest, left_tokens, start_of, now_s, rate)
         head = head[: cut + prefix(head[cut:], share)]
     start_s = start_of[instance.id]

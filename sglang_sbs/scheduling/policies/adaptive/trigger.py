@@ -44,7 +44,7 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
-from sglang_sbs.scheduling.policies.adaptive.few_requests import cut_of
+from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
@@ -478,16 +478,8 @@ class AdaptiveTrigger(PrefillPolicy):
         alone = len(one.instances) == 1 or one.passes_of(instance) > 1
         if one.home_of is not None or alone or one.overdue:
             return head, rest
-        others = [i for i in one.instances if i is not instance]
-        cut = cut_of(
-            instance,
-            others,
-            head,
-            one.queue.tokens,
-            one.start_of,
-            one.at.now_s,
-            self._offered,
-        )
+        waiting = Waiting(one.at.now_s, one.queue.tokens, one.instances, one.start_of)
+        cut = cut_of(instance, head, waiting, self._offered)
         if one.all_idle:
             # A prompt longer than the share is not divisible: later it would be no better off.
             cut = max(cut, 1)
