@@ -30,7 +30,6 @@ TOO_MANY_PARAMETERS = {
     "benchmarks/gangs/command.py _run",
     "sglang_sbs/router/processes/scheduler_link.py SchedulerLink.__init__",
     "sglang_sbs/router/relay/attempts.py Attempts.__init__",
-    "sglang_sbs/router/relay/pair.py Pair.__init__",
     "sglang_sbs/router/relay/relay.py Relay.__init__",
     "sglang_sbs/scheduling/gangs.py Gangs.__init__",
     "sglang_sbs/scheduling/policies/pbaa.py _place",
