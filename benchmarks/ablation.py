@@ -46,6 +46,8 @@ OFF: dict[str, tuple[float, str]] = {
     "HOLD_PASSES": (0.0, ""),
     "MOST_JOINING": (0, ""),
     "ARRIVING_SHARE": (1.0, ""),
+    "FEW_PER_RANK": (0.0, ""),
+    "WORTH": (0.0, ""),
     "TORN_SHARE": (0.0, ""),
     "TORN_STEP": (0.0, ""),
     "JOIN_SHARE": (0.0, ""),
