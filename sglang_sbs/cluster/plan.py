@@ -231,6 +231,7 @@ def _shape_of(options: ClusterOptions, endforward_endpoint: str | None) -> _Shap
     dp_attention = "--enable-dp-attention" in flags
     gpus = tensor_parallel * pipeline_parallel * (1 if dp_attention else ranks)
     environment = dict(options.environment)
+    environment.pop("SGLANG_SBS_BOOT_ID", None)  # of this process, where SGLang has loaded plugins
     if on_cpu:
         environment |= cpu_engine_environment(gpus, options.virtual_gpu, environment)
     publishes_kv = _wants_kv_events(options) and ranks <= PORTS_PER_INSTANCE

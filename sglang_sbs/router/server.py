@@ -368,8 +368,9 @@ class RouterServer:
         as_ids.add_metric([], self.relay.attempts.sent_as_ids)
         yield as_ids
         sessions = gauge("smg_worker_routing_keys_active", "Conversations in flight", "worker")
+        held = self.in_flight.sessions()
         for worker in self.registry:
-            sessions.add_metric([worker.url], self.in_flight.sessions_of(worker))
+            sessions.add_metric([worker.url], held.get(worker.url, 0))
         yield sessions
 
     async def _flush_log(self) -> None:

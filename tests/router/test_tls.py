@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import uvloop
 from router_harness import TIMEOUT_S, cluster, sse_events, until
 
 from sglang_sbs.router.options.arguments import FlagError
@@ -21,7 +22,16 @@ from sglang_sbs.router.server import RouterServer
 from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 
+def test_both_sides_over_tls_with_uvloop(certificate: tuple[Path, Path]) -> None:
+    """As the router runs: its transports are other objects than asyncio's."""
+    uvloop.run(over_tls(certificate))
+
+
 async def test_both_sides_over_tls(certificate: tuple[Path, Path]) -> None:
+    await over_tls(certificate)
+
+
+async def over_tls(certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     serving.load_cert_chain(cert, key)

@@ -74,6 +74,14 @@ def test_engines_are_started_with_sglangs_own_launcher() -> None:
     assert prefill.log_path == Path("/logs/prefill-0.log")
 
 
+def test_engines_have_boot_ids_of_their_own() -> None:
+    """``sglang serve`` loads plugins before it starts ours, and the id lands in its environment."""
+    environment = {"SGLANG_SBS_BOOT_ID": "of the launcher", "OTHER": "kept"}
+    for process in plan(environment=environment).instances:
+        assert "SGLANG_SBS_BOOT_ID" not in process.environment
+        assert process.environment["OTHER"] == "kept"
+
+
 def test_no_two_processes_share_a_port() -> None:
     planned = plan(prefill_instances=3, decode_instances=2, engine_flags=DP_ATTENTION)
     assert planned.router is not None

@@ -43,7 +43,7 @@ async def read_body(request: web.Request, most_bytes: int = MAX_BODY_BYTES) -> b
     return bytes(body)
 
 
-def json_object(raw: bytes) -> dict[str, Any]:
+def json_object(raw: bytes | bytearray) -> dict[str, Any]:
     """Raises: RouterError (400)."""
     try:
         value = orjson.loads(raw)

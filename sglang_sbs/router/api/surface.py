@@ -171,7 +171,7 @@ class Surface:
             error_code = response.headers.get("X-SMG-Error-Code", "")
         finally:
             self._answered(request.method, path, status, error_code, started_s, duration)
-            if request.transport is not None and request.keep_alive:
+            if request.transport is not None:  # also one that is closed with something unsent
                 self._server.doorman.rests(request.transport)
         return response
 

@@ -14,9 +14,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from sglang_sbs.router.api.bodies import json_answer, json_object, read_body
+from sglang_sbs.router.answer import Answer
+from sglang_sbs.router.api.bodies import json_answer, json_object
 from sglang_sbs.router.api.served_router import Router
+from sglang_sbs.router.client.answer_stream import send
+from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.lanes import LONG_BYTES
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.requests.body_fields import bad_request
 
@@ -25,6 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _MAX_BODY_BYTES = 4 << 20
 """Of text or ids in JSON: a larger body would hold up the event loop while it is read."""
 _MOST_BACKLOG_BYTES = 16 << 20
+_MOST_TEXTS = 1024
 _MOST_TOKEN_ID = (1 << 32) - 1
 
 
@@ -72,13 +77,22 @@ class Tokenizing:
                 "tokenizer_not_found",
                 "this router has no tokenizer: start it with --tokenizer-path",
             )
-        raw = await read_body(request, _MAX_BODY_BYTES)
-        if server.lanes.long_bytes > _MOST_BACKLOG_BYTES:
-            raise RouterError(503, "busy", "too much text waits to be tokenized", retry_after_s=1.0)
-        body = await server.lanes.run(
-            len(raw), lambda: orjson.dumps(work(tokenizer, json_object(raw)))
-        )
-        return web.Response(body=body, content_type="application/json")
+        client = Client(request)
+        with server.relay.bodies.share() as share:
+            try:
+                raw = await share.read(client, _MAX_BODY_BYTES)
+            except web.HTTPRequestEntityTooLarge:
+                detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
+                raise RouterError(413, "payload_too_large", detail) from None
+            if server.lanes.long_bytes > _MOST_BACKLOG_BYTES:
+                detail = "too much text waits to be tokenized"
+                raise RouterError(503, "busy", detail, retry_after_s=1.0)
+            # Not in the threads that prompts of requests wait for, however short it is.
+            body = await server.lanes.run(
+                max(len(raw), LONG_BYTES),
+                lambda: orjson.dumps(work(tokenizer, json_object(raw))),
+            )
+            return await send(client, Answer(200, body, "application/json"))
 
     def _tokens(self, tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
         """Raises: RouterError (400)."""
@@ -94,6 +108,7 @@ class Tokenizing:
             elif isinstance(prompt, str):
                 ids = tokenizer.pieces.encode(prompt, add_special_tokens=special).tolist()
             elif isinstance(prompt, list) and all(isinstance(text, str) for text in prompt):
+                _check_count("prompt", prompt)
                 encode = tokenizer.pieces.encode
                 ids = [encode(text, add_special_tokens=special).tolist() for text in prompt]
             else:
@@ -120,7 +135,17 @@ def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
     prompt = tokenizer.chat_ids(body)
     if not prompt.exact:
         raise bad_request("messages with images, video or sound: only engines know their tokens")
+    if not prompt.certain:
+        raise bad_request("what the model makes of these fields only engines know: ask one")
     return prompt.ids.tolist()
+
+
+def _check_count(name: str, of: list[Any]) -> None:
+    """Raises: RouterError (400)."""
+    if len(of) > _MOST_TEXTS:
+        raise bad_request(
+            f"{name} has {len(of)} entries; at most {_MOST_TEXTS} are answered at once"
+        )
 
 
 def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +159,8 @@ def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
     if not tokens:
         return {"text": ""}
     several = isinstance(tokens[0], list)
+    if several:
+        _check_count("tokens", tokens)
     for ids in tokens if several else [tokens]:
         if not isinstance(ids, list):
             raise bad_request(f"tokens: {reprlib.repr(ids)} is no list, unlike the first")

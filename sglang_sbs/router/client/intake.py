@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -264,7 +263,7 @@ class _Line:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self.since_s: dict[Any, float] = {}
-        self._spared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._spared: set[Any] = set()  # not weak: those of TLS under uvloop cannot be
 
     def oldest_s(self) -> float:
         """Since when the first one waits."""
@@ -276,16 +275,17 @@ class _Line:
 
     def close_first(self) -> bool:
         """False: it is closed already, or the client still takes an answer, for which it may wait
-        as long again, once."""
+        as long again, once. One that was closed with something unsent is not gone before that."""
         transport = next(iter(self.since_s))
         del self.since_s[transport]
-        if transport.is_closing():
-            return False
-        if transport.get_write_buffer_size() and transport not in self._spared:
+        unsent = transport.get_write_buffer_size()
+        if unsent and transport not in self._spared:
             self.since_s[transport] = asyncio.get_running_loop().time()
             self._spared.add(transport)
             return False
         self._spared.discard(transport)
+        if transport.is_closing() and not unsent:
+            return False
         transport.abort()
         return True
 

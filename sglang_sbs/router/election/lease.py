@@ -61,7 +61,13 @@ class KubernetesLease:
     async def release(self, mine: Record) -> None:
         # As client-go does it: no holder, and a second for those who do not look at the holder.
         free = {"holderIdentity": "", "leaseDurationSeconds": 1}
-        await self._write(mine.version, free, _now())
+        try:
+            await self._write(mine.version, free, _now())
+        except Refused:
+            now = await self.read()  # a renewal that was given up may have been taken
+            if now.holder != mine.holder:
+                raise
+            await self._write(now.version, free, _now())
 
     async def close(self) -> None:
         if self._api is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sglang_sbs.extras import without_kubernetes
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in
 
 Role = Literal["router", "scheduler", "front-end"]
@@ -111,6 +112,8 @@ def _scheduler(
 def _election(args: argparse.Namespace) -> ElectionFlags | None:
     if args.sbs_election is None:
         return None
+    if args.sbs_election.startswith("k8s:") and (install := without_kubernetes()):
+        raise ValueError(f"--sbs-election {args.sbs_election} needs a Kubernetes client: {install}")
     return ElectionFlags(
         args.sbs_election,
         args.sbs_election_lease_secs,

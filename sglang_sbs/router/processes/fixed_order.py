@@ -66,6 +66,8 @@ class Order:
         """By a front end."""
         self._highest = max(self._highest, look.term)
         self._served.pop(look.who, None)
+        if len(self._served) >= _MOST_FRONT_ENDS:
+            self._forget(now_s)
         if look.served and len(self._served) < _MOST_FRONT_ENDS:
             self._served[look.who] = now_s
 
@@ -112,10 +114,14 @@ class Order:
     def _may_begin(self, others: dict[int, Standing], count: int, now_s: float) -> bool:
         if any(position < self._own or standing.active for position, standing in others.items()):
             return False
-        self._served = {who: at for who, at in self._served.items() if now_s - at < SERVED_S}
+        self._forget(now_s)
         if self._served:
             return False
         return len(others) == count - 1 or now_s - self._knows_nothing_since_s >= START_S
+
+    def _forget(self, now_s: float) -> None:
+        """Those that have not said for long that they are served."""
+        self._served = {who: at for who, at in self._served.items() if now_s - at < SERVED_S}
 
 
 class FixedOrder:
@@ -143,6 +149,9 @@ class FixedOrder:
                 self._tell()
                 await asyncio.sleep(TICK_S)
         finally:
+            if self._order.term is not None:
+                self._order.exceed(self._order.term)
+                self._tell()
             self._scouts.close()
 
     @property

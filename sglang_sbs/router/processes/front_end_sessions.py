@@ -142,6 +142,7 @@ class Hub:
         self._loop = asyncio.get_running_loop()
         self._ticked_s = self._loop.time()
         self._told_s = 0.0
+        self.stands = True  # for the lead; who does not yet is not ready either
         self._membership = Membership(members, self._ticked_s)
         unopposed = Unopposed()
         self._lead = lead or Lead(unopposed)
@@ -245,7 +246,7 @@ class Hub:
     def receive(self, identity: bytes, message: ToScheduler) -> None:
         """Handle one message of a front end."""
         if isinstance(message, Look):
-            self.tell(identity, self._lead.looked(message, ready=self.settled))
+            self.tell(identity, self._lead.looked(message, ready=self.settled and self.stands))
             return
         if isinstance(message, Hello):
             self._hello(identity, message)

@@ -7,6 +7,7 @@ Owns what is known of it and the term that every message bears. Must not know ho
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,7 +18,11 @@ from sglang_sbs.router.election import Election
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcome
 
+logger = logging.getLogger(__name__)
+
 _M = TypeVar("_M", bound=msgspec.Struct)
+_MOST_AHEAD = 1_000_000
+"""Terms: nobody leads that often between two words of a peer."""
 
 
 class Lead:
@@ -69,7 +74,11 @@ class Lead:
         self._led = False
 
     def shown(self, term: int) -> None:
-        """Somebody else leads, or led, in this term."""
+        """Somebody else leads, or led, in this term. One far beyond all that were is nobody's: the
+        terms must last."""
+        if term > self._highest + _MOST_AHEAD:
+            logger.warning("term %d is dropped: the latest is %d", term, self._highest)
+            return
         self._highest = max(self._highest, term)
         if term >= self.term:
             self._election.exceed(term)

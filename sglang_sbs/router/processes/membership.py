@@ -51,6 +51,11 @@ class Membership:
         urls = {state.url for state in hello.workers}
         for worker in self.registry:
             if worker.url not in urls and not is_discovered(worker):  # pods know better
+                logger.warning(
+                    "worker %s of the command line is removed: the scheduler before this one did "
+                    "not have it. POST /workers adds it",
+                    worker.url,
+                )
                 self._members.remove_worker(worker)
         for state in hello.workers:
             known = self.registry.get(state.url)

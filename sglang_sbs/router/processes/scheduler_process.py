@@ -171,15 +171,20 @@ class SchedulerProcess:
         not know them yet refuses what another one, or a front end by itself, would place.
         """
         if not isinstance(election, Unopposed):
+            self._hub.stands = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     while not self._has_looked():  # noqa: ASYNC110 - nothing announces it
                         await asyncio.sleep(_LOOK_AGAIN_S)
+        self._hub.stands = True
+        last_cause = ""
         while True:
             try:
                 await election.run(self._hub.lead, self._hub.follow)
-            except Exception:
-                logger.exception("the election failed: this scheduler is a standby")
+            except Exception as error:
+                if repr(error) != last_cause:
+                    logger.exception("the election failed: this scheduler is a standby")
+                last_cause = repr(error)
             if self.lead.active:
                 self._hub.follow()
             await asyncio.sleep(_AGAIN_S)

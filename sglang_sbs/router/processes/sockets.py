@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -160,8 +161,13 @@ class FrontEndSocket(_Socket):
         self._receive(message)
 
     def close(self, linger_ms: int = 0) -> None:
+        """``linger_ms``: for last words. Without any nothing is waited for: libzmq's thread may be
+        in a look-up of the scheduler's name, which can take many seconds."""
         super().close(linger_ms)
-        self.end()
+        if linger_ms:
+            self.end()
+        else:
+            threading.Thread(target=self.end, name="closing a line", daemon=True).start()
 
 
 class SchedulerSocket(_Socket):
@@ -185,7 +191,7 @@ class SchedulerSocket(_Socket):
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise OSError(f"--sbs-scheduler {endpoint}: {error}") from error
+            raise OSError(f"--sbs-listen {endpoint}: {error}") from error
         self.watch()
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 

@@ -187,14 +187,15 @@ class InFlight:
         if request.trace is not None and self._traces is not None:
             self._traces.ended(request.trace, outcome)
 
-    def sessions_of(self, worker: Worker) -> int:
-        """How many conversations have a leg in flight there."""
-        names = {
-            request.session
-            for request in self._requests.values()
-            if request.decode is worker or (request.prefill_open and request.prefill is worker)
-        }
-        return len(names - {""})
+    def sessions(self) -> dict[str, int]:
+        """How many conversations have a leg in flight, by worker URL; none where it is missing."""
+        names: dict[str, set[str]] = {}
+        for request in self._requests.values():
+            if request.session:
+                for worker in (request.decode, request.prefill if request.prefill_open else None):
+                    if worker is not None:
+                        names.setdefault(worker.url, set()).add(request.session)
+        return {url: len(found) for url, found in names.items()}
 
     def find_owner(self, rid: str, role: str) -> str | None:
         """Where the leg of that role went, for binding EndForward messages."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from aiohttp import web
 
-from sglang_sbs.router.client.intake import Doorman, Gate, ParserLog
+from sglang_sbs.router.client.intake import KEEP_ALIVE_S, Doorman, Gate, ParserLog
 
 MAX_CONNECTIONS = 64
 """Of scrapers; when all are taken the longest silent one has to go, else the new one."""
@@ -43,6 +43,7 @@ class MetricsPort:
             access_log=None,
             logger=ParserLog(malformed),
             auto_decompress=False,
+            keepalive_timeout=KEEP_ALIVE_S,
             shutdown_timeout=shutdown_s,
         )
         self._listening: asyncio.Server | None = None
@@ -72,4 +73,8 @@ class MetricsPort:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         self._doorman.heard(request.transport)
-        return await handler(request)
+        try:
+            return await handler(request)
+        finally:
+            if request.transport is not None:
+                self._doorman.rests(request.transport)

@@ -71,6 +71,7 @@ def _pools(
         whole.duration_s = max(whole.duration_s, outcome.duration_s)
     whole.requests.sort(key=lambda request: request.arrived_s)
     whole.passes.sort(key=lambda one: one.end_s)
+    whole.arrivals = arrivals
     return whole
 
 

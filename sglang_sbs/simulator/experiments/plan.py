@@ -6,6 +6,7 @@ Owns the question, the table and the picture. The capacity search is :mod:`.swee
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,6 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         scenario = make_scenario(name, **cluster_fields(args))
     except (ScenarioError, TraceError) as error:
         parser.error(str(error))
+    if args.duration <= scenario.warm_up_s:
+        parser.error(f"--duration: more than the {scenario.warm_up_s:g} s of warm-up of {name}")
+    if args.qps is None and math.isnan(scenario.workload_qps):
+        parser.error(f"--qps: {name} has no rate of its own")
     args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
     tasks: list[Task] = []
     for chunk in args.chunks or [scenario.spec.chunk_tokens]:

@@ -211,7 +211,7 @@ def loop_summary(outcome: Outcome, scenario: Scenario, job: Job) -> Row:
         for r in outcome.requests
         if scenario.warm_up_s <= r.ended_s <= job.duration_s and not math.isnan(r.prefilled_s)
     )
-    prompt_tokens = sum(r.prompt_tokens for r in counted)
+    prompt_tokens = sum(r.prompt_tokens for r in counted) or 1
     return {
         "agents": round(job.load * scenario.agents),
         "qps": len(counted) / window_s,
@@ -307,5 +307,7 @@ def max_load(
     # No load meets the SLO: the row says what the lightest one tried gives, and a capacity of 0.
     within = low if low in rows else 0.0
     at_limit = rows[within or min(rows)]
-    max_qps = at_limit["qps"] if scenario.agents else within * scenario.nominal_qps
+    max_qps = within * scenario.nominal_qps
+    if scenario.agents:
+        max_qps = at_limit["qps"] if within else 0.0
     return {**at_limit, "slo_ttft_s": slo_ttft_s, "max_qps": max_qps}

@@ -268,7 +268,8 @@ def _add_robustness(parser: argparse.ArgumentParser) -> _Actions:
 
 def _tiers(args: argparse.Namespace) -> dict[str, Any]:
     """Tiers below the caches, if anything is said of them."""
-    if args.host_kv_tokens is None and args.storage is None:
+    has_tiers = getattr(args, "scenario", "") == AGENTIC  # without being told
+    if args.host_kv_tokens is None and not (args.storage or (has_tiers and args.storage is False)):
         return {}
     tiers = TierSpec(storage=args.storage is not False)
     if args.host_kv_tokens is not None:

@@ -92,7 +92,8 @@ class AgentLoop:
 
     def _next(self, thread: _Thread, now_s: float) -> list[Arrival]:
         pause_s = min(_MOST_PAUSE_S, thread.rng.expovariate(1 / _MEAN_PAUSE_S))
-        if thread.parent is None and thread.turns and thread.rng.random() < _BRANCH_SHARE:
+        branches = thread.parent is None and thread.turns and thread.rng.random() < _BRANCH_SHARE
+        if branches and thread.tokens + _TASK_TOKENS <= LONGEST_TOKENS:
             thread.children = thread.rng.randint(*_SUB_AGENTS)
             subs = [self._branch(thread) for _ in range(thread.children)]
             return [self._turn(sub, now_s + pause_s) for sub in subs]

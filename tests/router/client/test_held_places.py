@@ -13,7 +13,7 @@ import orjson
 import pytest
 from router_harness import cluster, until
 
-from sglang_sbs.router.api import endpoints
+from sglang_sbs.router.api import bodies
 from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.intake import Doorman
@@ -120,7 +120,7 @@ async def test_a_client_that_stops_reading_loses_its_place_on_decode(monkeypatch
 
 @pytest.mark.parametrize("method", ["POST /workers", "PUT /workers/%s", "POST /abort_request"])
 async def test_the_body_of_a_control_request_must_come(method: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(endpoints, "GRACE_S", 0.05)
+    monkeypatch.setattr(bodies, "GRACE_S", 0.05)
     async with cluster() as c:
         worker = next(iter(c.server.registry))
         line = (method % worker.id if "%" in method else method).encode() + b" HTTP/1.1\r\n"
@@ -158,7 +158,8 @@ async def test_silent_connections_to_the_metrics_port_are_few_and_lock_nobody_ou
             writer.close()
 
 
-async def test_scrapers_that_speak_keep_their_connection() -> None:
+async def test_of_scrapers_that_spoke_the_longest_idle_go() -> None:
+    """Probes ask this port, too: nobody keeps all its places."""
     async with cluster() as c:
         ends = await connect(c.server.prometheus_port, MAX_CONNECTIONS)
         for reader, writer in ends:
@@ -166,9 +167,11 @@ async def test_scrapers_that_speak_keep_their_connection() -> None:
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             await reader.readexactly(length)
-        more = await connect(c.server.prometheus_port, 5)
-        await until(lambda: closed(more) == 5)
         assert closed(ends) == 0
+        more = await connect(c.server.prometheus_port, 5)
+        await until(lambda: closed(ends) == 5)
+        assert closed(ends[:5]) == 5
+        assert closed(more) == 0
         for _, writer in ends + more:
             writer.close()
 

@@ -70,3 +70,29 @@ def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
     head = [request_of("a", 3 * CHUNK)]
     waiting = Waiting(0.0, 3 * CHUNK, [now, later], {"p0": 0.0, "p1": 0.1})
     assert cut_of(now, head, waiting, offered) == 1
+
+
+def test_passes_without_a_fixed_time_are_no_division_by_zero():
+    now, later = instance("p0", 4), instance("p1", 4)
+    for one in (now, later):
+        one.model.fixed_s = 0.0  # the fit has dropped it
+    offered = OfferedLoad()
+    offered.on_topology_change([now, later])
+    offered.measure([now, later], 0.0)
+    head = [request_of("a", 300), request_of("b", 300)]
+    waiting = Waiting(1.0, 600, [now, later], {"p0": 1.0, "p1": 1.1})
+    assert offered.pass_s > 0
+    assert cut_of(now, head, waiting, offered) in (1, 2)
+
+
+def test_an_idle_instance_that_is_slow_takes_nothing_by_force():
+    slow, fast = instance("p0", 4), instance("p1", 4)
+    for _ in range(60):
+        slow.model.observe([300, 0, 0, 0], 2.0)
+    fast.dispatched("other", 0, 100, 0.0)
+    offered = OfferedLoad()
+    offered.on_topology_change([slow, fast])
+    offered.measure([slow, fast], 0.0)
+    waiting = Waiting(0.0, 100, [slow, fast], {"p0": 0.0, "p1": 0.05})
+    assert slow.idle
+    assert cut_of(slow, [request_of("a", 100)], waiting, offered) == 0

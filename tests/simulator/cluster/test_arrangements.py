@@ -33,6 +33,7 @@ def test_in_pools_a_prompt_goes_where_its_length_says_and_all_are_answered() -> 
     sent = arrivals()
     outcome = simulate_arranged(sent, SchedulerConfig(policy="eta"), spec, drain_s=60.0)
     assert [one.index for one in outcome.requests] == list(range(len(sent)))
+    assert list(outcome.arrivals) == sent
     assert all(one.ends == 1 and one.ttft_s > 0 for one in outcome.requests)
     assert [one.prompt_tokens for one in outcome.requests] == [one.prompt_tokens for one in sent]
     longest_short = fair_threshold([a.prompt_tokens for a in sent], 2, [InstanceSpec()] * 3)

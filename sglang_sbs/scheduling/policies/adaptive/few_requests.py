@@ -52,8 +52,8 @@ def cut_of(
     rate = offered.token_rate
     share = fair_share(instance, others, tokens, start_of, now_s, rate)
     cut = prefix(head, share)
-    if instance.idle and share > 0:
-        cut = max(cut, 1)
+    least = min(len(head), int(instance.idle and share > 0))
+    cut = max(cut, least)
     cycle = offered.request_rate * offered.pass_s / (1 + len(others))
     few = cycle <= FEW_PER_RANK * instance.dp_size and len(head) <= MOST_DIVIDED
     alone = instance.dp_size == 1  # no rank waits for another
@@ -69,12 +69,11 @@ def cut_of(
     start_s = start_of[instance.id]
     later_s = max(start_s, start_of[later.id])
     coming = round(ARRIVING_SHARE * offered.request_rate * (later_s - now_s))
-    least = min(len(head), int(instance.idle))
     return best_cut(
         head,
         Turns(instance, later, later_s - start_s, [round(offered.mean_tokens)] * coming, cycle),
         least=least,
-        usual=min(len(head), max(cut, least)),
+        usual=min(len(head), cut),
         now_s=now_s,
         pass_s=offered.pass_s,
     )

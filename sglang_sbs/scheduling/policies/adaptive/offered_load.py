@@ -13,6 +13,8 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
 RATE_WINDOW_S = 3.0
 """Time constant of the arrival rate."""
+_LEAST_PASS_S = 1e-3
+"""A fit may find that passes have no fixed time at all."""
 MOST_LOAD = 0.95
 """The arrival rate may be above what can be computed; spacing and lead need a share below 1."""
 
@@ -79,7 +81,7 @@ class OfferedLoad:
         """How long passes take in which what came during the one before is computed."""
         idle_share = 1 - self.load
         times_s = [min(fixed_s / idle_share, full_s) for fixed_s, full_s in self._pass_times_s]
-        return sum(times_s) / len(times_s)
+        return max(_LEAST_PASS_S, sum(times_s) / len(times_s))
 
     def leaving_s(self, waiting: int, serial_s: float) -> float:
         """How much longer than a single request a batch of those that wait is on its way, with
