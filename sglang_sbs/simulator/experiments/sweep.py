@@ -104,8 +104,10 @@ def scenario_of(job: Job) -> Scenario:
 
 def run(scenario: Scenario, job: Job) -> Row:
     """As :func:`run_job`, with the scenario at hand."""
-    outcome = run_outcome(scenario, job)
-    arrivals = outcome.arrivals
+    workload = arrivals_of(scenario, job)
+    outcome = run_arrivals(scenario, job, workload)
+    # Not the outcome's own: of ``sbs_equal`` they are without classes.
+    arrivals = workload if isinstance(workload, list) else outcome.arrivals
     slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
     classes = class_summary(_counted(outcome, scenario), arrivals, slo_s)
     return {
