@@ -96,7 +96,7 @@ def test_the_latencies_are_recovered(record):
     found = calibrate([record(policy, seed)[1] for policy in policies for seed in (1, 2)])
     late_s = SPEC.feedback_latency_s  # a clock offset takes the fastest message as instant
     assert found.dispatch_latency_s == pytest.approx(SPEC.dispatch_latency_s + late_s, rel=0.3)
-    # Few batches find an instance idle, and small ones: part of it is taken for each request's.
+    # Known to come out too small: 0.16 to 0.34 for 0.4, by the seed (few batches show it).
     assert 0.15 < found.gang_jitter < 0.6
     assert found.dispatch_jitter < 0.25
     assert found.launch_gap_s == pytest.approx(SPEC.launch_gap_s, rel=0.1)
