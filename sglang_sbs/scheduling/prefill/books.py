@@ -56,6 +56,7 @@ class PrefillBooks:
         self._device = DeviceTime(t_default_s)
         self.gap_s = 0.005
         """Smoothed pause between the end of a pass and the launch of the next."""
+        self.gaps_learned = 0
         self.free_since_s = float("-inf")
         self.last_dispatch_s = float("-inf")
         self.left_s = -math.inf

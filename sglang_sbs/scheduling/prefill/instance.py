@@ -30,6 +30,8 @@ from sglang_sbs.scheduling.prefill.report_limits import MOST_PASSES, within_limi
 from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.wire import EndForward
 
+LEAST_GAP_SHARE = 0.1
+"""Of a sample in the smoothed gap; the first ones are a plain mean."""
 LOST_S = 2.0
 """What a rank that speaks has not named this long after it was sent, and no less than the watchdog
 waits, does not count any more: a connection hangs, or the engine dropped it."""
@@ -381,7 +383,9 @@ class PrefillInstance(PrefillBooks):
         if rank.queued_tokens or any(one is not None and one.at_s <= there_s for one in sent):
             pause_s = launch_s - self.free_since_s
             if 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
-                self.gap_s += 0.1 * (pause_s - self.gap_s)
+                self.gaps_learned += 1
+                share = max(LEAST_GAP_SHARE, 1 / (1 + self.gaps_learned))
+                self.gap_s += share * (pause_s - self.gap_s)
 
     def _on_launch(self, report: EndForward, now_s: float) -> None:
         self._drop_presumed()
