@@ -99,11 +99,17 @@ class DispatchLead:
         beyond_s = max(MARGIN_S, self._left_behind_s - latency_s)
         torn_share = TORN_SHARE * beyond_s / pass_s
         idle_share = (1 - load) / (2 - load)
-        self._idle_s += IDLE_STEP * pass_s * (idled / count - idle_share)
-        self._left_behind_s += (
-            LEFT_BEHIND_STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
-        )
         least_s = latency_s + MARGIN_S
         most_s = max(least_s, pass_s)
-        self._idle_s = min(max(self._idle_s, least_s), most_s)
-        self._left_behind_s = min(max(self._left_behind_s, least_s), most_s)
+        idle_step_s = IDLE_STEP * pass_s * (idled / count - idle_share)
+        torn_step_s = LEFT_BEHIND_STEP * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
+        self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
+        self._left_behind_s = _stepped(self._left_behind_s, torn_step_s, least_s, most_s)
+
+
+def _stepped(estimate_s: float, step_s: float, least_s: float, most_s: float) -> float:
+    """``least_s`` is where a step up starts, and nothing that is remembered: it falls again when
+    the latency does."""
+    if step_s > 0:
+        estimate_s = max(estimate_s, least_s)
+    return min(max(0.0, estimate_s + step_s), most_s)
