@@ -149,9 +149,10 @@ class PrefillBooks:
         return not self.passes and self.backlog_tokens > 0
 
     def free_at_s(self, now_s: float, latency_s: float) -> float:
-        """Predicted end of everything already launched or about to be."""
+        """When it could launch something new: the predicted end of everything already launched or
+        about to be, and the pause that usually follows."""
         if self.passes:
-            return self.passes[-1].end_s
+            return self.passes[-1].end_s + self.gap_s
         if self.launching:
             start_s = max(self.free_since_s + self.gap_s, self.last_dispatch_s + latency_s)
             return start_s + self.next_pass_s()

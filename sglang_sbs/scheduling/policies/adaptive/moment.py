@@ -30,7 +30,7 @@ class Moment(NamedTuple):
         for index, instance in enumerate(instances):
             passes = instance.passes
             if len(passes) == 1 and passes[-1].end_s >= arrives_s:
-                end_s = passes[-1].end_s
+                end_s = instance.free_at_s(self.now_s, self.latency_s)
                 starts.append((end_s, end_s, index))
             else:
                 starts.append((*self.starts_s(instance), index))
@@ -48,7 +48,7 @@ class Moment(NamedTuple):
         return self.arrives_s, free_s
 
     def free_at_s(self, instance: PrefillInstance) -> float:
-        """Predicted end of all that is launched there, or about to be."""
+        """When it could launch something new."""
         return max(self.now_s, instance.free_at_s(self.now_s, self.latency_s))
 
     def forms_at_s(self, instance: PrefillInstance) -> float:
