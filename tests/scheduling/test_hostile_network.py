@@ -15,6 +15,7 @@ from sglang_sbs.scheduling import (
     Scheduler,
     SchedulerConfig,
 )
+from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
 from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
@@ -216,3 +217,53 @@ def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
     next_one = replace(base, seq=2, forward_id=2, launch_s=50.1, rids=["r"], started=started)
     seen = instance.on_report(next_one, 100.4, 0.02)
     assert (bool(seen.idled_s), bool(seen.landed_s)) == (idled, not idled)
+
+
+def learned_leads_s(pause_s: float, duration_s: float) -> list[float]:
+    """Of a router that starts, in front of engines that pause between passes: the lead over L_net,
+    whenever something happens after the first second."""
+    over_s: list[float] = []
+
+    def look(scheduler: Scheduler, now_s: float) -> None:
+        policy = scheduler.policy
+        assert isinstance(policy, AdaptiveTrigger)
+        if now_s > 1.0:
+            over_s.append(policy.lead_s - scheduler.interval.lone_s)
+
+    simulate(
+        synthetic(70.0, duration_s, uniform_like(3000), 7),
+        scheduler_config("sbs", 7),
+        ClusterSpec(cost=COSTS["mixed"], dispatch_latency_s=0.005, launch_gap_s=pause_s),
+        observe=look,
+    )
+    return over_s
+
+
+def test_a_router_that_starts_does_not_take_pauses_of_the_engines_for_its_own_lateness():
+    """A pause that is longer than the one assumed looks like a batch that came too late, until the
+    pause is learned: that must be over before the lead has grown by much."""
+    assert max(learned_leads_s(0.03, 20.0)) < 0.03
+
+
+def test_a_batch_leaves_for_the_launch_and_not_for_the_end_of_the_pass_before():
+    """What is there when the engine forms the next batch is early enough."""
+    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000)
+    instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    instance.gap_s = 0.06
+    launch = EndForward(
+        instance_id="p0",
+        boot_id="b",
+        role="prefill",
+        dp_rank=0,
+        dp_size=1,
+        seq=0,
+        kind="launch",
+        forward_id=1,
+        launch_s=49.7,
+        extend_tokens=500,
+        tokens_per_rank=[500],
+    )
+    instance.on_report(launch, 100.0, 0.02)
+    end_s = instance.passes[-1].end_s
+    assert instance.free_at_s(100.0, 0.02) == pytest.approx(end_s + 0.06)
+    assert instance.forms_at_s(100.0, 0.02) == pytest.approx(end_s + 0.06)

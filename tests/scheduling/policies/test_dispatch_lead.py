@@ -96,3 +96,13 @@ def test_torn_batches_are_forgotten_where_nobody_sees_any_more_of_them():
     assert lead.whole == 0
     observe(lead, now_s=4 * TORN_FORGET_S)
     assert lead.whole > 0.7
+
+
+def test_a_lead_that_rose_with_the_latency_falls_with_it():
+    """A minute of slow network leaves nothing behind: nobody came late in it."""
+    lead = DispatchLead()
+    seen = Observation(landed_s=[0.2])
+    for _ in range(500):
+        lead.observe(seen, 0.0, ranks=8, load=0.5, latency_s=10 * LATENCY_S, pass_s=PASS_S)
+    assert lead.lead_s(10 * LATENCY_S) == pytest.approx(10 * LATENCY_S + MARGIN_S)
+    assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + MARGIN_S)
