@@ -384,7 +384,7 @@ class PrefillInstance(PrefillBooks):
             pause_s = launch_s - self.free_since_s
             if 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
                 self.gaps_learned += 1
-                share = max(LEAST_GAP_SHARE, 1 / (1 + self.gaps_learned))
+                share = max(LEAST_GAP_SHARE, 1 / self.gaps_learned)
                 self.gap_s += share * (pause_s - self.gap_s)
 
     def _on_launch(self, report: EndForward, now_s: float) -> None:

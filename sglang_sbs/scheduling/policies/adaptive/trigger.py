@@ -81,7 +81,7 @@ PATIENCE_HOLDS = 2.0
 OVERLAP_KEEP_PASSES = 1
 """With overlap scheduling prompts are split only when so many more passes of all instances wait: a
 small rest makes a pass of its own."""
-MOST_JOINING = 32
+MOST_JOINING = 64
 """With more waiting nobody joins a batch on its way: they were left for later passes on purpose,
 and asking again at every event costs more than it brings."""
 MAX_TRIED = 2
