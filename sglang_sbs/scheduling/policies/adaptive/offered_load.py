@@ -12,7 +12,9 @@ from sglang_sbs.scheduling.policies.adaptive.fair_share import tokens_per_s
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
 RATE_WINDOW_S = 3.0
-"""Time constant of the arrival rate."""
+RATE_PASSES = 10.0
+"""Time constant of the arrival rate, and no less than so many passes: what is asked of it is how
+much comes in one."""
 _LEAST_PASS_S = 1e-3
 """A fit may find that passes have no fixed time at all."""
 MOST_LOAD = 0.95
@@ -26,6 +28,7 @@ class OfferedLoad:
         self.token_rate = self.request_rate = 0.0
         """Per second, smoothed."""
         self._rate_s: float | None = None
+        self._window_s = RATE_WINDOW_S
         self.mean_tokens = 1.0
         """Of a request."""
         self.capacity_tokens = 0.0
@@ -42,8 +45,8 @@ class OfferedLoad:
     def arrived(self, tokens: int, now_s: float) -> None:
         """A request came."""
         self._decay(now_s)
-        self.token_rate += tokens / RATE_WINDOW_S
-        self.request_rate += 1 / RATE_WINDOW_S
+        self.token_rate += tokens / self._window_s
+        self.request_rate += 1 / self._window_s
 
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         """These are the instances that are up."""
@@ -69,6 +72,7 @@ class OfferedLoad:
                 for i, rate in zip(instances, rates, strict=True)
             ]
         self.load = min(MOST_LOAD, self.token_rate / self._tokens_per_s)
+        self._window_s = max(RATE_WINDOW_S, RATE_PASSES * self.pass_s)
 
     def capacity_of(self, instance: PrefillInstance) -> float:
         """Tokens of a pass of it with requests of the mean length."""
@@ -95,7 +99,7 @@ class OfferedLoad:
 
     def _decay(self, now_s: float) -> None:
         if self._rate_s is not None:
-            share = math.exp(-(now_s - self._rate_s) / RATE_WINDOW_S)
+            share = math.exp(-(now_s - self._rate_s) / self._window_s)
             self.token_rate *= share
             self.request_rate *= share
         self._rate_s = now_s
