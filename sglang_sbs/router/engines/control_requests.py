@@ -52,9 +52,11 @@ async def ask(
         allow_redirects=False,
         timeout=aiohttp.ClientTimeout(total=timeout_s),
     ) as response:
-        body = bytearray()
+        pieces: list[bytes] = []
+        size = 0
         async for piece in response.content.iter_any():
-            body += piece
-            if len(body) > MAX_ANSWER_BYTES:
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_ANSWER_BYTES:
                 raise AnswerTooLong(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
-        return response.status, bytes(body)
+        return response.status, b"".join(pieces)
