@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from router_harness import TIMEOUT_S, cluster, until
-from router_processes import site, start_group
+from router_harness import TIMEOUT_S, until
 
 from sglang_sbs.router.options.config import PrefixWish
-from sglang_sbs.router.processes.summed_metrics import add_pages
 from sglang_sbs.router.signals import kv_rank_feed, kv_rank_sockets, kv_subscriber
 from sglang_sbs.router.signals.kv_messages import MAX_EVENT_BLOCKS
 from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
@@ -23,11 +20,8 @@ from sglang_sbs.router.workers.server_info import (
     KvEventsBlock,
     SbsBlock,
     WorkerInfo,
-    parse_server_info,
 )
 from sglang_sbs.router.workers.worker import WorkerEvents
-from sglang_sbs.scheduling import Scheduler
-from sglang_sbs.scheduling.eventlog import read_event_log
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     BlocksRemoved,
@@ -37,7 +31,6 @@ from sglang_sbs.scheduling.events import (
     InstanceUp,
 )
 from tools.stand_ins.kv_publisher import KvPublisher, cleared, free_ports, removed, stored
-from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 URL = "http://127.0.0.1:30000"
 RANKS = 2
@@ -469,195 +462,3 @@ async def test_an_engine_that_answers_no_replay_is_followed_all_the_same(
         await until(lambda: here.count("replays") >= 3 and here.count("lost") == 1)
         here.publishers[0].publish(stored(1))
         await here.believes({1})
-
-
-# What an engine says of it ------------------------------------------------------------------------
-
-INFO = {
-    "version": "0.5.23",
-    "attn_dp_size": 2,
-    "page_size": 16,
-    "kv_events": {
-        "publisher": "zmq",
-        "endpoint_host": "*",
-        "endpoint_port_base": 5557,
-        "replay_endpoint_port_base": 5600,
-        "topic": "kv",
-        "block_size": 32,
-        "dp_size": 2,
-    },
-}
-
-
-def described(**changes: Any) -> WorkerInfo:
-    block = {k: v for k, v in (INFO["kv_events"] | changes).items() if v is not None}  # type: ignore[operator]
-    return parse_server_info(INFO | {"kv_events": block}, "prefill")
-
-
-def test_server_info_of_0_5_23() -> None:
-    info = described()
-    assert info.kv_events == KvEventsBlock(
-        port=5557, replay_port=5600, topic="kv", block_tokens=32, host="*"
-    )
-    assert info.page_size == 32
-    assert info.radix_cache
-    assert info.warnings == ()
-    assert not parse_server_info(INFO | {"disable_radix_cache": True}, "prefill").radix_cache
-    assert parse_server_info(INFO | {"kv_events": None}, "prefill").page_size == 16
-
-
-@pytest.mark.parametrize("enabled", [True, False, None])
-def test_decode_has_a_radix_cache_only_if_it_was_asked_for(enabled: bool | None) -> None:
-    flag = {"disaggregation_decode_enable_radix_cache": enabled}
-    assert parse_server_info(INFO | flag, "decode").radix_cache is (enabled is True)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"endpoint_port_base": 0},
-        {"endpoint_port_base": 65535},
-        {"endpoint_port_base": "5557"},
-        {"block_size": 0},
-        {"dp_size": 8},
-    ],
-)
-def test_what_cannot_be_subscribed_to_is_said(changes: dict[str, Any]) -> None:
-    info = described(**changes)
-    assert info.kv_events is None
-    assert "cannot be subscribed to" in info.warnings[0]
-
-
-@pytest.mark.parametrize("replay", [5558, 5556, 70000, "x"])
-def test_overlapping_replay_ports_are_not_used(replay: Any) -> None:
-    info = described(replay_endpoint_port_base=replay)
-    assert info.kv_events is not None
-    assert info.kv_events.replay_port is None
-    assert "5559 or later" in info.warnings[0]
-
-
-def test_other_publishers_are_none() -> None:
-    assert described(publisher="null").kv_events is None
-    assert described(replay_endpoint_port_base=None).warnings == ()
-
-
-# In a router --------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def publishing(engine_info: dict[str, Any]) -> AsyncIterator[list[KvPublisher]]:
-    """Two publishers, described in ``engine_info`` as an engine would."""
-    first = free_ports(2 * RANKS)
-    publishers = [KvPublisher(first + d, first + RANKS + d, dp_rank=d) for d in range(RANKS)]
-    engine_info |= {
-        "page_size": 4,
-        "kv_events": {
-            "publisher": "zmq",
-            "endpoint_host": "*",
-            "endpoint_port_base": first,
-            "replay_endpoint_port_base": first + RANKS,
-            "topic": "",
-            "block_size": 4,
-            "dp_size": RANKS,
-        },
-    }
-    for publisher in publishers:
-        await publisher.start()
-    try:
-        yield publishers
-    finally:
-        for publisher in publishers:
-            publisher.stop()
-
-
-async def test_the_scheduler_is_told_and_the_metrics_show_it() -> None:
-    info: dict[str, Any] = {}
-    async with publishing(info) as (first, second), cluster() as here:
-        engine = MockEngine("prefill", dp_size=RANKS, server_info=info)
-        await engine.start()
-        first.publish(stored(1, 2))
-        body = {"url": engine.url, "worker_type": "prefill", "bootstrap_port": 9000}
-        async with here.post("/workers", body) as response:
-            assert response.status < 300, await response.text()
-        await until(lambda: here.scheduler.of(BlocksStored))
-        await until(lambda: second.replays)  # or the past of the rank is all that is heard
-        second.publish(stored(5), removed(5))
-        await until(lambda: here.scheduler.of(BlocksRemoved))
-        event = here.scheduler.of(BlocksRemoved)[0]
-        assert (event.instance, event.dp_rank, event.blocks) == (engine.url, 1, [5])
-        up = here.scheduler.up[engine.url]
-        assert (up.prefix_source, up.page_size) == ("events", 4)
-        assert here.scheduler.up[here.prefill[0].url].prefix_source == "approximate"
-        assert here.scheduler.up[here.decode[0].url].prefix_source == "off"  # has no radix cache
-        page = here.server.metrics.render().decode()
-        assert f'sbs_prefix_events_total{{dp_rank="1",worker="{engine.url}"}} 1.0' in page
-        assert f'sbs_prefix_source{{source="events",worker="{engine.url}"}} 1.0' in page
-        worker = here.server.registry.get(engine.url)
-        assert worker is not None
-        async with here.client.delete(f"{here.url}/workers/{worker.id}") as response:
-            assert response.status < 300
-        await until(lambda: engine.url not in here.scheduler.up)
-        assert engine.url not in here.server.metrics.render().decode()
-        await engine.stop()
-
-
-async def test_predicted_and_reported_hits_are_compared() -> None:
-    async with cluster() as here:
-        here.prefill[0].behaviour = Behaviour(prompt_tokens=100, cached_tokens=48)
-        assert (await here.generate(input_ids=list(range(100))))[0] == 200
-        await here.settled()
-        page = here.server.metrics.render().decode()
-    assert "sbs_prefix_prompt_tokens_total 100.0" in page
-    assert "sbs_prefix_predicted_tokens_total 0.0" in page
-    assert "sbs_prefix_reported_tokens_total 48.0" in page
-    assert 'sbs_prefix_hit_error_tokens_bucket{le="0.0"} 0.0' in page
-    assert 'sbs_prefix_hit_error_tokens_bucket{le="64.0"} 1.0' in page
-    assert 'sbs_prefix_hit_error_tokens_bucket{le="64.0"} 2.0' in add_pages([page, page])
-
-
-async def test_a_flush_through_the_router_is_known_at_once() -> None:
-    async with cluster(prefill=2) as here:
-        async with here.post("/flush_cache", {}) as response:
-            assert response.status == 200
-        told = {(event.instance, event.dp_rank) for event in here.scheduler.of(BlocksCleared)}
-        assert told == {
-            *((engine.url, rank) for engine in here.prefill for rank in range(2)),
-            *((here.decode[0].url, rank) for rank in range(4)),
-        }
-
-
-async def test_with_several_processes_the_scheduler_process_listens(tmp_path: Path) -> None:
-    log = tmp_path / "events"
-    info: dict[str, Any] = {}
-    async with publishing(info) as (first, second), site() as engines:
-        engines.prefill[0]._server_info |= info
-        first.publish(stored(1, 2))
-        flags = ["--port", "0", "--workers", "2", "--sbs-event-log", str(log)]
-        group = await start_group(*engines.flags, *flags)
-        try:
-            await engines.ready(group)
-            await second.subscribed()
-            second.publish(stored(3))
-            url = engines.prefill[0].url
-            for rank in range(RANKS):
-                series = f'sbs_prefix_events_total{{dp_rank="{rank}",worker="{url}"}}'
-                await engines.shows(group, series, 1.0)
-            async with engines.client.post(group.url + "/flush_cache") as response:
-                assert response.status == 200
-            await engines.shows(group, "sbs_prefix_index_blocks", 0.0)
-        finally:
-            await group.end()
-    records = list(read_event_log(log))
-    told = [r.event for r in records if isinstance(r.event, BlocksStored)]
-    assert [(event.instance, event.dp_rank, event.blocks) for event in told] == [
-        (url, 0, [1, 2]),
-        (url, 1, [3]),
-    ]
-    flushed = [r.event for r in records if isinstance(r.event, BlocksCleared)]
-    assert {(url, rank) for rank in range(RANKS)} <= {(e.instance, e.dp_rank) for e in flushed}
-    config = records[0].config
-    assert config is not None
-    again = Scheduler(config)
-    for record in records[1:]:
-        assert record.event is not None
-        assert again.handle(record.event, record.now_s) == record.commands

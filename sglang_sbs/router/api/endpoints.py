@@ -20,7 +20,7 @@ from aiohttp import web
 
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.api.bodies import json_answer, json_object, read_body
-from sglang_sbs.router.api.engine_metrics import merge_pages
+from sglang_sbs.router.api.engine_metrics import Part, merge_pages
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.errors import RouterError
@@ -45,7 +45,7 @@ class Control:
         self._server = server
         self._registry = server.registry
         self._generating: asyncio.Task[str] | None = None
-        self._metrics: asyncio.Task[bytes] | None = None
+        self._metrics: asyncio.Task[list[Part]] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -336,8 +336,8 @@ class Control:
         """
         if self._metrics is None or self._metrics.done():
             self._metrics = asyncio.create_task(self._merged_metrics())
-        body = await asyncio.shield(self._metrics)
-        if not body:
+        parts = await asyncio.shield(self._metrics)
+        if not parts:
             raise RouterError(
                 503,
                 "no_engine_metrics",
@@ -345,22 +345,20 @@ class Control:
             )
         content_type = "text/plain; version=0.0.4; charset=utf-8"
         answer = web.StreamResponse(headers={"Content-Type": content_type})
-        answer.content_length = len(body)
+        answer.content_length = sum(map(len, parts))
         await answer.prepare(request)
-        for at in range(0, len(body), _WRITTEN_BYTES):  # megabytes at once would hold up the loop
-            await answer.write(body[at : at + _WRITTEN_BYTES])
-            await asyncio.sleep(0)
+        for part in parts:
+            for at in range(0, len(part), _WRITTEN_BYTES):  # more at once would hold up the loop
+                await answer.write(part[at : at + _WRITTEN_BYTES])
+                await asyncio.sleep(0)
         await answer.write_eof()
         return answer
 
-    async def _merged_metrics(self) -> bytes:
+    async def _merged_metrics(self) -> list[Part]:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
-        pages = [
-            (worker.url, body.decode("utf-8", "replace"))
-            for worker, status, body in answers
-            if status == 200
-        ]
-        return await merge_pages(pages)
+        return await merge_pages(
+            (worker.url, page) for worker, status, page in answers if status == 200
+        )
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""

@@ -6,21 +6,23 @@ apart (``worker_addr``, as sglang_router calls it). Colons in names become under
 (``sglang_num_running_reqs``), as there: its dashboards ask for those names.
 
 Lines are rewritten, not parsed into samples and written again: a page may have megabytes, whoever
-reaches the port may ask for it, and prometheus_client's parser takes a second per megabyte.
+reaches the port may ask for it, and prometheus_client's parser takes a second per megabyte. A page
+is never looked at as a whole, nor is the one that comes of it: each such look would hold up others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-_TURN_S = 0.005
-"""Of merging, before others of this process get a turn."""
-_LINES_AT_ONCE = 200
-_LINES_JOINED = 5_000
+_TURN_BYTES = 16 << 10
+"""Of a page, read before others of this process get a turn."""
+_MOST_LINE_BYTES = 64 << 10
+_MOST_FAMILIES = 10_000
+"""Of a page: each takes a hundred times the memory of a short line."""
+_PART_BYTES = 64 << 10
 _SAMPLE = re.compile(
     r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
     r'(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?'
@@ -30,63 +32,120 @@ _DECLARATION = re.compile(r"# (HELP|TYPE) ([a-zA-Z_:][a-zA-Z0-9_:]*)(?: (.*))?")
 _KINDS = frozenset({"counter", "gauge", "histogram", "summary", "untyped", "unknown"})
 _SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_created")
 
+Part = bytes | bytearray
+
+
+class _Unreadable(ValueError):
+    """A page is not of the format."""
+
 
 @dataclass(slots=True)
 class _Family:
+    """Of one page."""
+
     declared: dict[str, str] = field(default_factory=dict)
     """The rest of its HELP and of its TYPE line."""
-    samples: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """Of its samples, those read in this turn."""
+    samples: bytearray = field(default_factory=bytearray)
+    """Those of the turns before."""
 
 
-async def merge_pages(pages: Iterable[tuple[str, str]]) -> bytes:
-    """One page from ``(worker URL, page)``; a page that cannot be read is left out."""
-    families: dict[str, _Family] = {}
-    for url, text in pages:
-        page = await _read(text, f'worker_addr="{url}"')
-        for name, family in (page or {}).items():
-            merged = families.setdefault(name, family)
-            if merged is not family:
-                merged.samples += family.samples
-    parts = []
-    for name, family in families.items():
-        for key, rest in sorted(family.declared.items()):
-            parts.append(f"# {key} {name} {rest}\n".encode())
-        for at in range(0, len(family.samples), _LINES_JOINED):
-            parts.append("".join(family.samples[at : at + _LINES_JOINED]).encode())
-            await asyncio.sleep(0)
-    return b"".join(parts)
-
-
-async def _read(text: str, label: str) -> dict[str, _Family] | None:
-    """A page's families by their new names; ``None``: a line is none of the format."""
-    families: dict[str, _Family] = {}
-    names: frozenset[str] = frozenset()
-    current = _Family()
-    since_s = time.monotonic()
-    for number, line in enumerate(text.split("\n")):
-        if number % _LINES_AT_ONCE == 0 and time.monotonic() - since_s > _TURN_S:
-            await asyncio.sleep(0)
-            since_s = time.monotonic()
-        if not line or line.isspace():
+async def merge_pages(pages: Iterable[tuple[str, Part]]) -> list[Part]:
+    """One page, in parts, from ``(worker URL, page)``; one that cannot be read is left out."""
+    merged: dict[str, list[_Family]] = {}
+    for url, page in pages:
+        try:
+            families = await _Page(f'worker_addr="{url}"').read(page)
+        except _Unreadable:
             continue
+        for name, family in families.items():
+            merged.setdefault(name, []).append(family)
+    parts: list[Part] = []
+    short = bytearray()
+    for name, of_pages in merged.items():
+        for key, rest in sorted(of_pages[0].declared.items()):
+            short += f"# {key} {name} {rest}\n".encode()
+        for family in of_pages:
+            if len(family.samples) <= _PART_BYTES:
+                short += family.samples
+            else:
+                parts += (short, family.samples)
+                short = bytearray()
+            if len(short) > _PART_BYTES:
+                parts.append(short)
+                short = bytearray()
+        await asyncio.sleep(0)
+    return [part for part in (*parts, short) if part]
+
+
+class _Page:
+    """Reads one page."""
+
+    def __init__(self, label: str) -> None:
+        """``label`` is added to every sample."""
+        self._label = label
+        self._families: dict[str, _Family] = {}
+        """By their new names."""
+        self._current = _Family()
+        """The one that was declared last."""
+        self._names: frozenset[str] = frozenset()
+        """Of its samples."""
+        self._touched: list[_Family] = []
+        """Those with samples in this turn."""
+
+    async def read(self, page: Part) -> dict[str, _Family]:
+        """Its families. Raises: _Unreadable."""
+        for piece in _pieces(page):
+            for line in piece.decode("utf-8", "replace").split("\n"):
+                if line and not line.isspace():
+                    self._read_line(line)
+            for family in self._touched:
+                family.samples += "".join(family.lines).encode()
+                family.lines.clear()
+            self._touched.clear()
+            if len(self._families) > _MOST_FAMILIES:
+                raise _Unreadable("too many families")
+            await asyncio.sleep(0)
+        return self._families
+
+    def _read_line(self, line: str) -> None:
         if line[0] == "#":
             found = _DECLARATION.fullmatch(line)
-            if found is None:
-                continue  # a comment
-            key, name, rest = found[1], found[2].replace(":", "_"), found[3] or ""
-            if key == "TYPE" and rest not in _KINDS:
-                return None
-            current = families.setdefault(name, _Family())
-            current.declared.setdefault(key, rest)
-            names = frozenset(name + suffix for suffix in _SUFFIXES)
-            continue
+            if found is not None:  # else it is a comment
+                self._declare(found[1], found[2].replace(":", "_"), found[3] or "")
+            return
         sample = _SAMPLE.fullmatch(line)
         if sample is None:
-            return None
+            raise _Unreadable("a line is no sample")
         name, labels = sample[1].replace(":", "_"), (sample[2] or "").rstrip(", ")
         if "worker_addr=" in labels:
-            return None  # it speaks of others
-        family = current if name in names else families.setdefault(name, _Family())
-        own = f"{labels},{label}" if labels else label
-        family.samples.append(f"{name}{{{own}}} {sample[3]}{sample[4] or ''}\n")
-    return families
+            raise _Unreadable("it speaks of others")
+        family = self._current if name in self._names else self._family(name)
+        if not family.lines:
+            self._touched.append(family)
+        own = f"{labels},{self._label}" if labels else self._label
+        family.lines.append(f"{name}{{{own}}} {sample[3]}{sample[4] or ''}\n")
+
+    def _declare(self, key: str, name: str, rest: str) -> None:
+        if key == "TYPE" and rest not in _KINDS:
+            raise _Unreadable("there is no such type")
+        self._current = self._family(name)
+        self._current.declared.setdefault(key, rest)
+        self._names = frozenset(name + suffix for suffix in _SUFFIXES)
+
+    def _family(self, name: str) -> _Family:
+        return self._families.setdefault(name, _Family())
+
+
+def _pieces(page: Part) -> Iterator[Part]:
+    """Whole lines, as many as are read in one turn. Raises: _Unreadable, a line is too long."""
+    start = 0
+    while start < len(page):
+        end = 1 + page.rfind(b"\n", start, start + _TURN_BYTES)
+        end = end or 1 + page.find(b"\n", start, start + _MOST_LINE_BYTES)
+        if not end and len(page) - start > _MOST_LINE_BYTES:
+            raise _Unreadable("a line is too long")
+        end = end or len(page)
+        yield page[start:end]
+        start = end

@@ -44,7 +44,7 @@ class Downstream:
         """``sources`` are paused while the client reads too slowly; more may be added later."""
         self._client = client
         self._transport: asyncio.WriteTransport | None = None
-        self._pending: list[bytes] = []
+        self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
         self._chunked = client.chunked
         self._paused = False
@@ -56,8 +56,9 @@ class Downstream:
         self.opened = False
         """The head has left, or is leaving: errors can only be events from now on."""
 
-    def push(self, data: bytes) -> None:
-        """Send a piece; kept until the head has been sent."""
+    def push(self, data: bytes | memoryview) -> None:
+        """Send a piece; kept until the head has been sent. A view, of something long, is not
+        copied."""
         transport = self._transport
         if transport is None:
             self._pending.append(data)
@@ -67,10 +68,12 @@ class Downstream:
             return
         if self._ended or transport.is_closing():
             return
-        if self._chunked:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
+        if not self._chunked:
             transport.write(data)
+        elif isinstance(data, memoryview):
+            transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
+        else:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         if transport.get_write_buffer_size() > HIGH_WATER_BYTES:
             self._pause()
 

@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import MAX_BODIES_BYTES
 
 GRACE_S = 30.0
@@ -34,6 +35,8 @@ READ_BYTES = 64 << 10
 """With twice as much of a body unread, no more is read from its connection. aiohttp's own limit is
 four times that: twenty large bodies at once then hold up everybody else."""
 _SMALL_BYTES = 64 << 10
+_LARGE_AT_ONCE = 1
+"""So many large bodies grow in a turn of the event loop, each by up to a quarter of a megabyte."""
 
 
 class Bodies:
@@ -48,6 +51,7 @@ class Bodies:
         self.held_bytes = 0
         self.coming: dict[BodyShare, asyncio.Timeout] = {}
         """Those not here yet, with what can end them early."""
+        self.turns = Turns(_LARGE_AT_ONCE)
 
     @contextmanager
     def share(self) -> Iterator[BodyShare]:
@@ -119,6 +123,8 @@ class BodyShare:
                         raise web.HTTPRequestEntityTooLarge(limit_bytes)
                     self._bodies.took(self, len(data))
                     deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
+                    if len(body) > _SMALL_BYTES:
+                        await self._bodies.turns.take(self)
         except TimeoutError:
             if not self.lost:
                 raise RouterError(

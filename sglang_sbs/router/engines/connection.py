@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._paused = False
         self._writable = True
-        self._unsent: Iterator[bytes] | None = None
+        self._unsent: Iterator[bytes | bytearray] | None = None
         """What is left of a large request."""
         self._unread = b""
         """What came and waits for its turn; nothing is read meanwhile."""
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         self._silent = True
         """Not a byte of the answer so far."""
 
-    def send(self, payload: Sequence[bytes]) -> None:
+    def send(self, payload: Sequence[bytes | bytearray]) -> None:
         """Write a request: now, or the later parts of a large one as the engine takes it."""
         if sum(map(len, payload)) <= _SLICE_BYTES:
             self.transport.writelines(payload)

@@ -64,7 +64,7 @@ class Call:
     )
 
     def __init__(
-        self, pool: Pool, origin: str, payload: Sequence[bytes], receiver: Receiver
+        self, pool: Pool, origin: str, payload: Sequence[bytes | bytearray], receiver: Receiver
     ) -> None:
         self._pool = pool
         self.origin = origin
@@ -191,7 +191,7 @@ class Pool:
         self._all: set[Connection] = set()
         self._addresses: dict[str, tuple[float, list[str]]] = {}
 
-    def call(self, origin: str, payload: Sequence[bytes], receiver: Receiver) -> Call:
+    def call(self, origin: str, payload: Sequence[bytes | bytearray], receiver: Receiver) -> Call:
         """Send a request (``head`` plus body pieces) to ``origin``, a normalised worker URL."""
         call = Call(self, origin, payload, receiver)
         call.start()

@@ -6,12 +6,14 @@ own size (compression); and it has an end, whatever the engine sends.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
 MAX_ANSWER_BYTES = 16 << 20
+_SHORT_BYTES = 1 << 20
 
 
 class AnswerTooLong(aiohttp.ClientError):
@@ -52,9 +54,14 @@ async def ask(
         allow_redirects=False,
         timeout=aiohttp.ClientTimeout(total=timeout_s),
     ) as response:
-        body = bytearray()
+        pieces: list[bytes] = []
+        size = 0
         async for piece in response.content.iter_any():
-            body += piece
-            if len(body) > MAX_ANSWER_BYTES:
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_ANSWER_BYTES:
                 raise AnswerTooLong(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
-        return response.status, bytes(body)
+        if size <= _SHORT_BYTES:
+            return response.status, b"".join(pieces)
+        # The interpreter's lock is not held while so many bytes are joined.
+        return response.status, await asyncio.to_thread(b"".join, pieces)

@@ -30,7 +30,7 @@ _HERE = b"\0"
 Parts = Generator[None, None, dict[str, Any]]
 
 
-def opened(body: bytes | bytearray) -> dict[str, Any]:
+def opened(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """An answer or event; what is long in it is a ``Raw``. Raises: JsonError, it is no object."""
     parts = opened_in_parts(body)
     while True:
@@ -41,7 +41,7 @@ def opened(body: bytes | bytearray) -> dict[str, Any]:
             return value
 
 
-def opened_in_parts(body: bytes | bytearray) -> Parts:
+def opened_in_parts(body: bytes | bytearray | memoryview) -> Parts:
     """The same with pauses: each part looks at every byte once."""
     try:
         if len(body) <= SHORT_BYTES:

@@ -12,7 +12,13 @@ from typing import Any
 import orjson
 
 from sglang_sbs.router.errors import EventTooLarge
-from sglang_sbs.router.relay.engine_json import dumped, is_list, one_after_the_other, opened
+from sglang_sbs.router.relay.engine_json import (
+    SHORT_BYTES,
+    dumped_pieces,
+    is_list,
+    one_after_the_other,
+    opened,
+)
 from sglang_sbs.router.requests.plan import Plan, Unit
 from sglang_sbs.router.requests.raw_json import (
     JsonError,
@@ -37,7 +43,8 @@ MAX_EVENT_BYTES = 16 << 20
 class SseSplitter:
     """Cuts a byte stream into the payloads of its ``data:`` events.
 
-    Every byte is looked at once, in however many pieces a long event comes.
+    Every byte is looked at once, in however many pieces a long event comes. A long payload is not
+    copied: it is a view of the buffer that it came into.
     """
 
     def __init__(self) -> None:
@@ -45,18 +52,23 @@ class SseSplitter:
         self._seen = 0
         """Where a search goes on: before it there is no end of an event."""
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes) -> list[bytes | memoryview]:
         """Raises: EventTooLarge."""
         self._buffer += data
-        payloads: list[bytes] = []
+        payloads: list[bytes | memoryview] = []
         start, look = 0, self._seen
-        with memoryview(self._buffer) as view:
-            while (end := self._buffer.find(_EVENT_END, look)) >= 0:
-                event = bytes(view[start:end]).lstrip(b"\n")
-                if event.startswith(_DATA):
-                    begin = len(_DATA) + event.startswith(_DATA + b" ")
-                    payloads.append(event[begin:].strip())
-                start = look = end + len(_EVENT_END)
+        while (end := self._buffer.find(_EVENT_END, look)) >= 0:
+            next_start = end + len(_EVENT_END)
+            payload: bytes | memoryview | None
+            if end - start > SHORT_BYTES:
+                whole = self._buffer
+                self._buffer, next_start = whole[next_start:], 0
+                payload = _long_payload(memoryview(whole)[start:end])
+            else:
+                payload = _payload(bytes(self._buffer[start:end]))
+            if payload is not None:
+                payloads.append(payload)
+            start = look = next_start
         del self._buffer[:start]
         if len(self._buffer) > MAX_EVENT_BYTES:
             raise EventTooLarge(
@@ -66,8 +78,24 @@ class SseSplitter:
         return payloads
 
 
-def sse(value: Any) -> bytes:
-    return b"data: %b\n\n" % dumped(value)
+def _payload(event: bytes) -> bytes | None:
+    event = event.lstrip(b"\n")
+    return event[len(_DATA) :].strip() if event.startswith(_DATA) else None
+
+
+def _long_payload(event: memoryview) -> memoryview | None:
+    """The same with the spaces around it."""
+    begin = bytes(event[:1]).count(b"\n")  # more of them would have been an end
+    end = begin + len(_DATA)
+    return event[end:] if event[begin:end] == _DATA else None
+
+
+def sse(value: Any) -> list[bytes | memoryview]:
+    """An event in pieces: what is long in it is not copied."""
+    first, *others = dumped_pieces(value)
+    if not others:
+        return [b"".join((b"data: ", first, _EVENT_END))]
+    return [b"data: ", first, *others, _EVENT_END]
 
 
 def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
@@ -210,8 +238,8 @@ class StreamMerger:
         self._usage = UsageSum(plan.samples)
         self._usage_event: dict[str, Any] | None = None
 
-    def event(self, unit: Unit, value: Any) -> bytes | None:
-        """What the client gets for one event of one unit; ``None``: nothing (yet)."""
+    def event(self, unit: Unit, value: Any) -> Sequence[bytes | memoryview]:
+        """What the client gets for one event of one unit, in pieces; none: nothing (yet)."""
         if not isinstance(value, dict) or "error" in value:
             return sse(value)
         if self._plan.kind == "generate":
@@ -221,7 +249,7 @@ class StreamMerger:
         if not choices and value.get("usage") is not None:
             self._usage.add(unit, value["usage"])
             self._usage_event = value
-            return None
+            return ()
         for choice in choices or []:
             if isinstance(choice, dict):
                 choice["index"] = unit.index
@@ -229,14 +257,15 @@ class StreamMerger:
 
     def end(self) -> bytes:
         """The summed usage, if any, and the end mark."""
-        tail = b"data: [DONE]\n\n"
-        if self._usage_event is None:
-            return tail
-        return sse(self._usage_event | {"usage": self._usage.value}) + tail
+        usage: Sequence[bytes | memoryview] = ()
+        if self._usage_event is not None:
+            usage = sse(self._usage_event | {"usage": self._usage.value})
+        return b"".join((*usage, b"data: [DONE]\n\n"))
 
 
 def event_sink(
-    transform: Callable[[dict[str, Any]], bytes | None], push: Callable[[bytes], None]
+    transform: Callable[[dict[str, Any]], Sequence[bytes | memoryview]],
+    push: Callable[[bytes | memoryview], None],
 ) -> Callable[[bytes], None]:
     """A decode sink that parses events, and drops the unit's own ``[DONE]``."""
     splitter = SseSplitter()
@@ -245,8 +274,7 @@ def event_sink(
         for payload in splitter.feed(data):
             if payload == _DONE:
                 continue
-            out = transform(opened(payload))
-            if out is not None:
-                push(out)
+            for piece in transform(opened(payload)):
+                push(piece)
 
     return sink

@@ -75,9 +75,9 @@ class PairRequest:
     decode_origin: str
     path: str
     headers: bytes
-    prefill_body: Sequence[bytes]
+    prefill_body: Sequence[bytes | bytearray]
     """In pieces, as :meth:`~sglang_sbs.router.engines.connection_pool.Pool.call` takes them."""
-    decode_body: Sequence[bytes]
+    decode_body: Sequence[bytes | bytearray]
     stream: bool
     needs_prefill_reply: bool
     """Hold decode's output until prefill has answered (its logprobs go into it)."""
@@ -132,7 +132,7 @@ class Pair:
         self.decode_call = self._send(request.decode_origin, request.decode_body, DecodeLeg(self))
         request.prefill_body = request.decode_body = ()
 
-    def _send(self, origin: str, body: Sequence[bytes], leg: Receiver) -> Call:
+    def _send(self, origin: str, body: Sequence[bytes | bytearray], leg: Receiver) -> Call:
         size = sum(map(len, body))
         head = request_head("POST", origin, self.request.path, self.request.headers, size)
         return self._pool.call(origin, (head, *body), leg)

@@ -284,7 +284,7 @@ class Relay:
         def sink_of(unit: Unit) -> Callable[[], Callable[[bytes], None]]:
             begun = False
 
-            def transform(event: dict[str, Any]) -> bytes | None:
+            def transform(event: dict[str, Any]) -> Sequence[bytes | memoryview]:
                 nonlocal begun
                 pair = exchange.pairs[unit.index]
                 edited = self._edited(plan, pair, event, unit.index, first=not begun)

@@ -18,7 +18,7 @@ _IDS_FIELD: dict[RouteKind, str] = {
 _JOINED_BYTES = 1 << 16
 """Smaller bodies are one piece: that is quicker to send."""
 
-Pieces = tuple[bytes, ...]
+Pieces = tuple[bytes | bytearray, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ def leg_bodies(
     return _pieces(members, prefill, b""), _pieces(members, decode, more)
 
 
-def _pieces(members: list[bytes], fields: dict[str, Any], more: bytes) -> Pieces:
+def _pieces(members: list[bytes | bytearray], fields: dict[str, Any], more: bytes) -> Pieces:
     end = b"%b%b}" % (orjson.dumps(fields)[1:-1], more)
     if sum(map(len, members)) <= _JOINED_BYTES:
         return (b"{%b}" % b",".join((*members, end[:-1])),)
-    pieces = [b"{"]
+    pieces: list[bytes | bytearray] = [b"{"]
     for one in members:
         pieces += (one, b",")
     return (*pieces, end)

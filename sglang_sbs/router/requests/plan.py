@@ -96,7 +96,7 @@ class Plan:
     stream: bool
     units: Units
     prompts: tuple[Prompt, ...]
-    common: bytes
+    common: bytes | bytearray
     """Members of the JSON that all legs share."""
     samples: int
     """``n``: units per prompt."""

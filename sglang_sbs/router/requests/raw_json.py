@@ -179,9 +179,19 @@ def is_true(raw: Raw | bytes | None) -> bool:
     return bool(view) and (len(view) > 5 or bytes(view) not in _FALSE)
 
 
-def joined(members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]) -> bytes:
+def joined(
+    members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]],
+) -> bytes | bytearray:
     """``"name":value`` of each, with commas between; a copy, and the only one."""
-    return b"".join(member_pieces(members))
+    pieces = member_pieces(members)
+    if sum(len(memoryview(piece)) for piece in pieces) <= _PIECE_BYTES:
+        return b"".join(pieces)
+    whole = bytearray()
+    for piece in pieces:
+        view = memoryview(piece)
+        for at in range(0, len(view), _PIECE_BYTES):
+            whole += view[at : at + _PIECE_BYTES]
+    return whole
 
 
 def list_of(values: Iterable[bytes | bytearray]) -> bytes:

@@ -87,9 +87,9 @@ class Prompt:
     value: Any
     """What its tokens are counted in: text, token ids (an ``array``), the body of a chat. ``None``:
     it is not to be looked at, ``tokens`` or ``size_bytes`` say what is known."""
-    member: bytes
+    member: bytes | bytearray
     """It as a member of the JSON both legs get; empty for a chat, which is all over the body."""
-    own: bytes
+    own: bytes | bytearray
     """Members of the JSON that are for this prompt of a batch only."""
     namespace: Namespace | None
     """Of the KV cache; ``None``: the body does not say it clearly."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -37,9 +38,13 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
+async def merged_text(*pages: tuple[str, str]) -> str:
+    return b"".join(await merge_pages((url, page.encode()) for url, page in pages)).decode()
+
+
 async def test_every_sample_is_there_under_its_engine() -> None:
     pages = [(A, real_page(3)), (B, real_page(1e20))]
-    merged = (await merge_pages(pages)).decode()
+    merged = await merged_text(*pages)
     wanted = {
         (name.replace(":", "_"), tuple(sorted([*labels, ("worker_addr", url)]))): value
         for url, page in pages
@@ -62,19 +67,19 @@ async def test_every_sample_is_there_under_its_engine() -> None:
     ],
 )
 async def test_a_page_that_cannot_be_read_is_left_out(bad: str) -> None:
-    merged = (await merge_pages([(A, f"good 1\n{bad}\n"), (B, "good 2\n")])).decode()
+    merged = await merged_text((A, f"good 1\n{bad}\n"), (B, "good 2\n"))
     assert merged == f'good{{worker_addr="{B}"}} 2\n'
 
 
 @given(st.text(max_size=200) | st.text(alphabet='ab{}="\\,: 1\n#', max_size=200))
 def test_whatever_a_page_is_the_result_is_one(text: str) -> None:
-    merged = asyncio.run(merge_pages([(A, text), (B, "good 2\n")])).decode()
+    merged = asyncio.run(merged_text((A, text), (B, "good 2\n")))
     assert f'good{{worker_addr="{B}"}} 2\n' in merged
     list(text_string_to_metric_families(merged))
 
 
 async def test_others_get_their_turn_while_pages_are_merged(monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine_metrics, "_TURN_S", 0.0)
+    monkeypatch.setattr(engine_metrics, "_TURN_BYTES", 1000)
     turns = 0
 
     async def others() -> None:
@@ -84,9 +89,41 @@ async def test_others_get_their_turn_while_pages_are_merged(monkeypatch: Any) ->
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    await merge_pages([(A, 'x{a="b"} 1\n' * 20_000)])
+    await merged_text((A, 'x{a="b"} 1\n' * 20_000))
     task.cancel()
     assert turns > 50
+
+
+def test_a_long_page_is_read_in_small_turns_and_hardly_grows() -> None:
+    page = b'x{a="b"} 1\n' * 100_000
+    turns = 0
+
+    async def merge() -> int:
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(others())
+        tracemalloc.start()
+        try:
+            await merge_pages([(A, page)])
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+            task.cancel()
+
+    merged = len(page) + 100_000 * len(f',worker_addr="{A}"')
+    assert asyncio.run(merge()) < 1.5 * merged
+    assert turns > len(page) // (32 << 10)
+
+
+@pytest.mark.parametrize(
+    "bad", ["".join(f"family{n} 1\n" for n in range(20_000)), f'x{{a="{"b" * 100_000}"}} 1\n']
+)
+async def test_a_page_of_endless_names_is_left_out(bad: str) -> None:
+    assert await merged_text((A, bad), (B, "good 2\n")) == f'good{{worker_addr="{B}"}} 2\n'
 
 
 async def test_many_who_ask_at_once_cost_one_question() -> None:
