@@ -1,8 +1,8 @@
 """What is on in each kind of deployment, as the doctor judges it: a table of ``docs/features.md``.
 
 Every column is a cluster in which whatever can be turned on is. Its rows are what
-``doctor --features`` says of it: the answers of its engines and of its router are made up here, the
-judging is the doctor's own.
+``doctor --features`` says of it, from what engines and a router of such a cluster answered
+(``tools.record_deployments``). Answers of those that cannot be had on CPU are made up here.
 
     python -m tools.feature_deployments            rewrite the table
     python -m tools.feature_deployments --check    exit code 1 if it would change
@@ -16,92 +16,75 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, RouterFacts, Target
 from sglang_sbs.doctor.features.rules import State
 from sglang_sbs.doctor.features.table import FEATURES, FeatureRow, feature_rows
 from sglang_sbs.doctor.options import parse_options
-from sglang_sbs.router.options.options import parse_flags
-from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.workers.server_info import parse_server_info
-from sglang_sbs.scheduling.events import InstanceRole
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features.md"
 BEGIN, END = "<!-- deployments -->", "<!-- end of deployments -->"
-RANKS = 2
-ENGINES: dict[str, InstanceRole] = {"http://p0:30000": "prefill", "http://d0:30000": "decode"}
+RECORDS = ROOT / "tests" / "doctor" / "deployments"
+REQUEST_LIMIT = 8
 ROUTER = "http://r:30000"
 WORDS = {State.ON: "yes", State.PARTLY: "partly", State.OFF: "–", State.UNKNOWN: "?"}
 NOT_ASKED = ("nodes", "rust-server")
 """Rows that only tell one column from another."""
+RECORDED = (
+    *("one machine", "several nodes", "attention TP"),
+    *("Rust server", "Rust server, several nodes", "no barrier"),
+)
 
-Fields = dict[str, Any]
-DEPLOYMENTS: dict[str, Fields] = {
-    "one machine": {},
-    "several nodes": {"nnodes": 2},
-    "attention TP": {"tp_size": 2 * RANKS},
-    "Rust server": {"deployment_info": {"dp_rank": 0, "dp_size": RANKS, "nnodes": 1}},
-    "no barrier": {"dwdp_size": 2},
+Answers = dict[str, Any]
+MADE_UP: dict[str, Answers] = {
     "SGLang 0.5.10, patched": {"version": "0.5.10", "kv_events": None},
     "no hook": {"sbs": None},
 }
-"""What its engines say otherwise than those of one machine."""
+"""What engines say otherwise than those of one machine."""
 
 
-def facts_of(changes: Fields) -> ClusterFacts:
-    """A cluster whose engines and router have answered."""
+def record_path(name: str) -> Path:
+    """Of a column."""
+    return RECORDS / f"{name.lower().replace(',', '').replace(' ', '-')}.json"
+
+
+def recorded(answers: Answers) -> ClusterFacts:
+    """As the doctor gathered it: ``engines`` with their ``/server_info``; ``workers``, ``state``
+    and ``options`` of the router."""
     engines = []
-    for url, role in ENGINES.items():
-        data = _server_info(url, role) | changes
-        engine = EngineFacts(Target(url, role), data=data, info=parse_server_info(data, role))
+    words = ["--router", ROUTER]
+    for one in answers["engines"]:
+        role, data = one["role"], one["server_info"]
+        engine = EngineFacts(Target(one["url"], role), data=data)
+        engine.info = parse_server_info(data, role)
+        engine.closed_kv_ports = one["closed_kv_ports"]
         engines.append(engine)
-    flags = [*("--prefill", "http://p0:30000"), *("--decode", "http://d0:30000")]
-    router = RouterFacts(ROUTER)
-    router.options = shown_options(parse_flags(flags)) | {
-        **{"tokenizer": True, "front_ends": 4, "endforward_encrypted": True}
-    }
-    hook = changes.get("sbs", True) is not None
-    router.workers = [
-        {"url": url, "worker_type": role, "kv_events": True, "prefill_max_requests": 8}
-        for url, role in ENGINES.items()
-    ]
-    router.state = {
-        **{"policy": "sbs", "trigger": "adaptive", "batches": 9},
-        **{"interval_s": 0.1, "mean_forward_s": 0.3, "latency_s": 0.002},
-        **{role: [_instance(url, hook=hook)] for url, role in ENGINES.items()},
-    }
-    options = parse_options([*flags, "--router", ROUTER])
-    return ClusterFacts(options, engines, router=router)
+    told = {name: answers[name] for name in ("workers", "state", "options")}
+    return ClusterFacts(parse_options(words), engines, router=RouterFacts(ROUTER, **told))
 
 
-def _server_info(url: str, role: InstanceRole) -> Fields:
-    return {
-        **{"version": "0.5.23", "disaggregation_mode": role, "attn_dp_size": RANKS},
-        **{"tp_size": RANKS, "nnodes": 1, "enable_dp_attention": True, "page_size": 64},
-        **{"chunked_prefill_size": 4096, "max_total_num_tokens": 100_000},
-        **{"max_running_requests": 128, "dwdp_size": 1},
-        "prefill_max_requests": 8 if role == "prefill" else None,
-        "kv_events": {
-            **{"publisher": "zmq", "topic": "kv", "block_size": 64, "dp_size": RANKS},
-            **{"endpoint_port_base": 5557, "replay_endpoint_port_base": 5657},
-        },
-        "sbs": {
-            **{"boot_id": url, "routers": ["tcp://a:7600", "tcp://b:7600"]},
-            **{"encrypted": True, "gang_gate_ms": None},
-        },
-    }
-
-
-def _instance(url: str, *, hook: bool) -> Fields:
-    ages = [{"age_s": 0.2 if hook else None} for _ in range(RANKS)]
-    return {"instance": url, "passes": 9, "ranks": ages}
+def made_up(changes: Answers) -> Answers:
+    """The answers of one machine, changed. Without the plugin no rank is heard."""
+    answers: Answers = orjson.loads(record_path("one machine").read_bytes())
+    for engine in answers["engines"]:
+        engine["server_info"] |= changes
+    if changes.get("sbs", True) is None:
+        for role in ("prefill", "decode"):
+            for rank in (rank for one in answers["state"][role] for rank in one["ranks"]):
+                rank["age_s"] = None
+    return answers
 
 
 def judged() -> dict[str, dict[str, FeatureRow]]:
     """The doctor's rows of every deployment, by feature."""
+    answers = {name: orjson.loads(record_path(name).read_bytes()) for name in RECORDED}
+    answers |= {name: made_up(changes) for name, changes in MADE_UP.items()}
     return {
-        name: {row.id: row for row in feature_rows(facts_of(changes))}
-        for name, changes in DEPLOYMENTS.items()
+        name: {row.id: row for row in feature_rows(recorded(told))}
+        for name, told in answers.items()
     }
 
 
@@ -124,7 +107,7 @@ def table() -> str:
 
 
 def _reason(row: FeatureRow) -> str:
-    for url in ENGINES:
+    for url in ("http://p0:30000", "http://d0:30000"):
         row_why = row.why.replace(f"{url}: ", "").replace(url, "an engine")
         if row_why != row.why:
             return row_why

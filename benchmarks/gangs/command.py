@@ -57,6 +57,7 @@ examples:
   scripts/measure-gangs --busy 2 --json out/gangs-busy.json     a host that has other things to do
   scripts/measure-gangs --router-flags "--sbs-gang-gate off"    without the gang gate
   scripts/measure-gangs --tp 4 --dp 2                           DP ranks of two processes each
+  scripts/measure-gangs --nodes 2                               prefill instances over two nodes
   scripts/measure-gangs out/gangs/*.events --skip 40            logs of an earlier run
   scripts/measure-gangs /var/log/sbs.events                     of a cluster: --sbs-event-log
 
@@ -83,6 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--topology", default="3P1D", help="instances (3P1D)")
     parser.add_argument("--dp", type=int, default=2, help="DP ranks per instance (2)")
     add_tp_argument(parser)
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        help="of each prefill instance: this machine at 127.0.0.1, 127.0.0.2, ... (1)",
+    )
     parser.add_argument(
         "--loads",
         default="0.4,0.8",
@@ -119,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 0 <= args.busy <= _MOST_BUSY:
             raise ValueError(f"--busy must be from 0 to {_MOST_BUSY}")
         args.attention_tp = attention_tp_of(args)
+        if args.nodes < 1 or args.dp * args.attention_tp % args.nodes:
+            raise ValueError("--nodes must divide the processes of an instance (--tp, else --dp)")
     except ValueError as error:
         parser.error(str(error))
     console = Console()
@@ -156,7 +165,12 @@ async def _runs(
         flags += ["--tokenizer-path", str(model)]
     rows = []
     async with running_rig(
-        *topology, args.dp, args.out, console, attention_tp=args.attention_tp
+        *topology,
+        args.dp,
+        args.out,
+        console,
+        attention_tp=args.attention_tp,
+        prefill_nodes=args.nodes,
     ) as rig:
         for load in loads:
             logs, busy = [], []

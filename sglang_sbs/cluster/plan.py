@@ -129,13 +129,17 @@ class InstancePlan(ServerPlan):
     ranks: int
     rank_servers: int = 1
     followers: tuple[ProcessPlan, ...] = ()
-    """Its processes on the other nodes, in order; they serve no requests."""
+    """Its processes on the other nodes, in order. They serve requests only where each rank does."""
 
     @property
     def server_urls(self) -> tuple[str, ...]:
         """The address of every HTTP server of the instance: one, or one of each DP rank."""
-        base, _, port = self.url.rpartition(":")
-        return tuple(f"{base}:{int(port) + rank}" for rank in range(self.rank_servers))
+        port = int(self.url.rpartition(":")[2])
+        here = self.rank_servers // (1 + len(self.followers)) or 1
+        return tuple(
+            f"http://{_node_host(self.host, rank // here)}:{port + rank % here}"
+            for rank in range(self.rank_servers)
+        )
 
 
 class Node(NamedTuple):
@@ -333,8 +337,11 @@ def _check(options: ClusterOptions) -> None:
 
 def _check_rust_server(options: ClusterOptions) -> None:
     data_parallel = _int_flag(options.engine_flags, "--dp", "--dp-size", "--data-parallel-size")
-    if options.prefill_nodes > 1:
-        raise PlanError(f"engines on several nodes and {RUST_SERVER_ENV}=1: unset one of the two")
+    if data_parallel % options.prefill_nodes:
+        raise PlanError(
+            f"{options.prefill_nodes} nodes and {RUST_SERVER_ENV}=1: --dp {data_parallel} must be "
+            "a multiple of that"
+        )
     if data_parallel > PORTS_PER_INSTANCE:
         raise PlanError(
             f"--dp {data_parallel} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "

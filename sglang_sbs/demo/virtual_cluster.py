@@ -111,10 +111,12 @@ async def running_rig(
     *,
     attention_tp: int = 1,
     dwdp: bool = False,
+    prefill_nodes: int = 1,
 ) -> AsyncIterator[Rig]:
     """Start the engines, say so on the console, stop them at the end.
 
-    ``dwdp``: SGLang's DWDP on prefill, whose DP ranks wait for nobody.
+    ``dwdp``: SGLang's DWDP on prefill, whose DP ranks wait for nobody. ``prefill_nodes``: of each
+    prefill instance.
 
     Raises:
         ClusterStartError: an engine did not come up.
@@ -126,6 +128,7 @@ async def running_rig(
         model_path=str(cached_tiny_model()),
         prefill_instances=prefill,
         decode_instances=decode,
+        prefill_nodes=prefill_nodes,
         engine_flags=parallel_flags(dp_size, attention_tp),
         prefill_flags=prefill_flags(dp_size, dwdp=dwdp),
         virtual_gpu=COST,

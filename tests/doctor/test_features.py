@@ -217,6 +217,13 @@ EVERY_RANK = [
         ("token-ids", options(tokenizer=False), "off", "no --tokenizer-path"),
         ("token-ids", options(forward_token_ids="off"), "partly", "tokenize again"),
         ("token-ids", entry(problems={"tokenizer": "x"}), "partly", "http://p0:1"),
+        ("token-ids", lambda c: c.trouble("tokenizer", "x"), "off", "on every engine: its"),
+        (
+            "token-ids",
+            lambda c: c.trouble("tokenizer", "comes to other token ids for chat than …"),
+            "partly",
+            "on every engine: chats differ",
+        ),
         ("priority", state(policy="round_robin"), "off", "--policy round_robin"),
         (
             "priority",

@@ -21,6 +21,9 @@ from tools.stand_ins.mock_script import Behaviour, RecordedRequest
 class RustMockEngine(MockEngine):
     """DP rank d serves at ``port + d``; those in ``lost_ranks`` drop every connection."""
 
+    nodes = 1
+    """Or as many as it has DP ranks: rank d then serves at 127.0.0.(1 + d)."""
+
     def __init__(self, *args: Any, lost_ranks: Collection[int] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lost_ranks = set(lost_ranks)
@@ -31,7 +34,10 @@ class RustMockEngine(MockEngine):
         await super().start(port or next(free_port_blocks(self.dp_size)), tls)
         assert self._runner is not None
         for rank in range(1, self.dp_size):
-            await web.TCPSite(self._runner, "127.0.0.1", self.port + rank, ssl_context=tls).start()
+            host, port = f"127.0.0.{1 + rank}", self.port
+            if self.nodes == 1:
+                host, port = "127.0.0.1", self.port + rank
+            await web.TCPSite(self._runner, host, port, ssl_context=tls).start()
 
     def rank_of(self, record: RecordedRequest) -> int:
         """The DP rank whose server it came to."""
@@ -39,8 +45,9 @@ class RustMockEngine(MockEngine):
 
     def server_info_of(self, port: int) -> dict[str, Any]:
         """See :meth:`MockEngine.server_info_of`."""
-        deployment = {"dp_rank": port - self.port, "dp_size": self.dp_size, "nnodes": 1}
+        deployment = {"dp_rank": port - self.port, "dp_size": self.dp_size}
         return {
+            "nnodes": self.nodes,
             "port": port,
             "disaggregation_bootstrap_port": self.port,
             "deployment_info": deployment,

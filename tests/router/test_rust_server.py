@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,15 +13,20 @@ from rust_mock_engine import RustMockEngine
 
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
+from sglang_sbs.router.schedulers import OwnScheduler
 from sglang_sbs.router.server import RouterServer
+from sglang_sbs.router.signals.endforward_listener import EndForwardListener
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     UnusableWorker,
+    WorkerInfo,
     check_rank_server,
     parse_server_info,
+    server_url,
 )
-from sglang_sbs.router.workers.worker import WorkerEvents
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling.events import LoadPolled
+from sglang_sbs.wire import EndForward, encode_endforward
 from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 RUST: dict[str, Any] = {"kind": RustMockEngine}
@@ -112,6 +118,104 @@ async def test_a_rank_that_dies_alone_takes_its_instance_out() -> None:
         assert f"http://127.0.0.1:{engine.port + 1}" in worker.problems["unhealthy"]
 
 
+class TwoNodes(RustMockEngine):
+    """One DP rank on each."""
+
+    nodes = 2
+
+
+def heartbeat(worker: Worker, boot_id: str, rank: int = 1) -> list[bytes]:
+    place = {"role": worker.role, "dp_rank": rank, "dp_size": 2, "seq": 0, "kind": "heartbeat"}
+    return encode_endforward(EndForward(instance_id=worker.url, boot_id=boot_id, **place))
+
+
+def listener(system: Cluster) -> EndForwardListener:
+    schedulers = system.server._schedulers
+    assert isinstance(schedulers, OwnScheduler)
+    return schedulers._watch._listener
+
+
+def key_file(folder: Path) -> str:
+    path = folder / "key"
+    path.write_text("0123456789abcdef" * 4)
+    return str(path)
+
+
+async def test_ranks_on_other_nodes_are_where_their_endforward_comes_from(tmp_path: Path) -> None:
+    flags = ("--sbs-endforward-key-file", key_file(tmp_path))
+    async with cluster(*flags, kind=TwoNodes, decode_dp=2, wait=False) as system:
+        await until(lambda: all(w.problems.get("unusable") for w in system.server.registry))
+        for worker in system.server.registry:
+            assert "SGLANG_SBS_KEY_FILE" in worker.problems["unusable"]
+            assert not worker.usable
+            listener(system).receive(heartbeat(worker, f"node-1 {worker.role}"), "::ffff:127.0.0.2")
+        await until(lambda: all(w.usable for w in system.server.registry))
+        answers = await asyncio.gather(*(system.generate(text="x") for _ in range(8)))
+        assert [status for status, _ in answers] == [200] * 8
+        # The scheduler of this harness takes pairs (d, d + 1) in turn.
+        assert ranks_of(system) == {(0, 1), (1, 0)}
+        (worker,) = system.server.registry.of_role("prefill")
+        port = system.prefill[0].port
+        assert worker.server_urls == [f"http://127.0.0.1:{port}", f"http://127.0.0.2:{port}"]
+        system.check_books()
+
+
+async def test_without_a_key_nobody_can_have_requests_sent_to_himself() -> None:
+    async with cluster(kind=TwoNodes, decode_dp=2, wait=False) as system:
+        (worker,) = system.server.registry.of_role("prefill")
+        await until(lambda: worker.problems.get("unusable"))
+        listener(system).receive(heartbeat(worker, "node-1"), "127.0.0.2")
+        assert worker.boots == {1: "node-1"}, "its report is booked"
+        assert worker.speaks_from == {}
+
+
+async def test_where_a_rank_was_is_forgotten_with_its_boot(tmp_path: Path) -> None:
+    flags = ("--sbs-endforward-key-file", key_file(tmp_path))
+    async with cluster(*flags, kind=TwoNodes, decode_dp=2, wait=False) as system:
+        (worker,) = system.server.registry.of_role("prefill")
+        await until(lambda: worker.problems.get("unusable"))
+        for rank in (0, 1):
+            listener(system).receive(heartbeat(worker, "old", rank), f"127.0.0.{1 + rank}")
+        await until(lambda: worker.usable)
+        worker.last_report_s.clear()  # it has been quiet for long
+        listener(system).receive(heartbeat(worker, "new"), "127.0.0.3")
+        assert (worker.speaks_from, worker.usable) == ({1: "127.0.0.3"}, False)
+
+
+async def test_an_engine_that_comes_back_on_other_nodes_is_followed_there(tmp_path: Path) -> None:
+    flags = ("--sbs-endforward-key-file", key_file(tmp_path), "--health-check-interval-secs", "1")
+    async with cluster(*flags, kind=TwoNodes, decode=0, sbs_block=True, wait=False) as system:
+        (worker,), engine = system.server.registry, system.prefill[0]
+        await until(lambda: worker.problems.get("unusable"))
+        listener(system).receive(heartbeat(worker, engine.boot_id), "127.0.0.9")
+        await until(lambda: "http://127.0.0.9" in worker.problems["unusable"])
+        listener(system).receive(heartbeat(worker, engine.boot_id), "127.0.0.2")
+        await until(lambda: worker.usable)
+        engine.boot_id = "new"
+        listener(system).receive(heartbeat(worker, "new"), "127.0.0.3")  # not believed as yet
+        await until(lambda: worker.info is None)
+        listener(system).receive(heartbeat(worker, "new"), "127.0.0.2")
+        await until(lambda: worker.usable)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "places"),
+    [
+        (4, 2, ["p:30", "p:31", "n1:30", "n1:31"]),
+        (2, 4, ["p:30", "n2:30"]),
+        (3, 2, ["p:30", "p:31", "n1:30"]),
+    ],
+)
+def test_each_node_counts_its_ports_from_the_first(
+    ranks: int, nodes: int, places: list[str]
+) -> None:
+    """As ``RustServer.launch`` does (``srt/rust_server/server.py``)."""
+    hosts = tuple(f"n{node}" for node in range(1, nodes))
+    info = WorkerInfo(dp_size=ranks, nodes=nodes, rust_server=True, node_hosts=hosts)
+    found = [server_url("http://p:30", info, rank) for rank in range(ranks)]
+    assert found == [f"http://{place}" for place in places]
+
+
 async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> None:
     async with cluster(kind=RustMockEngine, decode=0, wait=False) as system:
         old = MockEngine("decode", rooms=system.prefill[0]._rooms)
@@ -134,13 +238,7 @@ async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> No
             lambda: RustMockEngine("prefill", server_info={"attn_dp_size": 4096}),
             "DP rank 2 does not serve at",
         ),
-        (
-            lambda: RustMockEngine(
-                "prefill",
-                server_info={"deployment_info": {"dp_rank": 0, "dp_size": 2, "nnodes": 2}},
-            ),
-            "its DP ranks are on 2 nodes",
-        ),
+        (lambda: TwoNodes("prefill"), "DP rank 1 serves HTTP on node 1"),
         (
             lambda: RustMockEngine("prefill", server_info={"deployment_info": {}}),
             "does not say how many DP ranks it has",

@@ -397,14 +397,19 @@ def test_ranks_that_cannot_be_laid_over_nodes_are_refused(options: dict[str, int
         plan(engine_flags=DP_ATTENTION, **options)
 
 
-def test_the_rust_server_is_not_planned_over_several_nodes() -> None:
-    with pytest.raises(PlanError, match="several nodes"):
-        plan_cluster(
-            ClusterOptions(
-                model_path="m",
-                prefill_nodes=2,
-                engine_flags=("--tp", "2", "--dp", "2"),
-                environment={RUST_SERVER_ENV: "1"},
-            ),
-            itertools.count(30000, PORTS_PER_INSTANCE),
+def test_with_the_rust_server_each_node_serves_its_own_ranks() -> None:
+    def planned(ranks: int) -> InstancePlan:
+        options = ClusterOptions(
+            model_path="m",
+            prefill_nodes=2,
+            engine_flags=("--tp", "12", "--dp", str(ranks)),
+            environment={RUST_SERVER_ENV: "1"},
         )
+        return plan_cluster(options, itertools.count(30000, PORTS_PER_INSTANCE)).instances[0]
+
+    port = int(planned(4).url.rpartition(":")[2])
+    assert planned(4).server_urls == tuple(
+        f"http://127.0.0.{host}:{port + number}" for host in (1, 2) for number in (0, 1)
+    )
+    with pytest.raises(PlanError, match="--dp 3 must be a multiple"):
+        planned(3)

@@ -418,9 +418,12 @@ class MockEngine:
 
 
 def port_of(request: web.Request) -> int:
-    """Of the socket that a request came in by; 0 if it is closed already."""
+    """Of the socket that a request came in by; 0 if it is closed already.
+
+    On node k, which is 127.0.0.(1 + k), it counts as k more: there is one rank on each.
+    """
     name = request.get_extra_info("sockname")
-    return int(name[1]) if name else 0
+    return int(name[1]) + int(name[0].rpartition(".")[2]) - 1 if name else 0
 
 
 def _event(value: Any) -> bytes:

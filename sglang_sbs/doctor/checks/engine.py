@@ -12,13 +12,14 @@ from typing import Any
 from sglang_sbs.doctor.checks.fields import number, text
 from sglang_sbs.doctor.facts import EngineFacts
 from sglang_sbs.doctor.findings import Finding, finding
-from sglang_sbs.router.engines.urls import rank_url
 from sglang_sbs.router.workers.server_info import (
     MIN_VERSION,
     NO_DP_ATTENTION,
     PLUGIN_VERSION,
     WorkerInfo,
     parse_version,
+    ranks_in_reach,
+    server_url,
 )
 
 MIN_CHUNK_TOKENS = 512
@@ -92,7 +93,12 @@ def _reach(facts: EngineFacts) -> Iterator[Finding]:
         scheme = "HTTPS" if url.startswith("https") else "HTTP"
         seen = f"answers over {scheme}, ready for requests"
         if facts.info.rust_server and facts.info.dp_size > 1:
-            seen += f", each DP rank at its own port to {rank_url(url, facts.info.dp_size - 1)}"
+            last = ranks_in_reach(facts.info)[-1]
+            seen += f", each DP rank at its own port to {server_url(url, facts.info, last)}"
+            if last < facts.info.dp_size - 1:
+                seen += (
+                    f"; ranks {last + 1} to {facts.info.dp_size - 1} are on other nodes, not asked"
+                )
         yield finding("reach.ok", url, seen)
 
 

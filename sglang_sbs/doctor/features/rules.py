@@ -19,6 +19,9 @@ _GATHERING_VERSION = (0, 5, 22)
 """The first whose DP ranks gather numbers with room for the words of ``engine/gang_gather.py``."""
 _GATE_VERSION = (0, 5, 11)
 """The first with a gate: before it the hook is patched in, and has none."""
+_CHATS_DIFFER = "other token ids for chat than"
+"""What ``router/prompts/tokenizer_check.py`` has against an engine that takes texts as the router
+does."""
 _MAX_RANKS = 8
 """Ranks named in one row."""
 
@@ -258,14 +261,20 @@ def token_ids(view: FeatureView) -> Seen:
         why = "exact lengths, but --sbs-forward-token-ids off: engines tokenize again"
         return Seen(State.PARTLY, why, "--sbs-forward-token-ids auto (router)")
     on = "engines get ids" if view.asked else "where a running router finds the same tokenizer"
-    seen = _over(
-        view.engines,
-        lambda engine: "its tokenizer differs" if view.problem(engine, "tokenizer") else "",
-        f"exact lengths; {on}",
-    )
-    if seen.state in (State.PARTLY, State.OFF):
-        return Seen(seen.state, seen.why, "the engines' own model folder as --tokenizer-path")
-    return seen
+    told = {engine.url: view.problem(engine, "tokenizer") for engine in view.engines}
+    chats_only = {url for url, problem in told.items() if _CHATS_DIFFER in problem}
+
+    def fault(engine: EngineFacts) -> str:
+        if engine.url in chats_only:
+            return "chats differ there"
+        return "its tokenizer differs" if told[engine.url] else ""
+
+    seen = _over(view.engines, fault, f"exact lengths; {on}")
+    if seen.state not in (State.PARTLY, State.OFF):
+        return seen
+    state = State.PARTLY if chats_only else seen.state
+    change = "the engines' own model folder as --tokenizer-path, their template as --chat-template"
+    return Seen(state, seen.why, change)
 
 
 # Engines ----------------------------------------------------------------------------------------

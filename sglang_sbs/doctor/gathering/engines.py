@@ -30,7 +30,7 @@ from sglang_sbs.doctor.facts import (
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.plain_words import plain_error
-from sglang_sbs.router.engines.urls import rank_url, split_worker_url
+from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.health import parse_loads
@@ -48,6 +48,8 @@ from sglang_sbs.router.workers.server_info import (
     node_of_rank,
     not_a_rank,
     parse_server_info,
+    ranks_in_reach,
+    server_url,
 )
 from sglang_sbs.router.workers.worker import Worker
 
@@ -157,10 +159,14 @@ class Asker:
         return facts
 
     async def _rank_servers(self, info: WorkerInfo, url: str) -> None:
-        """Raises: RankOutOfReach, a DP rank does not serve where requests for it would go."""
+        """Of the first node: only EndForward says where the others are.
+
+        Raises:
+            RankOutOfReach: a DP rank does not serve where requests for it would go.
+        """
         boot_id = info.sbs.boot_id if info.sbs is not None else ""
-        for rank in range(1, info.dp_size if info.rust_server else 1):
-            place = rank_url(url, rank)
+        for rank in ranks_in_reach(info)[1:] if info.rust_server else ():
+            place = server_url(url, info, rank)
             try:
                 check_rank_server(await self._server_info(place), rank, boot_id)
             except (NoAnswer, UnusableWorker) as error:

@@ -24,6 +24,7 @@ from sglang_sbs.router.workers.rank_contract import (
     pick_bootstrap_room,
     prefill_members,
 )
+from sglang_sbs.router.workers.server_info import ranks_in_reach
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
@@ -60,7 +61,8 @@ async def _probe(
     decode: EngineFacts,
 ) -> ProbeResult:
     assert prefill.info is not None and decode.info is not None, "only usable engines are probed"
-    prefill_rank, decode_rank = number % prefill.info.dp_size, number % decode.info.dp_size
+    prefill_rank = number % len(ranks_in_reach(prefill.info))
+    decode_rank = number % len(ranks_in_reach(decode.info))
     rid = uuid.uuid4().hex
     port = prefill.target.bootstrap_port
     worker = Worker(*(prefill.url, "prefill", Breaker(BreakerConfig()), port), info=prefill.info)

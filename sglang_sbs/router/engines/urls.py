@@ -44,14 +44,14 @@ def split_worker_url(url: str) -> tuple[str, str, int]:
     return parts.scheme, parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
 
 
-def rank_url(url: str, rank: int) -> str:
-    """Where DP rank ``rank`` serves HTTP if every rank does, and rank 0 at ``url``.
+def rank_url(url: str, number: int, host: str = "") -> str:
+    """Where a DP rank serves HTTP if every rank does, and rank 0 at ``url``.
 
-    SGLang's Rust server (``srt/rust_server/server.py``): ``--port`` plus the rank's number on its
-    node.
+    SGLang's Rust server (``srt/rust_server/server.py``): ``--port`` plus the rank's ``number`` on
+    its node. ``host``: of that node; empty: the first, which is the host of ``url``.
     """
-    scheme, host, port = split_worker_url(url)
-    return f"{scheme}://{bracketed(host)}:{port + rank}"
+    scheme, own_host, port = split_worker_url(url)
+    return f"{scheme}://{bracketed(host or own_host)}:{port + number}"
 
 
 def bracketed(host: str) -> str:

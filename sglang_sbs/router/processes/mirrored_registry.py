@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SAME = ("id", "healthy", "dispatches", "failures", "priority", "cost", "spelling")
 """Fields that are the same at a worker and in what is told of it."""
+_FOUND_HERE = ("tokenizer",)
+"""Problems that a front end finds out for itself."""
 _MAX_PROBLEM_CHARS = 512
 """All workers go into one message."""
 
@@ -95,7 +97,8 @@ class MirroredRegistry(Registry):
             worker.breaker.follow(state.breaker, now_s)
             worker.active_everywhere = state.active
             worker.labels = dict(state.labels)
-            worker.problems = dict(state.problems)
+            own = {kind: worker.problems[kind] for kind in _FOUND_HERE if kind in worker.problems}
+            worker.problems = dict(state.problems) | own
             worker.reports = {0: state.reports}
             worker.last_report_s = (
                 {0: now_s - state.report_age_s} if state.report_age_s is not None else {}

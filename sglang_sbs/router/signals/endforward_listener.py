@@ -118,8 +118,6 @@ class EndForwardListener:
         """Connects to engines that bind. With keys it is a socket of its own: one socket cannot be
         CURVE's server and its client."""
         self._gatekeeper: Gatekeeper | None = None
-        self._asks_peers = False
-        """Some engine has ranks on several nodes: it matters from where they speak."""
 
     def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
         """Start receiving; returns the endpoint actually bound (a wildcard port resolved).
@@ -197,7 +195,8 @@ class EndForwardListener:
         longer to where it was before."""
         if self._registry.get(worker.url) is not worker:
             return  # removed while it was asked
-        self._asks_peers |= info.nodes > 1 and self._registry.listens_to_events(worker)
+        if info.nodes > 1 and self._registry.listens_to_events(worker):
+            self._registry.asks_peers = True
         bind = ""
         if info.sbs is not None:
             bind = info.sbs.bind
@@ -277,8 +276,10 @@ class EndForwardListener:
             self.counts["dropped"] += 1
             return
         self.counts["bound"] += 1
+        has_key = self._gatekeeper is not None
+        if has_key and peer:
+            worker.speaks_from[report.dp_rank] = peer.removeprefix("::ffff:")
         if report.kv_address is not None:
-            has_key = self._gatekeeper is not None
             self._registry.kv_address_told(worker, report, peer, has_key=has_key)
         if worker.announced:
             self._submit(ForwardEnded(instance=worker.url, report=report))
@@ -316,7 +317,7 @@ class EndForwardListener:
     def _take_in(self, sock: zmq.Socket[bytes]) -> bool:
         """Receive what is there, up to the limit; whether that was all."""
         for _ in range(_DRAIN_LIMIT):
-            frames, peer = _receive(sock, asks_peer=self._asks_peers)
+            frames, peer = _receive(sock, asks_peer=self._registry.asks_peers)
             if not frames:
                 return True
             report = self._parse(frames)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.connection_pool import Pool, fetch, is_our_own
 from sglang_sbs.router.engines.control_requests import ask
-from sglang_sbs.router.engines.urls import rank_url
 from sglang_sbs.router.limits import clamped_count
 from sglang_sbs.router.options.config import MonitorConfig
 from sglang_sbs.router.workers.registry import Registry
@@ -32,8 +32,11 @@ from sglang_sbs.router.workers.server_info import (
     UnusableWorker,
     WorkerInfo,
     check_rank_server,
+    node_of_rank,
     not_a_rank,
+    not_heard,
     parse_server_info,
+    server_url,
 )
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Event, LoadPolled
@@ -256,6 +259,7 @@ class Monitor:
         """Read ``/server_info``; False (with a reported problem) while it cannot be used."""
         try:
             info = parse_server_info(await self._server_info(worker.url), worker.role)
+            info = self._with_node_hosts(worker, info)
             await self._check_rank_servers(worker, info)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             text = f"waiting for it: /server_info: {plain_error(error)}"
@@ -293,16 +297,40 @@ class Monitor:
             raise UnusableWorker("/server_info is not a JSON object")
         return value
 
+    def _with_node_hosts(self, worker: Worker, info: WorkerInfo) -> WorkerInfo:
+        """With the addresses of its other nodes, where DP ranks there serve HTTP themselves.
+
+        Raises:
+            RankOutOfReach: nobody says where one of them is.
+        """
+        if not info.rust_server or info.nodes == 1:
+            return info
+        self._registry.check_boot(worker, info)  # a restart may have moved them
+        self._registry.asks_peers = True
+        if worker.info is not None and not worker.speaks_from:  # a front end hears no EndForward
+            return msgspec.structs.replace(info, node_hosts=worker.info.node_hosts)
+        hosts: dict[int, str] = {}
+        for rank in range(info.dp_size):
+            node = node_of_rank(info, rank)
+            if node and rank not in worker.speaks_from:
+                raise RankOutOfReach(not_heard(rank, node, worker.url))
+            if node:
+                hosts.setdefault(node, worker.speaks_from[rank])
+        # A DP rank may have several nodes; only its first one serves.
+        others = tuple(hosts.get(node, "") for node in range(1, info.nodes))
+        return msgspec.structs.replace(info, node_hosts=others)
+
     async def _check_rank_servers(self, worker: Worker, info: WorkerInfo) -> None:
         """Each DP rank that serves HTTP itself must be where requests for it will be sent.
 
         Raises:
             RankOutOfReach: a rank is not.
         """
-        boot_id = info.sbs.boot_id if info.sbs is not None else ""
+        own_boot_id = info.sbs.boot_id if info.sbs is not None else ""
 
         async def check(rank: int) -> None:
-            url = rank_url(worker.url, rank)
+            url = server_url(worker.url, info, rank)
+            boot_id = worker.boots.get(rank, "") if node_of_rank(info, rank) else own_boot_id
             try:
                 check_rank_server(await self._server_info(url), rank, boot_id)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:

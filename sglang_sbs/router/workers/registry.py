@@ -83,6 +83,8 @@ class Registry:
         self._clock = clock
         self._expects_endforward = expects_endforward
         self._prefix_source = prefix_source
+        self.asks_peers = False
+        """Some engine has ranks on several nodes: it matters from where they speak."""
         self._workers: dict[str, Worker] = {}
         self._aliases: dict[tuple[str, int], str] = {}
 
@@ -150,7 +152,7 @@ class Registry:
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read: the limits are known (or changed)."""
-        self._check_boot(worker, info)
+        self.check_boot(worker, info)
         if worker.info is not None and worker.info.no_barrier == AS_REPORTED:
             info = as_reported(info)
         changed = worker.info != info
@@ -172,6 +174,23 @@ class Registry:
             self.report_problem(worker, f"launch{number}", text)
         if worker.announced and changed:
             self._emit(self._instance_up(worker))
+
+    def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
+        """``/server_info`` was read again: the same engine as before, or another?"""
+        worker.recheck = False
+        stranger, worker.stranger = worker.stranger, ""
+        old = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
+        new = info.sbs.boot_id if info.sbs else ""
+        if old and new and old != new:
+            self._restarted(worker)
+        elif stranger and stranger != new:
+            self._retire(worker, [stranger])
+            self.report_problem(
+                worker,
+                "stranger",
+                f"EndForward of another boot ({stranger[:8]}) claims to be this worker and is "
+                "ignored. Is SGLANG_SBS_INSTANCE_ID the same on two engines?",
+            )
 
     def set_healthy(self, worker: Worker, healthy: bool, why: str = "") -> None:
         if worker.healthy == healthy:
@@ -376,23 +395,6 @@ class Registry:
         worker.recheck = True
         self.doubted(worker)
 
-    def _check_boot(self, worker: Worker, info: WorkerInfo) -> None:
-        """``/server_info`` was read again: the same engine as before, or another?"""
-        worker.recheck = False
-        stranger, worker.stranger = worker.stranger, ""
-        old = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
-        new = info.sbs.boot_id if info.sbs else ""
-        if old and new and old != new:
-            self._restarted(worker)
-        elif stranger and stranger != new:
-            self._retire(worker, [stranger])
-            self.report_problem(
-                worker,
-                "stranger",
-                f"EndForward of another boot ({stranger[:8]}) claims to be this worker and is "
-                "ignored. Is SGLANG_SBS_INSTANCE_ID the same on two engines?",
-            )
-
     @staticmethod
     def _retire(worker: Worker, boot_ids: Iterable[str]) -> None:
         if len(worker.retired_boots) >= _MAX_REMEMBERED:
@@ -410,6 +412,7 @@ class Registry:
         worker.last_report_s.clear()
         worker.kv_endpoints.clear()
         worker.kv_refused.clear()
+        worker.speaks_from.clear()
         worker.gates_at_fault.clear()
         worker.problems.pop("gang_gate", None)
         worker.restarted_s = self._clock()

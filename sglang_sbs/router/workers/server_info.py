@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_sbs.router.engines.urls import rank_url
 from sglang_sbs.router.workers.rank_contract import is_coupled, rank_choice_of
 from sglang_sbs.scheduling.events import InstanceRole, RankChoice
 
@@ -116,6 +117,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Why its DP ranks make passes each for itself; empty: they make them together."""
     rust_server: bool = False
     """Every DP rank serves HTTP itself, and only for itself (``SGLANG_RUST_SERVER=1``)."""
+    node_hosts: tuple[str, ...] = ()
+    """With the Rust server: where its nodes but the first are; empty: not known."""
 
     @property
     def ranks(self) -> str:
@@ -127,6 +130,22 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 def node_of_rank(info: WorkerInfo, dp_rank: int) -> int:
     """``--node-rank`` of the process that speaks for a DP rank (``read_placement``)."""
     return dp_rank * info.nodes // info.dp_size
+
+
+def server_url(url: str, info: WorkerInfo, dp_rank: int) -> str:
+    """Where requests for a DP rank of the worker at ``url`` go."""
+    if not info.rust_server:
+        return url
+    node = node_of_rank(info, dp_rank)
+    number = dp_rank * info.nodes % info.dp_size // info.nodes
+    return rank_url(url, number, info.node_hosts[node - 1] if node else "")
+
+
+def ranks_in_reach(info: WorkerInfo) -> range:
+    """DP ranks of which the address is known: all, or those of the first node."""
+    if not info.rust_server or info.node_hosts:
+        return range(info.dp_size)
+    return range(sum(node_of_rank(info, rank) == 0 for rank in range(info.dp_size)))
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
@@ -276,6 +295,16 @@ def not_a_rank(url: str, rank: int, why: str) -> str:
     )
 
 
+def not_heard(rank: int, node: int, url: str) -> str:
+    """What to tell of a DP rank of the worker at ``url`` that is on an unknown other node."""
+    return (
+        f"DP rank {rank} serves HTTP on node {node} (SGLANG_RUST_SERVER=1), and nothing says where "
+        "that is: only EndForward that was sent with a key is believed to, and none is heard. Set "
+        f"SGLANG_SBS_ROUTERS, SGLANG_SBS_INSTANCE_ID={url} and SGLANG_SBS_KEY_FILE on each node, "
+        "and --sbs-endforward-key-file here, or start the engine without SGLANG_RUST_SERVER"
+    )
+
+
 def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
     """Whether what answered at the address of ``rank`` is that DP rank, of the engine ``boot_id``.
 
@@ -294,7 +323,7 @@ def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
     answers (``deployment_info``, ``srt/rust_server/config.py``).
 
     Raises:
-        RankOutOfReach: it answers for another rank than ``rank``, or other ranks answer elsewhere.
+        RankOutOfReach: it answers for another rank than ``rank``, or does not say of how many.
     """
     told = data.get("deployment_info")
     if not isinstance(told, dict) or "dp_rank" not in told:
@@ -310,13 +339,6 @@ def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
             f"DP rank {_int(told['dp_rank'])} of an instance serves here (SGLANG_RUST_SERVER=1), "
             f"not rank {rank}. Give the router the address of rank 0, which is the engine's "
             "--port, once: it finds the other ranks at the ports behind it"
-        )
-    nodes = _int(told.get("nnodes")) // max(1, _int(data.get("pp_size")))
-    if _int(told.get("dp_size")) > 1 and nodes > 1:
-        raise RankOutOfReach(
-            f"its DP ranks are on {nodes} nodes and each serves HTTP on its own "
-            "(SGLANG_RUST_SERVER=1), but the router knows the address of one node. Start the "
-            "engine without SGLANG_RUST_SERVER, or one instance per node"
         )
     return True
 

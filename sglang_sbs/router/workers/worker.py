@@ -10,10 +10,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sglang_sbs.router.engines.urls import bracketed, rank_url, respelled, split_worker_url
+from sglang_sbs.router.engines.urls import bracketed, respelled, split_worker_url
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
-from sglang_sbs.router.workers.server_info import WorkerInfo
+from sglang_sbs.router.workers.server_info import (
+    WorkerInfo,
+    ranks_in_reach,
+    server_url,
+)
 from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource, RankChoice
 
 SILENT_AFTER_S = 5.0
@@ -64,6 +68,9 @@ class Worker:
     """Where its present boot publishes those of DP ranks on other nodes than the first."""
     kv_refused: dict[int, str] = field(default_factory=dict)
     """Why what such a rank said last about that is not followed."""
+    speaks_from: dict[int, str] = field(default_factory=dict)
+    """The IP addresses that EndForward of its present boot's DP ranks comes from, by rank. Only
+    where engines have the router's key: requests would be sent there."""
     rechecked_s: float = -math.inf
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
     heard_s: float = 0.0
@@ -104,12 +111,14 @@ class Worker:
 
     def url_of(self, rank: int) -> str:
         """Where requests for that DP rank go."""
-        return rank_url(self.url, rank) if self.rust_server else self.url
+        return server_url(self.url, self.info, rank) if self.info is not None else self.url
 
     @property
     def server_urls(self) -> list[str]:
         """Its HTTP servers, that of DP rank 0 first."""
-        return [self.url_of(rank) for rank in range(self.dp_size if self.rust_server else 1)]
+        if self.info is None or not self.info.rust_server:
+            return [self.url]
+        return [self.url_of(rank) for rank in ranks_in_reach(self.info)]
 
     @property
     def rank_choice(self) -> RankChoice:

@@ -267,6 +267,19 @@ def test_every_spelling_of_a_host_means_the_same_and_is_another(host: str) -> No
             assert text.lower() == host
 
 
+def test_a_front_end_keeps_what_it_found_out_itself() -> None:
+    setup = Setup()
+    worker = setup.up("http://p:1")
+    mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
+    setup.registry.report_problem(worker, "role", "told by the scheduler")
+    mirror.follow([state_of(worker, 0.0)])
+    (seen,) = mirror
+    mirror.report_problem(seen, "tokenizer", "found here")
+    worker.problems.clear()
+    mirror.follow([state_of(worker, 0.0)])
+    assert seen.problems == {"tokenizer": "found here"}
+
+
 def test_a_problem_that_comes_and_goes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     setup = Setup()
     worker = setup.up("http://p:1")
