@@ -24,11 +24,11 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
-from sglang_sbs.router.processes.followed import LeadView
-from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.leading.followed import LeadView
+from sglang_sbs.router.processes.leading.line import Line
+from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.messages import DashboardFrame, FromScheduler, LegFailed
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
-from sglang_sbs.router.processes.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner

@@ -27,10 +27,10 @@ from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
 from sglang_sbs.router.processes.dashboard_leases import Leases
-from sglang_sbs.router.processes.fixed_order import FixedOrder
 from sglang_sbs.router.processes.front_end_sessions import Hub
-from sglang_sbs.router.processes.lead import Lead, Unopposed
-from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
+from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
+from sglang_sbs.router.processes.leading.line import Line
 from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, WatchDashboard
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts

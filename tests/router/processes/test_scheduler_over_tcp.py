@@ -16,6 +16,7 @@ from router_processes import Group, Site, site, start_group
 from test_front_ends import complete
 
 from sglang_sbs.router.processes import sockets as sockets_module
+from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.messages import (
     VERSION,
     Alive,
@@ -26,7 +27,6 @@ from sglang_sbs.router.processes.messages import (
     ToScheduler,
     encode,
 )
-from sglang_sbs.router.processes.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in, keys_of
 
