@@ -84,8 +84,8 @@ def simulate(
 
 
 class Simulation:
-    """One cluster with its scheduler, from :meth:`start` to :meth:`end`; beside others with the same
-    clock :meth:`go_on` and :meth:`come` in turn."""
+    """One cluster with its scheduler, from :meth:`start` to :meth:`end`; beside others with the
+    same clock :meth:`go_on` and :meth:`come` in turn."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Pools by prompt length, equal pools behind a balancer, and decode instances that compute short prompts."""
+"""Pools by length, equal pools behind a balancer, decode instances that compute short prompts."""
 
 from __future__ import annotations
 
