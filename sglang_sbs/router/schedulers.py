@@ -254,11 +254,14 @@ class RemoteScheduler:
         times.add_metric([], self._link.times_alone - 1)
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
         errors.add_metric([], self._link.scheduler_errors)
+        lead = self._link.lead()
         changes = total("sbs_scheduler_changes", "Times a front end found another lead than before")
-        changes.add_metric([], self._link.lead().changes)
+        changes.add_metric([], lead.changes)
+        followed = gauge("sbs_front_ends_served", "Front ends that a scheduler serves", "scheduler")
+        followed.add_metric([lead.address], float(lead.connected))
         fenced = total("sbs_scheduler_messages_fenced", "Of schedulers that were replaced; dropped")
         fenced.add_metric([], self._link.fenced)
-        yield from (alone, times, errors, changes, fenced)
+        yield from (alone, followed, times, errors, changes, fenced)
 
     async def close(self) -> None:
         self.feed.close()

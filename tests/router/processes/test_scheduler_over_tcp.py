@@ -288,6 +288,9 @@ async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
         front_end = await start_group("--sbs-scheduler", both, "--port", "0")
         try:
             await front_end.says(f"connected to the scheduler .*:{ports[0]}, term 1")
+            # A front end far from its scheduler has a page of its own.
+            served = [f'sbs_front_ends_served{{scheduler="{one}"}}' for one in both.split(",")]
+            await engines.shows(front_end, served[0], 1)
             assert await _standing(engines, schedulers[1]) == "standby"
             schedulers[0].process.kill()
             await front_end.says("lost the scheduler")
@@ -300,6 +303,9 @@ async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
                 shown = (await got.json())["scheduler"]
             assert (shown["address"], shown["term"]) == (both.split(",")[1], 2)
             assert (shown["connected"], shown["changes"], shown["losses"]) == (True, 1, 1)
+            await engines.shows(front_end, served[1], 1)
+            await engines.shows(front_end, "sbs_scheduler_losses_total", 1)
+            await engines.shows(front_end, "smg_pd_ttft_seconds_count", 13)
         finally:
             for group in (front_end, *schedulers):
                 await group.end()
