@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from benchmarks import CHECKOUT
 from benchmarks.chaos.etcd_process import running_etcd
