@@ -49,7 +49,9 @@ _HEAD = """\
 <!-- Made by scripts/metrics-reference from the code; a test compares. Do not edit by hand. -->
 
 `GET /metrics` on `--prometheus-port` (29000), for Prometheus. With `--workers N` the page is the
-sum over all processes. [examples/grafana](../examples/grafana) has a dashboard made of these and
+sum over all processes. So is that of the active one of several schedulers; each front end of theirs
+has a page of its own, too ([many routers](many-routers.md#what-to-watch)).
+[examples/grafana](../examples/grafana) has a dashboard made of these and
 [examples/prometheus](../examples/prometheus) has alert rules; what is live and needs no Prometheus
 is the router's own page ([dashboard.md](dashboard.md)).
 

@@ -1,6 +1,6 @@
 """``scripts/chaos``: real faults on a real SGLang cluster (CPU, virtual GPU time) under load.
 
-Owns the command line and the table. Must not know how a fault is made or measured.
+Owns the command line. Must not know how a fault is made or measured.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ import argparse
 import asyncio
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.chaos.faults import ALL, BY_NAME
-from benchmarks.chaos.ha.command import main as ha_main
-from benchmarks.chaos.run import DP_SIZE, Fault, FaultResult, run_fault, running_site
+from benchmarks.chaos import faults, run, tables
+from benchmarks.chaos.etcd_process import etcd_binary
+from benchmarks.chaos.ha import faults as ha_faults
+from benchmarks.chaos.ha import run as ha_run
+from benchmarks.chaos.ha.site import AGREEMENTS
+from benchmarks.chaos.ha.site import running_site as running_ha_site
 from benchmarks.command_line import command_parser
-from sglang_sbs.cluster.local import ClusterStartError
+from sglang_sbs.cluster.local import ClusterStartError, Progress
+from sglang_sbs.cluster.readiness import NotReadyError
 from sglang_sbs.demo.load import Workload
 from sglang_sbs.demo.virtual_cluster import (
     CHUNK_TOKENS,
@@ -31,12 +37,65 @@ from sglang_sbs.demo.virtual_cluster import (
 
 _FILE_WIDTH = 180
 
-_EXAMPLE = """\
+Site = Callable[[argparse.Namespace, Callable[[Progress], None]], AbstractAsyncContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is broken. ``seconds``, ``qps``, ``prefill`` and ``out``: unless told otherwise."""
+
+    faults: Mapping[str, Any]
+    site: Site
+    run_fault: Callable[..., Awaitable[Any]]
+    columns: tables.Columns
+    seconds: float
+    qps: float
+    prefill: int
+    least_prefill: int
+    out: Path
+
+
+ENGINES = Kind(
+    faults.BY_NAME,
+    lambda args, told: run.running_site(args.prefill, args.out, told, args.attention_tp),
+    run.run_fault,
+    tables.OF_ENGINES,
+    seconds=10.0,
+    qps=8.0,
+    prefill=3,
+    least_prefill=2,  # one of them is stopped
+    out=Path("out/chaos"),
+)
+SCHEDULERS = Kind(
+    ha_faults.BY_NAME,
+    lambda args, told: running_ha_site(args.prefill, args.out, told, args.election),
+    ha_run.run_fault,
+    tables.OF_SCHEDULERS,
+    seconds=6.0,
+    qps=4.0,
+    prefill=1,
+    least_prefill=1,
+    out=Path("out/chaos-ha"),
+)
+
+
+def _summaries(kind: Kind) -> str:
+    return "\n".join(f"  {name:<15} {fault.summary}" for name, fault in kind.faults.items())
+
+
+_EPILOG = f"""\
 examples:
   scripts/chaos                                          all of them, about 10 minutes on two cores
   scripts/chaos --faults kill-decode,lose-100 --seconds 5
+  scripts/chaos --ha --json out/ha.json                  about 6 minutes on two cores
+  scripts/chaos --ha --election order --faults kill-scheduler,split-brain
 
 faults:
+{_summaries(ENGINES)}
+
+faults with --ha: two front ends and two schedulers, each a process tree of its own on 127.0.0.1 and
+127.0.0.2; clients ask the other front end when theirs is gone, as behind a load balancer:
+{_summaries(SCHEDULERS)}
 """
 
 
@@ -45,54 +104,81 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "chaos",
         "Break things under load and count what clients see of it. Exit code 1 if an "
-        "accepted request was left without an answer or the router's books kept something.",
-        _EXAMPLE + "\n".join(f"  {fault.name:<15} {fault.summary}" for fault in ALL),
+        "accepted request was left without an answer or the router's books kept something; with "
+        f"--ha also if one waited {ha_run.PAUSE_LIMIT_S:.0f} s or longer.",
+        _EPILOG,
     )
-    parser.add_argument("--faults", default=",".join(BY_NAME), help="comma-separated (default all)")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="of load after each fault (default 10)"
-    )
-    parser.add_argument("--qps", type=float, default=8.0, help="requests per second (default 8)")
-    parser.add_argument("--prefill", type=int, default=3, help="prefill instances (default 3)")
-    parser.set_defaults(dp=DP_SIZE)
-    parser.add_argument(
-        "--ha",
-        action="store_true",
-        help="break schedulers and front ends on two addresses instead: scripts/chaos --ha --help",
-    )
+    add = parser.add_argument
+    add("--ha", action="store_true", help="break schedulers and front ends on two addresses")
+    add("--faults", help="comma-separated (default all)")
+
+    def number(name: str, of: Callable[[str], float], what: str) -> None:
+        usual, with_ha = (getattr(kind, name) for kind in (ENGINES, SCHEDULERS))
+        add(f"--{name}", type=of, help=f"{what} (default {usual:g}; with --ha {with_ha:g})")
+
+    number("seconds", float, "of load after each fault")
+    number("qps", float, "requests per second")
+    number("prefill", int, "prefill instances")
+    parser.set_defaults(dp=run.DP_SIZE)
     add_tp_argument(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write one object per fault here")
-    parser.add_argument("--out", type=Path, default=Path("out/chaos"), help="logs (out/chaos)")
+    add(
+        "--election",
+        choices=AGREEMENTS,
+        help="with --ha: how the schedulers agree: by etcd, by a Lease (of the "
+        "kube-apiserver that SGLANG_SBS_KUBE_APISERVER names, else of a stand-in) or by the order "
+        "in which they are named (default: etcd if it is here, else order)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write one object per fault here")
+    add("--out", type=Path, help=f"logs ({ENGINES.out}; with --ha {SCHEDULERS.out})")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the faults; the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--ha" in words:
-        return ha_main([word for word in words if word != "--ha"])
+def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Kind, list[Any]]:
+    """The command line, what is broken, and how. Ends the program with code 2 if it cannot be."""
     parser = build_parser()
-    args = parser.parse_args(words)
-    names = args.faults.split(",")
-    unknown = [name for name in names if name not in BY_NAME]
+    args = parser.parse_args(argv)
+    kind = SCHEDULERS if args.ha else ENGINES
+    for name in ("seconds", "qps", "prefill", "out"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(kind, name))
+    names = args.faults.split(",") if args.faults else list(kind.faults)
+    unknown = [name for name in names if name not in kind.faults]
     if unknown:
-        parser.error(f"--faults: {unknown[0]!r} is not one of {', '.join(BY_NAME)}")
+        parser.error(f"--faults: {unknown[0]!r} is not one of {', '.join(kind.faults)}")
     if not (math.isfinite(args.seconds) and args.seconds > 0 and 0 < args.qps <= 100):
         parser.error("--seconds must be greater than 0, --qps between 0 and 100")
-    if args.prefill < 2:
-        parser.error("--prefill must be at least 2: one of them is stopped")
+    if args.prefill < kind.least_prefill:
+        parser.error(f"--prefill must be at least {kind.least_prefill}")
     try:
         args.attention_tp = attention_tp_of(args)
     except ValueError as error:
         parser.error(str(error))
+    if args.ha and args.attention_tp != 1:
+        parser.error("--tp: not with --ha")
+    if args.election and not args.ha:
+        parser.error("--election: only with --ha")
+    chosen = [kind.faults[name] for name in names]
+    if args.ha:
+        args.election = args.election or ("etcd" if etcd_binary() else "order")
+        if args.election == "etcd" and not etcd_binary():
+            parser.error("--election etcd: none is here (Debian: apt-get install etcd-server)")
+        chosen = [one for one in chosen if args.election != "order" or not one.needs_store]
+    return args, kind, chosen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the faults; the exit code."""
+    args, kind, chosen = parsed(sys.argv[1:] if argv is None else argv)
     # The table needs room, also in a file.
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
+    if args.ha:
+        console.print(f"the schedulers agree by: {args.election}")
     try:
-        results = asyncio.run(_run(args, [BY_NAME[name] for name in names], console))
-    except (ClusterStartError, RuntimeError) as error:
-        console.print(f"[red]{error}[/]", highlight=False)
+        results = asyncio.run(_run(args, kind, chosen, console))
+    except (ClusterStartError, NotReadyError, RuntimeError, TimeoutError) as error:
+        console.print(f"[red]{error or 'it did not become well again in time'}[/]", highlight=False)
         return 2
-    console.print(_table(results))
+    console.print(tables.table(kind.columns, results))
     for result in results:
         for note in result.notes:
             console.print(f"{result.fault}: {note}", markup=False, highlight=False)
@@ -103,60 +189,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(
-    args: argparse.Namespace, faults: Sequence[Fault], console: Console
-) -> list[FaultResult]:
+    args: argparse.Namespace, kind: Kind, chosen: Sequence[Any], console: Console
+) -> list[Any]:
     args.out.mkdir(parents=True, exist_ok=True)
     workload = Workload(qps=args.qps, requests=1, max_prompt_tokens=CHUNK_TOKENS, max_new_tokens=40)
     results = []
-    async with running_site(
-        args.prefill, args.out, progress_printer(console), args.attention_tp
-    ) as site:
-        for fault in faults:
-            result = await run_fault(site, fault, workload=workload, tail_s=args.seconds)
+    async with kind.site(args, progress_printer(console)) as site:
+        for fault in chosen:
+            result = await kind.run_fault(site, fault, workload=workload, tail_s=args.seconds)
             results.append(result)
             word = "passed" if result.passed else "FAILED"
-            console.print(f"{fault.name}: {word}, {_outcome(result)}", highlight=False)
+            console.print(f"{fault.name}: {word}; {tables.outcome(result)}", highlight=False)
     return results
-
-
-def _outcome(result: FaultResult) -> str:
-    parts = [f"{result.answered} of {result.accepted} answered"]
-    parts += [f"{count} x {label}" for label, count in sorted(result.errors.items())]
-    if result.cut_off:
-        parts.append(f"{result.cut_off} cut off")
-    if result.unanswered:
-        parts.append(f"{result.unanswered} unanswered")
-    if result.left_over:
-        parts.append(f"left over: {result.left_over}")
-    return ", ".join(parts)
-
-
-def _table(results: Sequence[FaultResult]) -> Table:
-    table = Table(title="what clients saw")
-    for column in ("fault", "accepted", "answered", "errors", "cut off", "unanswered"):
-        table.add_column(column, justify="left" if column in ("fault", "errors") else "right")
-    for column in ("streams then: ended/error/cut", "lasted s", "recovered s"):
-        table.add_column(column, justify="right")
-    table.add_column("TTFT ms before (worst)", justify="right")
-    table.add_column("during (worst)", justify="right")
-    table.add_column("left over", justify="right")
-    for one in results:
-        streams = one.streams
-        table.add_row(
-            one.fault,
-            str(one.accepted),
-            str(one.answered),
-            "\n".join(f"{count} x {label}" for label, count in sorted(one.errors.items())),
-            str(one.cut_off),
-            str(one.unanswered),
-            f"{streams.running}: {streams.answered}/{streams.error}/{streams.cut_off}",
-            f"{one.fault_s:.1f}",
-            "no" if one.recovery_s is None else f"{one.recovery_s:.1f}",
-            f"{1e3 * one.ttft_before_s:.0f} ({1e3 * one.ttft_worst_before_s:.0f})",
-            f"{1e3 * one.ttft_during_s:.0f} ({1e3 * one.ttft_worst_s:.0f})",
-            str(sum(one.left_over.values())),
-        )
-    return table
 
 
 if __name__ == "__main__":

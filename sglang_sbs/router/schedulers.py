@@ -24,11 +24,11 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
-from sglang_sbs.router.processes.followed import LeadView
-from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.leading.followed import LeadView
+from sglang_sbs.router.processes.leading.line import Line
+from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.messages import DashboardFrame, FromScheduler, LegFailed
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
-from sglang_sbs.router.processes.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
 from sglang_sbs.router.signals.endforward_listener import FindOwner
@@ -254,11 +254,14 @@ class RemoteScheduler:
         times.add_metric([], self._link.times_alone - 1)
         errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
         errors.add_metric([], self._link.scheduler_errors)
+        lead = self._link.lead()
         changes = total("sbs_scheduler_changes", "Times a front end found another lead than before")
-        changes.add_metric([], self._link.lead().changes)
+        changes.add_metric([], lead.changes)
+        followed = gauge("sbs_front_ends_served", "Front ends that a scheduler serves", "scheduler")
+        followed.add_metric([lead.address], float(lead.connected))
         fenced = total("sbs_scheduler_messages_fenced", "Of schedulers that were replaced; dropped")
         fenced.add_metric([], self._link.fenced)
-        yield from (alone, times, errors, changes, fenced)
+        yield from (alone, followed, times, errors, changes, fenced)
 
     async def close(self) -> None:
         self.feed.close()

@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _FLUSH_S = 1.0
+_SOON_S = 0.2
 _LAST_WORDS_S = 5.0
 """At the end: for aborted requests to say so, and for clients to take it."""
 _LAST_CALL_S = 0.05
@@ -100,6 +101,7 @@ class RouterServer:
         self._file_limit = 0
         self._runner: web.AppRunner | None = None
         self._metrics_port: MetricsPort | None = None
+        self._metrics_opening: asyncio.Task[None] | None = None
         self._listening: list[asyncio.Server] = []
         self._flusher: asyncio.Task[None] | None = None
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
@@ -111,7 +113,6 @@ class RouterServer:
             OSError: a port or the EndForward endpoint is taken.
             ValueError: the tokenizer cannot be loaded.
         """
-        options = self.options
         self._file_limit = raise_file_limit()
         sys.setswitchinterval(_SWITCH_S)
         give_back_large_blocks()
@@ -136,10 +137,7 @@ class RouterServer:
             # Before the port opens: a front end takes no requests it has no scheduler for.
             self.endforward_endpoint = await self._schedulers.start()
             self.port = await self._listen(self._runner)
-            if options.role != "front-end":  # the scheduler process shows those of all
-                host, port = options.prometheus_host, options.prometheus_port
-                with naming_port("--prometheus-port", host, port):
-                    self.prometheus_port = await self._metrics_port.open(host, port)
+            await self._open_metrics(self._metrics_port)
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
@@ -252,6 +250,8 @@ class RouterServer:
         await self._schedulers.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._metrics_opening is not None:
+            self._metrics_opening.cancel()
         if self._metrics_port is not None:
             await self._metrics_port.close()
         await self.tokenizers.close()
@@ -345,6 +345,22 @@ class RouterServer:
         return int(self._listening[0].sockets[0].getsockname()[1])
 
     # Metrics ----------------------------------------------------------------------------------
+
+    async def _open_metrics(self, port: MetricsPort) -> None:
+        """The scheduler process shows those of all; a front end far from it has its own page, too,
+        and serves clients without it."""
+        host, number = self.options.prometheus_host, self.options.prometheus_port
+        if self.options.several.apart:
+            opening = port.open_when_free(host, number, self._metrics_opened)
+            self._metrics_opening = asyncio.create_task(opening)
+            # It is said at the start where they are.
+            await asyncio.wait({self._metrics_opening}, timeout=_SOON_S)
+        elif self.options.role != "front-end":
+            with naming_port("--prometheus-port", host, number):
+                self._metrics_opened(await port.open(host, number))
+
+    def _metrics_opened(self, port: int) -> None:
+        self.prometheus_port = port
 
     async def _metrics_page(self, _request: web.Request) -> web.Response:
         return web.Response(

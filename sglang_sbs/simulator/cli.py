@@ -36,6 +36,7 @@ from sglang_sbs.simulator.experiments.tables import (
     decode_table,
     load_tables,
     loop_tables,
+    pool_tables,
 )
 from sglang_sbs.simulator.options.classes import add_classes, classes_of, slo_fields
 from sglang_sbs.simulator.options.cluster import (
@@ -89,6 +90,7 @@ examples:
       --policies sbs,sbs_basic,cache_aware,session,least_tokens --duration 420
   sglang-sbs simulate paper-3k --at 30:drain:p1,40:up:p1,50:down:p2,70:up:p2 --duration 100
   sglang-sbs simulate paper-3k --instance count=2,dp=8 --instance dp=4,speed=0.5 --jitter 0.15
+  sglang-sbs simulate paper-3k --prefill 128 --pools 16   16 schedulers of 8 instances each
   sglang-sbs simulate fixed:1600 --loads 0.6,0.8  every prompt has 1600 tokens
   sglang-sbs simulate paper-3k --priority-share 0.2 --policies sbs,sbs_equal --loads 0.9,1.2
   sglang-sbs simulate agentic --policies sbs,cache_aware,eta,session --loads 0.5,1.0
@@ -200,6 +202,7 @@ def _main(words: list[str]) -> int:
                 *loop_tables(rows),
                 *class_tables(rows),
                 *cache_tables(rows),
+                *pool_tables(rows),
             ]
         )
     for table in tables:

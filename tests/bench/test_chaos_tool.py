@@ -19,6 +19,7 @@ from benchmarks.chaos.run import books
         (["--seconds", "nan"], "--seconds must be greater than 0"),
         (["--qps", "1000"], "--qps between 0 and 100"),
         (["--prefill", "1"], "--prefill must be at least 2"),
+        (["--election", "order"], "--election: only with --ha"),
         (["--tp", "6"], "--tp 6: with --dp 2 it must be 2, 4 or 8"),
     ],
 )

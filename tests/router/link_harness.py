@@ -10,7 +10,8 @@ from collections.abc import Callable
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.front_end_sessions import Hub
-from sglang_sbs.router.processes.lead import Lead
+from sglang_sbs.router.processes.leading.lead import Lead
+from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.messages import (
     FromScheduler,
     LegFailed,
@@ -20,7 +21,6 @@ from sglang_sbs.router.processes.messages import (
     encode,
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
-from sglang_sbs.router.processes.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo

@@ -44,6 +44,12 @@ class SeveralProcesses:
     election: ElectionFlags | None = None
     keys: CurveKeys | None = None
 
+    @property
+    def apart(self) -> bool:
+        """Whether this is a front end whose schedulers are started by somebody else, maybe on
+        another machine."""
+        return self.role == "front-end" and not self.schedulers[0].startswith("ipc:")
+
 
 def several_of(args: argparse.Namespace, warnings: list[str]) -> SeveralProcesses:
     """What the flags say. Raises: ValueError, naming the flag and what to write instead."""

@@ -33,7 +33,7 @@ from sglang_sbs.router.assignment.decision_times import Spread
 from sglang_sbs.router.assignment.dispatcher import DispatchObserver
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
 from sglang_sbs.router.processes.calls import Calls
-from sglang_sbs.router.processes.lead import Lead, Unopposed
+from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
 from sglang_sbs.router.processes.legs import Legs, Placed
 from sglang_sbs.router.processes.membership import Membership
 from sglang_sbs.router.processes.messages import (

@@ -20,9 +20,10 @@ a step that fails (no descriptors are left, say) is tried again at every tick, a
 wait for it.
 
 Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
-either direction. Whom it is with is the business of a :class:`~.scheduler_choice.Choice`. What is
-said in an earlier term than the latest one heard of is dropped, and the session ends. A request is
-in ``_requests`` from :meth:`assign` until it is refused or ended.
+either direction. Whom it is with is the business of a
+:class:`~.leading.scheduler_choice.Choice`. What is said in an earlier term than the latest one
+heard of is dropped, and the session ends. A request is in ``_requests`` from :meth:`assign` until
+it is refused or ended.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from sglang_sbs.router.assignment.dispatcher import (
     DispatchObserver,
 )
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
-from sglang_sbs.router.processes.followed import Followed, LeadView
-from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.leading.followed import Followed, LeadView
+from sglang_sbs.router.processes.leading.line import Line
+from sglang_sbs.router.processes.leading.scheduler_choice import Choice
 from sglang_sbs.router.processes.messages import (
     MAX_ADOPTED,
     OLDEST,
@@ -71,7 +73,6 @@ from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.own_requests import OwnRequests
 from sglang_sbs.router.processes.retried_steps import Undone
 from sglang_sbs.router.processes.scheduler_calls import SchedulerCalls
-from sglang_sbs.router.processes.scheduler_choice import Choice
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +26,10 @@ from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import SeveralProcesses
 from sglang_sbs.router.options.tls import worker_session
 from sglang_sbs.router.processes.dashboard_leases import Leases
-from sglang_sbs.router.processes.fixed_order import FixedOrder
 from sglang_sbs.router.processes.front_end_sessions import Hub
-from sglang_sbs.router.processes.lead import Lead, Unopposed
-from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
+from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
+from sglang_sbs.router.processes.leading.line import Line
 from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, WatchDashboard
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
@@ -228,28 +227,16 @@ class SchedulerProcess:
             {"/readiness": self._readiness, "/active": self._active},
         )
         self._metrics_port = port
-        if self.options.take_over:
-            self._tasks.append(asyncio.create_task(self._open_when_free(port)))
-        else:
-            await self._open(port)
-
-    async def _open(self, port: MetricsPort) -> None:
         host, number = self.options.prometheus_host, self.options.prometheus_port
+        if self.options.take_over:
+            waiting = port.open_when_free(host, number, self._opened)
+            self._tasks.append(asyncio.create_task(waiting))
+            return
         with naming_port("--prometheus-port", host, number):
-            self.prometheus_port = await port.open(host, number)
+            self._opened(await port.open(host, number))
 
-    async def _open_when_free(self, port: MetricsPort) -> None:
-        while True:
-            try:
-                await self._open(port)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    logger.error("no metrics port: %s", error)
-                    return
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                logger.info("metrics at :%d", self.prometheus_port)
-                return
+    def _opened(self, port: int) -> None:
+        self.prometheus_port = port
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         pages = await self._hub.metrics_pages()

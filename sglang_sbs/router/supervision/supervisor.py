@@ -310,6 +310,8 @@ class Supervisor:
             if options.rate_limit_per_s > 0:
                 share = options.rate_limit_per_s / options.workers
                 words += ["--rate-limit-tokens-per-second", repr(share)]
+        if options.several.apart and options.prometheus_port:
+            words += ["--prometheus-port", str(min(options.prometheus_port + number, 65535))]
         return [
             *self._argv,
             *("--sbs-role", "front-end", "--sbs-scheduler", endpoint, "--workers", "1"),

@@ -8,6 +8,8 @@ Must not know what is on the page.
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
@@ -15,6 +17,9 @@ from aiohttp import web
 
 from sglang_sbs.router.client.intake import KEEP_ALIVE_S, Doorman, Gate, ParserLog
 
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 0.5
 MAX_CONNECTIONS = 64
 """Of scrapers; when all are taken the longest silent one has to go, else the new one."""
 
@@ -56,6 +61,25 @@ class MetricsPort:
         gate = partial(Gate, self._doorman, self._runner.server, self._has_room)
         self._listening = await asyncio.get_running_loop().create_server(gate, host, port)
         return int(self._listening.sockets[0].getsockname()[1])
+
+    async def open_when_free(self, host: str, port: int, opened: Callable[[int], None]) -> None:
+        """As :meth:`open`, however long that takes; without a page of metrics if it cannot be."""
+        told = False
+        while True:
+            try:
+                found = await self.open(host, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    logger.error("no metrics port: %s", error)
+                    return
+                if not told:
+                    logger.info("no metrics at :%d until it is free (--prometheus-port)", port)
+                told = True
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                logger.info("metrics at :%d", found)
+                opened(found)
+                return
 
     async def close(self) -> None:
         """Also while it was never open."""

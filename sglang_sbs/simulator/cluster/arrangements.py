@@ -1,7 +1,8 @@
 """Other arrangements of the same instances, so that it can be said what an operator gains by which.
 
 ``--short-pool N``: that many instances take short prompts only and the others long ones, each pool
-with a scheduler of its own. ``--deflect-tokens N``: decode instances compute prompts of at most N
+with a scheduler of its own. ``--pools N``: so many pools of equal instances (:mod:`.pools`).
+``--deflect-tokens N``: decode instances compute prompts of at most N
 tokens beside their own steps (prefill deflection, arXiv 2607.02043; SGLang's cannot). Any policy
 runs in either.
 """
@@ -15,6 +16,7 @@ import msgspec
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
 from sglang_sbs.simulator.cluster.outcome import Outcome
+from sglang_sbs.simulator.cluster.pools import balancer, equal_parts, simulate_pools
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
@@ -33,46 +35,34 @@ def simulate_arranged(
 
     Raises: ValueError: pools in a closed loop, where nobody knows the lengths in advance.
     """
-    if spec.short_pool:
+    if spec.short_pool or spec.pools:
         if not isinstance(arrivals, Sequence):
-            raise ValueError("--short-pool: not in a closed loop (agentic)")
-        return _pools(arrivals, config, spec, drain_s)
+            raise ValueError("--short-pool, --pools: not in a closed loop (agentic)")
+        if spec.short_pool:
+            return _by_length(arrivals, config, spec, drain_s)
+        return simulate_pools(arrivals, config, equal_parts(spec), balancer(spec), drain_s)
     if spec.deflect_tokens:
         spec = _with_deflection(spec)
     return simulate(arrivals, config, spec, drain_s=drain_s)
 
 
-def _pools(
+def _by_length(
     arrivals: Sequence[Arrival], config: SchedulerConfig, spec: ClusterSpec, drain_s: float
 ) -> Outcome:
-    """Two clusters side by side. Outcomes are put together; names stay those of the instances."""
+    """A pool for short prompts, and one for the others."""
     listed = [one for _, one in spec.prefill]
     if spec.short_pool >= len(listed):
         raise ValueError(f"short_pool {spec.short_pool}: long prompts need one of {len(listed)}")
     threshold = fair_threshold([one.prompt_tokens for one in arrivals], spec.short_pool, listed)
-    whole = Outcome([])
-    for first, instances, short in (
-        (0, listed[: spec.short_pool], True),
-        (spec.short_pool, listed[spec.short_pool :], False),
-    ):
-        mine = [
-            index for index, one in enumerate(arrivals) if (one.prompt_tokens <= threshold) == short
-        ]
-        part = msgspec.structs.replace(spec, instances=tuple(instances), short_pool=0)
-        outcome = simulate([arrivals[index] for index in mine], config, part, drain_s=drain_s)
-        for request in outcome.requests:
-            request.index = mine[request.index]
-            request.rid = f"r{request.index}"
-        whole.requests += outcome.requests
-        whole.passes += [
-            one._replace(instance=f"p{first + int(one.instance[1:])}") for one in outcome.passes
-        ]
-        whole.retries += outcome.retries
-        whole.duration_s = max(whole.duration_s, outcome.duration_s)
-    whole.requests.sort(key=lambda request: request.arrived_s)
-    whole.passes.sort(key=lambda one: one.end_s)
-    whole.arrivals = arrivals
-    return whole
+    parts = [
+        msgspec.structs.replace(spec, instances=tuple(instances), short_pool=0)
+        for instances in (listed[: spec.short_pool], listed[spec.short_pool :])
+    ]
+    outcome = simulate_pools(
+        arrivals, config, parts, lambda one, _: int(one.prompt_tokens > threshold), drain_s
+    )
+    outcome.pools.clear()
+    return outcome
 
 
 def fair_threshold(lengths: Sequence[int], pool: int, instances: Sequence[InstanceSpec]) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier, InstanceUp
 from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers, SharedStorage
+from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
@@ -44,6 +46,18 @@ def decode_up(spec: ClusterSpec) -> InstanceUp:
         kv_capacity_tokens=spec.decode_kv_capacity_tokens,
         max_running_requests=spec.decode_max_running_requests,
     )
+
+
+def decode_ranks(spec: ClusterSpec) -> list[DecodeRank]:
+    """The decode instance's, empty."""
+    return [
+        DecodeRank(
+            spec.decode_kv_capacity_tokens or math.inf,
+            spec.decode_max_running_requests or math.inf,
+            spec.output_tokens,
+        )
+        for _ in range(spec.decode_dp_size)
+    ]
 
 
 def boot_engines(

@@ -45,3 +45,9 @@ class DispatchNetwork:
             self._front_free_s[command.prefill] = free_s + self._spec.dispatch_serial_s
             reach_s += free_s + self._spec.dispatch_serial_s - now_s
         return reach_s
+
+
+def pause_before_retry_s(attempts: int) -> float | None:
+    """After so many that failed; ``None``: it is given up. The router's defaults
+    (``--retry-max-retries`` and its neighbours)."""
+    return None if attempts >= 5 else 0.05 * 1.5 ** (attempts - 1)

@@ -88,6 +88,17 @@ class PassRecord(NamedTuple):
 
 
 @dataclass(slots=True)
+class PoolRecord:
+    """One of several clusters side by side, and its scheduler."""
+
+    requests: int
+    decisions_s: Sequence[float]
+    """CPU time of each event that its scheduler took: measured, not simulated."""
+    duration_s: float
+    """Of the simulation."""
+
+
+@dataclass(slots=True)
 class Outcome:
     """A finished simulation."""
 
@@ -105,3 +116,5 @@ class Outcome:
     """By the index of their requests."""
     history: Sequence[int] = ()
     """Blocks that were in storage before the first of them."""
+    pools: list[PoolRecord] = field(default_factory=list)
+    """With ``--pools`` only."""

@@ -30,22 +30,23 @@ from sglang_sbs.scheduling import (
 )
 from sglang_sbs.scheduling.events import BlocksCleared
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
-from sglang_sbs.simulator.cluster.boot import block_events, boot_engines, decode_up, prefill_up
+from sglang_sbs.simulator.cluster.boot import (
+    block_events,
+    boot_engines,
+    decode_ranks,
+    decode_up,
+    prefill_up,
+)
 from sglang_sbs.simulator.cluster.cache_tiers import SharedStorage
-from sglang_sbs.simulator.cluster.decode_rank import DecodeRank
 from sglang_sbs.simulator.cluster.engine import Completed, Fetch, SimulatedPrefill
 from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
 from sglang_sbs.simulator.cluster.kv_cache import Blocks
-from sglang_sbs.simulator.cluster.network import DispatchNetwork
+from sglang_sbs.simulator.cluster.network import DispatchNetwork, pause_before_retry_s
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TopologyChange, joins_late
 from sglang_sbs.wire import EndForward
 
 _MOST_WAKES = 1000
-_MAX_ATTEMPTS = 5
-_BACKOFF_S = 0.05
-_BACKOFF_GROWTH = 1.5
-"""The router's defaults (``--retry-max-retries`` and its neighbours)."""
 
 
 def simulate(
@@ -77,37 +78,36 @@ def simulate(
             f"kv_capacity_tokens must be at least {longest}, the longest prompt, "
             f"not {spec.kv_capacity_tokens}"
         )
-    return _Simulation(first, config, spec, observe, drain_s, loop).run()
+    one = Simulation(first, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop)
+    one.start()
+    return one.end()
 
 
-class _Simulation:
+class Simulation:
+    """One cluster with its scheduler, from :meth:`start` to :meth:`end`; beside others with the
+    same clock :meth:`go_on` and :meth:`come` in turn."""
+
     def __init__(
         self,
         arrivals: Sequence[Arrival | tuple[float, int]],
-        config: SchedulerConfig,
+        scheduler: Scheduler,
         spec: ClusterSpec,
-        observe: Callable[[Scheduler, float], None] | None,
-        drain_s: float,
-        loop: ClosedLoop | None,
+        *,
+        observe: Callable[[Scheduler, float], None] | None = None,
+        drain_s: float = 600.0,
+        loop: ClosedLoop | None = None,
     ) -> None:
         self._spec = spec
         self._network = DispatchNetwork(spec)
         self._lengths = random.Random(f"lengths {spec.seed}")
-        self._scheduler = Scheduler(config)
+        self._scheduler = scheduler
         self._observe = observe
         self._instances = dict(spec.prefill)
         self._boots = dict.fromkeys(self._instances, 0)
         self._engines: dict[str, list[SimulatedPrefill]] = {}
         """Those that are alive; without a barrier one for each DP rank."""
         self._feedback = FeedbackChannel(spec)
-        self._decode = [
-            DecodeRank(
-                spec.decode_kv_capacity_tokens or math.inf,
-                spec.decode_max_running_requests or math.inf,
-                spec.output_tokens,
-            )
-            for _ in range(spec.decode_dp_size)
-        ]
+        self._decode = decode_ranks(spec)
         self._outcome = Outcome([])
         self._computed: set[int] = set()
         """Blocks that some rank has computed."""
@@ -130,21 +130,30 @@ class _Simulation:
         """By the index of their requests."""
         self._drain_s = drain_s
         self._end_s = 0.0
-        self._come(arrivals)
+        self.come(arrivals)
 
-    def run(self) -> Outcome:
+    def start(self) -> None:
         for name in self._instances:
             if not joins_late([c for c in self._spec.changes if c.instance == name]):
                 self._up(name)
         self._tell(decode_up(self._spec))
         for change in self._spec.changes:
             self._at(change.at_s, lambda c=change: self._change(c))  # type: ignore[misc]
-        while self._heap:
-            time_s, _, action = heapq.heappop(self._heap)
-            if time_s > self._end_s:
-                break
-            self._now_s = time_s
+
+    def go_on(self, until_s: float) -> None:
+        """All that happens until then; what is long after the last arrival is left."""
+        while self._heap and self._heap[0][0] <= min(until_s, self._end_s):
+            self._now_s, _, action = heapq.heappop(self._heap)
             action()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that came and have not ended."""
+        return len(self._attempts)
+
+    def end(self) -> Outcome:
+        """The rest of it, and what came of all."""
+        self.go_on(math.inf)
         self._outcome.duration_s = self._now_s
         self._outcome.arrivals = self._arrivals
         return self._outcome
@@ -215,10 +224,10 @@ class _Simulation:
         decode.release(rid, record)
         self._handshake(decode.admit())
         self._tell(RequestEnded(rid=rid, outcome="failed"))
-        if record.attempts >= _MAX_ATTEMPTS:
+        pause_s = pause_before_retry_s(record.attempts)
+        if pause_s is None:
             self._follow(record)
             return
-        pause_s = _BACKOFF_S * _BACKOFF_GROWTH ** (record.attempts - 1)
         self._outcome.retries += 1
         self._at(self._now_s + pause_s, lambda: self._attempt(record))
 
@@ -258,12 +267,12 @@ class _Simulation:
         self._wake_s = None
         self._tell(TimerFired())
 
-    def _come(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int = 0) -> None:
+    def come(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int = 0) -> None:
         """One after the other, from the ``at``-th on."""
         if at < len(arrivals):
 
             def arrive() -> None:
-                self._come(arrivals, at + 1)
+                self.come(arrivals, at + 1)
                 self._arrive(arrivals[at])
 
             self._at(arrivals[at][0], arrive)
@@ -275,7 +284,7 @@ class _Simulation:
         record.ended_s = self._now_s
         if self._loop is not None:
             for one in self._loop.after(self._arrivals[record.index], self._now_s):
-                self._come([one])
+                self.come([one])
 
     def _arrive(self, arrival: Arrival | tuple[float, int]) -> None:
         index, tokens = len(self._arrivals), arrival[1]

@@ -25,6 +25,10 @@ Action = Literal["up", "drain", "down"]
 ``drain``: no new requests, those it has run to their end (InstanceDown, as for a worker that is
 removed from the router). ``down``: it dies with everything in it (InstanceDown)."""
 ACTIONS: tuple[str, ...] = get_args(Action)
+PoolBalance = Literal["least", "random", "session"]
+"""Which pool a request goes to: the one with the fewest in flight, any, or that of its conversation
+(any where it has none)."""
+POOL_BALANCES: tuple[str, ...] = get_args(PoolBalance)
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "up": ("drain", "down"),
     "drain": ("up", "down"),
@@ -159,6 +163,11 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     short_pool: int = 0
     """So many of the instances take short prompts only, the others long ones
     (:mod:`sglang_sbs.simulator.cluster.arrangements`). 0: all take all."""
+    pools: int = 0
+    """So many pools of equally many instances, each with a scheduler of its own; decode is divided,
+    too (:mod:`sglang_sbs.simulator.cluster.pools`). 0: one scheduler, of which no time is taken."""
+    pool_balance: PoolBalance = "least"
+    """What is before the pools."""
     deflect_tokens: int = 0
     """Decode computes prompts of at most so many tokens, too. 0: none."""
     deflecting: str = ""

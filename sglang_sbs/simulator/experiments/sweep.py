@@ -123,6 +123,7 @@ def run(scenario: Scenario, job: Job) -> Row:
         **cache_summary(outcome, arrivals, scenario),
         **(loop_summary(outcome, scenario, job) if scenario.agents else {}),
         **({"slo_s": slo_s, "classes": classes} if classes else {}),
+        **(pool_summary(outcome) if outcome.pools else {}),
         **({"ttft_by_part_s": _by_part(outcome, job.duration_s)} if job.scenario == "day" else {}),
     }
 
@@ -192,6 +193,23 @@ def summary(outcome: Outcome, scenario: Scenario) -> Row:
         "completed": len(ttft_s),
         "rejected": sum(r.refused is not None for r in counted),
         "unfinished": sum(r.ends == 0 for r in counted),
+    }
+
+
+def pool_summary(outcome: Outcome) -> Row:
+    """How evenly requests were spread over pools, and what deciding took.
+
+    ``decision_*_s``: CPU time of a scheduler for one event. ``decision_share``: of one core, that
+    of the busiest scheduler, as if simulated time were real.
+    """
+    decisions_s = sorted(one for pool in outcome.pools for one in pool.decisions_s)
+    requests = [pool.requests for pool in outcome.pools]
+    return {
+        "pools": len(outcome.pools),
+        "pool_max_over_mean": max(requests) / fmean(requests),
+        "decision_p50_s": decisions_s[len(decisions_s) // 2],
+        "decision_p99_s": decisions_s[int(0.99 * len(decisions_s))],
+        "decision_share": max(sum(one.decisions_s) / one.duration_s for one in outcome.pools),
     }
 
 

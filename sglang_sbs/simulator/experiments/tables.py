@@ -101,6 +101,34 @@ def balance_tables(rows: Sequence[Row]) -> list[ResultTable]:
     return tables
 
 
+def pool_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """What deciding takes: a row per policy, a column per load; a table per cost model and chunk
+    size. None without ``--pools``."""
+    tables = []
+    with_pools = [row for row in rows if "pools" in row]
+    for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in with_pools):
+        shown = [r for r in with_pools if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
+        loads = list(dict.fromkeys(r["load"] for r in shown))
+        table = ResultTable(
+            "p50 / p99 of one decision in ms of CPU, cores of the busiest scheduler, requests of "
+            f"the largest pool / mean; {shown[0]['pools']} pools, cost {cost}, chunk {chunk}",
+            ["policy", *(f"load {load:g}" for load in loads)],
+        )
+        for policy in dict.fromkeys(r["policy"] for r in shown):
+            cells = []
+            for load in loads:
+                mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
+                cells.append(
+                    f"{1e3 * mean_of(mine, 'decision_p50_s'):.2f}/"
+                    f"{1e3 * mean_of(mine, 'decision_p99_s'):.2f} "
+                    f"{mean_of(mine, 'decision_share'):.2f} "
+                    f"{mean_of(mine, 'pool_max_over_mean'):.2f}"
+                )
+            table.rows.append([policy, *cells])
+        tables.append(table)
+    return tables
+
+
 def cache_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Hit rate and computed tokens by the clairvoyant optimum: a row per policy, a column per load;
     a table per cost model and chunk size. None where no prompt found anything."""

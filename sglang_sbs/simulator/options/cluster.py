@@ -15,7 +15,13 @@ import msgspec
 from sglang_sbs.scheduling.events import PrefixSource
 from sglang_sbs.simulator.cluster.arrangements import DEFLECT_CHUNK_TOKENS
 from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
-from sglang_sbs.simulator.cluster.spec import ACTIONS, KV_CAPACITY_TOKENS, Action, TopologyChange
+from sglang_sbs.simulator.cluster.spec import (
+    ACTIONS,
+    KV_CAPACITY_TOKENS,
+    POOL_BALANCES,
+    Action,
+    TopologyChange,
+)
 from sglang_sbs.simulator.options.common import add_overlap, not_negative, positive, positive_number
 from sglang_sbs.simulator.workloads.scenario import AGENTIC, LOAD_COUNTS, NETWORK
 
@@ -311,6 +317,21 @@ def add_topology(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             "compute per instance in both (0: all take all)",
         ),
         add(
+            "--pools",
+            type=_tokens,
+            default=0,
+            metavar="N",
+            help="so many pools of equally many instances, each with a scheduler of its own, whose "
+            "CPU time per decision is shown; 1: one, and shown, too (0)",
+        ),
+        add(
+            "--pool-balance",
+            choices=POOL_BALANCES,
+            default="least",
+            help="the load balancer before pools sends a request to the one with the fewest in "
+            "flight, to any, or to that of the conversation (least)",
+        ),
+        add(
             "--deflect-tokens",
             type=_tokens,
             default=0,
@@ -364,14 +385,28 @@ def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error("--short-pool: leave --deflect-tokens and --at out")
     if args.short_pool and getattr(args, "scenario", "") == AGENTIC:
         parser.error(f"--short-pool: {AGENTIC} is a closed loop, in which lengths are not known")
+    _check_pools(args, instances, parser)
     fields = {
         "changes": tuple(args.at),
         "short_pool": args.short_pool,
+        "pools": args.pools,
+        "pool_balance": args.pool_balance,
         "deflect_tokens": args.deflect_tokens,
     }
     if args.instance:
         return {"instances": args.instance, **fields}
     return {"prefill_instances": args.prefill or 3, **fields}
+
+
+def _check_pools(args: argparse.Namespace, instances: int, parser: argparse.ArgumentParser) -> None:
+    if not args.pools:
+        return
+    if instances % args.pools:
+        parser.error(f"--pools {args.pools}: {instances} instances cannot be divided so")
+    if args.short_pool or args.deflect_tokens or args.at:
+        parser.error("--pools: leave --short-pool, --deflect-tokens and --at out")
+    if getattr(args, "scenario", "") == AGENTIC:
+        parser.error(f"--pools: {AGENTIC} is a closed loop, whose agents are not divided")
 
 
 def _instances(text: str) -> list[dict[str, float]]:

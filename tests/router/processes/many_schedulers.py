@@ -10,7 +10,7 @@ from router_harness import until
 
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.election import Election
-from sglang_sbs.router.processes.lead import Lead
+from sglang_sbs.router.processes.leading.lead import Lead
 from sglang_sbs.scheduling import SchedulerConfig
 
 

@@ -16,6 +16,7 @@ from router_processes import Group, Site, site, start_group
 from test_front_ends import complete
 
 from sglang_sbs.router.processes import sockets as sockets_module
+from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.messages import (
     VERSION,
     Alive,
@@ -26,7 +27,6 @@ from sglang_sbs.router.processes.messages import (
     ToScheduler,
     encode,
 )
-from sglang_sbs.router.processes.scheduler_choice import SchedulerChoice
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.wire.curve import CurveKeys, SecretError, keys_in, keys_of
 
@@ -288,6 +288,9 @@ async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
         front_end = await start_group("--sbs-scheduler", both, "--port", "0")
         try:
             await front_end.says(f"connected to the scheduler .*:{ports[0]}, term 1")
+            # A front end far from its scheduler has a page of its own.
+            served = [f'sbs_front_ends_served{{scheduler="{one}"}}' for one in both.split(",")]
+            await engines.shows(front_end, served[0], 1)
             assert await _standing(engines, schedulers[1]) == "standby"
             schedulers[0].process.kill()
             await front_end.says("lost the scheduler")
@@ -300,6 +303,9 @@ async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
                 shown = (await got.json())["scheduler"]
             assert (shown["address"], shown["term"]) == (both.split(",")[1], 2)
             assert (shown["connected"], shown["changes"], shown["losses"]) == (True, 1, 1)
+            await engines.shows(front_end, served[1], 1)
+            await engines.shows(front_end, "sbs_scheduler_losses_total", 1)
+            await engines.shows(front_end, "smg_pd_ttft_seconds_count", 13)
         finally:
             for group in (front_end, *schedulers):
                 await group.end()

@@ -1,4 +1,4 @@
-"""Pools by prompt length, and decode instances that compute short prompts."""
+"""Pools by length, equal pools behind a balancer, decode instances that compute short prompts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.simulator.cluster.arrangements import fair_threshold, simulate_arranged
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import COSTS
+from sglang_sbs.simulator.cluster.outcome import Outcome
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 SPEC = ClusterSpec(cost=COSTS["mixed"], dp_size=2, chunk_tokens=1000, decode_dp_size=4)
@@ -55,3 +56,50 @@ def test_decode_takes_short_prompts_only_and_only_with_the_flag() -> None:
     taken = [one for one in outcome.requests if one.prefill and one.prefill[0] == "p3"]
     assert taken and {one.prompt_tokens for one in taken} == {200}
     assert all(one.ends == 1 for one in outcome.requests)
+
+
+def pooled(balance: str, sent: list[Arrival], pools: int = 2) -> Outcome:
+    spec = msgspec.structs.replace(
+        SPEC, prefill_instances=4, pools=pools, pool_balance=balance, seed=1
+    )
+    return simulate_arranged(sent, SchedulerConfig(policy="sbs"), spec, drain_s=60.0)
+
+
+def of_pool(outcome: Outcome) -> list[int]:
+    """Of each request in the order of arrivals: instances p0 and p1 are the first pool."""
+    return [int(int(one.prefill[0][1:]) >= 2) for one in outcome.requests if one.prefill]
+
+
+@pytest.mark.parametrize("balance", ["least", "random", "session"])
+def test_every_request_has_its_pool_and_is_answered_there(balance: str) -> None:
+    sent = [one._replace(session=f"s{number % 7}") for number, one in enumerate(arrivals())]
+    outcome = pooled(balance, sent)
+    assert [one.index for one in outcome.requests] == list(range(len(sent)))
+    assert all(one.ends == 1 and one.ttft_s > 0 for one in outcome.requests)
+    pools = of_pool(outcome)
+    assert [one.requests for one in outcome.pools] == [pools.count(0), pools.count(1)]
+    assert {one.instance for one in outcome.passes} == {"p0", "p1", "p2", "p3"}
+    assert all(len(one.decisions_s) >= 3 * one.requests for one in outcome.pools)
+    sessions = {(one.session, pool) for one, pool in zip(sent, pools, strict=True)}
+    assert (len(sessions) == 7) == (balance == "session")
+
+
+def test_one_pool_is_the_whole_cluster() -> None:
+    sent = arrivals()
+    spec = msgspec.structs.replace(SPEC, prefill_instances=4, seed=1)
+    whole = simulate_arranged(sent, SchedulerConfig(policy="sbs"), spec, drain_s=60.0)
+    assert [one.ttft_s for one in pooled("least", sent, 1).requests] == [
+        one.ttft_s for one in whole.requests
+    ]
+    assert whole.pools == []
+
+
+def test_the_pool_with_the_fewest_requests_in_flight_is_next() -> None:
+    """The first is long under way; each of the others ends before the next one comes."""
+    spec = msgspec.structs.replace(SPEC, prefill_instances=2, pools=2, decode_s=0.0)
+    sent = [Arrival(0.0, 60_000, 8), *(Arrival(1.0 + number, 10, 8) for number in range(6))]
+    outcome = simulate_arranged(sent, SchedulerConfig(policy="eta"), spec, drain_s=60.0)
+    assert outcome.requests[0].ttft_s > 7
+    first, *others = (one.prefill for one in outcome.requests)
+    assert first is not None
+    assert {one[0] for one in others if one} == {"p0", "p1"} - {first[0]}

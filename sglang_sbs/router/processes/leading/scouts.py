@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.leading.line import Line
 from sglang_sbs.router.processes.messages import FromScheduler, Look, Standing
 
 logger = logging.getLogger(__name__)

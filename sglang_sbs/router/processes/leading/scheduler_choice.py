@@ -21,9 +21,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sglang_sbs.router.processes.line import Line
+from sglang_sbs.router.processes.leading.line import Line
+from sglang_sbs.router.processes.leading.scouts import Dial, Scouts
 from sglang_sbs.router.processes.messages import FromScheduler, Look
-from sglang_sbs.router.processes.scouts import Dial, Scouts
 
 LOOK_EVERY_S = 0.5
 """While there is a session; without one at every beat."""

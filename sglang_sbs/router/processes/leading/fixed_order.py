@@ -31,8 +31,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from sglang_sbs.router.processes.leading.scouts import Dial, Scouts
 from sglang_sbs.router.processes.messages import Look, Standing
-from sglang_sbs.router.processes.scouts import Dial, Scouts
 
 logger = logging.getLogger(__name__)
 

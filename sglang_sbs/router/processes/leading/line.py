@@ -1,6 +1,6 @@
 """One session of a front end with the scheduler process, as who speaks through it sees it.
 
-:class:`~.sockets.FrontEndSocket` is one.
+:class:`~sglang_sbs.router.processes.sockets.FrontEndSocket` is one.
 """
 
 from __future__ import annotations

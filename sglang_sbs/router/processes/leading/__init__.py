@@ -1,0 +1,1 @@
+"""Which scheduler leads, as schedulers and front ends see it, without a store or with one."""
