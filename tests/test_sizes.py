@@ -21,7 +21,6 @@ MOST_PARAMETERS = 6
 TOO_LONG = {
     "benchmarks/compare_routers/command.py build_parser",
     "benchmarks/scale/command.py measure",
-    "sglang_sbs/simulator/workloads/scenario.py make_scenario",
     "tools/check_patches/probe.py _fakes",
 }
 TOO_MANY_PARAMETERS = {
