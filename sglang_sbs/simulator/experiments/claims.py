@@ -22,7 +22,8 @@ Unit = Literal["", "K", "%", "pp", "T", "x"]
 Side = Literal["more", "less", ""]
 Verdict = Literal["reproduced", "better", "sbs only", "open", "not reproduced"]
 VERDICTS: dict[Verdict, str] = {
-    "reproduced": f"the mean is within {TOLERANCE:.0%} of the paper's",
+    "reproduced": f"the mean is within {TOLERANCE:.0%} of the paper's figure; where it gives none, "
+    "all of the interval is a gain",
     "better": "it is beyond the paper's figure, on the good side",
     "sbs only": "not with the paper's rule, but with sbs, the default, as well or better",
     "open": "the mean is not, but its interval reaches so far",
@@ -54,11 +55,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> Verdict:
         """What :data:`VERDICTS` says; ``better`` and ``sbs only`` only of the method."""
-        if self._near(self.literal.mean):
+        if self._near(self.literal):
             return "reproduced"
-        if self._beyond(self.literal.mean):
+        if self._beyond(self.literal):
             return "better"
-        if self.ours is not None and (self._near(self.ours.mean) or self._beyond(self.ours.mean)):
+        if self.ours is not None and (self._near(self.ours) or self._beyond(self.ours)):
             return "sbs only"
         low, high = self._reach
         reaches = self.literal.low <= high and self.literal.high >= low
@@ -69,13 +70,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         low, high = self.paper
         return low * (1 - TOLERANCE), high * (1 + TOLERANCE)
 
-    def _near(self, mean: float) -> bool:
+    def _near(self, one: Estimate) -> bool:
         low, high = self._reach
-        return low < mean <= high if math.isinf(high) else low <= mean <= high
+        return one.low > low if math.isinf(high) else low <= one.mean <= high
 
-    def _beyond(self, mean: float) -> bool:
+    def _beyond(self, one: Estimate) -> bool:
         low, high = self._reach
-        return (self.good == "more" and mean > high) or (self.good == "less" and mean < low)
+        return (self.good == "more" and one.mean > high) or (self.good == "less" and one.mean < low)
 
     def row(self) -> dict[str, Any]:
         """For JSON: the fields and the verdict; a reason only where one is needed."""

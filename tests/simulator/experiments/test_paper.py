@@ -53,6 +53,7 @@ def claim(literal: float, low: float, high: float, **more) -> Claim:
         (0.1, 0.3, 0.4, {"good": "more", "ours": 0.9}, "sbs only"),
         (0.1, 0.3, 0.4, {"good": "more", "ours": 0.2}, "not reproduced"),
         (0.01, 0.0, math.inf, {"good": "more"}, "reproduced"),
+        (0.01, 0.0, math.inf, {"good": "more", "half": 0.02}, "open"),
         (0.0, 0.0, math.inf, {"good": "more"}, "not reproduced"),
         (math.nan, 0.3, 0.4, {"good": "more"}, "not reproduced"),
     ],
