@@ -21,7 +21,6 @@ MOST_PARAMETERS = 6
 TOO_LONG = {
     "benchmarks/compare_routers/command.py build_parser",
     "benchmarks/scale/command.py measure",
-    "sglang_sbs/simulator/workloads/scenario.py make_scenario",
     "tools/check_patches/probe.py _fakes",
 }
 TOO_MANY_PARAMETERS = {
@@ -38,7 +37,6 @@ TOO_MANY_PARAMETERS = {
     "sglang_sbs/scheduling/prefill/observation.py observe_launch",
     "sglang_sbs/scheduling/queue/slo_forecast.py first_token_in_s",
     "sglang_sbs/simulator/cli.py _plot",
-    "sglang_sbs/simulator/experiments/paper.py write_out",
 }
 
 

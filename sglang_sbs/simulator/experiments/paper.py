@@ -6,7 +6,7 @@ Owns what is run for it and the report. The claims and their verdicts are :mod:`
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,19 @@ from typing import Any
 import orjson
 
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
-from sglang_sbs.simulator.experiments.claims import (
+from sglang_sbs.simulator.experiments.claims import VERDICTS, Claim, claims_table, summary
+from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
+from sglang_sbs.simulator.experiments.paper_claims import (
+    LABELS,
     PAPER_POLICIES,
     TTFT_SHARES,
-    Claim,
-    claims_table,
+    capacity_table,
     decode_claims,
-    long_verdict,
-    table_1_claims,
-    ttft_claims,
+    prefill_claims,
+    queueing_claims,
     ttft_table,
 )
-from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
+from sglang_sbs.simulator.experiments.queueing import queueing_job, queueing_row
 from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
 from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, mean_of
 from sglang_sbs.simulator.options.common import (
@@ -45,16 +46,20 @@ _BASELINE = "random_rank"
 _DECODE_POLICIES = ("skewed", "round_robin", "least_requests", "sbs_iqr", "sbs_potential")
 _KV_PICTURE = ("skewed", "round_robin", "sbs_iqr", "sbs_potential")
 _GANTT_POLICIES = (_BASELINE, "sbs_paper", "sbs")
-_WORKLOADS = {"paper-3k": "0-3K, chunk 3K", "paper-long": "3-64K, chunk 16K"}
 
-_EPILOG = """\
+_VERDICTS = "\n".join(f"  {one:<15} {words}" for one, words in VERDICTS.items())
+_EPILOG = f"""\
 The baseline is random_rank: SGLang's default placement under PD disaggregation. Its peak is the
 rate at which the mean TTFT reaches 0.8 s (chunk 3K), 1.0 s (5K) or 4 s (3-64K; the paper gives
 none). QPS are per prefill instance; for the whole 3P cluster Table 1 would need passes longer than
 the TTFT it reports. "skewed" is decode placement with persistent rank weights from 0.3 to 1.7.
+Gains are taken seed by seed: policies see the same arrivals.
+
+verdicts:
+{_VERDICTS}
 
 example:
-  sglang-sbs simulate paper --quick --out out/paper
+  sglang-sbs simulate paper --quick --out out/paper --json paper.json
 """
 
 
@@ -73,6 +78,8 @@ class Effort:
     """Loads between which the capacity of the 0-3K workload is searched first."""
     tolerance: float = 0.01
     """Of the capacities, as a share."""
+    queueing_instances: tuple[int, ...] = (3, 12)
+    """The paper expects an order of magnitude above 10."""
     overlap: bool = False
     """The paper's analysis has passes that take what waits when they start."""
 
@@ -94,7 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_common(parser)
+    add_common(
+        parser, default_seeds=3, seeds_help="seeds, of which means and intervals are (default 3)"
+    )
     add_overlap(parser, default=False)
     parser.add_argument("--quick", action="store_true", help="shorter runs, rougher figures")
     parser.add_argument(
@@ -122,6 +131,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the rows say."""
+
+    claims: list[Claim]
+    tables: list[ResultTable]
+    remarks: list[str]
+
+    def json(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """With the rows it is made of; what has no value is null."""
+        return {"claims": [claim.row() for claim in self.claims], "rows": rows}
+
+
 def report(
     costs: Sequence[str],
     seeds: Sequence[int],
@@ -133,39 +155,63 @@ def report(
 ) -> int:
     """All of it; see the module."""
     console = open_console()
-    rows = run_with_progress(capacity_tasks(costs, seeds, effort), console, workers)
-    rows += run_with_progress(ttft_tasks(rows, costs, seeds, effort), console, workers)
+    rows = simulate(costs, seeds, effort, lambda t: run_with_progress(t, console, workers))
+    findings = judge(rows, costs)
+    for table in findings.tables:
+        table.print(console)
+    for remark in findings.remarks:
+        console.print(remark, highlight=False)
+    write_out(out, rows, findings, costs[0], seeds[0], effort)
+    console.print(f"written: {out / 'paper.html'}, pictures and claims.json beside it")
+    if json is not None:
+        write_json(findings.json(rows), json, console)
+    return 0
+
+
+def simulate(
+    costs: Sequence[str],
+    seeds: Sequence[int],
+    effort: Effort,
+    run: Callable[[list[Task]], list[Row]],
+) -> list[Row]:
+    """The rows of all claims, in three steps: the second's loads are shares of the peaks that the
+    first finds."""
+    rows = run(capacity_tasks(costs, seeds, effort))
+    rows += run(ttft_tasks(rows, costs, seeds, effort))
     for row in rows:
         if "max_qps" not in row:
             row["peak_share"] = _share_of_peak(
                 row["load"], peak_load(rows, row["scenario"], row["cost"])
             )
-    rows += run_with_progress(decode_tasks(seeds, effort), console, workers)
+    others = run([*decode_tasks(seeds, effort), *queueing_tasks(seeds, effort)])
+    for row in others:
+        if "kv_sigma_high" in row:
+            row["kv_band"] = row["kv_sigma_high"] - row["kv_sigma_low"]
+    return rows + others
 
-    tables: list[ResultTable] = []
-    remarks: list[str] = []
+
+def judge(rows: Sequence[Row], costs: Sequence[str]) -> Findings:
+    """Every claim held against the rows."""
     claims: list[Claim] = []
+    tables: list[ResultTable] = []
+    slos_s = {name: make_scenario(name).slo_ttft_s for name in ("paper-3k", "paper-5k")}
     for cost in map(cost_name, costs):
-        mine = [*table_1_claims(rows, cost), *ttft_claims(rows, cost)]
-        tables.append(claims_table(mine, f"prefill, cost {cost}"))
-        tables.append(baselines_table(rows, cost))
-        tables += [ttft_table(rows, name, label, cost) for name, label in _WORKLOADS.items()]
-        remarks.append(long_verdict(rows, cost))
+        mine = prefill_claims(rows, cost)
+        tables += [
+            claims_table(mine, f"prefill, cost {cost}"),
+            capacity_table(rows, slos_s, cost),
+            *(ttft_table(rows, name, cost) for name in LABELS),
+        ]
         claims += mine
     decode_rows = [r for r in rows if r["scenario"] == "paper-decode"]
-    mine = decode_claims(decode_rows)
-    claims += mine
-    tables += [claims_table(mine, "decode, step cost h100"), decode_table(decode_rows)]
-    remarks.append(verdict(claims))
-    for table in tables:
-        table.print(console)
-    for remark in remarks:
-        console.print(remark, highlight=False)
-    write_out(out, rows, claims, tables, remarks, costs, seeds[0], effort)
-    console.print(f"written: {out / 'paper.html'}, pictures and claims.json beside it")
-    if json is not None:
-        write_json(rows, json, console)
-    return 0
+    for mine, title in (
+        (queueing_claims(rows), "queueing, passes of one length T"),
+        (decode_claims(decode_rows), "decode, step cost h100"),
+    ):
+        tables.append(claims_table(mine, title))
+        claims += mine
+    tables.append(decode_table(decode_rows))
+    return Findings(claims, tables, summary(claims))
 
 
 def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -> list[Task]:
@@ -233,58 +279,28 @@ def decode_tasks(seeds: Sequence[int], effort: Effort) -> list[Task]:
     ]
 
 
-def baselines_table(rows: Sequence[Row], cost: str) -> ResultTable:
-    """Table 1 with the stronger baselines beside it."""
-    scenarios = ("paper-3k", "paper-5k")
-    table = ResultTable(
-        f"max QPS per prefill instance and chunk utilisation there; cost {cost}",
-        [
-            "policy",
-            *(f"{name}, mean TTFT {make_scenario(name).slo_ttft_s:g} s" for name in scenarios),
-        ],
-    )
-    for policy in PAPER_POLICIES:
-        cells = []
-        for scenario in scenarios:
-            key = (scenario, cost, policy)
-            mine = [
-                r for r in rows if (r["scenario"], r["cost"], r["policy"]) == key and "max_qps" in r
-            ]
-            qps = mean_of(mine, "max_qps") / mine[0]["prefill_instances"]
-            cells.append(f"{qps:.1f} {mean_of(mine, 'chunk_utilization'):.0%}")
-        table.rows.append([policy, *cells])
-    return table
-
-
-def verdict(claims: Sequence[Claim]) -> str:
-    """What does not reproduce, in words."""
-    missed = [c for c in claims if not c.reproduces]
-    kept = f"{len(claims) - len(missed)} of {len(claims)} figures reproduce within 10 %."
-    if not missed:
-        return kept
-    listed = "; ".join(f"{c.what}{f' against {c.baseline}' if c.baseline else ''}" for c in missed)
-    return f"{kept} Not reproduced: {listed}."
+def queueing_tasks(seeds: Sequence[int], effort: Effort) -> list[Task]:
+    """Section 3.2, with few and with many instances."""
+    return [
+        (queueing_row, (queueing_job(policy, count, seed, effort.short_s),))
+        for count in effort.queueing_instances
+        for policy in (_BASELINE, "sbs_paper", "sbs")
+        for seed in seeds
+    ]
 
 
 def write_out(
-    out: Path,
-    rows: Sequence[Row],
-    claims: Sequence[Claim],
-    tables: Sequence[ResultTable],
-    remarks: Sequence[str],
-    costs: Sequence[str],
-    seed: int,
-    effort: Effort,
+    out: Path, rows: Sequence[Row], findings: Findings, cost: str, seed: int, effort: Effort
 ) -> None:
-    """The page, the pictures and the claims."""
+    """The page, the pictures (of this cost and seed) and the claims."""
     from sglang_sbs.simulator.experiments import plots
     from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 
     loads = [r for r in rows if "peak_share" in r]
     gantt: dict[str, Any] = {}
-    scenario = make_scenario("paper-3k", cost=find_cost(costs[0]), **effort.spec)
+    scenario = make_scenario("paper-3k", cost=find_cost(cost), **effort.spec)
     for policy in _GANTT_POLICIES:
-        gantt[policy] = run_outcome(scenario, Job("paper-3k", policy, 1.0, seed, 20.0, costs[0]))
+        gantt[policy] = run_outcome(scenario, Job("paper-3k", policy, 1.0, seed, 20.0, cost))
     kv = {
         policy: run_decode_outcome(
             DecodeJob(policy, seed, "h100", effort.picture_steps, effort.warm_up_steps)
@@ -299,7 +315,7 @@ def write_out(
         "kv-band": ("KV load of the decode DP ranks over time", plots.kv_bands(kv)),
         "timeline": (
             f"Forward passes at {scenario.nominal_qps / len(scenario.spec.prefill):g} QPS per "
-            f"instance, cost {cost_name(costs[0])}",
+            f"instance, cost {cost_name(cost)}",
             plots.pass_timeline(gantt, dict(scenario.spec.prefill)),
         ),
     }
@@ -307,8 +323,8 @@ def write_out(
         "The paper's figures (arXiv 2512.16134) beside simulations of them. Everything here is "
         "simulated; the scheduler is the router's own object.",
         _EPILOG,
-        *remarks,
-        *tables,
+        *findings.remarks,
+        *findings.tables,
     ]
     out.mkdir(parents=True, exist_ok=True)
     for name, (caption, figure) in figures.items():
@@ -319,9 +335,5 @@ def write_out(
     write_page(
         out / "paper.html", "Staggered Batch Scheduling: the paper's claims, simulated", parts
     )
-    listed = [{**_fields(claim), "reproduces": claim.reproduces} for claim in claims]
+    listed = findings.json(rows)["claims"]
     (out / "claims.json").write_bytes(orjson.dumps(listed, option=orjson.OPT_INDENT_2))
-
-
-def _fields(claim: Claim) -> dict[str, Any]:
-    return {name: getattr(claim, name) for name in claim.__struct_fields__}

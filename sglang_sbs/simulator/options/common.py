@@ -235,8 +235,8 @@ def run_with_progress(tasks: Sequence[Task], console: Console, workers: int | No
         return run_all(tasks, lambda _row: progress.advance(task), workers)
 
 
-def write_json(rows: Sequence[Row], path: Path, console: Console) -> None:
-    """The rows as a JSON list; what has no value is null."""
+def write_json(content: Sequence[Row] | Row, path: Path, console: Console) -> None:
+    """The rows as a JSON list, or an object; what has no value is null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(orjson.dumps(list(rows), option=orjson.OPT_INDENT_2))
+    path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
     console.print(f"written: {path}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -59,6 +59,8 @@ SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
 WARM_UP_S = 20.0
 """Of a run, in which nothing is counted yet."""
 _PAPER_INSTANCES = 3
+_PAPER_3K_QPS, _PAPER_5K_QPS = 57.0, 70.0
+"""Of the baseline, per instance (Table 1)."""
 LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
@@ -158,40 +160,6 @@ def make_scenario(
         TraceError: the trace cannot be read.
         ValueError: not a cluster.
     """
-
-    def cluster(chunk_tokens: int, block_tokens: int = 0) -> ClusterSpec:
-        shape = {"chunk_tokens": chunk_tokens, "block_tokens": block_tokens, **NETWORK, **spec}
-        equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
-        return ClusterSpec(
-            cost=cost,
-            prefill_instances=len(instances) or prefill_instances,
-            instances=tuple(InstanceSpec(**(equal | dict(one))) for one in instances),
-            **shape,
-        )
-
-    def worth(shape: ClusterSpec) -> float:
-        if not instances:
-            return prefill_instances
-        one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
-        return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
-
-    def bursty(length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
-        return lambda qps, duration_s, seed: with_own_blocks(
-            synthetic(qps, duration_s, length_of, seed, burstiness=burstiness),
-            spec.get("block_tokens", 0),
-        )
-
-    def nominal_qps(shape: ClusterSpec, some: Sequence[Arrival]) -> float:
-        if load_counts == "uncached":
-            return uncached_qps(shape, some)
-        return full_chunk_tokens_per_s(shape) * len(some) / sum(a.prompt_tokens for a in some)
-
-    def check_room(shape: ClusterSpec, longest_tokens: int) -> None:
-        if shape.block_tokens and shape.kv_capacity_tokens < longest_tokens:
-            raise ScenarioError(
-                f"--kv-tokens {shape.kv_capacity_tokens}: the longest prompt has {longest_tokens}"
-            )
-
     given = spec.get("block_tokens", 0)
     if given and not name.startswith(_OWN_LENGTHS):
         raise ScenarioError(f"--block-tokens {given}: {name} has blocks of its own, or none")
@@ -201,107 +169,205 @@ def make_scenario(
         raise ScenarioError(
             f"{DECODE} has no prefill instances; those that have: {', '.join(PREFILL_SCENARIOS)}"
         )
-    match name.partition(":"):
-        case ("paper-3k", "", ""):
-            shape = cluster(3072)
-            qps = 57.0 * worth(shape)
-            return Scenario(name, shape, qps, bursty(_SHORT), 0.8, 57.0 * _PAPER_INSTANCES)
-        case ("paper-5k", "", ""):
-            shape = cluster(5120)
-            qps = 70.0 * worth(shape)
-            return Scenario(name, shape, qps, bursty(_SHORT), 1.0, 70.0 * _PAPER_INSTANCES)
-        case ("paper-long", "", ""):
-            shape = cluster(16384)
-            qps = full_chunk_tokens_per_s(shape) / 6700.0
-            own_qps = qps * _PAPER_INSTANCES / worth(shape)
-            return Scenario(name, shape, qps, bursty(_LONG), 4.0, own_qps)
-        case ("one-long", "", ""):
-            shape = cluster(3072)
-            check_room(shape, _LONG_TOKENS)
-            short = bursty(_SHORT)
+    kind, colon, text = name.partition(":")
+    build = (_WITH_TEXT if colon else _PLAIN).get(kind)
+    if build is None or (kind == "trace" and not text):
+        raise ScenarioError(f"no scenario {name!r}; one of {', '.join(SCENARIOS)}")
+    wanted = _Wanted(cost, prefill_instances, instances, burstiness, load_counts, spec)
+    return build(name, wanted, text)
 
-            def some_long(qps: float, duration_s: float, seed: int) -> list[Arrival]:
-                arrivals = short(qps, duration_s, seed)
-                return with_long(arrivals, duration_s, _LONG_TOKENS, _LONG_EVERY_S)
 
-            return Scenario(
-                name, shape, 57.0 * worth(shape), some_long, 0.8, 57.0 * _PAPER_INSTANCES
-            )
-        case (("onoff" | "day"), "", ""):
-            if burstiness != 1.0:
-                raise ScenarioError(f"{name} has its own bursts; leave the burstiness out")
-            shape = cluster(3072)
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The keywords of :func:`make_scenario`."""
 
-            def uneven(qps: float, duration_s: float, seed: int) -> list[Arrival]:
-                if name == "day":
-                    return day(qps, duration_s, _SHORT, seed)
-                return on_off(qps, duration_s, _SHORT, seed, phase_s=_PHASE_S)
+    cost: PassCost
+    prefill_instances: int
+    instances: Sequence[Mapping[str, Any]]
+    burstiness: float
+    load_counts: LoadCounts
+    spec: Mapping[str, Any]
 
-            own_qps = 57.0 * _PAPER_INSTANCES
-            return Scenario(name, shape, 57.0 * worth(shape), uneven, 0.8, own_qps)
-        case ("fixed", ":", text):
-            tokens = _length(text)
-            shape = cluster(3072)
-            check_room(shape, tokens)
-            rate = 57.0 * _SHORT_MEAN_TOKENS / tokens
-            some_length = bursty(lambda _: tokens)
-            return Scenario(
-                name, shape, rate * worth(shape), some_length, 0.8, rate * _PAPER_INSTANCES
-            )
-        case ("uniform", ":", text):
-            least, most = _lengths(text)
-            shape = cluster(3072)
-            check_room(shape, most)
-            rate = full_passes_per_s(shape, (least + most) / 2)
-            between = bursty(lambda rng: rng.randint(least, most))
-            return Scenario(name, shape, rate, between, 0.8, rate * _PAPER_INSTANCES / worth(shape))
-        case ("sessions", "", ""):
-            if burstiness != 1.0:
-                raise ScenarioError("sessions have their own bursts; leave the burstiness out")
-            shape = cluster(16384, PAGE_TOKENS)
-            some = conversations(*_SAMPLE)
-            check_room(shape, LONGEST_TOKENS)
-            qps = nominal_qps(shape, some)
-            own_qps = qps * _PAPER_INSTANCES / worth(shape)
-            return Scenario(name, shape, qps, conversations, 4.0, own_qps)
-        case ("agentic", "", ""):
-            if burstiness != 1.0 or load_counts != "prompt":
-                raise ScenarioError("agentic: agents send after an answer; load is their number")
-            spec = (
-                {"tiers": TierSpec(), "decode_token_s": DECODE_TOKEN_S} | spec | {"decode_s": 0.0}
-            )
-            shape = cluster(2048, AGENT_PAGE_TOKENS)
-            check_room(shape, LONGEST_CONTEXT_TOKENS)
-            return Scenario(
-                name,
-                shape,
-                math.nan,
-                lambda agents, d, s: AgentLoop(max(1, round(agents)), d, s),
-                6.0,
-                math.nan,
-                AGENTS_PER_INSTANCE * worth(shape),
-                AGENT_WARM_UP_S,
-            )
-        case ("trace", ":", file) if file:
-            if burstiness != 1.0:
-                raise ScenarioError("a trace has its own bursts; leave the burstiness out")
-            trace = read_trace(Path(file))
-            has_blocks = any(arrival.blocks for arrival in trace)
-            shape = cluster(
-                4096 if file.lower().endswith(".csv") else 16384,
-                MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
-            )
-            check_room(shape, max(arrival.prompt_tokens for arrival in trace))
-            rate = len(trace) / max(1e-9, trace[-1].at_s)
-            return Scenario(
-                name,
-                shape,
-                nominal_qps(shape, trace),
-                lambda q, d, s: replayed(trace, q / rate, d, s),
-                4.0,
-                rate,
-            )
-    raise ScenarioError(f"no scenario {name!r}; one of {', '.join(SCENARIOS)}")
+    def cluster(self, chunk_tokens: int, block_tokens: int = 0) -> ClusterSpec:
+        shape = {
+            "chunk_tokens": chunk_tokens,
+            "block_tokens": block_tokens,
+            **NETWORK,
+            **self.spec,
+        }
+        equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
+        return ClusterSpec(
+            cost=self.cost,
+            prefill_instances=len(self.instances) or self.prefill_instances,
+            instances=tuple(InstanceSpec(**(equal | dict(one))) for one in self.instances),
+            **shape,
+        )
+
+    def worth(self, shape: ClusterSpec) -> float:
+        """How many equal instances its instances count as."""
+        if not self.instances:
+            return self.prefill_instances
+        one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
+        return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
+
+    def bursty(self, length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
+        return lambda qps, duration_s, seed: with_own_blocks(
+            synthetic(qps, duration_s, length_of, seed, burstiness=self.burstiness),
+            self.spec.get("block_tokens", 0),
+        )
+
+    def nominal_qps(self, shape: ClusterSpec, some: Sequence[Arrival]) -> float:
+        """The rate of these arrivals that is load 1.0."""
+        if self.load_counts == "uncached":
+            return uncached_qps(shape, some)
+        return full_chunk_tokens_per_s(shape) * len(some) / sum(a.prompt_tokens for a in some)
+
+    def refuse_bursts(self, why: str) -> None:
+        if self.burstiness != 1.0:
+            raise ScenarioError(f"{why} own bursts; leave the burstiness out")
+
+
+def _check_room(shape: ClusterSpec, longest_tokens: int) -> None:
+    if shape.block_tokens and shape.kv_capacity_tokens < longest_tokens:
+        raise ScenarioError(
+            f"--kv-tokens {shape.kv_capacity_tokens}: the longest prompt has {longest_tokens}"
+        )
+
+
+def _paper_3k(name: str, wanted: _Wanted, _text: str) -> Scenario:
+    return _paper_short(name, wanted, wanted.cluster(3072), _PAPER_3K_QPS, 0.8)
+
+
+def _paper_5k(name: str, wanted: _Wanted, _text: str) -> Scenario:
+    return _paper_short(name, wanted, wanted.cluster(5120), _PAPER_5K_QPS, 1.0)
+
+
+def _paper_short(
+    name: str, wanted: _Wanted, shape: ClusterSpec, instance_qps: float, slo_s: float
+) -> Scenario:
+    qps = instance_qps * wanted.worth(shape)
+    return Scenario(name, shape, qps, wanted.bursty(_SHORT), slo_s, instance_qps * _PAPER_INSTANCES)
+
+
+def _paper_long(name: str, wanted: _Wanted, _text: str) -> Scenario:
+    shape = wanted.cluster(16384)
+    qps = full_chunk_tokens_per_s(shape) / 6700.0
+    own_qps = qps * _PAPER_INSTANCES / wanted.worth(shape)
+    return Scenario(name, shape, qps, wanted.bursty(_LONG), 4.0, own_qps)
+
+
+def _one_long(name: str, wanted: _Wanted, text: str) -> Scenario:
+    short = _paper_3k(name, wanted, text)
+    _check_room(short.spec, _LONG_TOKENS)
+
+    def some_long(qps: float, duration_s: float, seed: int) -> list[Arrival]:
+        arrivals = wanted.bursty(_SHORT)(qps, duration_s, seed)
+        return with_long(arrivals, duration_s, _LONG_TOKENS, _LONG_EVERY_S)
+
+    return replace(short, arrivals=some_long)
+
+
+def _onoff(name: str, wanted: _Wanted, text: str) -> Scenario:
+    wanted.refuse_bursts(f"{name} has its")
+    return replace(
+        _paper_3k(name, wanted, text),
+        arrivals=lambda qps, duration_s, seed: on_off(
+            qps, duration_s, _SHORT, seed, phase_s=_PHASE_S
+        ),
+    )
+
+
+def _day(name: str, wanted: _Wanted, text: str) -> Scenario:
+    wanted.refuse_bursts(f"{name} has its")
+    return replace(
+        _paper_3k(name, wanted, text),
+        arrivals=lambda qps, duration_s, seed: day(qps, duration_s, _SHORT, seed),
+    )
+
+
+def _fixed(name: str, wanted: _Wanted, text: str) -> Scenario:
+    tokens = _length(text)
+    shape = wanted.cluster(3072)
+    _check_room(shape, tokens)
+    rate = _PAPER_3K_QPS * _SHORT_MEAN_TOKENS / tokens
+    some_length = wanted.bursty(lambda _: tokens)
+    return Scenario(
+        name, shape, rate * wanted.worth(shape), some_length, 0.8, rate * _PAPER_INSTANCES
+    )
+
+
+def _uniform(name: str, wanted: _Wanted, text: str) -> Scenario:
+    least, most = _lengths(text)
+    shape = wanted.cluster(3072)
+    _check_room(shape, most)
+    rate = full_passes_per_s(shape, (least + most) / 2)
+    between = wanted.bursty(lambda rng: rng.randint(least, most))
+    own_qps = rate * _PAPER_INSTANCES / wanted.worth(shape)
+    return Scenario(name, shape, rate, between, 0.8, own_qps)
+
+
+def _sessions(name: str, wanted: _Wanted, _text: str) -> Scenario:
+    wanted.refuse_bursts("sessions have their")
+    shape = wanted.cluster(16384, PAGE_TOKENS)
+    some = conversations(*_SAMPLE)
+    _check_room(shape, LONGEST_TOKENS)
+    qps = wanted.nominal_qps(shape, some)
+    own_qps = qps * _PAPER_INSTANCES / wanted.worth(shape)
+    return Scenario(name, shape, qps, conversations, 4.0, own_qps)
+
+
+def _agentic(name: str, wanted: _Wanted, _text: str) -> Scenario:
+    if wanted.burstiness != 1.0 or wanted.load_counts != "prompt":
+        raise ScenarioError("agentic: agents send after an answer; load is their number")
+    tiers = {"tiers": TierSpec(), "decode_token_s": DECODE_TOKEN_S}
+    wanted = replace(wanted, spec={**tiers, **wanted.spec, "decode_s": 0.0})
+    shape = wanted.cluster(2048, AGENT_PAGE_TOKENS)
+    _check_room(shape, LONGEST_CONTEXT_TOKENS)
+    return Scenario(
+        name,
+        shape,
+        math.nan,
+        lambda agents, d, s: AgentLoop(max(1, round(agents)), d, s),
+        6.0,
+        math.nan,
+        AGENTS_PER_INSTANCE * wanted.worth(shape),
+        AGENT_WARM_UP_S,
+    )
+
+
+def _trace(name: str, wanted: _Wanted, file: str) -> Scenario:
+    wanted.refuse_bursts("a trace has its")
+    trace = read_trace(Path(file))
+    has_blocks = any(arrival.blocks for arrival in trace)
+    shape = wanted.cluster(
+        4096 if file.lower().endswith(".csv") else 16384,
+        MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
+    )
+    _check_room(shape, max(arrival.prompt_tokens for arrival in trace))
+    rate = len(trace) / max(1e-9, trace[-1].at_s)
+    return Scenario(
+        name,
+        shape,
+        wanted.nominal_qps(shape, trace),
+        lambda q, d, s: replayed(trace, q / rate, d, s),
+        4.0,
+        rate,
+    )
+
+
+_Builder = Callable[[str, _Wanted, str], Scenario]
+"""(name, keywords, what stands after the colon)."""
+_PLAIN: dict[str, _Builder] = {
+    "paper-3k": _paper_3k,
+    "paper-5k": _paper_5k,
+    "paper-long": _paper_long,
+    "one-long": _one_long,
+    "onoff": _onoff,
+    "day": _day,
+    "sessions": _sessions,
+    AGENTIC: _agentic,
+}
+_WITH_TEXT: dict[str, _Builder] = {"fixed": _fixed, "uniform": _uniform, "trace": _trace}
 
 
 def _length(text: str) -> int:

@@ -8,61 +8,111 @@ import math
 import pytest
 
 from sglang_sbs.simulator.cluster.cost import COSTS, save_cost
-from sglang_sbs.simulator.experiments.claims import (
-    Claim,
-    claims_table,
+from sglang_sbs.simulator.experiments.claims import Claim, claims_table, summary
+from sglang_sbs.simulator.experiments.estimate import Estimate, student_t
+from sglang_sbs.simulator.experiments.paper import Effort, report
+from sglang_sbs.simulator.experiments.paper_claims import (
     decode_claims,
+    queueing_claims,
     table_1_claims,
 )
-from sglang_sbs.simulator.experiments.paper import Effort, report, verdict
+from sglang_sbs.simulator.experiments.queueing import QUEUEING, queueing_job, queueing_row
 
 
-def claim(literal: float, low: float, high: float) -> Claim:
-    return Claim(what="x", source="", baseline="b", paper=(low, high), literal=literal)
+def claim(literal: float, low: float, high: float, **more) -> Claim:
+    values = {"half": math.nan, "ours": None, "good": "", "why": ""} | more
+    ours = None if values["ours"] is None else Estimate(values["ours"])
+    return Claim(
+        what="x",
+        source="",
+        baseline="b",
+        paper=(low, high),
+        literal=Estimate(literal, values["half"]),
+        ours=ours,
+        good=values["good"],
+        why=values["why"],
+    )
 
 
 @pytest.mark.parametrize(
-    ("literal", "low", "high", "reproduces"),
+    ("literal", "low", "high", "more", "verdict"),
     [
-        (57, 57, 57, True),
-        (62, 57, 57, True),
-        (63, 57, 57, False),
-        (51, 57, 57, False),
-        (0.28, 0.3, 0.4, True),
-        (0.26, 0.3, 0.4, False),
-        (0.45, 0.3, 0.4, False),
-        (math.nan, 0.3, 0.4, False),
+        (57, 57, 57, {}, "reproduced"),
+        (62, 57, 57, {}, "reproduced"),
+        (63, 57, 57, {}, "not reproduced"),
+        (51, 57, 57, {"half": 0.2}, "not reproduced"),
+        (51, 57, 57, {"half": 0.4}, "open"),
+        (63, 57, 57, {"half": 0.4}, "open"),
+        (0.28, 0.3, 0.4, {}, "reproduced"),
+        (0.26, 0.3, 0.4, {"good": "more"}, "not reproduced"),
+        (0.45, 0.3, 0.4, {}, "not reproduced"),
+        (0.45, 0.3, 0.4, {"good": "more"}, "better"),
+        (0.45, 0.3, 0.4, {"good": "less"}, "not reproduced"),
+        (0.25, 0.3, 0.4, {"good": "less"}, "better"),
+        (0.1, 0.3, 0.4, {"good": "more", "ours": 0.31}, "sbs only"),
+        (0.1, 0.3, 0.4, {"good": "more", "ours": 0.9}, "sbs only"),
+        (0.1, 0.3, 0.4, {"good": "more", "ours": 0.2}, "not reproduced"),
+        (0.01, 0.0, math.inf, {"good": "more"}, "reproduced"),
+        (0.01, 0.0, math.inf, {"good": "more", "half": 0.02}, "open"),
+        (0.0, 0.0, math.inf, {"good": "more"}, "not reproduced"),
+        (math.nan, 0.3, 0.4, {"good": "more"}, "not reproduced"),
     ],
 )
-def test_within_ten_percent_of_the_papers_range_reproduces(literal, low, high, reproduces):
-    assert claim(literal, low, high).reproduces is reproduces
+def test_a_figure_is_reproduced_better_or_not(literal, low, high, more, verdict):
+    assert claim(literal, low, high, **more).verdict == verdict
 
 
-def test_the_verdict_names_what_does_not_reproduce():
-    text = verdict([claim(57, 57, 57), claim(80, 57, 57)])
-    assert text == "1 of 2 figures reproduce within 10 %. Not reproduced: x against b."
-    assert claims_table([claim(80, 57, 57)], "t").rows[0][-1] == "NO"
+def test_the_summary_says_why_what_does_not_reproduce_does_not():
+    why = "Because."
+    missed = claim(80, 57, 57, why=why)
+    assert summary([claim(57, 57, 57, why="never said"), missed, missed]) == [
+        "3 figures: 1 reproduced, 2 not reproduced.",
+        "not reproduced: x against b; x against b. Because.",
+    ]
+    assert missed.row()["why"] == why and claim(57, 57, 57, why=why).row()["why"] == ""
+    assert claims_table([missed], "t").rows[0][-1] == "not reproduced"
 
 
-def capacity(scenario: str, policy: str, qps: float, use: float):
+def test_an_estimate_is_a_mean_with_students_interval():
+    assert Estimate.of([1.0, 2.0, 3.0]).mean == 2.0
+    assert Estimate.of([1.0, 2.0, 3.0]).half == pytest.approx(4.303 / math.sqrt(3))
+    assert (Estimate.of([1.0, 3.0]).low, Estimate.of([1.0, 3.0]).high) == pytest.approx(
+        (2 - 12.706, 2 + 12.706)
+    )
+    assert math.isnan(Estimate.of([5.0]).half) and Estimate.of([5.0]).low == 5.0
+    found = [student_t(freedom) for freedom in (2, 6, 11, 30, 1000)]
+    assert found == pytest.approx([4.303, 2.447, 2.201, 2.042, 1.962], abs=2e-3)
+
+
+def capacity(scenario: str, policy: str, seed: int, qps: float, use: float):
     return {
         "scenario": scenario,
         "cost": "mixed",
         "policy": policy,
+        "seed": seed,
         "max_qps": qps,
         "prefill_instances": 3,
         "chunk_utilization": use,
     }
 
 
-def test_table_1_is_per_instance_and_its_gain_is_over_random_rank():
-    rates = {"random_rank": 171, "sbs_paper": 210, "sbs": 216, "eta": 200, "least_tokens": 200}
-    rows = [capacity(s, p, q, 0.5) for s in ("paper-3k", "paper-5k") for p, q in rates.items()]
+def test_table_1_is_per_instance_and_its_gain_is_seed_by_seed():
+    rates = {"random_rank": 171, "sbs_paper": 210, "sbs": 216}
+    rows = [
+        capacity(scenario, policy, seed, qps * seed, 0.5 + 0.1 * (policy == "sbs"))
+        for scenario in ("paper-3k", "paper-5k")
+        for policy, qps in rates.items()
+        for seed in (1, 2)
+    ]
     claims = {c.what: c for c in table_1_claims(rows, "mixed")}
-    assert claims["max QPS per instance, off (3K, 0.8 s)"].literal == 57
-    assert claims["QPS gain (3K, 0.8 s)"].literal == pytest.approx(0.228, abs=1e-3)
-    assert claims["QPS gain (3K, 0.8 s)"].reproduces
-    assert claims["max QPS per instance, on (3K, 0.8 s)"].ours == 72
+    off = claims["max QPS per instance, off (3K, 0.8 s)"].literal
+    assert off.mean == 57 * 1.5 and off.half > 57
+    gain = claims["QPS gain (3K, 0.8 s)"]
+    assert (gain.literal.mean, gain.literal.half) == pytest.approx((0.228, 0), abs=1e-3)
+    assert gain.verdict == "reproduced"
+    assert claims["max QPS per instance, on (3K, 0.8 s)"].ours.mean == 72 * 1.5
+    assert claims["utilisation gain (5K, 1.0 s)"].ours.mean == pytest.approx(0.1)
+    assert claims["throughput gain, mean of both"].literal.mean == pytest.approx(0.228, abs=1e-3)
 
 
 def test_the_decode_gain_is_given_against_both_baselines():
@@ -71,14 +121,34 @@ def test_the_decode_gain_is_given_against_both_baselines():
         {
             "scenario": "paper-decode",
             "policy": policy,
+            "seed": 1,
             "kv_sigma_low": 60e3,
             "kv_sigma_high": 100e3,
+            "kv_band": 40e3,
+            "kv_peak": 150e3,
             "tokens_per_s": tokens,
         }
         for policy, tokens in speed.items()
     ]
     gains = [c for c in decode_claims(rows) if c.what == "decode throughput gain"]
-    assert [(c.baseline, c.reproduces) for c in gains] == [("skewed", True), ("round_robin", False)]
+    assert [(c.baseline, c.verdict) for c in gains] == [
+        ("skewed", "reproduced"),
+        ("round_robin", "not reproduced"),
+    ]
+
+
+def test_a_staggered_wait_shrinks_with_the_instances_and_an_immediate_one_does_not():
+    rows = [
+        queueing_row(queueing_job(policy, count, 1, 24.0))
+        for count in (1, 3)
+        for policy in ("random_rank", "sbs_paper", "sbs")
+    ]
+    assert {row["scenario"] for row in rows} == {QUEUEING}
+    verdicts = {c.what: c for c in queueing_claims(rows)}
+    assert verdicts["wait, immediate, 3 instances"].literal.mean == pytest.approx(0.5, rel=0.2)
+    for what in ("wait, staggered, 1 instances", "wait, staggered, 3 instances"):
+        assert verdicts[what].verdict == "reproduced"
+    assert verdicts["wait shorter by, 3 instances"].paper == (3, 3)
 
 
 def test_the_report_is_printed_and_written(tmp_path, capsys):
@@ -89,6 +159,7 @@ def test_the_report_is_printed_and_written(tmp_path, capsys):
         warm_up_steps=20,
         picture_steps=40,
         prefill_instances=1,
+        queueing_instances=(1,),
         search=(0.9, 1.3),
         tolerance=0.4,
     )
@@ -101,6 +172,8 @@ def test_the_report_is_printed_and_written(tmp_path, capsys):
         "cost measured",
         "random_rank",
         "QPS gain",
+        "wait, staggered",
+        "figures: ",
         "decode throughput gain",
         "vs eta",
         "3-64K",
@@ -111,6 +184,8 @@ def test_the_report_is_printed_and_written(tmp_path, capsys):
     for name in ("ttft", "kv-band", "timeline"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     claims = json.loads((tmp_path / "out" / "claims.json").read_text())
-    assert len(claims) == 22 and {c["reproduces"] for c in claims} <= {True, False}
-    scenarios = {row["scenario"] for row in json.loads(rows.read_text())}
-    assert scenarios == {"paper-3k", "paper-5k", "paper-long", "paper-decode"}
+    written = json.loads(rows.read_text())
+    assert written["claims"] == claims and len(claims) == 45
+    assert all(c["verdict"] and c["literal"]["mean"] is not None for c in claims)
+    scenarios = {row["scenario"] for row in written["rows"]}
+    assert scenarios == {"paper-3k", "paper-5k", "paper-long", "paper-decode", QUEUEING}
