@@ -1,67 +1,81 @@
-"""The workload ``agentic``: contexts that grow turn by turn, and sub-agents that share them.
+"""The workload ``agentic``: agents in a closed loop, whose contexts grow, pause and branch.
 
-It is the simulator's (:mod:`sglang_sbs.simulator.workloads.agentic`), scaled to the chunk, from
-first turns on. The runs of ``compare-routers`` are open loop, so the loop is played beforehand with
-answers that all take as long: every contender gets the same turns at the same times, also one that
-is not done with the turn before. A closed loop is in ``sglang-sbs simulate agentic``.
+It is the simulator's (:mod:`sglang_sbs.simulator.workloads.agentic`), scaled: lengths to the chunk,
+pauses to the pass. Load is a number of agents: who is answered sooner asks sooner. Agents are met
+in the middle of their tasks and have nothing cached; their first turns are a warm-up.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from typing import NamedTuple
 
-from sglang_sbs.simulator.cluster.arrival import Arrival
+from sglang_sbs.simulator.cluster import arrival
 from sglang_sbs.simulator.workloads.agentic import PAGE_TOKENS, AgentLoop
 
+AGENTIC = "agentic"
 TOKENS_PER_CHUNK = 32 * 1024
 """So many tokens of an agent stand for one chunk: its prompts have up to eight."""
-TURNS_PER_AGENT = 16
-_ANSWER_S = 20.0
+AGENTS_PER_RANK = 8
+"""Of prefill, at load 1."""
 _MOST_OUTPUT_TOKENS = 32
+_CYCLE_PASSES, _WARM_UP_PASSES = 8.0, 40.0
+"""From a turn to the next, and what first turns take: for the remaining time only."""
 
 
 class Turn(NamedTuple):
     """One request, its lengths in tokens of the small cluster."""
 
     at_s: float
+    """Since the run began."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
     """Names of what it begins with, ``block_tokens`` each."""
     block_tokens: float
-    new_tokens: int
-    """What no turn before it had."""
+    large: arrival.Arrival
+    """As the loop knows it."""
 
 
-def turns(seed: int, requests: int, chunk_tokens: int) -> list[Turn]:
-    """The first so many requests of some agents, in time order."""
-    agents = max(1, round(requests / TURNS_PER_AGENT))
-    loop = AgentLoop(agents, float("inf"), seed, under_way=False)
-    waiting = [(arrival.at_s, number, arrival) for number, arrival in enumerate(loop.first)]
-    heapq.heapify(waiting)
-    scale = chunk_tokens / TOKENS_PER_CHUNK
-    known: set[int] = set()
-    out: list[Turn] = []
-    number = len(waiting)
-    while len(out) < requests:
-        at_s, _, arrival = heapq.heappop(waiting)
-        out.append(_scaled(arrival, at_s, scale, known))
-        known.update(arrival.blocks)
-        for following in loop.after(arrival, at_s + _ANSWER_S):
-            number += 1
-            heapq.heappush(waiting, (following.at_s, number, following))
-    return out
+class Agents:
+    """One run: who sends first, and what follows an answer."""
+
+    def __init__(self, agents: int, seed: int, chunk_tokens: int, stretch: float) -> None:
+        """``stretch``: by which times are longer than the loop's."""
+        self._loop = AgentLoop(agents, math.inf, seed)
+        self._scale = chunk_tokens / TOKENS_PER_CHUNK
+        self._stretch = stretch
+        self._known: set[int] = set()
+        self.first = [self._turn(one) for one in self._loop.first]
+        """In time order."""
+
+    def after(self, turn: Turn, now_s: float) -> list[Turn]:
+        """It was answered, or will never be: what its agent sends next."""
+        return [self._turn(one) for one in self._loop.after(turn.large, now_s / self._stretch)]
+
+    def new_tokens(self, turn: Turn) -> int:
+        """What no turn before it had; asked when it is sent."""
+        new = sum(block not in self._known for block in turn.blocks)
+        self._known.update(turn.blocks)
+        rest = turn.prompt_tokens - len(turn.blocks) * turn.block_tokens
+        return max(1, round(new * turn.block_tokens + rest))
+
+    def _turn(self, one: arrival.Arrival) -> Turn:
+        return Turn(
+            one.at_s * self._stretch,
+            max(1, round(one.prompt_tokens * self._scale)),
+            min(_MOST_OUTPUT_TOKENS, max(2, round(one.output_tokens * self._scale))),
+            one.blocks,
+            PAGE_TOKENS * self._scale,
+            one,
+        )
 
 
-def _scaled(arrival: Arrival, at_s: float, scale: float, known: set[int]) -> Turn:
-    new = sum(block not in known for block in arrival.blocks)
-    rest = arrival.prompt_tokens - len(arrival.blocks) * PAGE_TOKENS
-    return Turn(
-        at_s,
-        max(1, round(arrival.prompt_tokens * scale)),
-        min(_MOST_OUTPUT_TOKENS, max(2, round(arrival.output_tokens * scale))),
-        arrival.blocks,
-        PAGE_TOKENS * scale,
-        max(1, round((new * PAGE_TOKENS + rest) * scale)),
-    )
+def agents_at(load: float, ranks: int) -> int:
+    """How many agents a load of so many prefill ranks is."""
+    return max(1, round(load * AGENTS_PER_RANK * ranks))
+
+
+def expected_s(agents: int, turns: int, pass_s: float) -> float:
+    """How long a run takes, roughly."""
+    return pass_s * (_WARM_UP_PASSES + _CYCLE_PASSES * turns / agents)

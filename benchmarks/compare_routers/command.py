@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.command_line import command_parser
+from benchmarks.compare_routers.agents import AGENTS_PER_RANK
 from benchmarks.compare_routers.campaign import Campaign
 from benchmarks.compare_routers.contenders import BY_NAME, ENGINE_VARIANTS
 from benchmarks.compare_routers.plan import (
@@ -34,7 +35,7 @@ from benchmarks.compare_routers.results.report import (
 from benchmarks.compare_routers.results.rows import Header, Row, RowFile, figures
 from benchmarks.compare_routers.runs.clients import CLIENTS
 from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
-from benchmarks.compare_routers.workloads import WORKLOADS
+from benchmarks.compare_routers.workloads import NAMES
 from benchmarks.router_processes import STOCK
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
@@ -77,11 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--workload",
         metavar="NAMES",
-        help=f"comma-separated, of {', '.join(WORKLOADS)} (paper)",
+        help=f"comma-separated, of {', '.join(NAMES)} (paper)",
     )
     what.add_argument(
         "--loads",
-        help="shares of what full chunks on every rank compute (0.4,0.8,1.0)",
+        help="shares of what full chunks on every rank compute (0.4,0.8,1.0); agentic: of "
+        f"{AGENTS_PER_RANK} agents per prefill rank",
     )
     what.add_argument("--seeds", type=int, help="of arrivals and lengths (3)")
     what.add_argument(

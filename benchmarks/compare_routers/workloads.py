@@ -2,6 +2,8 @@
 
 Owns what is sent and when, as a function of name, seed, load and chunk. Must not know who answers.
 
+One is no list of arrivals (:mod:`.agents`): there each turn waits for an answer.
+
 Lengths are shares of the chunk, so a small cluster sees what a large one would. The offered load
 is exact: arrival times are stretched until the prompt tokens of the run come at ``load`` times the
 rate that full chunks on every rank would compute, whatever lengths the seed drew.
@@ -17,7 +19,7 @@ from importlib.resources import files
 
 import msgspec
 
-from benchmarks.compare_routers.agents import turns
+from benchmarks.compare_routers.agents import AGENTIC, Turn
 from benchmarks.compare_routers.prompts import Prompts
 from sglang_sbs.demo.load import Arrival
 from sglang_sbs.simulator.workloads.arrivals import time_of_day
@@ -44,8 +46,6 @@ class Request:
     blocks: tuple[int, ...] = ()
     """Names of what the prompt begins with, ``block_tokens`` each; equal names are equal text."""
     block_tokens: float = 0.0
-    new_tokens: int = 0
-    """What load counts of the prompt, where much of it was sent before; 0: all."""
 
 
 class _TraceLine(msgspec.Struct):
@@ -139,13 +139,13 @@ WORKLOADS: dict[str, Callable[[int, int, int], list[Request]]] = {
     "bursty": _drawn(_bursts, _paper),
     "mooncake": _mooncake,
     DAY: _day,
-    "agentic": lambda *run: [Request(*turn) for turn in turns(*run)],
 }
+NAMES = (*WORKLOADS, AGENTIC)
 
 
 def duration_s(requests: Sequence[Request], tokens_per_s: float) -> float:
     """How long a load of this many prompt tokens per second lasts."""
-    return sum(one.new_tokens or one.prompt_tokens for one in requests) / tokens_per_s
+    return sum(one.prompt_tokens for one in requests) / tokens_per_s
 
 
 def arrivals(
@@ -166,8 +166,9 @@ def arrivals(
     drawn = WORKLOADS[name](seed, requests, chunk_tokens)
     stretch = duration_s(drawn, tokens_per_s) / drawn[-1].at
     out = []
+    blocks: _Drawn = {}
     for number, one in enumerate(drawn):
-        indices = _words(one, number, prompts, f"{content}/{seed}")
+        indices = _words(one, number, prompts, f"{content}/{seed}", blocks)
         out.append(
             Arrival(
                 one.at * stretch,
@@ -179,11 +180,38 @@ def arrivals(
     return out
 
 
-def _words(one: Request, number: int, prompts: Prompts, seed: str) -> list[int]:
+class TurnWords:
+    """Makes requests of agents' turns."""
+
+    def __init__(self, prompts: Prompts, content: str) -> None:
+        """``content``: as of :func:`arrivals`."""
+        self._prompts, self._content = prompts, content
+        self._drawn: _Drawn = {}
+
+    def __call__(self, turn: Turn, number: int) -> Arrival:
+        """The ``number``-th of a run."""
+        indices = _words(turn, number, self._prompts, self._content, self._drawn)
+        return Arrival(
+            turn.at_s,
+            self._prompts.token_ids(indices),
+            turn.output_tokens,
+            self._prompts.text(indices),
+        )
+
+
+_Drawn = dict[tuple[int, int], list[int]]
+"""Words of blocks, by name and position: drawing those of a long prompt anew takes a while."""
+
+
+def _words(
+    one: Request | Turn, number: int, prompts: Prompts, seed: str, drawn: _Drawn
+) -> list[int]:
     indices: list[int] = []
     for position, block in enumerate(one.blocks, start=1):
-        length = round(position * one.block_tokens) - len(indices)
-        indices += prompts.draw(length, f"{seed}/block/{block}/{position}")
+        if (block, position) not in drawn:
+            length = round(position * one.block_tokens) - len(indices)
+            drawn[block, position] = prompts.draw(length, f"{seed}/block/{block}/{position}")
+        indices += drawn[block, position]
     missing = one.prompt_tokens - len(indices)
     if missing > 0:
         indices += prompts.draw(missing, f"{seed}/{number}")

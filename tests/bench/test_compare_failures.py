@@ -196,7 +196,7 @@ class Attempts:
     async def run(self, tmp_path: Path, load: float = 0.8, policy: str = "mini_lb") -> Row:
         listener = SimpleNamespace(bind="", take=list)
         ports = RouterPorts(1, 2, 3)
-        engines = Engines([], [], {}, 2, 1024, 1e4, ports, listener)  # type: ignore[arg-type]
+        engines = Engines([("http://p0", 8998)], [], {}, 2, 1024, 1e4, ports, listener)  # type: ignore[arg-type]
         setting = cell.Setting("open-loop", id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "")
         key = Key("cell", "paper", load, 1, policy)
         installed = Contender(policy, "sglang_sbs", BY_NAME[policy].flags)

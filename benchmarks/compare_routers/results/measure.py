@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -143,6 +143,17 @@ def engines(
         kv=_band([ranks for at_s, ranks in series if window_s[0] <= at_s <= window_s[1]]),
     )
     return figures, Trace(passes, series)
+
+
+def computed_tokens(heard: Iterable[Heard], names: Mapping[str, str]) -> int:
+    """Prompt tokens of all passes that were launched, without what caches had."""
+    return sum(
+        one.report.extend_tokens
+        for one in heard
+        if one.report.kind == "launch"
+        and one.report.role == "prefill"
+        and one.report.boot_id in names
+    )
 
 
 def _gaps(

@@ -22,6 +22,7 @@ from benchmarks.compare_routers.results.search import best_peer, qps_ratio, sear
 from benchmarks.compare_routers.results.tables import (
     LEGEND,
     Table,
+    agents_table,
     capacity_table,
     cell_tables,
     day_table,
@@ -121,6 +122,8 @@ def _figures(row: Row) -> dict[str, Any]:
         "host_lag_ms": row.host_lag_ms,
         "most_host_lag_ms": row.most_host_lag_ms,
         "cpu_ms_per_request": row.cpu_ms_per_request,
+        "tokens_per_s": row.tokens_per_s,
+        "computed_over_optimum": row.computed_over_optimum,
         "silent": row.silent,
         "answers": answers,
         "engines": engines,
@@ -144,6 +147,7 @@ def tables_of(header: Header, rows: Sequence[Row]) -> list[Table]:
     found = [
         ratio_table(rows),
         capacity_table(rows, slo_ttft_s),
+        agents_table(rows),
         day_table(rows),
         *cell_tables(rows),
         error_table(rows),

@@ -10,18 +10,20 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from benchmarks.compare_routers.agents import AGENTIC, Agents, agents_at
 from benchmarks.compare_routers.contenders import OPTIONAL_PACKAGE_HINT, PACKAGE_HINTS
 from benchmarks.compare_routers.prompts import Prompts
 from benchmarks.compare_routers.results import measure
 from benchmarks.compare_routers.results.rows import Key, Row
 from benchmarks.compare_routers.runs import endforward_check
+from benchmarks.compare_routers.runs.agents_client import Played, play
 from benchmarks.compare_routers.runs.clients import NotFinishedError, send_load
 from benchmarks.compare_routers.runs.endforward_check import (
     UnheardError,
@@ -30,7 +32,7 @@ from benchmarks.compare_routers.runs.endforward_check import (
     silent_prefill,
 )
 from benchmarks.compare_routers.runs.engines import Engines
-from benchmarks.compare_routers.workloads import arrivals
+from benchmarks.compare_routers.workloads import TurnWords, arrivals
 from benchmarks.listener import Heard
 from benchmarks.router_processes import Contender, Processes
 from sglang_sbs.cluster.plan import ProcessPlan
@@ -76,6 +78,8 @@ class Setting:
     """Share of a full pass beyond which the host lag keeps a run out of ratios; 0: no limit."""
     event_logs: bool = False
     """Whether ours write one per run, for ``sglang-sbs simulate --replay`` and the like."""
+    stretch: float = 1.0
+    """Of agents' pauses, as of everything that takes time here."""
 
 
 class DoesNotWorkError(RuntimeError):
@@ -129,10 +133,10 @@ async def _measured(
 ) -> Row:
     """Raises: DoesNotWorkError; UnheardError."""
     begun_s = time.monotonic()
-    load = _load(key, requests, engines, setting, f"{key}")
+    send = _load(contender, key, requests, engines, setting)
     warm_key = Key(key.kind, "paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
     # Of the run's key too: the same words before another run would be in the prefix caches.
-    warm_up = _load(warm_key, WARM_UP_REQUESTS, engines, setting, f"{warm_key} of {key}")
+    warm_up = _arrivals(warm_key, WARM_UP_REQUESTS, engines, setting, f"{warm_key} of {key}")
     async with _running(contender, key, engines, setting) as (url, processes):
         if contender.ours:
             await asyncio.sleep(_RECONNECT_S)
@@ -142,17 +146,9 @@ async def _measured(
         await _check_hearing(contender, engines)
         engines.listener.take()
         cpu_s = processes.cpu_s()
-        load_begun_s = time.monotonic()
         lag = asyncio.create_task(_watch_lag(), name="host lag")
         try:
-            samples = await send_load(
-                setting.client,
-                url,
-                load,
-                timeout_s=setting.timeout_s,
-                model=setting.model or Path(),
-                log=setting.log_dir / f"bench_serving-{_file_name(contender.name)}.log",
-            )
+            played = await send(url)
         except NotFinishedError as error:
             # At least one; which, and how many, it does not say.
             raise DoesNotWorkError(str(error), warm_up_failed + 1) from error
@@ -161,13 +157,14 @@ async def _measured(
         await asyncio.sleep(_SETTLE_S)
         heard = engines.listener.take()
         cpu_s = processes.cpu_s() - cpu_s
+    begin_s, load_s = played.begin_s, played.load_s
     if setting.client != "open-loop":
         # The other process says nothing of when it began; its first request is launched at once.
-        first = (one.at_s for one in heard if one.report.kind == "launch")
-        load_begun_s = next(first, load_begun_s)
-    load_s = load[-1].at_s
+        begin_s = next((one.at_s for one in heard if one.report.kind == "launch"), begin_s)
     names = _names(engines, heard)
-    figures, trace = measure.engines(heard, names, load_begun_s, load_s)
+    figures, trace = measure.engines(heard, names, begin_s, load_s)
+    tokens = sum(one.prompt_tokens + one.output_tokens for one in played.samples)
+    computed = measure.computed_tokens(heard, names)
     return Row(
         key=key,
         client=setting.client,
@@ -177,8 +174,10 @@ async def _measured(
         host_lag_ms=1e3 * await lag,
         most_host_lag_ms=1e3 * setting.most_host_lag * engines.full_pass_s,
         cpu_ms_per_request=1e3 * cpu_s / requests,
-        warm_up_failed=warm_up_failed,
-        answers=measure.answers(samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
+        tokens_per_s=tokens / load_s / len(engines.prefill),
+        computed_over_optimum=computed / played.optimum_tokens if played.optimum_tokens else 0.0,
+        warm_up_failed=warm_up_failed + played.warm_up_failed,
+        answers=measure.answers(played.samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
         engines=figures,
         trace=trace,
         silent=silent(heard, names),
@@ -186,6 +185,32 @@ async def _measured(
 
 
 def _load(
+    contender: Contender, key: Key, requests: int, engines: Engines, setting: Setting
+) -> Callable[[str], Awaitable[Played]]:
+    """What is sent in the run, drawn; the result sends it to a URL (raises: NotFinishedError)."""
+    if key.workload == AGENTIC:
+        number = agents_at(key.load, len(engines.prefill) * engines.dp_size)
+        agents = Agents(number, key.seed, engines.chunk_tokens, setting.stretch)
+        words = TurnWords(setting.prompts, f"{setting.salt}/{key}")
+        return lambda url: play(url, agents, words, requests, timeout_s=setting.timeout_s)
+    load = _arrivals(key, requests, engines, setting, f"{key}")
+
+    async def send(url: str) -> Played:
+        begin_s = time.monotonic()
+        samples = await send_load(
+            setting.client,
+            url,
+            load,
+            timeout_s=setting.timeout_s,
+            model=setting.model or Path(),
+            log=setting.log_dir / f"bench_serving-{_file_name(contender.name)}.log",
+        )
+        return Played(begin_s, samples, load[-1].at_s)
+
+    return send
+
+
+def _arrivals(
     key: Key, requests: int, engines: Engines, setting: Setting, content: str
 ) -> list[Arrival]:
     return arrivals(
