@@ -1,8 +1,4 @@
-"""`LocalCluster`: the planned processes as one async context manager.
-
-Owns: the order of starting (engines, readiness, router) and stopping, and the reports on the way.
-Must not know how a process is planned or spawned.
-"""
+"""`LocalCluster`: the planned processes as one async context manager."""
 
 from __future__ import annotations
 

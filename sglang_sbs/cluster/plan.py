@@ -1,7 +1,7 @@
 """From options to the exact processes of a PD cluster on one machine.
 
-Owns: command lines, environments, port layout and GPU assignment. Pure: starts nothing, opens no
-socket, reads no environment (`ports` and `environment` are passed in).
+Pure: starts nothing, opens no socket, reads no environment (`ports` and `environment` are passed
+in).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Starting one process: as a child of this one, or forked by the CPU engines' nursery.
 
-Owns: process creation and the notice of its end. Must not know clusters, readiness or when to stop.
 Every process leads its own process group (pgid == pid) and is ended by the kernel if its parent
 dies.
 """

@@ -1,7 +1,7 @@
 """The set of processes of one cluster: started, watched, stopped.
 
-Owns: which processes are ours, noticing the first that ends by itself, and stopping exactly those
-that were started, by the ids recorded at their start. Must not know SGLang or HTTP.
+Notices the first that ends by itself, and stops exactly those that were started, by the ids
+recorded at their start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What somebody on call should look at, from one snapshot and what happened in the last minute.
 
-Owns the conditions and their words. Must not know where they are shown. Every text says what is
-wrong and what to do about it.
+Every text says what is wrong and what to do about it.
 """
 
 from __future__ import annotations

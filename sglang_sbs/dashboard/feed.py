@@ -1,7 +1,5 @@
 """Frames for whoever looks: made five times a second while somebody does, once for all of them.
 
-Owns the ticking and the fan-out. Must not know HTTP, what is in a frame, or who the watchers are.
-
 Cost nothing when nobody looks: the recorder is attached to the scheduler's pump with the first
 watcher, and detached ``LINGER_S`` after the last one has gone (so that reloading the page keeps the
 picture). A watcher is a callback that must not block; it gets a history first, then every frame.

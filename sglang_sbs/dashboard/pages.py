@@ -1,8 +1,6 @@
 """The dashboard over HTTP: the page's files, and the stream of frames behind it.
 
-Owns which path is which file, their security headers, and what becomes of a watcher that does not
-keep up: it is dropped, never buffered for. Must not know what is in a frame or who may see it (the
-key is checked before a request gets here).
+A watcher that does not keep up is dropped, never buffered for.
 
 The page's files are open to everybody and tell nothing of the cluster; ``/dashboard/events`` wants
 the key of the control plane. The page sends it as a header, so it is in no URL and no log.

@@ -1,8 +1,6 @@
 """Prefill passes as the engines report them, and the bubbles between them.
 
-Owns the merging of the ranks' messages into one record per pass; without a barrier each rank makes
-passes of its own. Must not know requests, clocks or who draws it. Times are seconds of the
-scheduler's clock.
+Without a barrier each rank makes passes of its own. Times are seconds of the scheduler's clock.
 
 A *bubble* is time between two passes of an instance. It matters only if there was something to do:
 ``waste_s`` is how much of it passed while requests waited in the router's queue.

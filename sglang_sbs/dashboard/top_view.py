@@ -1,7 +1,6 @@
 """One frame as lines of a terminal.
 
-Owns what is shown where, and what is left out when the terminal is small. Must not know where
-frames come from. Text of others (worker URLs, reasons, ids) is shown without control characters.
+Text of others (worker URLs, reasons, ids) is shown without control characters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``sglang-sbs demo``: a real SGLang PD cluster on this machine, with SBS in front of it.
 
-Owns the story: bring the cluster up, send the same load through SBS and through an immediate
-policy, check tokens on engines that really compute, print what happened. Must not know how
-processes are planned, loaded or read.
+Brings the cluster up, sends the same load through SBS and through an immediate policy, checks
+tokens on engines that really compute, and prints what happened.
 """
 
 from __future__ import annotations

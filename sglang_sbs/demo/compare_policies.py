@@ -1,7 +1,4 @@
-"""``sglang-sbs bench``: policies side by side on the same real engines (virtual GPU).
-
-Owns the sweep over policies, loads and seeds, and its table. Must not know how a run is made.
-"""
+"""``sglang-sbs bench``: policies side by side on the same real engines (virtual GPU)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
 """``sglang-sbs demo --keep``: the demo's cluster to look at, under light load until it is stopped.
-
-Owns the cluster's plan, the load and what the terminal says meanwhile. Must not know how processes
-are started and stopped.
 """
 
 from __future__ import annotations

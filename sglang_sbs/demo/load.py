@@ -1,7 +1,4 @@
-"""An open-loop load: requests leave at their arrival times, whatever the server does.
-
-Owns workloads and the client. Must not know which router or policy answers.
-"""
+"""An open-loop load: requests leave at their arrival times, whatever the server does."""
 
 from __future__ import annotations
 

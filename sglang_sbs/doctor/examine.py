@@ -1,7 +1,4 @@
-"""One examination: gather everything, then judge it.
-
-Owns the order of the questions and the list of checks. Must not know how findings are shown.
-"""
+"""One examination: gather everything, then judge it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What was gathered, before anybody judges it.
 
-Owns the types between gathering and checks. Must not know how anything was asked, nor what it
-means. All times in seconds.
+All times in seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A finding: what was seen, how bad that is, and what to change.
-
-Owns the types that checks return. Must not know any single check.
-"""
+"""A finding: what was seen, how bad that is, and what to change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The doctor's command line.
 
-Owns its own flags; all others are the router's, so that a router's command line can be pasted. Must
-not know what is done with them.
+All flags but its own are the router's, so that a router's command line can be pasted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The report: for people, grouped by engine, and for programs.
 
-Owns the layout of both. Must not judge. The JSON has ``"schema": 1``; fields are only ever added.
+The JSON has ``"schema": 1``; fields are only ever added.
 """
 
 from __future__ import annotations

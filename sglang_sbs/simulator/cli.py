@@ -1,7 +1,6 @@
 """``sglang-sbs simulate``: policies against each other in simulated time.
 
-Owns the command line of a scenario's run and what is written of it. Runs are
-:mod:`.experiments.sweep`'s, tables :mod:`.experiments.tables`'s, pictures
+Runs are :mod:`.experiments.sweep`'s, tables :mod:`.experiments.tables`'s, pictures
 :mod:`.experiments.plots`'s; ``simulate paper`` and ``simulate plan`` have modules of their own.
 """
 

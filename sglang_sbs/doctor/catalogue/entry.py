@@ -1,7 +1,4 @@
-"""What a catalogue entry is.
-
-Owns the severities and their order. Must not know any entry.
-"""
+"""What a catalogue entry is."""
 
 from __future__ import annotations
 

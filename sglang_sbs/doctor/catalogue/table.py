@@ -1,9 +1,4 @@
-"""Every finding the doctor can make: its id, how bad it is, what it means, what to do.
-
-Owns the whole of what the terminal, ``--json`` and ``docs/doctor.md`` share, and its form in the
-docs (``python -m sglang_sbs.doctor.catalogue.table`` prints it). Must not know how a finding is
-come by.
-"""
+"""Every finding the doctor can make: its id, how bad it is, what it means, what to do."""
 
 from __future__ import annotations
 

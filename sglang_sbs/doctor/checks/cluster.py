@@ -1,7 +1,4 @@
-"""What several engines must have in common: versions, limits of a role, prefill with decode.
-
-Owns the comparisons. Must not ask anything.
-"""
+"""What several engines must have in common: versions, limits of a role, prefill with decode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Is the plugin there, and does every DP rank report?
 
-Owns finding out whose reports were heard, and the judgement. What a router says of its reports is
-judged in :mod:`.router`. Must not ask anything.
+What a router says of its reports is judged in :mod:`.router`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What one engine says of itself, judged: reach, version, limits, flags, latency, room.
-
-Owns the thresholds. Must not ask anything.
-"""
+"""What one engine says of itself, judged: reach, version, limits, flags, latency, room."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What hangs on each prefill engine: its bootstrap server, and what is known of its cache.
-
-Owns these judgements. Must not ask anything.
-"""
+"""What hangs on each prefill engine: its bootstrap server, and what is known of its cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Keys and TLS.
 
-Owns these judgements; no key is ever part of a finding. Must not ask anything.
+No key is ever part of a finding.
 """
 
 from __future__ import annotations

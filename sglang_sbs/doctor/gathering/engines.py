@@ -1,7 +1,6 @@
 """Asks engines over HTTP, all at once, each question with a time limit.
 
-Owns the questions and the classification of what goes wrong with them. Must not judge the answers,
-and only asks what changes nothing: GETs that run no forward pass.
+Asks only what changes nothing: GETs that run no forward pass.
 """
 
 from __future__ import annotations

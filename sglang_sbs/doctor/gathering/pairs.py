@@ -1,7 +1,7 @@
 """``--probe``: one request for one token through every pair of prefill and decode.
 
-Owns the two legs of such a request, as the router sends them (``docs/router.md``, "What happens to
-a request"). Must not judge the outcome. Over all pairs every DP rank gets its turn.
+Both legs are as the router sends them (``docs/router.md``, "What happens to a request"). Over all
+pairs every DP rank gets its turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The HTTP surface: routes, keys, request ids, error shapes.
 
-Owns which URL does what and how an error looks on the wire. What happens behind a route is the
-relay's (inference) or :mod:`.endpoints`'s (everything else).
+What happens behind a route is the relay's (inference) or :mod:`.endpoints`'s (everything else).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The argument parser of the router, made of the table of its flags.
-
-Owns what ``--help`` says around that table and what argparse can check. Must not know what options
-become.
-"""
+"""The argument parser of the router, made of the table of its flags."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A flag of the router: what it is called, what it may say, and which option it becomes.
 
-Must not know what an option is good for. The flags themselves are in :mod:`.table`.
+The flags themselves are in :mod:`.table`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prometheus metrics: ``smg_*`` where sglang_router's dashboards expect them, ``sbs_*`` for ours.
 
-Owns names, labels and help texts. State that lives elsewhere (scheduler, registry, EndForward) is
-read when scraped, not pushed, so that it costs nothing per event.
+State that lives elsewhere (scheduler, registry, EndForward) is read when scraped, not pushed, so
+that it costs nothing per event.
 """
 
 from __future__ import annotations

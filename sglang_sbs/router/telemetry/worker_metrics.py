@@ -1,8 +1,4 @@
-"""The workers as metrics, read when scraped.
-
-Owns the names and labels of what is known per worker (sglang_router's ``smg_worker_*``, and ours).
-Must not know how any of it came about.
-"""
+"""The workers as metrics, read when scraped."""
 
 from __future__ import annotations
 

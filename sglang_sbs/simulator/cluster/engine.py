@@ -1,8 +1,7 @@
 """A simulated SGLang prefill instance with DP attention: chunked prefill behind a barrier.
 
-Owns the engine's queues, passes and EndForward messages. Must not know the scheduler, the router
-or the workload, nor when things happen: its owner calls :meth:`SimulatedPrefill.step` where SGLang
-begins an iteration of its event loop, and :meth:`SimulatedPrefill.finish` where a pass ends.
+Its owner says when: it calls :meth:`SimulatedPrefill.step` where SGLang begins an iteration of its
+event loop, and :meth:`SimulatedPrefill.finish` where a pass ends.
 
 What it reproduces of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_policy.py``):
 

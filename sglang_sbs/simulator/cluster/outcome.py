@@ -1,7 +1,4 @@
-"""What a simulation leaves: its requests and its passes.
-
-Owns their records. Must not know how they came about, or what is made of them.
-"""
+"""What a simulation leaves: its requests and its passes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The discrete-event cluster: arrivals, network, prefill instances and the real scheduler.
 
-Owns simulated time. The scheduler it drives is the router's own object; everything the router would
-do (deliver a dispatch, report EndForward, fire timers, try a failed request again) happens here
-with a latency. What cluster it is, the spec says (:mod:`.spec`).
+The scheduler it drives is the router's own object; everything the router would do (deliver a
+dispatch, report EndForward, fire timers, try a failed request again) happens here with a latency.
+What cluster it is, the spec says (:mod:`.spec`).
 """
 
 from __future__ import annotations

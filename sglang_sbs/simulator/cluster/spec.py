@@ -1,7 +1,4 @@
-"""The simulated cluster as data: its instances, latencies, faults and scripted topology changes.
-
-Owns :class:`ClusterSpec` and its checks. Must not know how any of it is simulated.
-"""
+"""The simulated cluster as data: its instances, latencies, faults and scripted topology changes."""
 
 from __future__ import annotations
 

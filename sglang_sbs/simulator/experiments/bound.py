@@ -1,8 +1,5 @@
 """``sglang-sbs simulate bound``: how small the mean TTFT could be, whoever schedules.
 
-Owns a lower bound of the mean TTFT of given arrivals on equal prefill instances, and the command
-that holds policies against it. Must not know how a policy decides.
-
 The bound holds for every schedule that computes each prompt in one pass, also for one that knows
 all arrivals, lengths and pass times beforehand and spreads the tokens of a pass evenly over the DP
 ranks. Three facts, each of which a schedule pays for:

@@ -1,7 +1,4 @@
-"""The claims of arXiv 2512.16134, section 5, and how they compare with simulated rows.
-
-Owns the paper's figures and the verdicts. Must not know how rows are produced or drawn.
-"""
+"""The claims of arXiv 2512.16134, section 5, and how they compare with simulated rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The decode experiment under each rule, as rows.
-
-Owns the named decode policies. Must not know how rows are printed.
-"""
+"""The decode experiment under each rule, as rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``sglang-sbs simulate matrix``: one policy against the best of the others, regime by regime.
 
-Owns the regimes, the verdict of a cell and the table. Runs are :mod:`.sweep`'s.
+Runs are :mod:`.sweep`'s.
 """
 
 from __future__ import annotations

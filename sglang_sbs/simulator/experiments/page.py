@@ -1,6 +1,6 @@
 """One self-contained HTML page with tables and pictures.
 
-Owns the markup. Nothing on the page refers to another file or host.
+Nothing on the page refers to another file or host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``sglang-sbs simulate paper``: the paper's every claim beside ours, and its figures.
 
-Owns what is run for it and the report. The claims and their verdicts are :mod:`.claims`'s.
+The claims and their verdicts are :mod:`.claims`'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``sglang-sbs simulate plan``: how many prefill instances, with what chunk, a workload needs.
 
-Owns the question, the table and the picture. The capacity search is :mod:`.sweep`'s.
+The capacity search is :mod:`.sweep`'s.
 """
 
 from __future__ import annotations

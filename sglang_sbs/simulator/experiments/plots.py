@@ -1,7 +1,4 @@
-"""Pictures of simulated results. Owns the drawing; needs matplotlib (the ``sim`` extra).
-
-Must not know where the results come from or what page they go to.
-"""
+"""Pictures of simulated results. Needs matplotlib (the ``sim`` extra)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs scenarios under policies: one row per run, and the search for the capacity at an SLO.
-
-Owns the rows' fields. Must not know how they are printed or drawn.
-"""
+"""Runs scenarios under policies: one row per run, and the search for the capacity at an SLO."""
 
 from __future__ import annotations
 

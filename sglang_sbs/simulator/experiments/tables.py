@@ -1,8 +1,4 @@
-"""Results as tables: one form for the terminal and the page.
-
-Owns :class:`ResultTable` and the tables of loads, capacities and decode. Must not know how rows are
-produced.
-"""
+"""Results as tables: one form for the terminal and the page."""
 
 from __future__ import annotations
 

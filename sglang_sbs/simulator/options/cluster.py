@@ -1,7 +1,6 @@
 """The flags that describe a simulated prefill cluster, and what they say as a cluster.
 
-Owns their names, help and parsing. What they mean is documented where it is simulated
-(:mod:`sglang_sbs.simulator.cluster.spec`). Must not know the commands that have them.
+What they mean is documented where it is simulated (:mod:`sglang_sbs.simulator.cluster.spec`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the ``simulate`` commands share on the command line, and the progress bar.
-
-Owns parsing and checking of lists and names. Must not know what a command does with them.
-"""
+"""What the ``simulate`` commands share on the command line, and the progress bar."""
 
 from __future__ import annotations
 

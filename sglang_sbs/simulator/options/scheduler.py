@@ -1,8 +1,7 @@
 """The router's scheduling flags, for a simulated router: the same names, units and meaning.
 
-Owns which of them a simulation has. Their defaults are those of the simulation: nothing is refused
-unless a limit is set (:data:`~sglang_sbs.simulator.experiments.sweep.NO_FLOW_CONTROL`). Must not
-know the commands that have them.
+Their defaults are those of the simulation: nothing is refused unless a limit is set
+(:data:`~sglang_sbs.simulator.experiments.sweep.NO_FLOW_CONTROL`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The named scenarios of ``sglang-sbs simulate``: a cluster shape, a workload, a scale of load.
-
-Owns what load 1.0 means in each. Must not know policies.
-"""
+"""The named scenarios of ``sglang-sbs simulate``: a cluster shape, a workload, a scale of load."""
 
 from __future__ import annotations
 
