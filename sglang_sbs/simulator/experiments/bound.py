@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import PassCost, cost_name
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job, scenario_of
-from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
+from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
 from sglang_sbs.simulator.options.common import (
     add_common,
     add_overlap,
@@ -250,21 +250,18 @@ def bound_row(job: Job) -> Row:
 
 def bound_table(rows: Sequence[Row]) -> ResultTable:
     """Mean TTFT, and the bound as a share of it: a row per policy, a column per load."""
+    cells = groups(rows, "policy", "load")
+    mean_s = {place: mean_of(mine, "ttft_mean_s") for place, mine in cells.items()}
     loads = list(dict.fromkeys(row["load"] for row in rows))
-
-    def mean_s(policy: str, load: float) -> float:
-        mine = [row for row in rows if (row["policy"], row["load"]) == (policy, load)]
-        return mean_of(mine, "ttft_mean_s")
-
     table = ResultTable(
         f"mean TTFT, and the least possible share of it; {rows[0]['scenario']}, "
         f"cost {rows[0]['cost']}",
         ["policy", *(f"load {load:g}" for load in loads)],
     )
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        cells = [
-            f"{mean_s(policy, load):.3f}  {mean_s(BOUND, load) / mean_s(policy, load):.2f}"
+    for (policy,) in groups(rows, "policy"):
+        words = [
+            f"{mean_s[policy, load]:.3f}  {mean_s[BOUND, load] / mean_s[policy, load]:.2f}"
             for load in loads
         ]
-        table.rows.append([policy, *cells])
+        table.rows.append([policy, *words])
     return table

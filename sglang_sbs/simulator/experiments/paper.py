@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
@@ -27,7 +28,7 @@ from sglang_sbs.simulator.experiments.claims import (
 )
 from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
 from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
-from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, mean_of
+from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, groups, mean_of
 from sglang_sbs.simulator.options.common import (
     add_common,
     add_overlap,
@@ -179,28 +180,17 @@ def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -
                 ("paper-long", (_BASELINE,), effort.long_s),
             ):
                 slo_s = make_scenario(name).slo_ttft_s
-                low, high = (0.2, 1.2) if name == "paper-long" else effort.search
-                tasks += [
-                    (
-                        max_load,
-                        (
-                            Job(name, policy, 1.0, seed, duration_s, cost, effort.spec),
-                            slo_s,
-                            low,
-                            high,
-                            effort.tolerance,
-                        ),
-                    )
-                    for policy in policies
-                ]
+                loads = (0.2, 1.2) if name == "paper-long" else effort.search
+                for policy in policies:
+                    job = Job(name, policy, 1.0, seed, duration_s, cost, effort.spec)
+                    tasks.append((max_load, (job, slo_s, *loads, effort.tolerance)))
     return tasks
 
 
 def peak_load(rows: Sequence[Row], scenario: str, cost: str) -> float:
     """The baseline's peak as a load of the scenario, mean over seeds."""
-    key = (scenario, cost, _BASELINE)
-    mine = [r for r in rows if (r["scenario"], r["cost"], r["policy"]) == key and "max_qps" in r]
-    return mean_of(mine, "load")
+    runs = groups((r for r in rows if "max_qps" in r), "scenario", "cost", "policy")
+    return mean_of(runs[scenario, cost, _BASELINE], "load")
 
 
 def ttft_tasks(
@@ -243,13 +233,11 @@ def baselines_table(rows: Sequence[Row], cost: str) -> ResultTable:
             *(f"{name}, mean TTFT {make_scenario(name).slo_ttft_s:g} s" for name in scenarios),
         ],
     )
+    runs = groups((r for r in rows if "max_qps" in r), "scenario", "cost", "policy")
     for policy in PAPER_POLICIES:
         cells = []
         for scenario in scenarios:
-            key = (scenario, cost, policy)
-            mine = [
-                r for r in rows if (r["scenario"], r["cost"], r["policy"]) == key and "max_qps" in r
-            ]
+            mine = runs[scenario, cost, policy]
             qps = mean_of(mine, "max_qps") / mine[0]["prefill_instances"]
             cells.append(f"{qps:.1f} {mean_of(mine, 'chunk_utilization'):.0%}")
         table.rows.append([policy, *cells])
@@ -319,9 +307,5 @@ def write_out(
     write_page(
         out / "paper.html", "Staggered Batch Scheduling: the paper's claims, simulated", parts
     )
-    listed = [{**_fields(claim), "reproduces": claim.reproduces} for claim in claims]
+    listed = [{**msgspec.structs.asdict(claim), "reproduces": claim.reproduces} for claim in claims]
     (out / "claims.json").write_bytes(orjson.dumps(listed, option=orjson.OPT_INDENT_2))
-
-
-def _fields(claim: Claim) -> dict[str, Any]:
-    return {name: getattr(claim, name) for name in claim.__struct_fields__}
