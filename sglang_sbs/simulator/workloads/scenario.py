@@ -198,15 +198,19 @@ def make_scenario(
         raise ScenarioError(
             f"{DECODE} has no prefill instances; those that have: {', '.join(PREFILL_SCENARIOS)}"
         )
+
+    def at_rate(
+        shape: ClusterSpec, qps: float, arrivals: Callable[..., list[Arrival]], slo_s: float = 0.8
+    ) -> Scenario:
+        """Load 1.0 is ``qps`` for each instance that is like the paper's."""
+        own_qps = qps * _PAPER_INSTANCES
+        return Scenario(name, shape, qps * worth(shape), arrivals, slo_s, own_qps)
+
     match name.partition(":"):
         case ("paper-3k", "", ""):
-            shape = cluster(3072)
-            qps = 57.0 * worth(shape)
-            return Scenario(name, shape, qps, bursty(_SHORT), 0.8, 57.0 * _PAPER_INSTANCES)
+            return at_rate(cluster(3072), 57.0, bursty(_SHORT))
         case ("paper-5k", "", ""):
-            shape = cluster(5120)
-            qps = 70.0 * worth(shape)
-            return Scenario(name, shape, qps, bursty(_SHORT), 1.0, 70.0 * _PAPER_INSTANCES)
+            return at_rate(cluster(5120), 70.0, bursty(_SHORT), 1.0)
         case ("paper-long", "", ""):
             shape = cluster(16384)
             qps = full_chunk_tokens_per_s(shape) / 6700.0
@@ -221,30 +225,22 @@ def make_scenario(
                 arrivals = short(qps, duration_s, seed)
                 return with_long(arrivals, duration_s, _LONG_TOKENS, _LONG_EVERY_S)
 
-            return Scenario(
-                name, shape, 57.0 * worth(shape), some_long, 0.8, 57.0 * _PAPER_INSTANCES
-            )
+            return at_rate(shape, 57.0, some_long)
         case (("onoff" | "day"), "", ""):
             if burstiness != 1.0:
                 raise ScenarioError(f"{name} has its own bursts; leave the burstiness out")
-            shape = cluster(3072)
 
             def uneven(qps: float, duration_s: float, seed: int) -> list[Arrival]:
                 if name == "day":
                     return day(qps, duration_s, _SHORT, seed)
                 return on_off(qps, duration_s, _SHORT, seed, phase_s=_PHASE_S)
 
-            own_qps = 57.0 * _PAPER_INSTANCES
-            return Scenario(name, shape, 57.0 * worth(shape), uneven, 0.8, own_qps)
+            return at_rate(cluster(3072), 57.0, uneven)
         case ("fixed", ":", text):
             tokens = _length(text)
             shape = cluster(3072)
             check_room(shape, tokens)
-            rate = 57.0 * _SHORT_MEAN_TOKENS / tokens
-            some_length = bursty(lambda _: tokens)
-            return Scenario(
-                name, shape, rate * worth(shape), some_length, 0.8, rate * _PAPER_INSTANCES
-            )
+            return at_rate(shape, 57.0 * _SHORT_MEAN_TOKENS / tokens, bursty(lambda _: tokens))
         case ("uniform", ":", text):
             least, most = _lengths(text)
             shape = cluster(3072)
