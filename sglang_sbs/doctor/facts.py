@@ -51,6 +51,10 @@ class Bootstrap:
     layout: dict[str, Any] | None = None
     """``PrefillServerInfo`` of SGLang's ``disaggregation/common/conn.py``."""
 
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True)
 class ClosedKvPort:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from sglang_sbs.cluster.flag_words import text_flag
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--timeout",
+        dest="timeout_s",
         type=_seconds,
         default=10.0,
         metavar="S",
@@ -120,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--wait",
+        dest="wait_s",
         type=_seconds,
         default=6.0,
         metavar="S",
@@ -152,29 +155,12 @@ def parse_options(argv: Sequence[str]) -> DoctorOptions:
             "nothing to examine: give at least one --prefill URL [BOOTSTRAP_PORT] and one --decode "
             "URL, or --router URL to ask a running router which engines it has"
         )
+    key_file = text_flag(rest, "--sbs-endforward-key-file")
+    said = {name: value for name, value in vars(own).items() if name != "router"}
     return DoctorOptions(
         router_flags=flags,
         router=router,
-        features=own.features,
-        probe=own.probe,
-        strict=own.strict,
-        quiet=own.quiet,
-        json=own.json,
-        timeout_s=own.timeout,
-        wait_s=own.wait,
-        given_bind=flags.endforward_bind if _given(rest, "sbs-endforward-bind") else None,
-        key_file=_path_after(rest, "sbs-endforward-key-file"),
+        given_bind=flags.endforward_bind if text_flag(rest, "--sbs-endforward-bind") else None,
+        key_file=Path(key_file) if key_file else None,
+        **said,
     )
-
-
-def _given(argv: Sequence[str], name: str) -> bool:
-    return any(word.partition("=")[0] in (f"--{name}", f"--router-{name}") for word in argv)
-
-
-def _path_after(argv: Sequence[str], name: str) -> Path | None:
-    found = None
-    for number, word in enumerate(argv):
-        flag, equals, value = word.partition("=")
-        if flag in (f"--{name}", f"--router-{name}"):
-            found = Path(value if equals else argv[number + 1])
-    return found
