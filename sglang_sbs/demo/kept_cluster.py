@@ -1,5 +1,4 @@
-"""``sglang-sbs demo --keep``: the demo's cluster to look at, under light load until it is stopped.
-"""
+"""``sglang-sbs demo --keep``: the demo's cluster under light load, until it is stopped."""
 
 from __future__ import annotations
 
