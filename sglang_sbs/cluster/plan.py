@@ -162,7 +162,6 @@ class ClusterPlan:
         return (*self.instances, *([self.router] if self.router is not None else []))
 
     def of_role(self, role: Role) -> tuple[InstancePlan, ...]:
-        """Instances of `role`, in order."""
         return tuple(instance for instance in self.instances if instance.role is role)
 
 
@@ -208,8 +207,6 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
 
 
 class _Shape(NamedTuple):
-    """What all instances have in common."""
-
     on_cpu: bool
     ranks: int
     """DP ranks."""
@@ -363,7 +360,6 @@ def _engine_argv(
     shape: _Shape,
     node: Node,
 ) -> tuple[str, ...]:
-    """`python -m sglang.launch_server …` of one instance on one of its nodes."""
     role_flags = {
         Role.PREFILL: options.prefill_flags,
         Role.DECODE: options.decode_flags,

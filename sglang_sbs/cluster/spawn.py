@@ -37,8 +37,6 @@ class SpawnedProcess:
 
 
 class Spawner(Protocol):
-    """Starts processes."""
-
     async def spawn(self, plan: ProcessPlan) -> SpawnedProcess:
         """Start `plan` and return once it has a pid.
 
@@ -48,8 +46,6 @@ class Spawner(Protocol):
 
 
 class ChildSpawner:
-    """Starts ordinary child processes."""
-
     def __init__(self) -> None:
         self._waiters: set[asyncio.Task[None]] = set()
 

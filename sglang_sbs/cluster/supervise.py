@@ -44,8 +44,6 @@ def describe_exit(returncode: int) -> str:
 
 
 class Supervisor:
-    """Processes of one cluster, in the order they were started."""
-
     def __init__(self) -> None:
         self._processes: list[SpawnedProcess] = []
         self._watched: list[SpawnedProcess] = []

@@ -82,16 +82,13 @@ class LocalFeed:
 
     @property
     def watchers(self) -> int:
-        """How many look now."""
         return len(self._watchers)
 
     @property
     def attached(self) -> bool:
-        """Whether the scheduler's events are recorded now."""
         return self._recorder is not None
 
     def watch(self, take: Take) -> Stop:
-        """See :class:`Feed`."""
         recorder = self._attach()
         number = self._numbers = self._numbers + 1
         take(self._encode(recorder.history(time.monotonic())), True)
@@ -103,7 +100,6 @@ class LocalFeed:
         return stop
 
     def close(self) -> None:
-        """See :class:`Feed`."""
         self._watchers.clear()
         self._detach()
 

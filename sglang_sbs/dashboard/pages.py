@@ -67,7 +67,6 @@ class Dashboard:
 
     @property
     def watchers(self) -> int:
-        """Open streams."""
         return len(self._watchers)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -78,7 +77,6 @@ class Dashboard:
         return [*pages, ("GET", EVENTS_PATH, self.events)]
 
     def close(self) -> None:
-        """End all streams: the router stops."""
         self._closed = True
         for watcher in self._watchers:
             watcher.end()
@@ -151,7 +149,6 @@ class _Watcher:
         self.address = peer[0] if isinstance(peer, tuple) else ""
 
     def take(self, payload: bytes, full: bool) -> None:
-        """See :data:`~.feed.Take`."""
         if self._ended:
             return
         if len(self._pending) >= PENDING_FRAMES:

@@ -18,8 +18,6 @@ _SETTLE_S = 0.1
 
 @dataclass(slots=True)
 class PassRecord:
-    """One forward pass of one prefill instance."""
-
     instance: str
     start_s: float
     end_s: float

@@ -49,16 +49,12 @@ class _Prompt:
 
 @dataclass(slots=True)
 class ShadowRank:
-    """One DP rank."""
-
     prompts: deque[_Prompt] = field(default_factory=deque)
     outstanding_tokens: int = 0
 
 
 @dataclass(slots=True)
 class ShadowInstance:
-    """One prefill instance."""
-
     shape: Shape
     ranks: list[ShadowRank]
     free_s: float

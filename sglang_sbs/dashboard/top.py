@@ -28,7 +28,6 @@ _DRAW_EVERY = 2
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of ``sglang-sbs top``."""
     made = argparse.ArgumentParser(
         prog="sglang-sbs top",
         description="What the scheduler does, live, in a terminal: DP ranks, queue, hold times, "

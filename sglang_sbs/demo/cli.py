@@ -56,7 +56,6 @@ through the router as one engine asked directly.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs demo``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs demo",
         description="Bring up a real SGLang PD cluster with a tiny MoE and route through SBS.",

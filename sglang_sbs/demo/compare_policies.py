@@ -40,7 +40,6 @@ what full chunks on every rank would serve.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs bench``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs bench",
         description="Compare policies on a real SGLang PD cluster with virtual GPU time.",

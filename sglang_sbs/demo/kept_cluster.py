@@ -46,8 +46,6 @@ class PortTakenError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class KeepOptions:
-    """What is kept up, and where."""
-
     prefill: int
     decode: int
     dp_size: int
@@ -64,8 +62,6 @@ class KeepOptions:
 
 @dataclass(slots=True)
 class Traffic:
-    """What became of the requests so far."""
-
     answered: int = 0
     failed: int = 0
     in_flight: int = 0

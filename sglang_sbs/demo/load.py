@@ -47,8 +47,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a workload."""
-
     at_s: float
     input_ids: list[int]
     max_new_tokens: int

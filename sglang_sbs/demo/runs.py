@@ -50,8 +50,6 @@ class RouterPorts:
 
 @dataclass(slots=True)
 class Run:
-    """The outcome of one policy."""
-
     label: str
     samples: list[Sample]
     engines: EngineRecord

@@ -33,8 +33,6 @@ TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """The outcome of the check."""
-
     prompts: int
     pairs: int
     """Prefill x decode DP rank pairs that served at least one."""

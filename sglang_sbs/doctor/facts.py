@@ -139,8 +139,6 @@ class Heard:
 
 @dataclass(slots=True)
 class RouterFacts:
-    """What a running router said."""
-
     url: str
     failure: Failure | None = None
     ready_status: int = 0
@@ -166,8 +164,6 @@ class ProbeResult:
 
 @dataclass(slots=True)
 class ClusterFacts:
-    """Everything, for the checks."""
-
     options: DoctorOptions
     engines: list[EngineFacts]
     heard: Heard | None = None

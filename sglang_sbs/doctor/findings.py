@@ -15,8 +15,6 @@ ROUTER = "router"
 
 
 class Verdict(StrEnum):
-    """What the findings come to."""
-
     HEALTHY = "healthy"
     WARNINGS = "warnings"
     BROKEN = "broken"
@@ -54,7 +52,6 @@ def finding(finding_id: str, subject: str, seen: str, change: str | None = None)
 
 
 def count(findings: list[Finding]) -> dict[Severity, int]:
-    """How many of each severity."""
     return {
         severity: sum(found.severity is severity for found in findings) for severity in Severity
     }

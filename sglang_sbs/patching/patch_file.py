@@ -37,8 +37,6 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """The change of one file."""
-
     path: str
     """Relative to the folder the package is installed in, with slashes."""
     before: str

@@ -18,8 +18,6 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finding."""
-
     severity: Severity
     meaning: str
     change: str = ""

@@ -17,8 +17,6 @@ from sglang_sbs.doctor.features.view import FeatureView
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row of the table."""
-
     id: str
     title: str
     meaning: str

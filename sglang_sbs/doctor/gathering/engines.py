@@ -60,8 +60,6 @@ _ROUTE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole response."""
-
     status: int
     body: bytes
     took_s: float
@@ -69,7 +67,6 @@ class Answer:
     """Wall clock."""
 
     def json_object(self) -> dict[str, Any] | None:
-        """The body if it is a JSON object."""
         try:
             value = orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -278,7 +275,6 @@ def _told(heard: RankHeard, *, has_key: bool) -> KvEndpoints:
 
 
 async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFacts]:
-    """All engines, in their order."""
     gate = asyncio.Semaphore(_AT_ONCE)
 
     async def examine(target: Target) -> EngineFacts:

@@ -148,8 +148,6 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 class TokenCheck:
-    """Judges tokens; one per router process."""
-
     def __init__(self, config: JwtConfig, keys: SigningKeys | None = None) -> None:
         self._config = config
         self.keys = keys or SigningKeys(config)

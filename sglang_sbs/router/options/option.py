@@ -23,8 +23,6 @@ def switch(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row of the table."""
-
     flag: str
     """Without dashes; every one exists as ``--x`` and as ``--router-x``."""
     fields: str
@@ -47,7 +45,6 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """Where argparse puts its value."""
         return self.flag.replace("-", "_")
 
     def value_in(self, args: argparse.Namespace) -> Any:

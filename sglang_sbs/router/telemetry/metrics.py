@@ -247,7 +247,6 @@ class RouterMetrics:
         )
 
     def render(self) -> bytes:
-        """The text exposition format."""
         return generate_latest(self.registry)
 
     def collect_with(self, collect: Callable[[], Iterator[Metric]]) -> None:

@@ -38,7 +38,6 @@ class Drift:
         self._held.setdefault(worker.url, {})[report.dp_rank] = engine_requests(report)
 
     def forget(self, worker_url: str) -> None:
-        """A worker was removed."""
         self._held.pop(worker_url, None)
 
     def of(self, worker: Worker) -> int | None:

@@ -313,7 +313,6 @@ class DecodeSimulation:
             self._join(command, spread_ages)
 
     def _join(self, command: Dispatch, spread_ages: bool) -> None:
-        """A prefilled request starts decoding."""
         prompt, output = self._lengths.pop(command.rid)
         index = command.decode_rank
         if self._weights is not None:

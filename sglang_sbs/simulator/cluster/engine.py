@@ -48,8 +48,6 @@ _MOST_FETCHES = 3
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request at a rank."""
-
     rid: str
     prompt_tokens: int
     remaining: int
@@ -107,8 +105,6 @@ class DevicePass:
 
 @dataclass(slots=True)
 class Rank:
-    """One DP rank."""
-
     waiting: deque[Waiting] = field(default_factory=deque)
     waiting_tokens: int = 0
     """Of ``waiting``, with what is left of the chunked request."""

@@ -43,8 +43,6 @@ class BlockEvents:
 
 
 class BlockCache:
-    """KV of one DP rank."""
-
     def __init__(
         self,
         capacity_tokens: int,

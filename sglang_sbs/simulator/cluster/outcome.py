@@ -55,8 +55,6 @@ class RequestRecord:
 
 
 class PassRecord(NamedTuple):
-    """One forward pass."""
-
     instance: str
     start_s: float
     end_s: float
@@ -65,7 +63,6 @@ class PassRecord(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of all ranks."""
         return sum(self.rank_tokens)
 
     @property
@@ -75,19 +72,15 @@ class PassRecord(NamedTuple):
 
     @property
     def active_ranks(self) -> int:
-        """DP ranks with tokens in it."""
         return active_ranks(self.rank_tokens)
 
     @property
     def max_over_mean(self) -> float:
-        """Tokens of the heaviest rank over the mean of all."""
         return max_over_mean(self.rank_tokens)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A finished simulation."""
-
     requests: list[RequestRecord]
     passes: list[PassRecord] = field(default_factory=list)
     """In the order of their ends."""

@@ -36,8 +36,6 @@ class TopologyError(ValueError):
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefill instance."""
-
     dp_size: int = 8
     chunk_tokens: int = 3072
     """C_chunk per DP rank."""

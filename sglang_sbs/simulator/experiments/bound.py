@@ -178,7 +178,6 @@ def _around(price: float) -> list[float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate bound``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate bound",
         description="How small could the mean TTFT be, whoever schedules?",

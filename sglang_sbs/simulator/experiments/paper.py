@@ -79,7 +79,6 @@ class Effort:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The cluster."""
         return {"prefill_instances": self.prefill_instances, "overlap": self.overlap}
 
 
@@ -87,7 +86,6 @@ QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000, picture_steps=4_000)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate paper``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate paper",
         usage="%(prog)s [options]",
@@ -132,7 +130,6 @@ def report(
     json: Path | None = None,
     workers: int | None = None,
 ) -> int:
-    """All of it; see the module."""
     console = open_console()
     rows = run_with_progress(capacity_tasks(costs, seeds, effort), console, workers)
     rows += run_with_progress(ttft_tasks(rows, costs, seeds, effort), console, workers)
@@ -215,7 +212,6 @@ def _share_of_peak(load: float, peak: float) -> float:
 
 
 def decode_tasks(seeds: Sequence[int], effort: Effort) -> list[Task]:
-    """Every decode policy."""
     return [
         (run_decode, (DecodeJob(policy, seed, "h100", effort.steps, effort.warm_up_steps),))
         for policy in _DECODE_POLICIES
@@ -264,7 +260,6 @@ def write_out(
     seed: int,
     effort: Effort,
 ) -> None:
-    """The page, the pictures and the claims."""
     from sglang_sbs.simulator.experiments import plots
     from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 

@@ -52,7 +52,6 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate plan``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate plan",
         usage="%(prog)s (--trace FILE | --scenario NAME) --slo-ttft S [options]",

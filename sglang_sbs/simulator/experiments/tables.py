@@ -24,7 +24,6 @@ class ResultTable:
     rows: list[list[str]] = field(default_factory=list)
 
     def print(self, console: Console) -> None:
-        """To the terminal."""
         table = Table(title=self.title)
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)

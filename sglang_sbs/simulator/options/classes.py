@@ -47,7 +47,6 @@ _FLAGS = (
 
 
 def add_classes(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Flags for who sends the requests."""
     group = parser.add_argument_group(
         "classes",
         "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants",

@@ -87,12 +87,10 @@ class Flag(NamedTuple):
 
     @property
     def dest(self) -> str:
-        """Where argparse puts its value."""
         return self.name.replace("-", "_")
 
 
 def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> list[argparse.Action]:
-    """Flags in their order."""
     added = []
     for flag in flags:
         words: dict[str, Any] = {"metavar": flag.metavar} if flag.metavar else {}
@@ -234,18 +232,15 @@ def given(
 
 
 def seeds(args: argparse.Namespace) -> range:
-    """The seeds of every cell."""
     return range(args.first_seed, args.first_seed + args.seeds)
 
 
 def open_console() -> Console:
-    """Standard output."""
     console = Console()
     return console if console.is_terminal else Console(width=_FILE_WIDTH)
 
 
 def run_with_progress(tasks: Sequence[Task], console: Console, workers: int | None) -> list[Row]:
-    """Run the tasks behind a progress bar."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -54,7 +54,6 @@ _FLAGS = (
 
 
 def add_scheduler(parser: argparse.ArgumentParser) -> None:
-    """Flags of the scheduler under test."""
     group = parser.add_argument_group(
         "scheduler", "flags of the router that policies are run with, where they have a meaning"
     )

@@ -42,8 +42,6 @@ _NAMES_PER_THREAD = 1 << 16
 
 @dataclass(slots=True)
 class _Thread:
-    """An agent or a sub-agent."""
-
     number: int
     session: str
     rng: random.Random

@@ -96,8 +96,6 @@ class ScenarioError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A workload on a cluster."""
-
     name: str
     spec: ClusterSpec
     nominal_qps: float
