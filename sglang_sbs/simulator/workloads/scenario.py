@@ -187,6 +187,10 @@ def make_scenario(
                 f"--kv-tokens {shape.kv_capacity_tokens}: the longest prompt has {longest_tokens}"
             )
 
+    def no_burstiness(why: str) -> None:
+        if burstiness != 1.0:
+            raise ScenarioError(f"{why}; leave the burstiness out")
+
     given = spec.get("block_tokens", 0)
     if given and not name.startswith(_OWN_LENGTHS):
         raise ScenarioError(f"--block-tokens {given}: {name} has blocks of its own, or none")
@@ -225,8 +229,7 @@ def make_scenario(
 
             return at_rate(shape, 57.0, some_long)
         case (("onoff" | "day"), "", ""):
-            if burstiness != 1.0:
-                raise ScenarioError(f"{name} has its own bursts; leave the burstiness out")
+            no_burstiness(f"{name} has its own bursts")
 
             def uneven(qps: float, duration_s: float, seed: int) -> list[Arrival]:
                 if name == "day":
@@ -247,8 +250,7 @@ def make_scenario(
             between = bursty(lambda rng: rng.randint(least, most))
             return Scenario(name, shape, rate, between, 0.8, rate * _PAPER_INSTANCES / worth(shape))
         case ("sessions", "", ""):
-            if burstiness != 1.0:
-                raise ScenarioError("sessions have their own bursts; leave the burstiness out")
+            no_burstiness("sessions have their own bursts")
             shape = cluster(16384, PAGE_TOKENS)
             some = conversations(*_SAMPLE)
             check_room(shape, LONGEST_TOKENS)
@@ -274,8 +276,7 @@ def make_scenario(
                 AGENT_WARM_UP_S,
             )
         case ("trace", ":", file) if file:
-            if burstiness != 1.0:
-                raise ScenarioError("a trace has its own bursts; leave the burstiness out")
+            no_burstiness("a trace has its own bursts")
             trace = read_trace(Path(file))
             has_blocks = any(arrival.blocks for arrival in trace)
             shape = cluster(
