@@ -103,6 +103,12 @@ class EngineFacts:
     def url(self) -> str:
         return self.target.url
 
+    @property
+    def known(self) -> WorkerInfo:
+        """``info`` of an engine that can be used."""
+        assert self.info is not None
+        return self.info
+
 
 @dataclass(slots=True)
 class RankHeard:
@@ -171,9 +177,13 @@ class ClusterFacts:
     router: RouterFacts | None = None
     probes: list[ProbeResult] = field(default_factory=list)
 
+    @property
+    def usable(self) -> list[EngineFacts]:
+        return [e for e in self.engines if e.info is not None]
+
     def of_role(self, role: InstanceRole) -> list[EngineFacts]:
         """Engines given as ``role`` that can be used."""
-        return [e for e in self.engines if e.target.role == role and e.info is not None]
+        return [e for e in self.usable if e.target.role == role]
 
 
 SHOWN_VERSION = (0, 5, 22)

@@ -35,7 +35,7 @@ _MAX_SHOWN = 8
 
 def check_endforward(facts: ClusterFacts) -> Iterator[Finding]:
     """Plugin and reports of every engine."""
-    usable = [e for e in facts.engines if e.info is not None]
+    usable = facts.usable
     heard = facts.heard or Heard()
     mine = Attribution(usable, heard)
     for engine in usable:

@@ -17,11 +17,10 @@ def check_prefill(facts: ClusterFacts) -> Iterator[Finding]:
     """Every prefill engine, and how they differ."""
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     for engine in prefill:
-        assert engine.info is not None, "engines of a role are usable ones"
-        yield from _bootstrap(engine, engine.info, decode)
-        yield from _cache(engine, engine.info)
-    with_cache = [e for e in prefill if e.info is not None and e.info.radix_cache]
-    without = [e.url for e in with_cache if e.info and e.info.kv_events is None]
+        yield from _bootstrap(engine, engine.known, decode)
+        yield from _cache(engine, engine.known)
+    with_cache = [e for e in prefill if e.known.radix_cache]
+    without = [e.url for e in with_cache if e.known.kv_events is None]
     if without and len(without) < len(with_cache):
         yield finding("cache.mixed", CLUSTER, f"no KV events of {', '.join(without)}")
 
