@@ -1,7 +1,7 @@
 """``--probe``: one request for one token through every pair of prefill and decode.
 
-Both legs are as the router sends them (``docs/router.md``, "What happens to a request"). Over all
-pairs every DP rank gets its turn.
+Owns the two legs of such a request, as the router sends them (``docs/router.md``, "What happens to
+a request"). Must not judge the outcome. Over all pairs every DP rank gets its turn.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ async def _probe(
     prefill: EngineFacts,
     decode: EngineFacts,
 ) -> ProbeResult:
-    prefill_rank, decode_rank = number % prefill.known.dp_size, number % decode.known.dp_size
+    assert prefill.info is not None and decode.info is not None, "only usable engines are probed"
+    prefill_rank, decode_rank = number % prefill.info.dp_size, number % decode.info.dp_size
     rid = uuid.uuid4().hex
     port = prefill.target.bootstrap_port
-    worker = Worker(*(prefill.url, "prefill", Breaker(BreakerConfig()), port), info=prefill.known)
-    by_room = decode.known.rank_choice == "by_room"
+    worker = Worker(*(prefill.url, "prefill", Breaker(BreakerConfig()), port), info=prefill.info)
+    by_room = decode.info.rank_choice == "by_room"
     room = pick_bootstrap_room(
-        *(prefill_rank, prefill.known.dp_size),
-        *((decode_rank, decode.known.dp_size) if by_room else ()),
+        *(prefill_rank, prefill.info.dp_size),
+        *((decode_rank, decode.info.dp_size) if by_room else ()),
     )
     body: dict[str, object] = {
         "rid": rid,
@@ -78,11 +79,11 @@ async def _probe(
     }
     headers = _bearer(options.router_flags.api_key)
     started_s = time.monotonic()
-    prefill_ranks = prefill_members(prefill_rank, coupled=prefill.known.coupled)
-    decode_ranks = decode_members(prefill_rank, decode_rank, coupled=decode.known.coupled)
+    prefill_ranks = prefill_members(prefill_rank, coupled=prefill.info.coupled)
+    decode_ranks = decode_members(prefill_rank, decode_rank, coupled=decode.info.coupled)
     urls = (
         worker.url_of(prefill_rank),
-        Worker(decode.url, "decode", Breaker(BreakerConfig()), info=decode.known).url_of(
+        Worker(decode.url, "decode", Breaker(BreakerConfig()), info=decode.info).url_of(
             decode_rank
         ),
     )

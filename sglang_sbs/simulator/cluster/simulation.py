@@ -1,8 +1,8 @@
 """The discrete-event cluster: arrivals, network, prefill instances and the real scheduler.
 
-The scheduler it drives is the router's own object; everything the router would do (deliver a
-dispatch, report EndForward, fire timers, try a failed request again) happens here with a latency.
-What cluster it is, the spec says (:mod:`.spec`).
+Owns simulated time. The scheduler it drives is the router's own object; everything the router would
+do (deliver a dispatch, report EndForward, fire timers, try a failed request again) happens here
+with a latency. What cluster it is, the spec says (:mod:`.spec`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -115,7 +113,7 @@ class _Simulation:
         """Blocks that some rank has computed."""
         self._attempts: dict[str, RequestRecord] = {}
         """Attempts under way, by the request id that the scheduler and the engines know."""
-        self._heap: list[tuple[float, int, partial[None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._pushed = 0
         self._now_s = 0.0
         self._wake_s: float | None = None
@@ -140,7 +138,7 @@ class _Simulation:
                 self._up(name)
         self._tell(decode_up(self._spec))
         for change in self._spec.changes:
-            self._at(change.at_s, self._change, change)
+            self._at(change.at_s, lambda c=change: self._change(c))  # type: ignore[misc]
         while self._heap:
             time_s, _, action = heapq.heappop(self._heap)
             if time_s > self._end_s:
@@ -201,7 +199,7 @@ class _Simulation:
         ]
         for rid in lost:
             self._fail(rid)
-        self._at(self._now_s + self._spec.detection_s, self._notice, name)
+        self._at(self._now_s + self._spec.detection_s, lambda: self._notice(name))
 
     def _notice(self, name: str) -> None:
         if name not in self._engines:
@@ -210,23 +208,25 @@ class _Simulation:
     def _fail(self, rid: str) -> None:
         """An attempt broke on its prefill instance: again, as the router does, or give up."""
         record = self._attempts.pop(rid)
-        assert record.prefill is not None
+        assert record.prefill is not None and record.decode is not None
         record.excluded = tuple(dict.fromkeys((*record.excluded, record.prefill[0])))
         record.prefilled_s = math.nan
-        self._release(rid, record)
+        decode = self._decode[record.decode[1]]
+        decode.release(rid, record)
+        self._handshake(decode.admit())
         self._tell(RequestEnded(rid=rid, outcome="failed"))
         if record.attempts >= _MAX_ATTEMPTS:
             self._follow(record)
             return
         pause_s = _BACKOFF_S * _BACKOFF_GROWTH ** (record.attempts - 1)
         self._outcome.retries += 1
-        self._at(self._now_s + pause_s, self._attempt, record)
+        self._at(self._now_s + pause_s, lambda: self._attempt(record))
 
     # Requests -----------------------------------------------------------------------------
 
-    def _at(self, time_s: float, action: Callable[..., None], *args: Any) -> None:
+    def _at(self, time_s: float, action: Callable[[], None]) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (max(time_s, self._now_s), self._pushed, partial(action, *args)))
+        heapq.heappush(self._heap, (max(time_s, self._now_s), self._pushed, action))
 
     def _tell(self, event: Event) -> None:
         batches: dict[tuple[int, str], list[Dispatch]] = {}
@@ -321,7 +321,7 @@ class _Simulation:
             record.decode = (command.decode, command.decode_rank)
             record.predicted_tokens = command.cached_tokens
         for command, at_s in zip(batch, self._network.arrive_s(batch, self._now_s), strict=True):
-            self._at(at_s, self._deliver, command.rid)
+            self._at(at_s, lambda rid=command.rid: self._deliver(rid))  # type: ignore[misc]
 
     def _deliver(self, rid: str) -> None:
         """Both legs have reached their ranks."""
@@ -347,7 +347,10 @@ class _Simulation:
 
     def _handshake(self, admitted: list[str]) -> None:
         for rid in admitted:
-            self._at(self._now_s + self._spec.handshake_s, self._handshaken, rid)
+            self._at(
+                self._now_s + self._spec.handshake_s,
+                lambda r=rid: self._handshaken(r),  # type: ignore[misc]
+            )
 
     def _handshaken(self, rid: str) -> None:
         record = self._attempts.get(rid)
@@ -363,7 +366,7 @@ class _Simulation:
     def _step_if_asleep(self, engine: SimulatedPrefill) -> None:
         if engine.asleep:
             engine.asleep = False
-            self._at(self._now_s, self._step, engine)
+            self._at(self._now_s, lambda: self._step(engine))
 
     def _step(self, engine: SimulatedPrefill) -> None:
         """One iteration of the engine's event loop."""
@@ -378,12 +381,12 @@ class _Simulation:
             self._outcome.queued_passes += launched is not None and len(engine.device) > 1
             waits_for = engine.waits_for(launched)
             if waits_for is not None:
-                self._at(max(launch_s, waits_for.end_s), self._finish, engine)
+                self._at(max(launch_s, waits_for.end_s), lambda: self._finish(engine))
                 return
             if launched is None:
                 return
             if prepare_s:
-                self._at(launch_s, self._step, engine)
+                self._at(launch_s, lambda: self._step(engine))
                 return
 
     def _wait_for_storage(self, engine: SimulatedPrefill) -> None:
@@ -391,8 +394,10 @@ class _Simulation:
         for fetch in engine.take_fetches():
             assert self._spec.tiers is not None
             tokens = len(fetch.blocks) * self._spec.block_tokens
-            load_s = tokens * self._spec.tiers.storage_load_s
-            self._at(self._now_s + load_s, self._fetched, engine, fetch)
+            self._at(
+                self._now_s + tokens * self._spec.tiers.storage_load_s,
+                lambda f=fetch: self._fetched(engine, f),  # type: ignore[misc]
+            )
 
     def _fetched(self, engine: SimulatedPrefill, fetch: Fetch) -> None:
         engine.fetched(fetch)
@@ -412,7 +417,7 @@ class _Simulation:
         for completed in ended.completed:
             self._complete(engine, completed, first_s)
         pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
-        self._at(self._now_s + pause_s, self._step, engine)
+        self._at(self._now_s + pause_s, lambda: self._step(engine))
 
     def _complete(self, engine: SimulatedPrefill, completed: Completed, first_s: float) -> None:
         """A prompt is computed; ``first_s``: when its KV is at decode."""
@@ -429,11 +434,15 @@ class _Simulation:
             record.recomputed_tokens = known * block_tokens
             self._computed.update(new)
             if self._spec.first_token_s:
-                self._at(first_s, self._sent, engine, completed)
+                self._at(first_s, lambda: self._sent(engine, completed))
             else:
                 engine.sent(completed)
-        hit = None if request.hold is None else request.cached_tokens
-        self._at(first_s + self._spec.feedback_latency_s, self._prefilled, request.rid, hit)
+        self._at(
+            first_s + self._spec.feedback_latency_s,
+            lambda: self._prefilled(
+                request.rid, None if request.hold is None else request.cached_tokens
+            ),
+        )
 
     def _sent(self, engine: SimulatedPrefill, completed: Completed) -> None:
         engine.sent(completed)
@@ -445,7 +454,7 @@ class _Simulation:
         self._tell(PrefillDone(rid=rid, cached_tokens=cached_tokens))
         output_tokens = self._output_tokens(self._attempts[rid])
         decode_s = self._spec.decode_s + self._spec.decode_token_s * output_tokens
-        self._at(self._now_s + decode_s, self._end, rid)
+        self._at(self._now_s + decode_s, lambda: self._end(rid))
 
     def _output_tokens(self, record: RequestRecord) -> int:
         if self._spec.decode_token_s:
@@ -455,16 +464,15 @@ class _Simulation:
     def _end(self, rid: str) -> None:
         record = self._attempts.pop(rid)
         self._follow(record)
-        self._release(rid, record)
-        tokens = self._output_tokens(record)
-        self._tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=tokens))
-
-    def _release(self, rid: str, record: RequestRecord) -> None:
-        """Decode has room again."""
         assert record.decode is not None
         decode = self._decode[record.decode[1]]
         decode.release(rid, record)
         self._handshake(decode.admit())
+        self._tell(
+            RequestEnded(
+                rid=rid, outcome="completed", completion_tokens=self._output_tokens(record)
+            )
+        )
 
     def _report(self, instance: str, messages: list[EndForward], delay_s: float = 0.0) -> None:
         for message in messages:
@@ -472,13 +480,16 @@ class _Simulation:
             for at_s in self._feedback.arrivals_s(instance, message.dp_rank, sent_s):
                 # A delay beyond the usual latency is not part of the age: nobody can see it.
                 aged = msgspec.structs.replace(message, age_s=self._spec.feedback_latency_s)
-                self._at(at_s, self._tell, ForwardEnded(instance=instance, report=aged))
+                event = ForwardEnded(instance=instance, report=aged)
+                self._at(at_s, lambda e=event: self._tell(e))  # type: ignore[misc]
 
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""
         for event in block_events(engine):
-            at_s = self._now_s + self._spec.feedback_latency_s
-            self._at(at_s, self._hear_of_blocks, engine, event)
+            self._at(
+                self._now_s + self._spec.feedback_latency_s,
+                lambda e=event: self._hear_of_blocks(engine, e),  # type: ignore[misc]
+            )
 
     def _hear_of_blocks(self, engine: SimulatedPrefill, event: Event) -> None:
         if self._lives(engine):

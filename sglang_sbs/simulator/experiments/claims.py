@@ -1,15 +1,17 @@
-"""The claims of arXiv 2512.16134, section 5, and how they compare with simulated rows."""
+"""The claims of arXiv 2512.16134, section 5, and how they compare with simulated rows.
+
+Owns the paper's figures and the verdicts. Must not know how rows are produced or drawn.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
+from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.parallel import Row
 
 TOLERANCE = 0.10
@@ -24,7 +26,7 @@ TTFT_SHARES = (0.4, 0.6, 0.8, 1.0)
 Unit = Literal["", "K", "%"]
 
 
-class Claim(msgspec.Struct, frozen=True):
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of the paper beside ours. Percentages as shares: 0.15 is 15 %."""
 
     what: str
@@ -47,81 +49,101 @@ class Claim(msgspec.Struct, frozen=True):
         return low * (1 - TOLERANCE) <= self.literal <= high * (1 + TOLERANCE)
 
 
-def _claim(
-    source: str,
-    what: str,
-    baseline: str,
-    paper: float,
-    literal: float,
-    ours: float | None = None,
-    *,
-    unit: Unit = "",
-) -> Claim:
-    return Claim(what, source, baseline, (paper, paper), literal, ours, unit)
-
-
 def table_1_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Table 1: max QPS per prefill instance and chunk utilisation at a mean TTFT."""
     claims = []
-    claim = partial(_claim, "Table 1")
     figures = (
         ("paper-3k", "3K, 0.8 s", (57.0, 0.5183), (70.0, 0.887), 0.228),
         ("paper-5k", "5K, 1.0 s", (70.0, 0.530), (79.0, 0.880), 0.129),
     )
-    runs = groups((r for r in rows if "max_qps" in r), "scenario", "cost", "policy")
     for scenario, label, off, on, gain in figures:
-        mine = {policy: runs[scenario, cost, policy] for policy in PAPER_POLICIES}
-        qps = {
-            policy: mean_of(some, "max_qps") / some[0]["prefill_instances"]
-            for policy, some in mine.items()
-        }
-        use = {policy: mean_of(some, "chunk_utilization") for policy, some in mine.items()}
-        base, literal, ours = (qps[policy] for policy in ("random_rank", "sbs_paper", "sbs"))
-        gains = [one / base - 1 if base else math.nan for one in (literal, ours)]
+        mine = [r for r in rows if (r["scenario"], r["cost"]) == (scenario, cost)]
+        qps, use = {}, {}
+        for policy in PAPER_POLICIES:
+            runs = [r for r in mine if r["policy"] == policy and "max_qps" in r]
+            qps[policy] = mean_of(runs, "max_qps") / runs[0]["prefill_instances"]
+            use[policy] = mean_of(runs, "chunk_utilization")
+        base = qps["random_rank"]
+        baseline = "random_rank"
+        source = "Table 1"
         claims += [
-            claim(f"max QPS per instance, off ({label})", "random_rank", off[0], base),
-            claim(f"max QPS per instance, on ({label})", "", on[0], literal, ours),
-            claim(f"QPS gain ({label})", "random_rank", gain, *gains, unit="%"),
-            claim(
-                f"chunk utilisation, off ({label})",
-                "random_rank",
-                off[1],
-                use["random_rank"],
+            Claim(
+                what=f"max QPS per instance, off ({label})",
+                source=source,
+                baseline=baseline,
+                paper=(off[0], off[0]),
+                literal=base,
+            ),
+            Claim(
+                what=f"max QPS per instance, on ({label})",
+                source=source,
+                baseline="",
+                paper=(on[0], on[0]),
+                literal=qps["sbs_paper"],
+                ours=qps["sbs"],
+            ),
+            Claim(
+                what=f"QPS gain ({label})",
+                source=source,
+                baseline=baseline,
+                paper=(gain, gain),
+                literal=qps["sbs_paper"] / base - 1 if base else math.nan,
+                ours=qps["sbs"] / base - 1 if base else math.nan,
                 unit="%",
             ),
-            claim(
-                f"chunk utilisation, on ({label})",
-                "",
-                on[1],
-                use["sbs_paper"],
-                use["sbs"],
-                unit="%",
-            ),
+            *_use_claims(label, off[1], on[1], use),
         ]
     return claims
+
+
+def _use_claims(label: str, off: float, on: float, use: Mapping[str, float]) -> list[Claim]:
+    """Chunk utilisation of Table 1; ``use``: what was simulated, by policy."""
+    return [
+        Claim(
+            what=f"chunk utilisation, off ({label})",
+            source="Table 1",
+            baseline="random_rank",
+            paper=(off, off),
+            literal=use["random_rank"],
+            unit="%",
+        ),
+        Claim(
+            what=f"chunk utilisation, on ({label})",
+            source="Table 1",
+            baseline="",
+            paper=(on, on),
+            literal=use["sbs_paper"],
+            ours=use["sbs"],
+            unit="%",
+        ),
+    ]
 
 
 def ttft_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Section 5.1: mean TTFT at 40-100 % of the baseline's peak, 0-3K. (The paper gives no figures
     for 3-64K, only that the advantage remains.)"""
     means = ttft_means(rows, "paper-3k", cost)
-    claims = []
-    for share in TTFT_SHARES:
-        base = means["random_rank", share]
-        literal, ours = (1 - means[policy, share] / base for policy in ("sbs_paper", "sbs"))
-        what = f"TTFT reduction at {share:.0%} of the baseline's peak (0-3K)"
-        source = "abstract, section 5.1"
-        claims.append(Claim(what, source, "random_rank", (0.30, 0.40), literal, ours, "%"))
-    return claims
+    return [
+        Claim(
+            what=f"TTFT reduction at {share:.0%} of the baseline's peak (0-3K)",
+            source="abstract, section 5.1",
+            baseline="random_rank",
+            paper=(0.30, 0.40),
+            literal=1 - means["sbs_paper", share] / means["random_rank", share],
+            ours=1 - means["sbs", share] / means["random_rank", share],
+            unit="%",
+        )
+        for share in TTFT_SHARES
+    ]
 
 
 def ttft_means(rows: Sequence[Row], scenario: str, cost: str) -> dict[tuple[str, float], float]:
     """(policy, share of the baseline's peak) -> mean TTFT in seconds."""
-    runs = groups(
-        (r for r in rows if "peak_share" in r), "scenario", "cost", "policy", "peak_share"
-    )
+    mine = [r for r in rows if (r["scenario"], r["cost"]) == (scenario, cost) and "peak_share" in r]
     return {
-        (policy, share): mean_of(runs[scenario, cost, policy, share], "ttft_mean_s")
+        (policy, share): mean_of(
+            [r for r in mine if (r["policy"], r["peak_share"]) == (policy, share)], "ttft_mean_s"
+        )
         for policy in PAPER_POLICIES
         for share in TTFT_SHARES
     }
@@ -149,32 +171,65 @@ def long_verdict(rows: Sequence[Row], cost: str) -> str:
     lost = [s for s in TTFT_SHARES if means["sbs_paper", s] >= means["random_rank", s]]
     claim = "3-64K: the paper says that SBS keeps its advantage, without figures. Simulated "
     if not lost:
-        return f"{claim}against random_rank (cost {cost}), the literal rule does at all loads."
+        return (
+            claim + "against random_rank (cost " + cost + "), the literal rule does at all loads."
+        )
     shares = ", ".join(f"{share:.0%}" for share in lost)
-    return f"{claim}against random_rank (cost {cost}), the literal rule loses it at {shares}."
+    return claim + f"against random_rank (cost {cost}), the literal rule loses it at {shares}."
 
 
 def decode_claims(rows: Sequence[Row]) -> list[Claim]:
     """Section 5.2.2: the KV band over ranks and the throughput."""
-    runs = groups(rows, "scenario", "policy")
-
-    def value(policy: str, key: str) -> float:
-        return mean_of(runs["paper-decode", policy], key)
-
-    claim = partial(_claim, "section 5.2.2")
-    edges = (("lower", "kv_sigma_low", 40e3, 60e3), ("upper", "kv_sigma_high", 130e3, 100e3))
-    claims = [
-        claim(f"KV band, {edge} edge, baseline", baseline, off, value(baseline, key), unit="K")
-        for baseline in ("skewed", "round_robin")
-        for edge, key, off, _ in edges
-    ]
-    for edge, key, _, on in edges:
-        both = (value(policy, key) for policy in ("sbs_iqr", "sbs_potential"))
-        claims.append(claim(f"KV band, {edge} edge, SBS", "", on, *both, unit="K"))
+    by_policy = {
+        policy: [r for r in rows if r["scenario"] == "paper-decode" and r["policy"] == policy]
+        for policy in ("skewed", "round_robin", "sbs_iqr", "sbs_potential")
+    }
+    value = {
+        (policy, key): mean_of(mine, key)
+        for policy, mine in by_policy.items()
+        for key in ("kv_sigma_low", "kv_sigma_high", "tokens_per_s")
+    }
+    claims = []
     for baseline in ("skewed", "round_robin"):
-        base = value(baseline, "tokens_per_s")
-        gains = (value(one, "tokens_per_s") / base - 1 for one in ("sbs_iqr", "sbs_potential"))
-        claims.append(claim("decode throughput gain", baseline, 0.15, *gains, unit="%"))
+        for edge, key, figure in (
+            ("lower", "kv_sigma_low", 40e3),
+            ("upper", "kv_sigma_high", 130e3),
+        ):
+            claims.append(
+                Claim(
+                    what=f"KV band, {edge} edge, baseline",
+                    source="section 5.2.2",
+                    baseline=baseline,
+                    paper=(figure, figure),
+                    literal=value[baseline, key],
+                    unit="K",
+                )
+            )
+    for edge, key, figure in (("lower", "kv_sigma_low", 60e3), ("upper", "kv_sigma_high", 100e3)):
+        claims.append(
+            Claim(
+                what=f"KV band, {edge} edge, SBS",
+                source="section 5.2.2",
+                baseline="",
+                paper=(figure, figure),
+                literal=value["sbs_iqr", key],
+                ours=value["sbs_potential", key],
+                unit="K",
+            )
+        )
+    for baseline in ("skewed", "round_robin"):
+        base = value[baseline, "tokens_per_s"]
+        claims.append(
+            Claim(
+                what="decode throughput gain",
+                source="section 5.2.2",
+                baseline=baseline,
+                paper=(0.15, 0.15),
+                literal=value["sbs_iqr", "tokens_per_s"] / base - 1,
+                ours=value["sbs_potential", "tokens_per_s"] / base - 1,
+                unit="%",
+            )
+        )
     return claims
 
 

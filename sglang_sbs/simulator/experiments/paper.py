@@ -1,6 +1,6 @@
 """``sglang-sbs simulate paper``: the paper's every claim beside ours, and its figures.
 
-The claims and their verdicts are :mod:`.claims`'s.
+Owns what is run for it and the report. The claims and their verdicts are :mod:`.claims`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import orjson
 
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
@@ -28,7 +27,7 @@ from sglang_sbs.simulator.experiments.claims import (
 )
 from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
 from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
-from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, groups, mean_of
+from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, mean_of
 from sglang_sbs.simulator.options.common import (
     add_common,
     add_overlap,
@@ -79,6 +78,7 @@ class Effort:
 
     @property
     def spec(self) -> dict[str, Any]:
+        """The cluster."""
         return {"prefill_instances": self.prefill_instances, "overlap": self.overlap}
 
 
@@ -86,6 +86,7 @@ QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000, picture_steps=4_000)
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``sglang-sbs simulate paper``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate paper",
         usage="%(prog)s [options]",
@@ -130,6 +131,7 @@ def report(
     json: Path | None = None,
     workers: int | None = None,
 ) -> int:
+    """All of it; see the module."""
     console = open_console()
     rows = run_with_progress(capacity_tasks(costs, seeds, effort), console, workers)
     rows += run_with_progress(ttft_tasks(rows, costs, seeds, effort), console, workers)
@@ -177,17 +179,28 @@ def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -
                 ("paper-long", (_BASELINE,), effort.long_s),
             ):
                 slo_s = make_scenario(name).slo_ttft_s
-                loads = (0.2, 1.2) if name == "paper-long" else effort.search
-                for policy in policies:
-                    job = Job(name, policy, 1.0, seed, duration_s, cost, effort.spec)
-                    tasks.append((max_load, (job, slo_s, *loads, effort.tolerance)))
+                low, high = (0.2, 1.2) if name == "paper-long" else effort.search
+                tasks += [
+                    (
+                        max_load,
+                        (
+                            Job(name, policy, 1.0, seed, duration_s, cost, effort.spec),
+                            slo_s,
+                            low,
+                            high,
+                            effort.tolerance,
+                        ),
+                    )
+                    for policy in policies
+                ]
     return tasks
 
 
 def peak_load(rows: Sequence[Row], scenario: str, cost: str) -> float:
     """The baseline's peak as a load of the scenario, mean over seeds."""
-    runs = groups((r for r in rows if "max_qps" in r), "scenario", "cost", "policy")
-    return mean_of(runs[scenario, cost, _BASELINE], "load")
+    key = (scenario, cost, _BASELINE)
+    mine = [r for r in rows if (r["scenario"], r["cost"], r["policy"]) == key and "max_qps" in r]
+    return mean_of(mine, "load")
 
 
 def ttft_tasks(
@@ -212,6 +225,7 @@ def _share_of_peak(load: float, peak: float) -> float:
 
 
 def decode_tasks(seeds: Sequence[int], effort: Effort) -> list[Task]:
+    """Every decode policy."""
     return [
         (run_decode, (DecodeJob(policy, seed, "h100", effort.steps, effort.warm_up_steps),))
         for policy in _DECODE_POLICIES
@@ -229,11 +243,13 @@ def baselines_table(rows: Sequence[Row], cost: str) -> ResultTable:
             *(f"{name}, mean TTFT {make_scenario(name).slo_ttft_s:g} s" for name in scenarios),
         ],
     )
-    runs = groups((r for r in rows if "max_qps" in r), "scenario", "cost", "policy")
     for policy in PAPER_POLICIES:
         cells = []
         for scenario in scenarios:
-            mine = runs[scenario, cost, policy]
+            key = (scenario, cost, policy)
+            mine = [
+                r for r in rows if (r["scenario"], r["cost"], r["policy"]) == key and "max_qps" in r
+            ]
             qps = mean_of(mine, "max_qps") / mine[0]["prefill_instances"]
             cells.append(f"{qps:.1f} {mean_of(mine, 'chunk_utilization'):.0%}")
         table.rows.append([policy, *cells])
@@ -260,6 +276,7 @@ def write_out(
     seed: int,
     effort: Effort,
 ) -> None:
+    """The page, the pictures and the claims."""
     from sglang_sbs.simulator.experiments import plots
     from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 
@@ -302,5 +319,9 @@ def write_out(
     write_page(
         out / "paper.html", "Staggered Batch Scheduling: the paper's claims, simulated", parts
     )
-    listed = [{**msgspec.structs.asdict(claim), "reproduces": claim.reproduces} for claim in claims]
+    listed = [{**_fields(claim), "reproduces": claim.reproduces} for claim in claims]
     (out / "claims.json").write_bytes(orjson.dumps(listed, option=orjson.OPT_INDENT_2))
+
+
+def _fields(claim: Claim) -> dict[str, Any]:
+    return {name: getattr(claim, name) for name in claim.__struct_fields__}

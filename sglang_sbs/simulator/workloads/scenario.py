@@ -1,4 +1,7 @@
-"""The named scenarios of ``sglang-sbs simulate``: a cluster shape, a workload, a scale of load."""
+"""The named scenarios of ``sglang-sbs simulate``: a cluster shape, a workload, a scale of load.
+
+Owns what load 1.0 means in each. Must not know policies.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +99,8 @@ class ScenarioError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
+    """A workload on a cluster."""
+
     name: str
     spec: ClusterSpec
     nominal_qps: float
@@ -187,10 +192,6 @@ def make_scenario(
                 f"--kv-tokens {shape.kv_capacity_tokens}: the longest prompt has {longest_tokens}"
             )
 
-    def no_burstiness(why: str) -> None:
-        if burstiness != 1.0:
-            raise ScenarioError(f"{why}; leave the burstiness out")
-
     given = spec.get("block_tokens", 0)
     if given and not name.startswith(_OWN_LENGTHS):
         raise ScenarioError(f"--block-tokens {given}: {name} has blocks of its own, or none")
@@ -200,19 +201,15 @@ def make_scenario(
         raise ScenarioError(
             f"{DECODE} has no prefill instances; those that have: {', '.join(PREFILL_SCENARIOS)}"
         )
-
-    def at_rate(
-        shape: ClusterSpec, qps: float, arrivals: Callable[..., list[Arrival]], slo_s: float = 0.8
-    ) -> Scenario:
-        """Load 1.0 is ``qps`` for each instance that is like the paper's."""
-        own_qps = qps * _PAPER_INSTANCES
-        return Scenario(name, shape, qps * worth(shape), arrivals, slo_s, own_qps)
-
     match name.partition(":"):
         case ("paper-3k", "", ""):
-            return at_rate(cluster(3072), 57.0, bursty(_SHORT))
+            shape = cluster(3072)
+            qps = 57.0 * worth(shape)
+            return Scenario(name, shape, qps, bursty(_SHORT), 0.8, 57.0 * _PAPER_INSTANCES)
         case ("paper-5k", "", ""):
-            return at_rate(cluster(5120), 70.0, bursty(_SHORT), 1.0)
+            shape = cluster(5120)
+            qps = 70.0 * worth(shape)
+            return Scenario(name, shape, qps, bursty(_SHORT), 1.0, 70.0 * _PAPER_INSTANCES)
         case ("paper-long", "", ""):
             shape = cluster(16384)
             qps = full_chunk_tokens_per_s(shape) / 6700.0
@@ -227,21 +224,30 @@ def make_scenario(
                 arrivals = short(qps, duration_s, seed)
                 return with_long(arrivals, duration_s, _LONG_TOKENS, _LONG_EVERY_S)
 
-            return at_rate(shape, 57.0, some_long)
+            return Scenario(
+                name, shape, 57.0 * worth(shape), some_long, 0.8, 57.0 * _PAPER_INSTANCES
+            )
         case (("onoff" | "day"), "", ""):
-            no_burstiness(f"{name} has its own bursts")
+            if burstiness != 1.0:
+                raise ScenarioError(f"{name} has its own bursts; leave the burstiness out")
+            shape = cluster(3072)
 
             def uneven(qps: float, duration_s: float, seed: int) -> list[Arrival]:
                 if name == "day":
                     return day(qps, duration_s, _SHORT, seed)
                 return on_off(qps, duration_s, _SHORT, seed, phase_s=_PHASE_S)
 
-            return at_rate(cluster(3072), 57.0, uneven)
+            own_qps = 57.0 * _PAPER_INSTANCES
+            return Scenario(name, shape, 57.0 * worth(shape), uneven, 0.8, own_qps)
         case ("fixed", ":", text):
             tokens = _length(text)
             shape = cluster(3072)
             check_room(shape, tokens)
-            return at_rate(shape, 57.0 * _SHORT_MEAN_TOKENS / tokens, bursty(lambda _: tokens))
+            rate = 57.0 * _SHORT_MEAN_TOKENS / tokens
+            some_length = bursty(lambda _: tokens)
+            return Scenario(
+                name, shape, rate * worth(shape), some_length, 0.8, rate * _PAPER_INSTANCES
+            )
         case ("uniform", ":", text):
             least, most = _lengths(text)
             shape = cluster(3072)
@@ -250,7 +256,8 @@ def make_scenario(
             between = bursty(lambda rng: rng.randint(least, most))
             return Scenario(name, shape, rate, between, 0.8, rate * _PAPER_INSTANCES / worth(shape))
         case ("sessions", "", ""):
-            no_burstiness("sessions have their own bursts")
+            if burstiness != 1.0:
+                raise ScenarioError("sessions have their own bursts; leave the burstiness out")
             shape = cluster(16384, PAGE_TOKENS)
             some = conversations(*_SAMPLE)
             check_room(shape, LONGEST_TOKENS)
@@ -276,7 +283,8 @@ def make_scenario(
                 AGENT_WARM_UP_S,
             )
         case ("trace", ":", file) if file:
-            no_burstiness("a trace has its own bursts")
+            if burstiness != 1.0:
+                raise ScenarioError("a trace has its own bursts; leave the burstiness out")
             trace = read_trace(Path(file))
             has_blocks = any(arrival.blocks for arrival in trace)
             shape = cluster(
