@@ -86,10 +86,7 @@ class LocalCluster:
         Raises:
             KeyError: no such process was started.
         """
-        for process in self._supervisor.processes:
-            if process.name == name:
-                return process.pid
-        raise KeyError(name)
+        return self._supervisor.called(name).pid
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send `number` to every process of the server called `name`.

@@ -87,7 +87,7 @@ class Supervisor:
         Raises:
             KeyError: no such process was started.
         """
-        os.killpg(self._called(name).pid, number)
+        os.killpg(self.called(name).pid, number)
 
     async def kill(self, name: str) -> None:
         """SIGKILL the process called `name` with its children, wait for its end and forget it.
@@ -95,13 +95,14 @@ class Supervisor:
         Raises:
             KeyError: no such process was started.
         """
-        process = self._called(name)
+        process = self.called(name)
         self._processes.remove(process)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.shield(process.exited)
 
-    def _called(self, name: str) -> SpawnedProcess:
+    def called(self, name: str) -> SpawnedProcess:
+        """Raises: KeyError, no such process was started."""
         for process in self._processes:
             if process.name == name:
                 return process

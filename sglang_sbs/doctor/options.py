@@ -9,11 +9,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from sglang_sbs.cluster.flag_words import text_flag
 from sglang_sbs.router.engines.urls import normalise_worker_url
-from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.arguments import FlagError, Parser
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_options import RouterOptions
 
@@ -67,11 +66,6 @@ class DoctorOptions:
     key_file: Path | None = None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise FlagError(message)
-
-
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -83,7 +77,7 @@ def _seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="sglang-sbs doctor",
         usage="%(prog)s --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--router URL] [flags]",
         description="Examine running SGLang engines (and a router): what is wrong, how bad that "
