@@ -32,14 +32,14 @@ def _tenants(text: str) -> dict[str, float]:
 
 # fmt: off
 _FLAGS = (
-    Flag("priority-share", "", _share, 0.0,
+    Flag("--priority-share", "", _share, 0.0,
         "share of the requests that have a high priority, drawn from the seed (0)", "SHARE"),
-    Flag("low-share", "", _share, 0.0,
+    Flag("--low-share", "", _share, 0.0,
         "share of the requests that have a low priority (0)", "SHARE"),
-    Flag("tenants", "", _tenants, {},
+    Flag("--tenants", "", _tenants, {},
         "who sends how much, as in a=9,b=1; their weights are --sbs-tenant-weights",
         "NAME=PART,..."),
-    Flag("ttft-slo-ms", "ttft_slo_s", positive_number, None,
+    Flag("--ttft-slo-ms", "ttft_slo_s", positive_number, None,
         "every request brings this SLO for its first token; goodput is what meets it (no SLO; "
         "goodput by the scenario's)", "MS", 1e3),
 )

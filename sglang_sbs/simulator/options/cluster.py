@@ -87,92 +87,92 @@ _Flags = tuple[Flag, ...]
 
 # fmt: off
 _CLUSTER: _Flags = (
-    Flag("dp", "dp_size", positive, 8, "DP ranks per prefill instance (8)"),
-    Flag("latency-ms", "dispatch_latency_s", not_negative, 5.0, "dispatch latency (5)", per=1e3),
-    Flag("page-size", "page_size", positive, 1,
+    Flag("--dp", "dp_size", positive, 8, "DP ranks per prefill instance (8)"),
+    Flag("--latency-ms", "dispatch_latency_s", not_negative, 5.0, "dispatch latency (5)", per=1e3),
+    Flag("--page-size", "page_size", positive, 1,
         "KV page of the prefill engines: each request is charged whole pages of the chunk (1)",
         "TOKENS"),
-    Flag("prefill-max-requests", "prefill_max_requests", _tokens, 0,
+    Flag("--prefill-max-requests", "prefill_max_requests", _tokens, 0,
         "most requests of a rank in one pass, as the engines' flag of that name (0: unbounded)",
         "REQUESTS"),
-    Flag("captured-tokens", "captured_tokens", _graphs, (),
+    Flag("--captured-tokens", "captured_tokens", _graphs, (),
         "token counts of the engines' prefill CUDA graphs: smaller passes take as long as the next "
         "larger one (none)", "TOKENS,..."),
-    Flag("serial-ms", "dispatch_serial_s", not_negative, 1e3 * NETWORK["dispatch_serial_s"],
+    Flag("--serial-ms", "dispatch_serial_s", not_negative, 1e3 * NETWORK["dispatch_serial_s"],
         "how far apart the requests of a batch reach the instance, one after the other "
         f"({1e3 * NETWORK['dispatch_serial_s']:g})", "MS", 1e3),
-    Flag("dispatch-jitter", "dispatch_jitter", not_negative, NETWORK["dispatch_jitter"],
+    Flag("--dispatch-jitter", "dispatch_jitter", not_negative, NETWORK["dispatch_jitter"],
         "lognormal sigma of each request's dispatch latency "
         f"({NETWORK['dispatch_jitter']:g})", "SIGMA"),
-    Flag("gang-gate-ms", "gang_gate_s", not_negative, 1e3 * NETWORK["gang_gate_s"],
+    Flag("--gang-gate-ms", "gang_gate_s", not_negative, 1e3 * NETWORK["gang_gate_s"],
         "how long engines wait for the rest of a batch, as with the plugin; 0: they start with "
         f"what is there ({1e3 * NETWORK['gang_gate_s']:g})", "MS", 1e3),
-    Flag("jitter", "pass_jitter", not_negative, 0.0,
+    Flag("--jitter", "pass_jitter", not_negative, 0.0,
         "lognormal sigma of pass times, 0.15: about -/+ 15 %% (0)"),
-    Flag("first-pass-s", "first_pass_s", not_negative, 0.0,
+    Flag("--first-pass-s", "first_pass_s", not_negative, 0.0,
         "what the first pass of each engine takes on top: compiling, graph capture (0)", "S"),
-    Flag("gap-ms", "launch_gap_s", not_negative, 0.0,
+    Flag("--gap-ms", "launch_gap_s", not_negative, 0.0,
         "engine work between a pass and the next (0)", per=1e3),
 )
 _DECODE: _Flags = (
-    Flag("decode-kv-tokens", "decode_kv_capacity_tokens", _tokens, 0,
+    Flag("--decode-kv-tokens", "decode_kv_capacity_tokens", _tokens, 0,
         "KV capacity of each of the 32 decode ranks; policies that hold requests keep back what "
         "does not fit, with the others it waits in the engine (0: unbounded)", "TOKENS"),
-    Flag("decode-running", "decode_max_running_requests", _tokens, 0,
+    Flag("--decode-running", "decode_max_running_requests", _tokens, 0,
         "most running requests per decode rank (0: unbounded)", "REQUESTS"),
-    Flag("decode-seconds", "decode_s", positive_number, 1.0,
+    Flag("--decode-seconds", "decode_s", positive_number, 1.0,
         "how long a request keeps its place in decode (1)", "S"),
 )
 _CACHES: _Flags = (
-    Flag("kv-tokens", "", _tokens, KV_CAPACITY_TOKENS,
+    Flag("--kv-tokens", "", _tokens, KV_CAPACITY_TOKENS,
         "KV capacity of each prefill DP rank; 0: no prefix caches, and unbounded KV "
         f"({KV_CAPACITY_TOKENS})", "TOKENS"),
-    Flag("host-kv-tokens", "", _tokens, None,
+    Flag("--host-kv-tokens", "", _tokens, None,
         "host memory below each rank's KV cache (HiCache); 0: none, and no storage "
         f"(agentic: {TierSpec().host_kv_tokens}, else 0)", "TOKENS"),
-    Flag("storage", "", argparse.BooleanOptionalAction, None,
+    Flag("--storage", "", argparse.BooleanOptionalAction, None,
         "storage below host memory, which all ranks share (with host memory)"),
-    Flag("block-tokens", "", _tokens, 0,
+    Flag("--block-tokens", "", _tokens, 0,
         "give the paper's scenarios prefix caches with blocks of this size, too; their prompts "
         "share nothing (0: no caches)", "TOKENS"),
-    Flag("prefix-source", "prefix_source", get_args(PrefixSource), "events",
+    Flag("--prefix-source", "prefix_source", get_args(PrefixSource), "events",
         "how sbs and sbs_paper know what a rank has cached: its KV events, what they sent there, "
         "or not at all (events)"),
-    Flag("load-counts", "load_counts", LOAD_COUNTS, "prompt",
+    Flag("--load-counts", "load_counts", LOAD_COUNTS, "prompt",
         "what load 1.0 is: full chunks of all prompt tokens, or the most that can be served if "
         "nothing is computed twice and all ranks are equally busy (prompt)"),
 )
 _ROBUSTNESS: _Flags = (
-    Flag("burstiness", "burstiness", positive_number, 1.0,
+    Flag("--burstiness", "burstiness", positive_number, 1.0,
         "arrivals with gamma gaps of this coefficient of variation; 1: Poisson, 3: bursts and "
         "lulls, below 1: more even. A trace has its own (1)", "CV"),
-    Flag("length-error", "length_error", _share, 0.0,
+    Flag("--length-error", "length_error", _share, 0.0,
         "the scheduler is told prompt lengths times a uniform factor, 0.3: 0.7 to 1.3; the engine "
         "computes the true ones, and its EndForward reports say so (0)", "SHARE"),
-    Flag("endforward-loss", "endforward_loss", _share_or_all, 0.0,
+    Flag("--endforward-loss", "endforward_loss", _share_or_all, 0.0,
         "share of EndForward messages that never arrive; 1: an engine without plugin (0)",
         "SHARE"),
-    Flag("endforward-delay-ms", "endforward_delay_s", not_negative, 0.0,
+    Flag("--endforward-delay-ms", "endforward_delay_s", not_negative, 0.0,
         "mean of an exponential delay of each message, unknown to the scheduler; messages of "
         "different ranks overtake each other (0)", "MS", 1e3),
-    Flag("endforward-duplicates", "endforward_duplicates", _share_or_all, 0.0,
+    Flag("--endforward-duplicates", "endforward_duplicates", _share_or_all, 0.0,
         "share of EndForward messages that arrive twice (0)", "SHARE"),
 )
 _INSTANCES: _Flags = (
-    Flag("prefill", "", positive, None, "equal prefill instances (3)", "N"),
-    Flag("instance", "", _instances, None,
+    Flag("--prefill", "", positive, None, "equal prefill instances (3)", "N"),
+    Flag("--instance", "", _instances, None,
         "instead of --prefill, repeated: prefill instances that differ, as in count=2,dp=8 or "
         "dp=4,chunk=4096,speed=0.5. What is left out is --dp, --chunks, 1. Load 1.0 counts an "
         "instance by what its full chunks are worth", "SPEC", repeated=True),
-    Flag("at", "changes", _changes, (),
+    Flag("--at", "changes", _changes, (),
         f"topology changes, {', '.join(ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. drain: no "
         "new requests, the old ones end. down: it dies, its requests fail and are sent again "
         "elsewhere. up: it is back; an instance whose first change is up joins then",
         "SECOND:ACTION:INSTANCE,..."),
-    Flag("short-pool", "short_pool", _tokens, 0,
+    Flag("--short-pool", "short_pool", _tokens, 0,
         "so many instances take short prompts only, the others long ones, with as much to compute "
         "per instance in both (0: all take all)", "N"),
-    Flag("deflect-tokens", "deflect_tokens", _tokens, 0,
+    Flag("--deflect-tokens", "deflect_tokens", _tokens, 0,
         "decode computes prompts of at most so many tokens, too, "
         f"{DEFLECT_CHUNK_TOKENS} per rank and step (0: none)", "TOKENS"),
 )

@@ -87,7 +87,7 @@ class Flag(NamedTuple):
 
     @property
     def dest(self) -> str:
-        return self.name.replace("-", "_")
+        return self.name.removeprefix("--").replace("-", "_")
 
 
 def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> list[argparse.Action]:
@@ -103,7 +103,7 @@ def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> list[ar
         if flag.repeated:
             words["action"] = "extend"
         words |= {"default": flag.default, "help": flag.help}
-        added.append(group.add_argument(f"--{flag.name}", **words))
+        added.append(group.add_argument(flag.name, **words))
     return added
 
 

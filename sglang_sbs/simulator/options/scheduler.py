@@ -29,25 +29,25 @@ def _weights(text: str) -> dict[str, float]:
 
 # fmt: off
 _FLAGS = (
-    Flag("sbs-n-limit", "n_limit", positive, None,
+    Flag("--sbs-n-limit", "n_limit", positive, None,
         "N_limit: cycles until flow control (unbounded; router: 100)", "LIMIT"),
-    Flag("sbs-queue-timeout-secs", "default_timeout_s", positive_number, None,
+    Flag("--sbs-queue-timeout-secs", "default_timeout_s", positive_number, None,
         "longest wait (unbounded; router: 60)", "SECS"),
-    Flag("sbs-max-queue-requests", "max_queue_requests", positive, None,
+    Flag("--sbs-max-queue-requests", "max_queue_requests", positive, None,
         "longest queue (unbounded; router: 10000)", "REQUESTS"),
-    Flag("sbs-max-queue-tokens", "max_queue_tokens", positive, None,
+    Flag("--sbs-max-queue-tokens", "max_queue_tokens", positive, None,
         "most prompt tokens in the queue (unbounded)", "TOKENS"),
-    Flag("sbs-max-hold-ms", "max_hold_s", positive_number, None,
+    Flag("--sbs-max-hold-ms", "max_hold_s", positive_number, None,
         "sbs: longest hold, or five mean forward times if those are longer; twice that for a "
         "cached prefix (2000)", "MS", 1e3),
-    Flag("sbs-t-default-ms", "t_default_s", positive_number, None,
+    Flag("--sbs-t-default-ms", "t_default_s", positive_number, None,
         "T_default: forward time before the first (300)", "MS", 1e3),
-    Flag("sbs-priority-step-ms", "priority_step_s", positive_number, None,
+    Flag("--sbs-priority-step-ms", "priority_step_s", positive_number, None,
         "sbs: what a level of priority is worth, or five mean forward times if those are longer "
         "(5000)", "MS", 1e3),
-    Flag("sbs-iqr-k", "iqr_k", not_negative, None,
+    Flag("--sbs-iqr-k", "iqr_k", not_negative, None,
         "k of Algorithm 3, for sbs_paper, sbs_iqr (1.5)", "K"),
-    Flag("sbs-tenant-weights", "tenant_weights", _weights, None,
+    Flag("--sbs-tenant-weights", "tenant_weights", _weights, None,
         "sbs: shares of the passes of --tenants; 1 for those that are not named", "NAME=W,..."),
 )
 # fmt: on
