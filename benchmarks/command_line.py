@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import resource
+from pathlib import Path
+
+from sglang_sbs.outputs import try_to_write
 
 
 def command_parser(prog: str, about: str, epilog: str) -> argparse.ArgumentParser:
@@ -22,3 +25,11 @@ def raise_file_limit() -> float:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
+def make_writable(path: Path) -> None:
+    """As :func:`try_to_write`; the message of the error names the path."""
+    try:
+        try_to_write(path)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error

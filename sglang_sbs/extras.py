@@ -1,7 +1,4 @@
-"""What a verb or a flag needs beyond a plain install, looked for before its work begins.
-
-Must not know what either does.
-"""
+"""What a verb or a flag needs beyond a plain install, looked for before its work begins."""
 
 from __future__ import annotations
 

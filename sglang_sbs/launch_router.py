@@ -1,7 +1,4 @@
-"""``python -m sglang_sbs.launch_router``: the router's entry point.
-
-Owns the process: arguments, logging, signals, exit code. Must not know the parts of the router.
-"""
+"""``python -m sglang_sbs.launch_router``: the router's process: arguments, signals, exit code."""
 
 from __future__ import annotations
 

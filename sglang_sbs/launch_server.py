@@ -1,7 +1,6 @@
 """`python -m sglang_sbs.launch_server`: a whole PD cluster with its router on one machine.
 
-Owns: the command line, and what the user sees while the cluster starts, runs and stops. How the
-processes are planned and supervised is `sglang_sbs/cluster/`.
+How the processes are planned and supervised is `sglang_sbs/cluster/`.
 """
 
 from __future__ import annotations

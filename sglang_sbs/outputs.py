@@ -1,7 +1,4 @@
-"""Files that a long run is going to write, looked at before it begins.
-
-Owns the folder and the question. Must not know what is written, or for whom.
-"""
+"""Files that a long run is going to write, looked at before it begins."""
 
 from __future__ import annotations
 
@@ -20,11 +17,3 @@ def try_to_write(path: Path) -> None:
         path.open("ab").close()
     if new:
         path.unlink()
-
-
-def make_writable(path: Path) -> None:
-    """As :func:`try_to_write`; the message of the error names the path."""
-    try:
-        try_to_write(path)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error

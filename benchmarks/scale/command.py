@@ -23,12 +23,11 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from benchmarks.command_line import command_parser, raise_file_limit
+from benchmarks.command_line import command_parser, make_writable, raise_file_limit
 from benchmarks.router_processes import free_ports
 from benchmarks.scale.client import Clients
 from benchmarks.scale.messages import message_costs
 from benchmarks.scale.router import Reading, ScaledRouter, running_fleet, running_router, shape_of
-from sglang_sbs.outputs import make_writable
 from sglang_sbs.simulator.options.common import integers
 
 _EPILOG = """\

@@ -1,8 +1,4 @@
-"""`LocalCluster`: the planned processes as one async context manager.
-
-Owns: the order of starting (engines, readiness, router) and stopping, and the reports on the way.
-Must not know how a process is planned or spawned.
-"""
+"""`LocalCluster`: the planned processes as one async context manager."""
 
 from __future__ import annotations
 
@@ -90,10 +86,7 @@ class LocalCluster:
         Raises:
             KeyError: no such process was started.
         """
-        for process in self._supervisor.processes:
-            if process.name == name:
-                return process.pid
-        raise KeyError(name)
+        return self._supervisor.called(name).pid
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send `number` to every process of the server called `name`.

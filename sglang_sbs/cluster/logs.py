@@ -1,7 +1,4 @@
-"""The end of a process's log, for error messages.
-
-Owns: reading it. Must not know whose log it is.
-"""
+"""The end of a process's log, for error messages."""
 
 from __future__ import annotations
 

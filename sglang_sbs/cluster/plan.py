@@ -1,7 +1,7 @@
 """From options to the exact processes of a PD cluster on one machine.
 
-Owns: command lines, environments, port layout and GPU assignment. Pure: starts nothing, opens no
-socket, reads no environment (`ports` and `environment` are passed in).
+Pure: starts nothing, opens no socket, reads no environment (`ports` and `environment` are passed
+in).
 """
 
 from __future__ import annotations
@@ -166,7 +166,6 @@ class ClusterPlan:
         return (*self.instances, *([self.router] if self.router is not None else []))
 
     def of_role(self, role: Role) -> tuple[InstancePlan, ...]:
-        """Instances of `role`, in order."""
         return tuple(instance for instance in self.instances if instance.role is role)
 
 
@@ -212,8 +211,6 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
 
 
 class _Shape(NamedTuple):
-    """What all instances have in common."""
-
     on_cpu: bool
     ranks: int
     """DP ranks."""
@@ -370,7 +367,6 @@ def _engine_argv(
     shape: _Shape,
     node: Node,
 ) -> tuple[str, ...]:
-    """`python -m sglang.launch_server …` of one instance on one of its nodes."""
     role_flags = {
         Role.PREFILL: options.prefill_flags,
         Role.DECODE: options.decode_flags,

@@ -1,7 +1,4 @@
-"""Free TCP ports on the loopback interface.
-
-Owns: the search. Must not know what a port is for.
-"""
+"""Free TCP ports on the loopback interface."""
 
 from __future__ import annotations
 

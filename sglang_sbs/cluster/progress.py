@@ -1,7 +1,4 @@
-"""What a terminal shows while a cluster starts.
-
-Owns: the display. Must not know how anything is started.
-"""
+"""What a terminal shows while a cluster starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""When a started server serves requests.
-
-Owns: polling it, and what SGLang needs right after. Must not know processes.
-"""
+"""When a started server serves requests."""
 
 from __future__ import annotations
 

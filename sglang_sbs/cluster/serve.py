@@ -1,7 +1,4 @@
-"""A local cluster in the foreground: up, something done with it until a signal, down again.
-
-Owns: the signals, and the order of start, use and stop. Must not know what is served or said.
-"""
+"""A local cluster in the foreground: up, something done with it until a signal, down again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Starting one process: as a child of this one, or forked by the CPU engines' nursery.
 
-Owns: process creation and the notice of its end. Must not know clusters, readiness or when to stop.
 Every process leads its own process group (pgid == pid) and is ended by the kernel if its parent
 dies.
 """
@@ -38,8 +37,6 @@ class SpawnedProcess:
 
 
 class Spawner(Protocol):
-    """Starts processes."""
-
     async def spawn(self, plan: ProcessPlan) -> SpawnedProcess:
         """Start `plan` and return once it has a pid.
 
@@ -49,8 +46,6 @@ class Spawner(Protocol):
 
 
 class ChildSpawner:
-    """Starts ordinary child processes."""
-
     def __init__(self) -> None:
         self._waiters: set[asyncio.Task[None]] = set()
 

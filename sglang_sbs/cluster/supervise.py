@@ -1,7 +1,7 @@
 """The set of processes of one cluster: started, watched, stopped.
 
-Owns: which processes are ours, noticing the first that ends by itself, and stopping exactly those
-that were started, by the ids recorded at their start. Must not know SGLang or HTTP.
+Notices the first that ends by itself, and stops exactly those that were started, by the ids
+recorded at their start.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ def describe_exit(returncode: int) -> str:
 
 
 class Supervisor:
-    """Processes of one cluster, in the order they were started."""
-
     def __init__(self) -> None:
         self._processes: list[SpawnedProcess] = []
         self._watched: list[SpawnedProcess] = []
@@ -89,7 +87,7 @@ class Supervisor:
         Raises:
             KeyError: no such process was started.
         """
-        os.killpg(self._called(name).pid, number)
+        os.killpg(self.called(name).pid, number)
 
     async def kill(self, name: str) -> None:
         """SIGKILL the process called `name` with its children, wait for its end and forget it.
@@ -97,13 +95,14 @@ class Supervisor:
         Raises:
             KeyError: no such process was started.
         """
-        process = self._called(name)
+        process = self.called(name)
         self._processes.remove(process)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.shield(process.exited)
 
-    def _called(self, name: str) -> SpawnedProcess:
+    def called(self, name: str) -> SpawnedProcess:
+        """Raises: KeyError, no such process was started."""
         for process in self._processes:
             if process.name == name:
                 return process

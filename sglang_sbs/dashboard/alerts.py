@@ -1,12 +1,11 @@
 """What somebody on call should look at, from one snapshot and what happened in the last minute.
 
-Owns the conditions and their words. Must not know where they are shown. Every text says what is
-wrong and what to do about it.
+Every text says what is wrong and what to do about it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,101 +56,86 @@ class Recent:
 
 def find_alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> list[Alert]:
     """Most severe first."""
-    found: list[Alert] = []
+    return sorted(_alerts(snapshot, config, recent), key=lambda alert: alert.severity != "critical")
+
+
+def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iterator[Alert]:
     if recent.alone:
-        found.append(
-            Alert(
-                "critical",
-                "alone",
-                "",
-                "this front end is without the scheduler process and places requests at once: "
-                "see whether that process runs",
-            )
+        text = (
+            "this front end is without the scheduler process and places requests at once: "
+            "see whether that process runs"
         )
-    found += _cluster(snapshot)
-    found += _queue(snapshot, config)
+        yield Alert("critical", "alone", "", text)
+    yield from _cluster(snapshot)
+    yield from _queue(snapshot, config)
     for cause, count in sorted(recent.refusals.items()):
         text = f"{counted(count, 'request')} refused in 60 s: {cause}"
-        found.append(Alert("warning", "refused", "", text))
+        yield Alert("warning", "refused", "", text)
     stale_s = max(STALE_S, STALE_PASSES * snapshot.mean_forward_s)
     feedback = facts_of(snapshot.policy).reads_reports
     for prefill in snapshot.prefill:
-        found += _prefill(prefill, recent.watchdog_fires.get(prefill.instance, 0), feedback)
-        found += _stale(prefill, stale_s)
+        yield from _prefill(prefill, recent.watchdog_fires.get(prefill.instance, 0), feedback)
+        yield from _stale(prefill, stale_s)
     for decode in snapshot.decode:
-        found += _stale(decode, stale_s)
+        yield from _stale(decode, stale_s)
     for subject, text in recent.problems:
-        found.append(Alert("warning", "problem", subject, text))
+        yield Alert("warning", "problem", subject, text)
     if recent.scheduler_errors:
-        found.append(
-            Alert(
-                "critical",
-                "scheduler_errors",
-                "",
-                f"the scheduler failed on {counted(recent.scheduler_errors, 'event')}: a defect; "
-                "the router's log has the cause",
-            )
+        text = (
+            f"the scheduler failed on {counted(recent.scheduler_errors, 'event')}: a defect; "
+            "the router's log has the cause"
         )
-    return sorted(found, key=lambda alert: alert.severity != "critical")
+        yield Alert("critical", "scheduler_errors", "", text)
 
 
-def _cluster(snapshot: Snapshot) -> list[Alert]:
-    found = []
+def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
     for role, instances in (("prefill", snapshot.prefill), ("decode", snapshot.decode)):
-        up = sum(one.up for one in instances)
-        if not up:
+        if not any(one.up for one in instances):
             text = f"no {role} instance is up: every request is refused"
-            found.append(Alert("critical", f"no_{role}", "", text))
-        found.extend(
-            Alert("critical", "down", one.instance, f"this {role} instance is down")
-            for one in instances
-            if not one.up and up
-        )
-    return found
+            yield Alert("critical", f"no_{role}", "", text)
+            continue
+        for one in instances:
+            if not one.up:
+                yield Alert("critical", "down", one.instance, f"this {role} instance is down")
 
 
-def _queue(snapshot: Snapshot, config: SchedulerConfig) -> list[Alert]:
-    found = []
+def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:
     if snapshot.throttled:
         text = (
             "flow control refuses new requests: one has waited more than "
             f"{config.n_limit} scheduling cycles (--sbs-n-limit); add prefill capacity"
         )
-        found.append(Alert("critical", "throttled", "", text))
+        yield Alert("critical", "throttled", "", text)
     for held, limit, what in (
         (snapshot.queue_requests, config.max_queue_requests, "request"),
         (snapshot.queue_tokens, config.max_queue_tokens, "prompt token"),
     ):
         if limit and held >= NEAR_LIMIT * limit:
             text = f"waiting: {counted(held, what)} of {limit:,}; further ones will be refused"
-            found.append(Alert("warning", "queue", "", text))
-    return found
+            yield Alert("warning", "queue", "", text)
 
 
-def _prefill(prefill: PrefillState, fires: int, feedback: bool) -> list[Alert]:
-    found = []
+def _prefill(prefill: PrefillState, fires: int, feedback: bool) -> Iterator[Alert]:
     if fires:
         text = (
             f"the watchdog reset its state {counted(fires, 'time')} in 60 s: it took "
             "work and fell silent; see the engine's log and its path to --sbs-endforward-bind"
         )
-        found.append(Alert("critical", "watchdog", prefill.instance, text))
+        yield Alert("critical", "watchdog", prefill.instance, text)
     if prefill.up and feedback and prefill.tier in _FALLBACK:
         text = (
             f"no EndForward: its readiness rests on {_FALLBACK[prefill.tier]}; install the plugin "
             "or set SGLANG_SBS_ROUTERS on the engine"
         )
-        found.append(Alert("warning", "fallback", prefill.instance, text))
-    return found
+        yield Alert("warning", "fallback", prefill.instance, text)
 
 
-def _stale(instance: PrefillState | DecodeState, stale_s: float) -> list[Alert]:
+def _stale(instance: PrefillState | DecodeState, stale_s: float) -> Iterator[Alert]:
     ages = [rank.age_s for rank in instance.ranks if rank.age_s is not None]
     silent = [age_s for age_s in ages if age_s > stale_s]
-    if not instance.up or not silent:
-        return []
-    text = (
-        f"{len(silent)} of {len(instance.ranks)} DP ranks sent no EndForward for up to "
-        f"{max(silent):.0f} s: hung, or the network between"
-    )
-    return [Alert("warning", "stale", instance.instance, text)]
+    if instance.up and silent:
+        text = (
+            f"{len(silent)} of {len(instance.ranks)} DP ranks sent no EndForward for up to "
+            f"{max(silent):.0f} s: hung, or the network between"
+        )
+        yield Alert("warning", "stale", instance.instance, text)

@@ -1,7 +1,4 @@
-"""Reads the dashboard's stream of frames from a router.
-
-Owns the connection, the key, and the parsing of server-sent events. Must not know what is shown.
-"""
+"""Reads the dashboard's stream of frames from a router."""
 
 from __future__ import annotations
 

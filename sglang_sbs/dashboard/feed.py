@@ -1,7 +1,5 @@
 """Frames for whoever looks: made five times a second while somebody does, once for all of them.
 
-Owns the ticking and the fan-out. Must not know HTTP, what is in a frame, or who the watchers are.
-
 Cost nothing when nobody looks: the recorder is attached to the scheduler's pump with the first
 watcher, and detached ``LINGER_S`` after the last one has gone (so that reloading the page keeps the
 picture). A watcher is a callback that must not block; it gets a history first, then every frame.
@@ -84,16 +82,13 @@ class LocalFeed:
 
     @property
     def watchers(self) -> int:
-        """How many look now."""
         return len(self._watchers)
 
     @property
     def attached(self) -> bool:
-        """Whether the scheduler's events are recorded now."""
         return self._recorder is not None
 
     def watch(self, take: Take) -> Stop:
-        """See :class:`Feed`."""
         recorder = self._attach()
         number = self._numbers = self._numbers + 1
         take(self._encode(recorder.history(time.monotonic())), True)
@@ -105,7 +100,6 @@ class LocalFeed:
         return stop
 
     def close(self) -> None:
-        """See :class:`Feed`."""
         self._watchers.clear()
         self._detach()
 

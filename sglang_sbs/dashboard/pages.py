@@ -1,8 +1,6 @@
 """The dashboard over HTTP: the page's files, and the stream of frames behind it.
 
-Owns which path is which file, their security headers, and what becomes of a watcher that does not
-keep up: it is dropped, never buffered for. Must not know what is in a frame or who may see it (the
-key is checked before a request gets here).
+A watcher that does not keep up is dropped, never buffered for.
 
 The page's files are open to everybody and tell nothing of the cluster; ``/dashboard/events`` wants
 the key of the control plane. The page sends it as a header, so it is in no URL and no log.
@@ -69,7 +67,6 @@ class Dashboard:
 
     @property
     def watchers(self) -> int:
-        """Open streams."""
         return len(self._watchers)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -80,7 +77,6 @@ class Dashboard:
         return [*pages, ("GET", EVENTS_PATH, self.events)]
 
     def close(self) -> None:
-        """End all streams: the router stops."""
         self._closed = True
         for watcher in self._watchers:
             watcher.end()
@@ -153,7 +149,6 @@ class _Watcher:
         self.address = peer[0] if isinstance(peer, tuple) else ""
 
     def take(self, payload: bytes, full: bool) -> None:
-        """See :data:`~.feed.Take`."""
         if self._ended:
             return
         if len(self._pending) >= PENDING_FRAMES:

@@ -1,8 +1,6 @@
 """Prefill passes as the engines report them, and the bubbles between them.
 
-Owns the merging of the ranks' messages into one record per pass; without a barrier each rank makes
-passes of its own. Must not know requests, clocks or who draws it. Times are seconds of the
-scheduler's clock.
+Without a barrier each rank makes passes of its own. Times are seconds of the scheduler's clock.
 
 A *bubble* is time between two passes of an instance. It matters only if there was something to do:
 ``waste_s`` is how much of it passed while requests waited in the router's queue.
@@ -20,8 +18,6 @@ _SETTLE_S = 0.1
 
 @dataclass(slots=True)
 class PassRecord:
-    """One forward pass of one prefill instance."""
-
     instance: str
     start_s: float
     end_s: float

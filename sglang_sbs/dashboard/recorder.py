@@ -1,8 +1,6 @@
 """Watches a scheduler's events and makes the frames of the dashboard of them. Sans-I/O.
 
-Owns what is remembered: the passes of the last half minute, the last gangs, hold times, refusals,
-the length of the queue, all of it bounded. Must not know sockets, clocks, or who looks. Reads the
-scheduler, never changes it.
+What it remembers is bounded. Reads the scheduler, never changes it.
 
 A *frame* has the state as it is now and what is new since the frame before; a *history* has the
 state and all that is remembered, for who begins to look. A history and the frames after it fit

@@ -1,9 +1,8 @@
 """What prefill would do if requests were placed by another rule: an estimate, sans-I/O.
 
-Owns a model of queues and passes per DP rank: first come first served up to the chunk, all ranks of
-an instance in step, a pass as long as the scheduler's own learned forward model says. A worker
-without a barrier is an instance of one rank for each of its DP ranks, as it is to the scheduler.
-Must not know the scheduler's state, decode, or what the result is compared with.
+A model of queues and passes per DP rank: first come first served up to the chunk, all ranks of an
+instance in step, a pass as long as the scheduler's own learned forward model says. A worker without
+a barrier is an instance of one rank for each of its DP ranks, as it is to the scheduler.
 
 It is an estimate: KV transfer, decode, failures and the pages of a chunk are left out, and the
 forward model has its error. :mod:`.ttft` shows how far the same model is off for what was really
@@ -50,16 +49,12 @@ class _Prompt:
 
 @dataclass(slots=True)
 class ShadowRank:
-    """One DP rank."""
-
     prompts: deque[_Prompt] = field(default_factory=deque)
     outstanding_tokens: int = 0
 
 
 @dataclass(slots=True)
 class ShadowInstance:
-    """One prefill instance."""
-
     shape: Shape
     ranks: list[ShadowRank]
     free_s: float

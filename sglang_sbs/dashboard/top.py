@@ -1,8 +1,4 @@
-"""``sglang-sbs top``: the dashboard in a terminal.
-
-Owns the flags, the loop, and what is left on the screen at the end. Must not know what a frame
-means (:mod:`.top_view`) or how it comes (:mod:`.client`).
-"""
+"""``sglang-sbs top``: the dashboard in a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ _DRAW_EVERY = 2
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of ``sglang-sbs top``."""
     made = argparse.ArgumentParser(
         prog="sglang-sbs top",
         description="What the scheduler does, live, in a terminal: DP ranks, queue, hold times, "

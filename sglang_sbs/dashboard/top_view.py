@@ -1,7 +1,6 @@
 """One frame as lines of a terminal.
 
-Owns what is shown where, and what is left out when the terminal is small. Must not know where
-frames come from. Text of others (worker URLs, reasons, ids) is shown without control characters.
+Text of others (worker URLs, reasons, ids) is shown without control characters.
 """
 
 from __future__ import annotations
@@ -91,7 +90,9 @@ def _name(one: dict[str, Any]) -> Text:
     name = _short(one["instance"])
     if len(name) > _NAME_CHARS:
         name = "…" + name[1 - _NAME_CHARS :]
-    return Text(f"{name:<{_NAME_CHARS}} ", style="" if one["up"] else "dim")
+    line = Text(f"{name:<{_NAME_CHARS}} ", style="" if one["up"] else "dim")
+    line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
+    return line
 
 
 def _grouped(instances: Sequence[dict[str, Any]], per_rank: str, width: int) -> str:
@@ -205,7 +206,6 @@ def _prefill(instances: list[dict[str, Any]], width: int, room: int) -> list[Lin
     lines: list[Line] = []
     for one in instances[:room]:
         line = _name(one)
-        line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
         free = sum(max(0, tokens) for tokens in one["c_avail"])
         line.append(f"{free:>7,} free, heard {_oldest(one['age']):>5} ")
         if not one.get("barrier", True):
@@ -221,7 +221,6 @@ def _decode(instances: list[dict[str, Any]], width: int, room: int) -> list[Line
     lines: list[Line] = []
     for one in instances[:room]:
         line = _name(one)
-        line.append("up   " if one["up"] else "DOWN ", style="green" if one["up"] else "red")
         line.append(f"B {sum(one['running']):>5,} K {sum(one['kv']):>9,} {_oldest(one['age']):>5} ")
         shares = [kv / (one["kv_capacity"] or fullest) for kv in one["kv"]]
         _cells(line, shares, one["age"], width - len(line))

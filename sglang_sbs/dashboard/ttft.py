@@ -1,7 +1,5 @@
 """Time to prefill's answer as measured, beside what immediate dispatch would have given.
 
-Owns the comparison over the last minute. Must not know events, clocks or how a pass is modelled.
-
 Four figures for the same requests: *measured* (arrival at the scheduler to prefill's answer),
 *modelled* (the model of :mod:`.shadow` fed with the real placements), and two estimates of
 immediate dispatch by that model. *Modelled* against *measured* is the model's error: an estimate

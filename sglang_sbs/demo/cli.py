@@ -1,8 +1,7 @@
 """``sglang-sbs demo``: a real SGLang PD cluster on this machine, with SBS in front of it.
 
-Owns the story: bring the cluster up, send the same load through SBS and through an immediate
-policy, check tokens on engines that really compute, print what happened. Must not know how
-processes are planned, loaded or read.
+Brings the cluster up, sends the same load through SBS and through an immediate policy, checks
+tokens on engines that really compute, and prints what happened.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ through the router as one engine asked directly.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs demo``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs demo",
         description="Bring up a real SGLang PD cluster with a tiny MoE and route through SBS.",

@@ -1,7 +1,4 @@
-"""``sglang-sbs bench``: policies side by side on the same real engines (virtual GPU).
-
-Owns the sweep over policies, loads and seeds, and its table. Must not know how a run is made.
-"""
+"""``sglang-sbs bench``: policies side by side on the same real engines (virtual GPU)."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ what full chunks on every rank would serve.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs bench``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs bench",
         description="Compare policies on a real SGLang PD cluster with virtual GPU time.",

@@ -1,8 +1,4 @@
-"""``sglang-sbs demo --keep``: the demo's cluster to look at, under light load until it is stopped.
-
-Owns the cluster's plan, the load and what the terminal says meanwhile. Must not know how processes
-are started and stopped.
-"""
+"""``sglang-sbs demo --keep``: the demo's cluster under light load, until it is stopped."""
 
 from __future__ import annotations
 
@@ -50,8 +46,6 @@ class PortTakenError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class KeepOptions:
-    """What is kept up, and where."""
-
     prefill: int
     decode: int
     dp_size: int
@@ -68,8 +62,6 @@ class KeepOptions:
 
 @dataclass(slots=True)
 class Traffic:
-    """What became of the requests so far."""
-
     answered: int = 0
     failed: int = 0
     in_flight: int = 0

@@ -1,7 +1,4 @@
-"""An open-loop load: requests leave at their arrival times, whatever the server does.
-
-Owns workloads and the client. Must not know which router or policy answers.
-"""
+"""An open-loop load: requests leave at their arrival times, whatever the server does."""
 
 from __future__ import annotations
 
@@ -50,8 +47,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a workload."""
-
     at_s: float
     input_ids: list[int]
     max_new_tokens: int

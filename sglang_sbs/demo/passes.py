@@ -1,7 +1,4 @@
-"""What the engines did, read from a router's event log.
-
-Owns the reconstruction of forward passes and of who served what. Must not know HTTP.
-"""
+"""What the engines did, read from a router's event log."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One policy over the engines of a running cluster: its router, a load, the result.
-
-Owns the router process of a run and its event log. Must not know how the engines were started.
-"""
+"""One policy over the engines of a running cluster: its router, a load, the result."""
 
 from __future__ import annotations
 
@@ -53,8 +50,6 @@ class RouterPorts:
 
 @dataclass(slots=True)
 class Run:
-    """The outcome of one policy."""
-
     label: str
     samples: list[Sample]
     engines: EngineRecord

@@ -1,6 +1,6 @@
 """A picture of the passes of every prefill instance over time, one policy above the other.
 
-Owns the drawing; needs matplotlib (the ``sim`` extra).
+Needs matplotlib (the ``sim`` extra).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Whether the router changes what the model says: greedy tokens through it and without it.
-
-Owns the real-compute check. Must not know policies beyond the flags it passes on.
-"""
+"""Whether the router changes what the model says: greedy tokens through it and without it."""
 
 from __future__ import annotations
 
@@ -36,8 +33,6 @@ TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """The outcome of the check."""
-
     prompts: int
     pairs: int
     """Prefill x decode DP rank pairs that served at least one."""

@@ -1,7 +1,4 @@
-"""The virtual-GPU cluster that policies are compared on.
-
-Owns the cluster's shape and costs, and the ports its routers use. Must not know what is measured.
-"""
+"""The virtual-GPU cluster that policies are compared on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``sglang-sbs doctor``: the command.
-
-Owns the exit code and where the report goes.
-"""
+"""``sglang-sbs doctor``: the command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One examination: gather everything, then judge it.
-
-Owns the order of the questions and the list of checks. Must not know how findings are shown.
-"""
+"""One examination: gather everything, then judge it."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
             progress(f"listening for EndForward, {options.wait_s:g} s at most")
             keys = options.router_flags.endforward_keys
             facts.heard = await asyncio.to_thread(Ear(options, facts.engines, keys).listen)
-        whose = Attribution([e for e in facts.engines if e.info], facts.heard or Heard())
+        whose = Attribution(facts.usable, facts.heard or Heard())
         await asyncio.gather(*(asker.kv_ports(e, whose.of(e)) for e in facts.engines))
         if options.probe:
             facts.probes = await _probe(session, facts, progress)
@@ -77,8 +74,7 @@ def _worth_listening(facts: ClusterFacts) -> bool:
     options, router = facts.options, facts.router
     if router is not None and router.failure is None and options.given_bind is None:
         return False
-    usable = [e.info for e in facts.engines if e.info is not None]
-    dials = any(info.sbs is not None and info.sbs.bind for info in usable)
+    dials = any(e.known.sbs is not None and e.known.sbs.bind for e in facts.usable)
     return dials or bool(endpoints_to_hear(options, facts.engines))
 
 

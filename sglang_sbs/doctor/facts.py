@@ -1,7 +1,6 @@
 """What was gathered, before anybody judges it.
 
-Owns the types between gathering and checks. Must not know how anything was asked, nor what it
-means. All times in seconds.
+All times in seconds.
 """
 
 from __future__ import annotations
@@ -52,6 +51,10 @@ class Bootstrap:
     layout: dict[str, Any] | None = None
     """``PrefillServerInfo`` of SGLang's ``disaggregation/common/conn.py``."""
 
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True)
 class ClosedKvPort:
@@ -100,6 +103,12 @@ class EngineFacts:
     def url(self) -> str:
         return self.target.url
 
+    @property
+    def known(self) -> WorkerInfo:
+        """``info`` of an engine that can be used."""
+        assert self.info is not None
+        return self.info
+
 
 @dataclass(slots=True)
 class RankHeard:
@@ -136,8 +145,6 @@ class Heard:
 
 @dataclass(slots=True)
 class RouterFacts:
-    """What a running router said."""
-
     url: str
     failure: Failure | None = None
     ready_status: int = 0
@@ -163,8 +170,6 @@ class ProbeResult:
 
 @dataclass(slots=True)
 class ClusterFacts:
-    """Everything, for the checks."""
-
     options: DoctorOptions
     engines: list[EngineFacts]
     heard: Heard | None = None
@@ -172,9 +177,13 @@ class ClusterFacts:
     router: RouterFacts | None = None
     probes: list[ProbeResult] = field(default_factory=list)
 
+    @property
+    def usable(self) -> list[EngineFacts]:
+        return [e for e in self.engines if e.info is not None]
+
     def of_role(self, role: InstanceRole) -> list[EngineFacts]:
         """Engines given as ``role`` that can be used."""
-        return [e for e in self.engines if e.target.role == role and e.info is not None]
+        return [e for e in self.usable if e.target.role == role]
 
 
 SHOWN_VERSION = (0, 5, 22)

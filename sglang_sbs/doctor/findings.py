@@ -1,7 +1,4 @@
-"""A finding: what was seen, how bad that is, and what to change.
-
-Owns the types that checks return. Must not know any single check.
-"""
+"""A finding: what was seen, how bad that is, and what to change."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ ROUTER = "router"
 
 
 class Verdict(StrEnum):
-    """What the findings come to."""
-
     HEALTHY = "healthy"
     WARNINGS = "warnings"
     BROKEN = "broken"
@@ -57,7 +52,6 @@ def finding(finding_id: str, subject: str, seen: str, change: str | None = None)
 
 
 def count(findings: list[Finding]) -> dict[Severity, int]:
-    """How many of each severity."""
     return {
         severity: sum(found.severity is severity for found in findings) for severity in Severity
     }

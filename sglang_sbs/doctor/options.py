@@ -1,7 +1,6 @@
 """The doctor's command line.
 
-Owns its own flags; all others are the router's, so that a router's command line can be pasted. Must
-not know what is done with them.
+All flags but its own are the router's, so that a router's command line can be pasted.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from sglang_sbs.cluster.flag_words import text_flag
 from sglang_sbs.router.engines.urls import normalise_worker_url
-from sglang_sbs.router.options.arguments import FlagError
+from sglang_sbs.router.options.arguments import FlagError, Parser
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.router_options import RouterOptions
 
@@ -67,11 +66,6 @@ class DoctorOptions:
     key_file: Path | None = None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise FlagError(message)
-
-
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -83,7 +77,7 @@ def _seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="sglang-sbs doctor",
         usage="%(prog)s --prefill URL [BOOTSTRAP_PORT] ... --decode URL ... [--router URL] [flags]",
         description="Examine running SGLang engines (and a router): what is wrong, how bad that "
@@ -114,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--timeout",
+        dest="timeout_s",
         type=_seconds,
         default=10.0,
         metavar="S",
@@ -121,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--wait",
+        dest="wait_s",
         type=_seconds,
         default=6.0,
         metavar="S",
@@ -153,29 +149,12 @@ def parse_options(argv: Sequence[str]) -> DoctorOptions:
             "nothing to examine: give at least one --prefill URL [BOOTSTRAP_PORT] and one --decode "
             "URL, or --router URL to ask a running router which engines it has"
         )
+    key_file = text_flag(rest, "--sbs-endforward-key-file")
+    said = {name: value for name, value in vars(own).items() if name != "router"}
     return DoctorOptions(
         router_flags=flags,
         router=router,
-        features=own.features,
-        probe=own.probe,
-        strict=own.strict,
-        quiet=own.quiet,
-        json=own.json,
-        timeout_s=own.timeout,
-        wait_s=own.wait,
-        given_bind=flags.endforward_bind if _given(rest, "sbs-endforward-bind") else None,
-        key_file=_path_after(rest, "sbs-endforward-key-file"),
+        given_bind=flags.endforward_bind if text_flag(rest, "--sbs-endforward-bind") else None,
+        key_file=Path(key_file) if key_file else None,
+        **said,
     )
-
-
-def _given(argv: Sequence[str], name: str) -> bool:
-    return any(word.partition("=")[0] in (f"--{name}", f"--router-{name}") for word in argv)
-
-
-def _path_after(argv: Sequence[str], name: str) -> Path | None:
-    found = None
-    for number, word in enumerate(argv):
-        flag, equals, value = word.partition("=")
-        if flag in (f"--{name}", f"--router-{name}"):
-            found = Path(value if equals else argv[number + 1])
-    return found

@@ -1,6 +1,6 @@
 """The report: for people, grouped by engine, and for programs.
 
-Owns the layout of both. Must not judge. The JSON has ``"schema": 1``; fields are only ever added.
+The JSON has ``"schema": 1``; fields are only ever added.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ from sglang_sbs.doctor.findings import (
 )
 
 SCHEMA = 1
+_TOLD = (
+    "version",
+    "dp_size",
+    "chunk_tokens",
+    "kv_capacity_tokens",
+    "max_running_requests",
+    "page_size",
+)
+"""Of what an engine says of itself."""
 _MARK_CHARS = 9
 _MIN_TEXT_CHARS = 40
 _MARKS = {
@@ -51,13 +60,7 @@ def as_json(facts: ClusterFacts, findings: list[Finding]) -> dict[str, Any]:
         "router": facts.router.url if facts.router is not None else None,
         "engines": [_engine(engine) for engine in facts.engines],
         "findings": [
-            {
-                "id": one.id,
-                "severity": one.severity,
-                "subject": one.subject,
-                "seen": one.seen,
-                "change": one.change,
-            }
+            {name: getattr(one, name) for name in ("id", "severity", "subject", "seen", "change")}
             for one in findings
         ],
     }
@@ -70,12 +73,7 @@ def _engine(engine: EngineFacts) -> dict[str, Any]:
         "role": engine.target.role,
         "reachable": engine.failure is None,
         "usable": info is not None,
-        "version": info.version if info else None,
-        "dp_size": info.dp_size if info else None,
-        "chunk_tokens": info.chunk_tokens if info else None,
-        "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
-        "max_running_requests": info.max_running_requests if info else None,
-        "page_size": info.page_size if info else None,
+        **{name: getattr(info, name, None) for name in _TOLD},
         "plugin": info.sbs is not None if info else None,
     }
 

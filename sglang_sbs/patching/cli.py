@@ -1,8 +1,4 @@
-"""``sglang-sbs patch``: show, apply and revert patches of the packages installed here.
-
-Owns the flags, which patch goes with which package, and what people (or ``--json``) are told. Must
-not know how files are changed.
-"""
+"""``sglang-sbs patch``: show, apply and revert patches of the packages installed here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Which SGLang and ``sglang_router`` an environment has, read from its metadata.
 
-Owns the search and the recognition of editable installs and of a plugin framework. Must not know
-patches, and imports none of what it finds.
+Nothing that is found is imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One patch: what it is for, the checksums of what it touches, and its hunks.
 
-Owns the format of ``patches/*.patch``: a header of ``Name: value`` lines (a line that begins with a
-blank goes on with the one before), then a unified diff that ``git apply`` and ``patch -p1`` take as
-well. Must not know where the files are.
+The format: a header of ``Name: value`` lines (a line that begins with a blank goes on with the one
+before), then a unified diff that ``git apply`` and ``patch -p1`` take as well.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """The change of one file."""
-
     path: str
     """Relative to the folder the package is installed in, with slashes."""
     before: str

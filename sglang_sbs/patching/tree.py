@@ -1,8 +1,5 @@
 """The files a patch touches: which version of each is there, and exchanging them.
 
-Owns checksums before and after, and how a file is replaced. Must not know why, nor how that is told
-to people.
-
 A file is always either the old or the new one: the other version is written next to it and renamed
 over it, and each step of a patch leaves something that works. Renaming also leaves alone what other
 environments share with this one by hard link (uv's cache).

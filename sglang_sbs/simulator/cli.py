@@ -1,7 +1,6 @@
 """``sglang-sbs simulate``: policies against each other in simulated time.
 
-Owns the command line of a scenario's run and what is written of it. Runs are
-:mod:`.experiments.sweep`'s, tables :mod:`.experiments.tables`'s, pictures
+Runs are :mod:`.experiments.sweep`'s, tables :mod:`.experiments.tables`'s, pictures
 :mod:`.experiments.plots`'s; ``simulate paper`` and ``simulate plan`` have modules of their own.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_sbs.simulator.cluster.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
@@ -75,8 +75,19 @@ from sglang_sbs.simulator.workloads.scenario import (
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
+_COMMANDS = {"paper": paper_main, "plan": plan_main, "matrix": matrix_main, "bound": bound_main}
 AGENTIC_S = 200.0
 """Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
+
+_TABLES = (
+    load_tables,
+    day_tables,
+    balance_tables,
+    loop_tables,
+    class_tables,
+    cache_tables,
+    pool_tables,
+)
 
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
@@ -161,14 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if words[:1] == ["paper"]:
-        return paper_main(words[1:])
-    if words[:1] == ["plan"]:
-        return plan_main(words[1:])
-    if words[:1] == ["matrix"]:
-        return matrix_main(words[1:])
-    if words[:1] == ["bound"]:
-        return bound_main(words[1:])
+    if words and words[0] in _COMMANDS:
+        return _COMMANDS[words[0]](words[1:])
     parser, cluster_actions = build_parser()
     args = parser.parse_args(words)
     if args.replay is not None:
@@ -191,20 +196,10 @@ def _main(words: list[str]) -> int:
         parser.error(f"--duration: {error}")
     if decode:
         tables = [decode_table(rows)]
+    elif args.max_qps:
+        tables = capacity_tables(rows)
     else:
-        tables = (
-            capacity_tables(rows)
-            if args.max_qps
-            else [
-                *load_tables(rows),
-                *day_tables(rows),
-                *balance_tables(rows),
-                *loop_tables(rows),
-                *class_tables(rows),
-                *cache_tables(rows),
-                *pool_tables(rows),
-            ]
-        )
+        tables = [table for some in _TABLES for table in some(rows)]
     for table in tables:
         table.print(console)
     if args.plot is not None:
@@ -264,25 +259,15 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     if args.duration <= scenario.warm_up_s:
         parser.error(f"--duration must be longer than the warm-up of {scenario.warm_up_s:g} s")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
-    config = scheduler_fields(args)
-    classes = classes_of(args, parser)
+    config, classes = scheduler_fields(args), classes_of(args, parser)
+    base = Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)
     tasks: list[Task] = []
     for cost in costs:
         for chunk in args.chunks or [None]:
             shape = spec if chunk is None else {**spec, "chunk_tokens": chunk}
             for seed in seeds(args):
                 for policy in policies:
-                    job = Job(
-                        args.scenario,
-                        policy,
-                        1.0,
-                        seed,
-                        args.duration,
-                        cost,
-                        shape,
-                        config,
-                        classes,
-                    )
+                    job = replace(base, policy=policy, seed=seed, cost=cost, spec=shape)
                     if args.max_qps:
                         tasks.append((max_load, (job, slo_s)))
                     else:

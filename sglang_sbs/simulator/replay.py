@@ -1,6 +1,6 @@
 """Re-runs the event log of a real router and compares every decision.
 
-Owns the comparison. The format is the event log's (:mod:`sglang_sbs.scheduling.eventlog`).
+The format is the event log's (:mod:`sglang_sbs.scheduling.eventlog`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Stand-ins for GPU-only packages that SGLang imports on every device.
 
-Owns: making `import triton`, `from torchvision.x import Y` and `import sgl_kernel.z` succeed on a
-machine that has none of them, so that SGLang's modules load unmodified. Every attribute and every
-submodule exists; *using* one is an error that names it. It must not know what SGLang does with
-them, and it is reached only through `testing/site/`, which is on PYTHONPATH of CPU engines alone.
+With them `import triton`, `from torchvision.x import Y` and `import sgl_kernel.z` succeed, so that
+SGLang's modules load unmodified; only `testing/site/`, which is on PYTHONPATH of CPU engines alone,
+brings them in. Every attribute and every submodule exists; *using* one is an error that names it.
 """
 
 from __future__ import annotations
@@ -55,12 +54,14 @@ class AbsentClass(metaclass=_AbsentClassMeta):
         super().__init_subclass__()
 
 
-class AbsentKernel:
-    """A compiled kernel's definition: `kernel[grid](...)` and `kernel(...)` are errors."""
-
+class _Named:
     def __init__(self, qualified_name: str) -> None:
         self.qualified_name = qualified_name
         self.__name__ = qualified_name.rpartition(".")[2]
+
+
+class AbsentKernel(_Named):
+    """A compiled kernel's definition: `kernel[grid](...)` and `kernel(...)` are errors."""
 
     def __getitem__(self, _grid: object) -> NoReturn:
         raise AbsentPackageError(self.qualified_name)
@@ -69,16 +70,12 @@ class AbsentKernel:
         raise AbsentPackageError(self.qualified_name)
 
 
-class AbsentFunction:
+class AbsentFunction(_Named):
     """A function of an absent package: usable as a decorator, an error when called for a value.
 
     `@package.jit` and `@package.autotune(configs=…)` run at import time and must pass; a call with
     data arguments is real use.
     """
-
-    def __init__(self, qualified_name: str) -> None:
-        self.qualified_name = qualified_name
-        self.__name__ = qualified_name.rpartition(".")[2]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

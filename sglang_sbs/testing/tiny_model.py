@@ -1,8 +1,7 @@
 """A Qwen3-MoE model folder small enough to make on the spot and to serve from one CPU core.
 
-Owns: `config.json`, tokenizer files and float32 weights of the tiny model, all a function of the
-constants in this file. Must not know who serves it, and imports neither torch nor transformers, so
-that the router, mock engines and the demo can use its tokenizer.
+A function of the constants in this file. Imports neither torch nor transformers, so that the
+router, mock engines and the demo can use its tokenizer.
 
     python -m sglang_sbs.testing.tiny_model out/tiny-model
 

@@ -15,7 +15,7 @@ import pytest
 from doctor_rig import Rig, rig
 from rich.console import Console
 
-from sglang_sbs.doctor.catalogue.table import CATALOGUE, GROUPS, Severity, markdown
+from sglang_sbs.doctor.catalogue.table import CATALOGUE, GROUPS, Severity
 from sglang_sbs.doctor.cli import main
 from sglang_sbs.doctor.examine import gather, judge
 from sglang_sbs.doctor.findings import Finding, Verdict, finding, verdict
@@ -25,6 +25,7 @@ from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
+from tools.doctor_pages import catalogue_table
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 
@@ -259,8 +260,8 @@ def test_the_docs_have_the_catalogue() -> None:
     text = DOCS.read_text()
     start, end = "<!-- catalogue -->\n", "<!-- end of catalogue -->"
     section = text[text.index(start) + len(start) : text.index(end)]
-    assert section.strip() == markdown().strip(), (
-        "docs/doctor.md is behind: python -m sglang_sbs.doctor.catalogue.table prints it"
+    assert section.strip() == catalogue_table().strip(), (
+        "docs/doctor.md is behind: python -m tools.doctor_pages prints it"
     )
 
 

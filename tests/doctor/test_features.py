@@ -19,13 +19,14 @@ from sglang_sbs.doctor.cli import main
 from sglang_sbs.doctor.examine import gather
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Failure, RouterFacts, Target
 from sglang_sbs.doctor.features.report import features_exit_code, features_json, print_features
-from sglang_sbs.doctor.features.table import FEATURES, FeatureRow, feature_rows, markdown
+from sglang_sbs.doctor.features.table import FEATURES, FeatureRow, feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.workers.server_info import UnusableWorker, parse_server_info
 from tools import feature_deployments
+from tools.doctor_pages import features_table
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--prefill", "http://p0:1", "--prefill", "http://p1:1", "--decode", "http://d0:1"]
@@ -439,8 +440,8 @@ def test_the_docs_have_every_row() -> None:
     text = (ROOT / "docs" / "features.md").read_text()
     start, end = "<!-- features -->\n", "<!-- end of features -->"
     section = text[text.index(start) + len(start) : text.index(end)]
-    assert section.strip() == markdown().strip(), (
-        "docs/features.md is behind the table: python -m sglang_sbs.doctor.features.table prints it"
+    assert section.strip() == features_table().strip(), (
+        "docs/features.md is behind the table: python -m tools.doctor_pages prints it"
     )
 
 

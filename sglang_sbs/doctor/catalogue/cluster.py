@@ -1,7 +1,6 @@
 """Findings about what engines have in common or hangs on them, routers and probes.
 
-Owns their ids and wording. Ids are stable: tools may rely on them. Must not know how a finding is
-come by.
+Ids are stable: tools may rely on them.
 """
 
 from __future__ import annotations

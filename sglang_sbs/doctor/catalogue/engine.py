@@ -1,7 +1,6 @@
 """Findings about single engines: reach, versions, plugin, EndForward, limits, flags.
 
-Owns their ids and wording. Ids are stable: tools may rely on them. Must not know how a finding is
-come by.
+Ids are stable: tools may rely on them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a catalogue entry is.
-
-Owns the severities and their order. Must not know any entry.
-"""
+"""What a catalogue entry is."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finding."""
-
     severity: Severity
     meaning: str
     change: str = ""

@@ -1,16 +1,11 @@
-"""Every finding the doctor can make: its id, how bad it is, what it means, what to do.
-
-Owns the whole of what the terminal, ``--json`` and ``docs/doctor.md`` share, and its form in the
-docs (``python -m sglang_sbs.doctor.catalogue.table`` prints it). Must not know how a finding is
-come by.
-"""
+"""Every finding the doctor can make: its id, how bad it is, what it means, what to do."""
 
 from __future__ import annotations
 
 from sglang_sbs.doctor.catalogue import cluster, engine
 from sglang_sbs.doctor.catalogue.entry import Entry, Severity
 
-__all__ = ["CATALOGUE", "GROUPS", "Entry", "Severity", "markdown"]
+__all__ = ["CATALOGUE", "GROUPS", "Entry", "Severity"]
 
 GROUPS = {
     "reach": "Reaching the engines",
@@ -31,25 +26,3 @@ GROUPS = {
 """Title of each group, in the order of reports."""
 
 CATALOGUE: dict[str, Entry] = engine.ENTRIES | cluster.ENTRIES
-
-
-def markdown() -> str:
-    """The catalogue as the section of ``docs/doctor.md``."""
-    lines: list[str] = []
-    for group, title in GROUPS.items():
-        lines += [
-            f"### {title}",
-            "",
-            "| id | severity | meaning | what to do |",
-            "|---|---|---|---|",
-        ]
-        for name, entry in CATALOGUE.items():
-            if name.partition(".")[0] == group:
-                cells = (f"`{name}`", entry.severity, entry.meaning, entry.change or "—")
-                lines.append("| " + " | ".join(cell.replace("*", "\\*") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown())

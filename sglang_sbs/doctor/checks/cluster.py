@@ -1,7 +1,4 @@
-"""What several engines must have in common: versions, limits of a role, prefill with decode.
-
-Owns the comparisons. Must not ask anything.
-"""
+"""What several engines must have in common: versions, limits of a role, prefill with decode."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _MAX_NAMED = 6
 
 def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
     """Everything that needs more than one engine."""
-    usable = [e for e in facts.engines if e.info is not None]
+    usable = facts.usable
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     if not prefill or not decode:
         missing = " and ".join(
@@ -39,8 +36,8 @@ def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
 def _same_engine(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
     by_boot: dict[str, list[str]] = {}
     for facts in engines:
-        if facts.info is not None and facts.info.sbs is not None and facts.info.sbs.boot_id:
-            by_boot.setdefault(facts.info.sbs.boot_id, []).append(facts.url)
+        if (sbs := facts.known.sbs) is not None and sbs.boot_id:
+            by_boot.setdefault(sbs.boot_id, []).append(facts.url)
     for boot, urls in by_boot.items():
         if len(urls) > 1:
             yield finding(
@@ -52,7 +49,7 @@ def _versions(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
     if not engines:
         return
     found: list[Finding] = []
-    sglang = grouped(engines, lambda e: e.info.version if e.info else "")
+    sglang = grouped(engines, lambda e: e.known.version)
     if len(sglang) > 1:
         found.append(finding("version.mixed", CLUSTER, f"SGLang {told(sglang)}"))
     with_plugin = [e for e in engines if isinstance(e.data.get("sbs"), dict)]
@@ -79,10 +76,7 @@ def _versions(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
 
 
 def _uneven(role: str, engines: Sequence[EngineFacts]) -> Iterator[Finding]:
-    limits = grouped(
-        engines,
-        lambda e: describe_limits(e.info, prefill=role == "prefill") if e.info else "",
-    )
+    limits = grouped(engines, lambda e: describe_limits(e.known, prefill=role == "prefill"))
     if len(limits) > 1:
         yield finding("limits.uneven", CLUSTER, f"{role}: {told(limits)}")
 
@@ -97,7 +91,7 @@ def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Ite
         if len(known) > 1:
             found.append(finding(finding_id, CLUSTER, f"{what} {told(known)}"))
 
-    differ("pair.model", "model", lambda e: e.info.model_id if e.info else "")
+    differ("pair.model", "model", lambda e: e.known.model_id)
     differ("pair.transfer-backend", "transfer backend", _transfer_backend)
     differ("pair.page-size", "page size", lambda e: str(number(e.data, "page_size") or ""))
     differ("pair.kv-dtype", "type of KV cache", _kv_dtype)
@@ -107,7 +101,7 @@ def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Ite
         lambda e: text(e.data, "disaggregation_decode_allocation_policy"),
     )
     found += _tensor_parallel(prefill, decode)
-    longest = {e.url: e.info.max_request_tokens for e in both if e.info}
+    longest = {e.url: e.known.max_request_tokens for e in both}
     prompts = max(longest[e.url] for e in prefill)
     least = min(longest[e.url] for e in decode)
     if 0 < least < prompts:

@@ -1,7 +1,6 @@
 """Is the plugin there, and does every DP rank report?
 
-Owns finding out whose reports were heard, and the judgement. What a router says of its reports is
-judged in :mod:`.router`. Must not ask anything.
+What a router says of its reports is judged in :mod:`.router`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MAX_SHOWN = 8
 
 def check_endforward(facts: ClusterFacts) -> Iterator[Finding]:
     """Plugin and reports of every engine."""
-    usable = [e for e in facts.engines if e.info is not None]
+    usable = facts.usable
     heard = facts.heard or Heard()
     mine = Attribution(usable, heard)
     for engine in usable:

@@ -1,7 +1,4 @@
-"""What one engine says of itself, judged: reach, version, limits, flags, latency, room.
-
-Owns the thresholds. Must not ask anything.
-"""
+"""What one engine says of itself, judged: reach, version, limits, flags, latency, room."""
 
 from __future__ import annotations
 
@@ -43,52 +40,49 @@ FULL = 0.9
 
 def check_engine(facts: EngineFacts) -> Iterator[Finding]:
     """Everything about one engine that needs no other one."""
+    for said in _checks(facts):
+        yield finding(said[0], facts.url, *said[1:])
+
+
+_Said = tuple[str, str] | tuple[str, str, str]
+"""Id, what was seen, and maybe what to change."""
+
+
+def _checks(facts: EngineFacts) -> Iterator[_Said]:
     yield from _reach(facts)
     if facts.info is None:
         return
-    yield from _version(facts, facts.info)
+    yield from _version(facts.info)
     yield from _limits(facts, facts.info)
-    yield from _flags(facts, facts.info)
+    conflicts = list(_conflicts(facts, facts.info))
+    yield from conflicts or [("flags.ok", "nothing that gets in the way")]
     yield from _latency(facts)
     if facts.target.role == "decode":
         yield from _room(facts, facts.info)
 
 
-def _reach(facts: EngineFacts) -> Iterator[Finding]:
+def _reach(facts: EngineFacts) -> Iterator[_Said]:
     url, role = facts.url, facts.target.role
     if facts.failure is not None:
-        kind = facts.failure.kind
-        if kind == "refused":  # the keys are a matter of their own
-            return
-        yield finding(f"reach.{kind}", url, facts.failure.text)
-        return
-    if facts.info is None:
+        if facts.failure.kind != "refused":  # the keys are a matter of their own
+            yield f"reach.{facts.failure.kind}", facts.failure.text
+    elif facts.info is None:
         mode = text(facts.data, "disaggregation_mode")
         numbers = parse_version(text(facts.data, "version"))
         if mode not in ("", role):
-            given = f"runs with --disaggregation-mode {mode} and is given as --{role}"
-            if mode == "null":
-                yield finding(
-                    *("reach.wrong-role", url, given),
-                    f"relaunch it with --disaggregation-mode {role}",
-                )
-            else:
-                yield finding(
-                    *("reach.wrong-role", url, given),
-                    f"list it under --{mode}, or relaunch it with --disaggregation-mode {role}",
-                )
+            seen = f"runs with --disaggregation-mode {mode} and is given as --{role}"
+            change = f"relaunch it with --disaggregation-mode {role}"
+            if mode != "null":
+                change = f"list it under --{mode}, or {change}"
+            yield "reach.wrong-role", seen, change
         elif numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
-            yield finding("version.too-old", url, facts.unusable)
-        elif facts.rank_out_of_reach:
-            yield finding("reach.rank-server", url, facts.unusable)
+            yield "version.too-old", facts.unusable
         else:
-            yield finding("reach.unusable", url, facts.unusable)
-        return
-    if facts.ready_status not in (200, 404):
+            kind = "rank-server" if facts.rank_out_of_reach else "unusable"
+            yield f"reach.{kind}", facts.unusable
+    elif facts.ready_status not in (200, 404):
         status = facts.ready_status
-        yield finding(
-            "reach.not-ready", url, f"/ready answers {status}" if status else "/ready is silent"
-        )
+        yield "reach.not-ready", f"/ready answers {status}" if status else "/ready is silent"
     else:
         scheme = "HTTPS" if url.startswith("https") else "HTTP"
         seen = f"answers over {scheme}, ready for requests"
@@ -99,40 +93,32 @@ def _reach(facts: EngineFacts) -> Iterator[Finding]:
                 seen += (
                     f"; ranks {last + 1} to {facts.info.dp_size - 1} are on other nodes, not asked"
                 )
-        yield finding("reach.ok", url, seen)
+        yield "reach.ok", seen
 
 
-def _version(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
+def _version(info: WorkerInfo) -> Iterator[_Said]:
     numbers = parse_version(info.version)
     if numbers is None or numbers == (0, 0, 0):
         said = f"calls itself {info.version!r}" if info.version else "does not say its version"
-        yield finding("version.unknown", facts.url, said)
+        yield "version.unknown", said
     elif numbers < PLUGIN_VERSION and info.sbs is None:
-        yield finding("version.needs-patch", facts.url, f"runs SGLang {info.version}")
+        yield "version.needs-patch", f"runs SGLang {info.version}"
     if info.coupled:
-        yield finding("version.coupled", facts.url, f"runs SGLang {info.version}")
+        yield "version.coupled", f"runs SGLang {info.version}"
 
 
-def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
-    url, prefill = facts.url, facts.target.role == "prefill"
+def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
+    prefill = facts.target.role == "prefill"
     found = list(_limits_of_prefill(facts, info)) if prefill else []
     if info.no_barrier == NO_DP_ATTENTION:
-        found.append(
-            finding(
-                "limits.no-dp-attention", url, f"dp {info.dp_size} without --enable-dp-attention"
-            )
-        )
+        seen = f"dp {info.dp_size} without --enable-dp-attention"
+        found.append(("limits.no-dp-attention", seen))
     elif info.no_barrier and prefill:
-        found.append(finding("limits.no-barrier", url, info.ranks))
+        found.append(("limits.no-barrier", info.ranks))
     if 0 < info.max_running_requests < MIN_RUNNING_REQUESTS:
-        found.append(
-            finding(
-                "limits.few-running", url, f"{info.max_running_requests} requests per rank at most"
-            )
-        )
-    yield from found
-    if not found:
-        yield finding("limits.ok", url, describe_limits(info, prefill=prefill))
+        seen = f"{info.max_running_requests} requests per rank at most"
+        found.append(("limits.few-running", seen))
+    yield from found or [("limits.ok", describe_limits(info, prefill=prefill))]
 
 
 def describe_limits(info: WorkerInfo, *, prefill: bool) -> str:
@@ -149,94 +135,74 @@ def describe_limits(info: WorkerInfo, *, prefill: bool) -> str:
     return ", ".join(parts)
 
 
-def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
-    url, chunk = facts.url, number(facts.data, "chunked_prefill_size")
+def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
+    chunk = number(facts.data, "chunked_prefill_size")
     if info.dp_size == 1:
-        yield finding("limits.dp-one", url, "one DP rank")
+        yield "limits.dp-one", "one DP rank"
     if chunk <= 0:
-        yield finding("limits.no-chunking", url, f"chunked_prefill_size is {chunk}, that is, off")
+        yield "limits.no-chunking", f"chunked_prefill_size is {chunk}, that is, off"
         return
     wanted = MIN_CHUNK_TOKENS * info.dp_size
     if chunk < MIN_CHUNK_TOKENS:
-        yield finding(
+        yield (
             "limits.chunk-small",
-            url,
             f"{chunk} tokens per rank and pass (--chunked-prefill-size {chunk * info.dp_size} over "
             f"{info.dp_size} ranks)",
             f"SGLang divides it by the DP size: --chunked-prefill-size {wanted} at least",
         )
     if info.page_size > 1 and chunk % info.page_size:
-        yield finding(
-            "limits.chunk-page", url, f"chunk {chunk} per rank, page size {info.page_size}"
-        )
+        yield "limits.chunk-page", f"chunk {chunk} per rank, page size {info.page_size}"
     if 0 < info.max_prefill_tokens < chunk:
-        yield finding(
+        yield (
             "limits.max-prefill-tokens",
-            url,
             f"--max-prefill-tokens {info.max_prefill_tokens}, chunk per rank {chunk}",
             f"--max-prefill-tokens {chunk} at least; SGLang does not divide it",
         )
 
 
-def _flags(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
-    found = list(_conflicts(facts, info))
-    yield from found
-    if not found:
-        yield finding("flags.ok", facts.url, "nothing that gets in the way")
-
-
-def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
-    url, data, prefill = facts.url, facts.data, facts.target.role == "prefill"
-    if prefill and info.load_balance_method not in ("", "auto", "follow_bootstrap_room"):
-        yield finding(
-            "flags.load-balance", url, f"--load-balance-method {info.load_balance_method}"
-        )
+def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
+    data, prefill = facts.data, facts.target.role == "prefill"
+    method = info.load_balance_method
+    if prefill and method not in ("", "auto", "follow_bootstrap_room"):
+        yield "flags.load-balance", f"--load-balance-method {method}"
     if info.rank_choice == "engine" and info.dp_size > 1:
-        yield finding(
-            "flags.decode-ranks", url, f"--load-balance-method {info.load_balance_method}"
-        )
+        yield "flags.decode-ranks", f"--load-balance-method {method}"
     if prefill:
-        yield from _delayers(url, data)
+        yield from _delayers(data)
     if data.get("sleep_on_idle") is True and info.dp_size > 1:
-        yield finding("flags.sleep-on-idle", url, "--sleep-on-idle is set")
+        yield "flags.sleep-on-idle", "--sleep-on-idle is set"
     if info.rust_server and info.dp_size > 1 and info.sbs is None:
-        yield finding("flags.rust-idle", url, "SGLANG_RUST_SERVER=1 without the plugin")
+        yield "flags.rust-idle", "SGLANG_RUST_SERVER=1 without the plugin"
     if prefill and data.get("disable_overlap_schedule") is True:
-        yield finding("flags.overlap-disabled", url, "overlap scheduling is off")
+        yield "flags.overlap-disabled", "overlap scheduling is off"
     policy = text(data, "schedule_policy")
-    does = _REORDERING.get(policy)
     if prefill and policy not in ("", "fcfs"):
-        yield finding(
-            "flags.schedule-policy",
-            url,
-            f"--schedule-policy {policy}" + (f": {does}" if does else ""),
-            f"start prefill engines with --schedule-policy fcfs instead of {policy}",
-        )
+        does = f": {_REORDERING[policy]}" if policy in _REORDERING else ""
+        change = f"start prefill engines with --schedule-policy fcfs instead of {policy}"
+        yield "flags.schedule-policy", f"--schedule-policy {policy}{does}", change
     if prefill and number(data, "pp_size") > 1:
-        yield finding("flags.pipeline", url, f"--pp-size {number(data, 'pp_size')}")
+        yield "flags.pipeline", f"--pp-size {number(data, 'pp_size')}"
     if data.get("enable_pd_role_switch") is True:
-        yield finding("flags.role-switch", url, "--enable-pd-role-switch is set")
+        yield "flags.role-switch", "--enable-pd-role-switch is set"
 
 
-def _delayers(url: str, data: dict[str, Any]) -> Iterator[Finding]:
+def _delayers(data: dict[str, Any]) -> Iterator[_Said]:
     """What holds prefill back in the engine. The second and the third count running requests, of
     which a prefill engine has none (``prefill_delayer.py``, ``min_free_slots_delayer.py``)."""
     if data.get("enable_prefill_delayer") is True:
-        yield finding("flags.prefill-delayer", url, "--enable-prefill-delayer is set")
+        yield "flags.prefill-delayer", "--enable-prefill-delayer is set"
     queue = [
         f"--{name.replace('_', '-')} {data[name]:g}"
         for name in ("prefill_delayer_queue_min_ratio", "prefill_delayer_max_delay_ms")
         if isinstance(data.get(name), int | float)
     ]
     if queue:
-        yield finding("flags.prefill-delayer-queue", url, ", ".join(queue))
-    if number(data, "min_free_slots_delay") > 1:
-        slots = number(data, "min_free_slots_delay")
-        yield finding("flags.min-free-slots-delay", url, f"--min-free-slots-delay {slots}")
+        yield "flags.prefill-delayer-queue", ", ".join(queue)
+    if (slots := number(data, "min_free_slots_delay")) > 1:
+        yield "flags.min-free-slots-delay", f"--min-free-slots-delay {slots}"
 
 
-def _latency(facts: EngineFacts) -> Iterator[Finding]:
-    url = facts.url
+def _latency(facts: EngineFacts) -> Iterator[_Said]:
     trips_s = facts.rtts_s
     if not trips_s:
         return
@@ -245,44 +211,42 @@ def _latency(facts: EngineFacts) -> Iterator[Finding]:
         f"{len(trips_s)} round trips: fastest {fastest * 1e3:.1f} ms, "
         f"median {middle * 1e3:.1f} ms, slowest {slowest * 1e3:.1f} ms"
     )
-    fine = True
     if fastest > HIGH_RTT_S:
-        fine = False
-        yield finding("latency.high", url, seen)
+        yield "latency.high", seen
     if slowest - fastest > JITTER_S:
-        fine = False
-        yield finding("latency.jitter", url, seen)
-    offset_s = facts.clock_offset_s
+        yield "latency.jitter", seen
+    offset_s, clock = facts.clock_offset_s, ""
     if offset_s is not None and abs(offset_s) > CLOCK_S:
-        yield finding("latency.clock", url, f"{offset_s:+.1f} s against this machine")
+        yield "latency.clock", f"{offset_s:+.1f} s against this machine"
     elif offset_s is not None:
-        seen += f"; clock {offset_s * 1e3:+.0f} ms"
-    if fine:
-        yield finding("latency.ok", url, seen)
+        clock = f"; clock {offset_s * 1e3:+.0f} ms"
+    if fastest <= HIGH_RTT_S and slowest - fastest <= JITTER_S:
+        yield "latency.ok", seen + clock
 
 
-def _room(facts: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
+def _room(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     loads = facts.loads
     if loads is None or not info.kv_capacity_tokens or not info.max_running_requests:
-        yield finding("room.unknown", facts.url, "no loads of every rank")
+        yield "room.unknown", "no loads of every rank"
         return
     kv = [used / info.kv_capacity_tokens for used in loads.kv_tokens]
     slots = [running / info.max_running_requests for running in loads.running_requests]
-    full_kv = [rank for rank, share in enumerate(kv) if share >= FULL]
-    full_slots = [rank for rank, share in enumerate(slots) if share >= FULL]
-    if full_kv:
-        yield finding("room.kv-full", facts.url, _full(full_kv, kv, "KV tokens in use"))
-    if full_slots:
-        yield finding("room.slots-full", facts.url, _full(full_slots, slots, "slots in use"))
-    if not full_kv and not full_slots:
-        yield finding(
-            "room.ok",
-            facts.url,
-            f"fullest rank: {max(kv):.0%} of {info.kv_capacity_tokens} KV tokens, {max(slots):.0%} "
-            f"of {info.max_running_requests} slots in use",
+    found: list[_Said] = [
+        (name, seen)
+        for name, shares, what in (
+            ("room.kv-full", kv, "KV tokens in use"),
+            ("room.slots-full", slots, "slots in use"),
         )
+        if (seen := _full(shares, what))
+    ]
+    seen = (
+        f"fullest rank: {max(kv):.0%} of {info.kv_capacity_tokens} KV tokens, {max(slots):.0%} "
+        f"of {info.max_running_requests} slots in use"
+    )
+    yield from found or [("room.ok", seen)]
 
 
-def _full(ranks: list[int], shares: list[float], what: str) -> str:
-    shown = ", ".join(f"rank {rank}: {shares[rank]:.0%}" for rank in ranks[:8])
-    return f"{what} on {shown}{' …' if len(ranks) > 8 else ''}"
+def _full(shares: list[float], what: str) -> str:
+    """Which ranks are; empty: none is."""
+    ranks = [f"rank {rank}: {share:.0%}" for rank, share in enumerate(shares) if share >= FULL]
+    return f"{what} on {', '.join(ranks[:8])}{' …' if len(ranks) > 8 else ''}" if ranks else ""

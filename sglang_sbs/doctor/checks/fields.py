@@ -1,7 +1,4 @@
-"""Reading fields of an answer that may be anything.
-
-Owns nothing but that. Must not know what a field means.
-"""
+"""Reading fields of an answer that may be anything."""
 
 from __future__ import annotations
 

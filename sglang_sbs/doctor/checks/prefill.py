@@ -1,7 +1,4 @@
-"""What hangs on each prefill engine: its bootstrap server, and what is known of its cache.
-
-Owns these judgements. Must not ask anything.
-"""
+"""What hangs on each prefill engine: its bootstrap server, and what is known of its cache."""
 
 from __future__ import annotations
 
@@ -20,11 +17,10 @@ def check_prefill(facts: ClusterFacts) -> Iterator[Finding]:
     """Every prefill engine, and how they differ."""
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     for engine in prefill:
-        assert engine.info is not None, "engines of a role are usable ones"
-        yield from _bootstrap(engine, engine.info, decode)
-        yield from _cache(engine, engine.info)
-    with_cache = [e for e in prefill if e.info is not None and e.info.radix_cache]
-    without = [e.url for e in with_cache if e.info and e.info.kv_events is None]
+        yield from _bootstrap(engine, engine.known, decode)
+        yield from _cache(engine, engine.known)
+    with_cache = [e for e in prefill if e.known.radix_cache]
+    without = [e.url for e in with_cache if e.known.kv_events is None]
     if without and len(without) < len(with_cache):
         yield finding("cache.mixed", CLUSTER, f"no KV events of {', '.join(without)}")
 
@@ -43,9 +39,8 @@ def _bootstrap(
             found.append(finding("bootstrap.loopback", engine.url, seen))
     yield from found
     if engine.bootstrap is not None and not found:
-        where = f"{engine.bootstrap.host}:{engine.bootstrap.port}"
-        layout = engine.bootstrap.layout or {}
-        seen = f"{where} answers from here, with all {number(layout, 'dp_size')} DP ranks"
+        ranks = number(engine.bootstrap.layout or {}, "dp_size")
+        seen = f"{engine.bootstrap.address} answers from here, with all {ranks} DP ranks"
         yield finding("bootstrap.ok", engine.url, seen)
 
 
@@ -54,30 +49,21 @@ def _bootstrap_problems(
 ) -> Iterator[Finding]:
     url, given = engine.url, engine.target.bootstrap_port
     if bootstrap is None:
-        yield finding(
-            "bootstrap.unreachable",
-            url,
-            "no bootstrap port is given, and the engine does not say one",
-        )
-        return
-    where = f"{bootstrap.host}:{bootstrap.port}"
-    if given is not None and info.bootstrap_port not in (None, given):
-        yield finding(
-            "bootstrap.wrong-port",
-            url,
-            f"{given} is given, and the engine's is {info.bootstrap_port}"
-            + (f" ({bootstrap.failure})" if bootstrap.failure else ""),
-            f"--prefill {url} {info.bootstrap_port}",
-        )
-        return
-    if bootstrap.failure:
+        seen = "no bootstrap port is given, and the engine does not say one"
+        yield finding("bootstrap.unreachable", url, seen)
+    elif given is not None and info.bootstrap_port not in (None, given):
+        seen = f"{given} is given, and the engine's is {info.bootstrap_port}"
+        seen += f" ({bootstrap.failure})" if bootstrap.failure else ""
+        yield finding("bootstrap.wrong-port", url, seen, f"--prefill {url} {info.bootstrap_port}")
+    elif bootstrap.failure:
         yield finding("bootstrap.unreachable", url, bootstrap.failure)
     elif bootstrap.status == 503:
-        yield finding("bootstrap.registering", url, f"{where}: {bootstrap.text}")
+        yield finding("bootstrap.registering", url, f"{bootstrap.address}: {bootstrap.text}")
     elif bootstrap.status != 200 or number(bootstrap.layout or {}, "dp_size") < 1:
-        yield finding("bootstrap.not-one", url, f"{where} answers {bootstrap.status}")
+        seen = f"{bootstrap.address} answers {bootstrap.status}"
+        yield finding("bootstrap.not-one", url, seen)
     else:
-        yield from _other_engine(engine, info, bootstrap.layout or {}, where)
+        yield from _other_engine(engine, info, bootstrap.layout or {}, bootstrap.address)
 
 
 def _other_engine(

@@ -1,7 +1,4 @@
-"""What a running router says of itself and of its engines, against what the engines say.
-
-Owns these judgements. Must not ask anything.
-"""
+"""What a running router says of itself and of its engines, against what the engines say."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Keys and TLS.
 
-Owns these judgements; no key is ever part of a finding. Must not ask anything.
+No key is ever part of a finding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check_security(facts: ClusterFacts) -> Iterator[Finding]:
     found = [one for engine in facts.engines for one in _keys(facts, engine)]
     yield from found
     flags = facts.options.router_flags
-    answering = [e for e in facts.engines if e.info is not None]
+    answering = facts.usable
     plain = [e.url for e in answering if e.url.startswith("http:") and not is_loopback(e.url)]
     if (flags.api_key or flags.admin_api_key) and plain:
         yield finding("security.plain-key", CLUSTER, f"http:// to {plain[0]} and a key")
@@ -62,14 +62,11 @@ def _endforward(facts: ClusterFacts) -> Iterator[Finding]:
             seen = f"{options.key_file} has mode {mode & 0o777:o}"
             yield finding("security.key-file-mode", CLUSTER, seen, f"chmod 600 {options.key_file}")
         return
+    named = {end for e in facts.usable if e.known.sbs is not None for end in e.known.sbs.routers}
     remote = sorted(
-        {
-            endpoint
-            for engine in facts.engines
-            if engine.info is not None and engine.info.sbs is not None
-            for endpoint in engine.info.sbs.routers
-            if endpoint.startswith("tcp://") and not is_loopback(f"http://{_host(endpoint)}:1")
-        }
+        endpoint
+        for endpoint in named
+        if endpoint.startswith("tcp://") and not is_loopback(f"http://{_host(endpoint)}:1")
     )
     if remote and not _keyed(facts):
         yield finding("security.endforward-open", CLUSTER, f"{remote[0]}, without a secret")

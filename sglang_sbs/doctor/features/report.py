@@ -34,16 +34,7 @@ def features_json(facts: ClusterFacts, rows: Sequence[FeatureRow]) -> dict[str, 
         "exit_code": features_exit_code(facts),
         "router": facts.router.url if facts.router is not None else None,
         "engines": [engine.url for engine in facts.engines],
-        "features": [
-            {
-                "id": row.id,
-                "title": row.title,
-                "state": row.state,
-                "why": row.why,
-                "change": row.change,
-            }
-            for row in rows
-        ],
+        "features": list(rows),
     }
 
 

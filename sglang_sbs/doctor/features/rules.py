@@ -134,10 +134,9 @@ def front_ends(view: FeatureView) -> Seen:
 
 def standby(view: FeatureView) -> Seen:
     def fault(engine: EngineFacts) -> str:
-        assert engine.info is not None, "engines of a view are usable ones"
-        if engine.info.sbs is None:
+        if engine.known.sbs is None:
             return "the plugin does not say where it reports to"
-        if len(engine.info.sbs.routers) < 2:
+        if len(engine.known.sbs.routers) < 2:
             return "reports to one router (a name may stand for several)"
         return ""
 
@@ -153,7 +152,7 @@ def endforward(view: FeatureView) -> Seen:
         return _over((), lambda _: "", "")
     if any(silent is None for silent in ranks.values()):
         return Seen(State.UNKNOWN, "nobody listened here", "give --router URL")
-    every = sum(engine.info.dp_size for engine in view.engines if engine.info is not None)
+    every = sum(engine.known.dp_size for engine in view.engines)
     silent = {url: some for url, some in ranks.items() if some}
     missing = sum(map(len, silent.values()))
     counted = f"{every - missing} of {every} ranks in {len(ranks)} engines"
@@ -208,8 +207,7 @@ def _gate_fault(engine: EngineFacts) -> str:
         return "SGLANG_SBS_GANG_GATE_MS=0"
     if number(engine.data, "pp_size") > 1:
         return "pipeline parallelism"
-    info = engine.info
-    assert info is not None, "engines of a view are usable ones"
+    info = engine.known
     alone = number(engine.data, "nnodes") < 2 or info.dp_size == 1 or info.no_barrier
     version = parse_version(info.version)
     # Builds from source call themselves 0.0.0.
@@ -229,12 +227,10 @@ def cache(view: FeatureView) -> Seen:
         return Seen(State.OFF, "--sbs-prefix-source off", "--sbs-prefix-source auto (router)")
 
     def off(engine: EngineFacts) -> str:
-        assert engine.info is not None, "engines of a view are usable ones"
-        return "" if engine.info.radix_cache else "--disable-radix-cache"
+        return "" if engine.known.radix_cache else "--disable-radix-cache"
 
     def inexact(engine: EngineFacts) -> str:
-        assert engine.info is not None, "engines of a view are usable ones"
-        if engine.info.kv_events is None:
+        if engine.known.kv_events is None:
             return "no KV events"
         if engine.closed_kv_ports:
             return f"port {engine.closed_kv_ports[0]} of its KV events is shut"
@@ -294,12 +290,11 @@ def aborts(view: FeatureView) -> Seen:
 
 def decode_caps(view: FeatureView) -> Seen:
     def fault(engine: EngineFacts) -> str:
-        assert engine.info is not None, "engines of a view are usable ones"
-        if not engine.info.kv_capacity_tokens:
+        if not engine.known.kv_capacity_tokens:
             return "it does not say how many KV tokens a rank holds"
-        return "" if engine.info.max_running_requests else "it does not say its request limit"
+        return "" if engine.known.max_running_requests else "it does not say its request limit"
 
-    infos = [engine.info for engine in view.decode if engine.info is not None]
+    infos = [engine.known for engine in view.decode]
     least = min(infos, key=lambda info: info.kv_capacity_tokens, default=None)
     told = least and f"{least.kv_capacity_tokens} tokens, {least.max_running_requests} requests"
     return _over(view.decode, fault, f"per rank {told} at most")
@@ -338,7 +333,7 @@ def nodes(view: FeatureView) -> Seen:
 
 
 def rust_server(view: FeatureView) -> Seen:
-    told = [engine.info.rust_server for engine in view.engines if engine.info is not None]
+    told = [engine.known.rust_server for engine in view.engines]
     if not told:
         return _over((), lambda _: "", "")
     if not any(told):
@@ -350,10 +345,9 @@ def rust_server(view: FeatureView) -> Seen:
 
 def barrier(view: FeatureView) -> Seen:
     def fault(engine: EngineFacts) -> str:
-        assert engine.info is not None, "engines of a view are usable ones"
-        if engine.info.no_barrier:
-            return engine.info.no_barrier
-        return "" if engine.info.dp_size > 1 else "it has one DP rank"
+        if engine.known.no_barrier:
+            return engine.known.no_barrier
+        return "" if engine.known.dp_size > 1 else "it has one DP rank"
 
     return _over(view.prefill, fault, "all ranks of a prefill engine run a pass together")
 

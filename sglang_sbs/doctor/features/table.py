@@ -1,7 +1,6 @@
 """Which features are on in a deployment, why, and what to change: ``doctor --features``.
 
-One table, :data:`FEATURES`, whose functions are in :mod:`.rules`. ``docs/features.md`` has
-the same rows (``python -m sglang_sbs.doctor.features.table`` prints them).
+One table, :data:`FEATURES`, whose functions are in :mod:`.rules`; ``docs/features.md`` has it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from sglang_sbs.doctor.features.view import FeatureView
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row of the table."""
-
     id: str
     title: str
     meaning: str
@@ -49,15 +46,6 @@ def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
         change = advice if seen.change is None else seen.change
         rows.append(FeatureRow(feature.id, feature.title, seen.state, seen.why, change))
     return rows
-
-
-def markdown() -> str:
-    """The table of ``docs/features.md``."""
-    lines = ["| row | feature | what it is | what turns it on |", "|---|---|---|---|"]
-    for one in FEATURES:
-        cells = (f"`{one.id}`", one.title, one.meaning, one.turn_on)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -184,7 +172,3 @@ FEATURES: tuple[Feature, ...] = (
         rules.standby,
     ),
 )
-
-
-if __name__ == "__main__":
-    print(markdown())

@@ -56,7 +56,6 @@ class FeatureView:
 
     def silent_ranks(self, engine: EngineFacts) -> list[int] | None:
         """DP ranks without EndForward, at the router or here; ``None``: nobody listened."""
-        assert engine.info is not None, "engines of a view are usable ones"
         heard: set[int]
         if self.asked:
             heard = {rank for rank, age_s in self._ages(engine) if age_s < SILENT_AFTER_S}
@@ -64,7 +63,7 @@ class FeatureView:
             heard = set(Attribution(self.engines, self.facts.heard).of(engine))
         else:
             return None
-        return [rank for rank in range(engine.info.dp_size) if rank not in heard]
+        return [rank for rank in range(engine.known.dp_size) if rank not in heard]
 
     def instances(self, role: str) -> list[dict[str, Any]]:
         """The scheduler's state of each instance, as the router tells it."""

@@ -1,9 +1,9 @@
 """Listens for EndForward where a router would, for a few seconds.
 
-Owns the sockets and which endpoints can be had. Must not judge what comes. Engines connect to
-whoever listens at the addresses in ``SGLANG_SBS_ROUTERS``, so nothing changes for them; a port that
-somebody has is left alone. So is one whose engines have a key where the doctor has none, or the
-other way round: libzmq does not connect again soon to a listener of the other kind.
+Engines connect to whoever listens at the addresses in ``SGLANG_SBS_ROUTERS``, so nothing changes
+for them; a port that somebody has is left alone. So is one whose engines have a key where the
+doctor has none, or the other way round: libzmq does not connect again soon to a listener of the
+other kind.
 """
 
 from __future__ import annotations

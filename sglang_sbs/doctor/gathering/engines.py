@@ -1,7 +1,6 @@
 """Asks engines over HTTP, all at once, each question with a time limit.
 
-Owns the questions and the classification of what goes wrong with them. Must not judge the answers,
-and only asks what changes nothing: GETs that run no forward pass.
+Asks only what changes nothing: GETs that run no forward pass.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ _ROUTE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole response."""
-
     status: int
     body: bytes
     took_s: float
@@ -72,7 +69,6 @@ class Answer:
     """Wall clock."""
 
     def json_object(self) -> dict[str, Any] | None:
-        """The body if it is a JSON object."""
         try:
             value = orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -285,7 +281,6 @@ def _told(heard: RankHeard, *, has_key: bool) -> KvEndpoints:
 
 
 async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFacts]:
-    """All engines, in their order."""
     gate = asyncio.Semaphore(_AT_ONCE)
 
     async def examine(target: Target) -> EngineFacts:

@@ -1,7 +1,4 @@
-"""Asks a running router what it knows of its engines.
-
-Owns the questions. Must not judge the answers.
-"""
+"""Asks a running router what it knows of its engines."""
 
 from __future__ import annotations
 

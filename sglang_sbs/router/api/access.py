@@ -1,10 +1,9 @@
 """Who may do what: bearer keys, roles, the audit log.
 
-Owns the keys and the decision on each request. Must not know what lies behind a path, nor how a
-token of an identity provider is judged (:mod:`.identity`). The control plane (workers, caches,
-loads, aborts) wants a key or a token with the role ``admin`` as soon as there is any such key or
-provider; without it wants the API key, as everything else does. Keys are compared in constant time,
-all of them whichever fits, and never leave this module: the audit log names a key by its id.
+The control plane (workers, caches, loads, aborts) wants a key or a token with the role ``admin`` as
+soon as there is any such key or provider; without it wants the API key, as everything else does.
+Keys are compared in constant time, all of them whichever fits, and never leave this module: the
+audit log names a key by its id.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Everything that is not inference: health, models, workers, loads, aborts.
 
-Owns the answers of these endpoints, in sglang_router's shapes. Must not know how requests are
-relayed.
+Answers have sglang_router's shapes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``GET /engine_metrics``: the Prometheus pages of all engines as one.
 
-Owns merging them. Must not know how they were fetched. Pages cannot just be put one after another:
-a family may be declared only once, and equal series of two engines need a label that tells them
-apart (``worker_addr``, as sglang_router calls it). Colons in names become underscores
-(``sglang_num_running_reqs``), as there: its dashboards ask for those names.
+Pages cannot just be put one after another: a family may be declared only once, and equal series of
+two engines need a label that tells them apart (``worker_addr``, as sglang_router calls it). Colons
+in names become underscores (``sglang_num_running_reqs``), as there: its dashboards ask for those
+names.
 
 Lines are rewritten, not parsed into samples and written again: a page may have megabytes, whoever
 reaches the port may ask for it, and prometheus_client's parser takes a second per megabyte. A page

@@ -1,10 +1,9 @@
 """Tokens of an identity provider (OIDC, JWT) as keys of the control plane.
 
-Owns fetching the provider's signing keys and judging a token by them. Must not know what a token
-opens (:mod:`.access` does). Needs the packages of the extra ``jwt`` and imports them only when
-asked to. The rules are those of ``sglang_router`` 0.3.2 (``src/auth/jwt.rs``, ``jwks.rs``): RSA
-and ECDSA signatures by a key the token names, the algorithm of that key and no other; issuer,
-audience and expiry checked; the role from the claim ``roles`` (or ``role``, ``groups``, ``group``).
+Needs the packages of the extra ``jwt`` and imports them only when asked to. The rules are those of
+``sglang_router`` 0.3.2 (``src/auth/jwt.rs``, ``jwks.rs``): RSA and ECDSA signatures by a key the
+token names, the algorithm of that key and no other; issuer, audience and expiry checked; the role
+from the claim ``roles`` (or ``role``, ``groups``, ``group``).
 
 Beyond them: without the provider nobody gets in (there it is the plain API key that then counts),
 unknown key names do not make the provider be asked at every request, and a token that starts to be
@@ -149,8 +148,6 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 class TokenCheck:
-    """Judges tokens; one per router process."""
-
     def __init__(self, config: JwtConfig, keys: SigningKeys | None = None) -> None:
         self._config = config
         self.keys = keys or SigningKeys(config)

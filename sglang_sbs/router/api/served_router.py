@@ -24,8 +24,6 @@ from sglang_sbs.scheduling.events import InstanceRole
 
 
 class Router(Protocol):
-    """The router that is served."""
-
     options: RouterOptions
     metrics: RouterMetrics
     registry: Registry

@@ -1,12 +1,10 @@
 """The HTTP surface: routes, keys, request ids, error shapes.
 
-Owns which URL does what and how an error looks on the wire. What happens behind a route is the
-relay's (inference) or :mod:`.endpoints`'s (everything else).
+What happens behind a route is the relay's (inference) or :mod:`.endpoints`'s (everything else).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -100,12 +98,9 @@ class Surface:
         app.on_response_prepare.append(self.on_prepare)
         for path in KINDS:
             app.router.add_post(path, self._inference)
-        for method, path, handler in Control(server).routes():
-            app.router.add_route(method, path, handler)
-        for method, path, handler in Tokenizing(server).routes():
-            app.router.add_route(method, path, handler)
-        for method, path, handler in server.dashboard.routes():
-            app.router.add_route(method, path, handler)
+        for part in (Control(server), Tokenizing(server), server.dashboard):
+            for method, path, handler in part.routes():
+                app.router.add_route(method, path, handler)
         for path, name in _NOT_IMPLEMENTED.items():
             app.router.add_route("*", path, _not_implemented(name))
         return app
@@ -234,8 +229,6 @@ class Surface:
             return web.Response(status=400, text=error.text, content_type=error.content_type)
         except web.HTTPNotFound:
             return web.Response(status=404)
-        except asyncio.CancelledError:
-            raise
         except ConnectionResetError:
             raise
         except Exception as error:

@@ -1,8 +1,4 @@
-"""The argument parser of the router, made of the table of its flags.
-
-Owns what ``--help`` says around that table and what argparse can check. Must not know what options
-become.
-"""
+"""The argument parser of the router, made of the table of its flags."""
 
 from __future__ import annotations
 
@@ -64,7 +60,9 @@ class FlagError(ValueError):
     """The command line cannot be used; the message names the flag and what to write instead."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises FlagError where argparse would end the program."""
+
     def error(self, message: str) -> NoReturn:
         raise FlagError(message)
 
@@ -76,7 +74,7 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
     if prog == SCHEDULER:
         usage, example = _SCHEDULER_USAGE, _SCHEDULER_EXAMPLE
         description = "The scheduler alone, for routers that are given --sbs-scheduler."
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage=usage,
         description=description,

@@ -1,7 +1,6 @@
 """What each part of the router is told of the command line.
 
-A part imports its own of these; the command line imports all. Must not know flags. Times in
-seconds.
+A part imports its own of these; the command line imports all. Times in seconds.
 """
 
 from __future__ import annotations

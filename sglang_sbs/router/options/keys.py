@@ -1,7 +1,4 @@
-"""Keys and tokens of the control plane, as the command line names them.
-
-Must not know how a request is judged by them (:mod:`sglang_sbs.router.api.access` does).
-"""
+"""Keys and tokens of the control plane, as the command line names them."""
 
 from __future__ import annotations
 

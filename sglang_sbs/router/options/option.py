@@ -1,6 +1,6 @@
 """A flag of the router: what it is called, what it may say, and which option it becomes.
 
-Must not know what an option is good for. The flags themselves are in :mod:`.table`.
+The flags themselves are in :mod:`.table`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ def switch(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row of the table."""
-
     flag: str
     """Without dashes; every one exists as ``--x`` and as ``--router-x``."""
     fields: str
@@ -47,7 +45,6 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """Where argparse puts its value."""
         return self.flag.replace("-", "_")
 
     def value_in(self, args: argparse.Namespace) -> Any:

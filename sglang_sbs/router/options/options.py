@@ -1,7 +1,4 @@
-"""The command line of the router.
-
-Owns the checks that argparse cannot make. Must not know how an option is used.
-"""
+"""The command line of the router."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Flags about what surrounds the router: Kubernetes and the identity provider.
-
-Owns their checks. Must not know how either is used.
-"""
+"""Flags about what surrounds the router: Kubernetes and the identity provider."""
 
 from __future__ import annotations
 

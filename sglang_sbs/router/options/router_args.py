@@ -2,7 +2,7 @@
 
 ``RouterArgs`` has a field for every flag, named as in ``sglang_router.launch_router`` 0.3.2 (read
 in its ``router_args.py``). It becomes a command line, so that who starts a router from Python is
-told the same about bad values. Must not know what options become.
+told the same about bad values.
 """
 
 from __future__ import annotations

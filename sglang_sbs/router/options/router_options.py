@@ -92,7 +92,6 @@ class RouterOptions:
 
     @property
     def role(self) -> Role:
-        """Which part of a router this process is."""
         return self.several.role
 
     @property

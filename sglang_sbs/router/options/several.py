@@ -1,7 +1,4 @@
-"""Flags of several processes: which part this one is, and where the others are.
-
-Owns their checks. Must not know what is said between the parts.
-"""
+"""Flags of several processes: which part this one is, and where the others are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Flags and policies of ``sglang_router.launch_router`` 0.3.2 that mean nothing to this router.
 
-Owns their names, so that an existing command line keeps working. Each is accepted and warned about
-once; the reason tells the user what is lost.
+An existing command line keeps working with them. Each is accepted and warned about once; the reason
+tells the user what is lost.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What HTTPS is served with, and how engines' certificates are checked.
 
-Says which flag and file cannot be used. Must not know what the contexts are for.
+Says which flag and file cannot be used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The log: where lines go, and what they look like, with the id of the request they are about.
 
-Owns formats and handlers, and the line per answered request. Must not know who logs what. A line
-written while a request is served carries its id by itself; JSON lines (``--log-json``) have the
-fields sglang_router's have.
+A line written while a request is served carries its id by itself; JSON lines (``--log-json``) have
+the fields sglang_router's have.
 """
 
 from __future__ import annotations

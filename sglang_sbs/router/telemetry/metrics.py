@@ -1,7 +1,7 @@
 """Prometheus metrics: ``smg_*`` where sglang_router's dashboards expect them, ``sbs_*`` for ours.
 
-Owns names, labels and help texts. State that lives elsewhere (scheduler, registry, EndForward) is
-read when scraped, not pushed, so that it costs nothing per event.
+State that lives elsewhere (scheduler, registry, EndForward) is read when scraped, not pushed, so
+that it costs nothing per event.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Multiset
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
@@ -90,13 +91,13 @@ class RouterMetrics:
         self._make_requests(made, buckets)
         self._make_scheduling(made)
         self._make_passes(made, buckets)
-        self._attempts: dict[Outcome, Counter] = {}
         self._gang = (-1, 0)
         self._of_workers = WorkerSeries(knows)
         # Looking a label set up costs more than counting: keep those of the hot paths.
-        self._http: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
-        self._responses: dict[tuple[int, str], Counter] = {}
-        self._served: dict[tuple[str, str, bool], tuple[Counter, Histogram]] = {}
+        self._http = cache(self._http_series)
+        self._responses = cache(self.http_responses.labels)
+        self._served = cache(self._served_series)
+        self._attempts = cache(self.attempts.labels)
         self._dispatched = 0
 
     def _make_http(self, made: _Maker, buckets: _Buckets) -> None:
@@ -247,7 +248,6 @@ class RouterMetrics:
         )
 
     def render(self) -> bytes:
-        """The text exposition format."""
         return generate_latest(self.registry)
 
     def collect_with(self, collect: Callable[[], Iterator[Metric]]) -> None:
@@ -299,16 +299,13 @@ class RouterMetrics:
     def http_started(self, method: str, path: str, now_s: float) -> Histogram:
         """Count a request; returns where its duration goes."""
         self._began_s[now_s] += 1
-        known = self._http.get((method, path))
-        if known is None:
-            known = (
-                self.http_requests.labels(method, path),
-                self.http_seconds.labels(method, path),
-            )
-            self._http[method, path] = known
-        known[0].inc()
+        requests, seconds = self._http(method, path)
+        requests.inc()
         self.http_active.inc()
-        return known[1]
+        return seconds
+
+    def _http_series(self, method: str, path: str) -> tuple[Counter, Histogram]:
+        return self.http_requests.labels(method, path), self.http_seconds.labels(method, path)
 
     def http_ended(self, status: int, error_code: str, began_s: float) -> None:
         """``began_s``: what :meth:`http_started` was told as now."""
@@ -316,11 +313,7 @@ class RouterMetrics:
         if self._began_s[began_s] <= 0:
             del self._began_s[began_s]
         self.http_active.dec()
-        responses = self._responses.get((status, error_code))
-        if responses is None:
-            responses = self.http_responses.labels(str(status), error_code)
-            self._responses[status, error_code] = responses
-        responses.inc()
+        self._responses(status, error_code).inc()
 
     def _age_families(self) -> Iterator[Metric]:
         counts = [0] * (len(_AGE_BOUNDS_S) + 1)
@@ -349,16 +342,14 @@ class RouterMetrics:
 
     def served(self, path: str, model: str, streaming: bool, seconds: float) -> None:
         """An inference request is over, however it ended."""
-        known = self._served.get((path, model, streaming))
-        if known is None:
-            labels = (*_STOCK.values(), model, _ENDPOINTS[path])
-            known = (
-                self._requests.labels(*labels, str(streaming).lower()),
-                self._request_seconds.labels(*labels),
-            )
-            self._served[path, model, streaming] = known
-        known[0].inc()
-        known[1].observe(seconds)
+        requests, durations = self._served(path, model, streaming)
+        requests.inc()
+        durations.observe(seconds)
+
+    def _served_series(self, path: str, model: str, streaming: bool) -> tuple[Counter, Histogram]:
+        labels = (*_STOCK.values(), model, _ENDPOINTS[path])
+        requests = self._requests.labels(*labels, str(streaming).lower())
+        return requests, self._request_seconds.labels(*labels)
 
     def request_failed(self, path: str, model: str, code: str) -> None:
         self._request_errors.labels(*_STOCK.values(), model, _ENDPOINTS[path], code).inc()
@@ -377,10 +368,7 @@ class RouterMetrics:
     # Others -----------------------------------------------------------------------------------
 
     def attempt_ended(self, outcome: Outcome) -> None:
-        ended = self._attempts.get(outcome)
-        if ended is None:
-            ended = self._attempts[outcome] = self.attempts.labels(outcome)
-        ended.inc()
+        self._attempts(outcome).inc()
 
     def leg_failed(self, failure: LegFailure) -> None:
         labels = (failure.leg, "http", failure.worker, failure.code)

@@ -2,7 +2,6 @@
 open to whoever reaches it.
 
 It shares descriptors with the serving port, so it takes few connections, and none that say nothing.
-Must not know what is on the page.
 """
 
 from __future__ import annotations

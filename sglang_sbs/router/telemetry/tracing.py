@@ -1,9 +1,8 @@
 """OpenTelemetry spans of a request: hold, dispatch, prefill, first byte, end.
 
-Owns spans and their export (``--enable-trace``). Needs the optional packages of the extra ``trace``
-and is ``None`` everywhere without them. Must not know how a request is served: it is told when
-what happened. Times are taken as things happen; spans are made of them when an attempt is over, so
-that nothing of it lies on the way of a request.
+On with ``--enable-trace``. Needs the optional packages of the extra ``trace`` and is ``None``
+everywhere without them. Times are taken as things happen; spans are made of them when an attempt is
+over, so that nothing of it lies on the way of a request.
 """
 
 from __future__ import annotations

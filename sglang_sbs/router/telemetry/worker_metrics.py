@@ -1,8 +1,4 @@
-"""The workers as metrics, read when scraped.
-
-Owns the names and labels of what is known per worker (sglang_router's ``smg_worker_*``, and ours).
-Must not know how any of it came about.
-"""
+"""The workers as metrics, read when scraped."""
 
 from __future__ import annotations
 
@@ -42,7 +38,6 @@ class Drift:
         self._held.setdefault(worker.url, {})[report.dp_rank] = engine_requests(report)
 
     def forget(self, worker_url: str) -> None:
-        """A worker was removed."""
         self._held.pop(worker_url, None)
 
     def of(self, worker: Worker) -> int | None:

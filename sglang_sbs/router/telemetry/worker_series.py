@@ -1,8 +1,7 @@
 """Series of workers that are counted as things happen, and their end.
 
-Owns which series belong to which worker, so that they go when it does: with service discovery every
-pod has a URL of its own, and what stayed of each would be kept and exported for the life of the
-process. Must not know what is counted.
+With service discovery every pod has a URL of its own, and what stayed of each would be kept and
+exported for the life of the process.
 """
 
 from __future__ import annotations

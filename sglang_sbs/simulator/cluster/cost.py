@@ -1,8 +1,8 @@
 """How long a simulated prefill pass takes.
 
-Owns the cost models and their JSON form. The three named ones agree on balanced passes and differ
-in who pays for imbalance; all fit Table 1 of arXiv 2512.16134 (DeepSeek-V3 on H800) read per
-prefill instance. A file has one that was fitted to a real engine's EndForward reports.
+The three named ones agree on balanced passes and differ in who pays for imbalance; all fit Table 1
+of arXiv 2512.16134 (DeepSeek-V3 on H800) read per prefill instance. A file has one that was fitted
+to a real engine's EndForward reports.
 """
 
 from __future__ import annotations

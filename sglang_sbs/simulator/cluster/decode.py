@@ -1,6 +1,6 @@
 """Decode in steps: DP ranks behind a barrier, one token per request and step.
 
-Owns the closed-loop decode experiment of the paper (section 5.2.2). The scheduler it drives is the
+The closed-loop decode experiment of the paper (section 5.2.2). The scheduler it drives is the
 router's own, and so is what it sees: a prefill instance is busy with one pass of ``batch_steps``
 decode steps after another, requests arrive as others finish, and a policy that holds requests sends
 them as one gang shortly before the pass ends. A request joins its decode rank when the pass that
@@ -313,7 +313,6 @@ class DecodeSimulation:
             self._join(command, spread_ages)
 
     def _join(self, command: Dispatch, spread_ages: bool) -> None:
-        """A prefilled request starts decoding."""
         prompt, output = self._lengths.pop(command.rid)
         index = command.decode_rank
         if self._weights is not None:

@@ -1,8 +1,4 @@
-"""KV and slots of a decode DP rank as a prefill cluster sees them: who has to wait.
-
-Owns the admission of requests by one rank. Must not know time, or how decode steps (:mod:`.decode`
-simulates those).
-"""
+"""KV and slots of a decode DP rank as a prefill cluster sees them: who has to wait."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A simulated SGLang prefill instance with DP attention: chunked prefill behind a barrier.
 
-Owns the engine's queues, passes and EndForward messages. Must not know the scheduler, the router
-or the workload, nor when things happen: its owner calls :meth:`SimulatedPrefill.step` where SGLang
-begins an iteration of its event loop, and :meth:`SimulatedPrefill.finish` where a pass ends.
+Its owner says when: it calls :meth:`SimulatedPrefill.step` where SGLang begins an iteration of its
+event loop, and :meth:`SimulatedPrefill.finish` where a pass ends.
 
 What it reproduces of SGLang 0.5.23 (``disaggregation/prefill.py``, ``schedule_policy.py``):
 
@@ -49,8 +48,6 @@ _MOST_FETCHES = 3
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request at a rank."""
-
     rid: str
     prompt_tokens: int
     remaining: int
@@ -108,8 +105,6 @@ class DevicePass:
 
 @dataclass(slots=True)
 class Rank:
-    """One DP rank."""
-
     waiting: deque[Waiting] = field(default_factory=deque)
     waiting_tokens: int = 0
     """Of ``waiting``, with what is left of the chunked request."""

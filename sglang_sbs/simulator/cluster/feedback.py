@@ -1,7 +1,4 @@
-"""How EndForward messages travel in the simulation: late, lost, twice.
-
-Owns the arrival times. Must not know what a message says or what it does to the scheduler.
-"""
+"""How EndForward messages travel in the simulation: late, lost, twice."""
 
 from __future__ import annotations
 

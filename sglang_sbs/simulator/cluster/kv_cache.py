@@ -1,8 +1,5 @@
 """The radix cache of one DP rank, block by block, as SGLang 0.5.23 keeps it.
 
-Owns which blocks the rank holds, which of them are locked, what is evicted, and what is told of it.
-Must not know passes, chunks, time or other ranks.
-
 SGLang (``mem_cache/radix_cache.py``) keeps a tree. A block's name stands for everything before it,
 too, so a map of names is enough here, and leaf-first LRU needs no tree either: whoever unlocks a
 path does so from its end, so no block is ever evicted before the blocks that follow it.
@@ -46,8 +43,6 @@ class BlockEvents:
 
 
 class BlockCache:
-    """KV of one DP rank."""
-
     def __init__(
         self,
         capacity_tokens: int,

@@ -1,7 +1,7 @@
 """The way of requests from the scheduler to the ranks of an instance.
 
-Owns when each request of a batch is there: latency, jitter, one after the other, and the plugin's
-gang gate, which lets the engine start with the whole of it.
+Latency, jitter, one after the other, and the plugin's gang gate, which lets the engine start with
+the whole of a batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a simulation leaves: its requests and its passes.
-
-Owns their records. Must not know how they came about, or what is made of them.
-"""
+"""What a simulation leaves: its requests and its passes."""
 
 from __future__ import annotations
 
@@ -58,8 +55,6 @@ class RequestRecord:
 
 
 class PassRecord(NamedTuple):
-    """One forward pass."""
-
     instance: str
     start_s: float
     end_s: float
@@ -68,7 +63,6 @@ class PassRecord(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of all ranks."""
         return sum(self.rank_tokens)
 
     @property
@@ -78,12 +72,10 @@ class PassRecord(NamedTuple):
 
     @property
     def active_ranks(self) -> int:
-        """DP ranks with tokens in it."""
         return active_ranks(self.rank_tokens)
 
     @property
     def max_over_mean(self) -> float:
-        """Tokens of the heaviest rank over the mean of all."""
         return max_over_mean(self.rank_tokens)
 
 
@@ -100,8 +92,6 @@ class PoolRecord:
 
 @dataclass(slots=True)
 class Outcome:
-    """A finished simulation."""
-
     requests: list[RequestRecord]
     passes: list[PassRecord] = field(default_factory=list)
     """In the order of their ends."""

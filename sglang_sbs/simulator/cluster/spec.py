@@ -1,7 +1,4 @@
-"""The simulated cluster as data: its instances, latencies, faults and scripted topology changes.
-
-Owns :class:`ClusterSpec` and its checks. Must not know how any of it is simulated.
-"""
+"""The simulated cluster as data: its instances, latencies, faults and scripted topology changes."""
 
 from __future__ import annotations
 
@@ -43,8 +40,6 @@ class TopologyError(ValueError):
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefill instance."""
-
     dp_size: int = 8
     chunk_tokens: int = 3072
     """C_chunk per DP rank."""

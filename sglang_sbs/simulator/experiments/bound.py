@@ -1,8 +1,5 @@
 """``sglang-sbs simulate bound``: how small the mean TTFT could be, whoever schedules.
 
-Owns a lower bound of the mean TTFT of given arrivals on equal prefill instances, and the command
-that holds policies against it. Must not know how a policy decides.
-
 The bound holds for every schedule that computes each prompt in one pass, also for one that knows
 all arrivals, lengths and pass times beforehand and spreads the tokens of a pass evenly over the DP
 ranks. Three facts, each of which a schedule pays for:
@@ -38,7 +35,7 @@ from dataclasses import dataclass
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import PassCost, cost_name
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job, scenario_of
-from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
+from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
 from sglang_sbs.simulator.options.common import (
     add_common,
     add_overlap,
@@ -181,7 +178,6 @@ def _around(price: float) -> list[float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate bound``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate bound",
         description="How small could the mean TTFT be, whoever schedules?",
@@ -253,21 +249,18 @@ def bound_row(job: Job) -> Row:
 
 def bound_table(rows: Sequence[Row]) -> ResultTable:
     """Mean TTFT, and the bound as a share of it: a row per policy, a column per load."""
+    cells = groups(rows, "policy", "load")
+    mean_s = {place: mean_of(mine, "ttft_mean_s") for place, mine in cells.items()}
     loads = list(dict.fromkeys(row["load"] for row in rows))
-
-    def mean_s(policy: str, load: float) -> float:
-        mine = [row for row in rows if (row["policy"], row["load"]) == (policy, load)]
-        return mean_of(mine, "ttft_mean_s")
-
     table = ResultTable(
         f"mean TTFT, and the least possible share of it; {rows[0]['scenario']}, "
         f"cost {rows[0]['cost']}",
         ["policy", *(f"load {load:g}" for load in loads)],
     )
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        cells = [
-            f"{mean_s(policy, load):.3f}  {mean_s(BOUND, load) / mean_s(policy, load):.2f}"
+    for (policy,) in groups(rows, "policy"):
+        words = [
+            f"{mean_s[policy, load]:.3f}  {mean_s[BOUND, load] / mean_s[policy, load]:.2f}"
             for load in loads
         ]
-        table.rows.append([policy, *cells])
+        table.rows.append([policy, *words])
     return table

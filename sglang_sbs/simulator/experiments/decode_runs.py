@@ -1,7 +1,4 @@
-"""The decode experiment under each rule, as rows.
-
-Owns the named decode policies. Must not know how rows are printed.
-"""
+"""The decode experiment under each rule, as rows."""
 
 from __future__ import annotations
 
@@ -51,8 +48,6 @@ the potential with the knowledge of when every request will end."""
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """One run."""
-
     policy: str
     seed: int
     cost: str = "h100"
@@ -65,7 +60,6 @@ class DecodeJob:
 
 
 def run_decode_outcome(job: DecodeJob) -> DecodeOutcome:
-    """Simulate."""
     policy = DECODE_POLICIES[job.policy]
     config = SchedulerConfig(**{**NO_FLOW_CONTROL, **policy.settings, **job.config})
     spec = DecodeSpec(

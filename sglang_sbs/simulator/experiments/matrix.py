@@ -1,6 +1,6 @@
 """``sglang-sbs simulate matrix``: one policy against the best of the others, regime by regime.
 
-Owns the regimes, the verdict of a cell and the table. Runs are :mod:`.sweep`'s.
+Runs are :mod:`.sweep`'s.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ examples:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One condition."""
-
     name: str
     scenario: str
     load: float
@@ -164,7 +162,6 @@ _TRACE_LOADS = (0.2, 0.4, 0.6, 0.75)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate matrix``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate matrix",
         description="Is a policy nowhere worse than any other? Cell by cell, win or lose.",

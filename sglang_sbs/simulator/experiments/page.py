@@ -1,6 +1,6 @@
 """One self-contained HTML page with tables and pictures.
 
-Owns the markup. Nothing on the page refers to another file or host.
+Nothing on the page refers to another file or host.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ _WORDS = 24
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG with its caption."""
-
     caption: str
     png: bytes
 
@@ -46,7 +44,6 @@ Part = ResultTable | Picture | str
 
 
 def write_page(path: Path, title: str, parts: Sequence[Part]) -> None:
-    """Write the page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     body = "\n".join(_html(part) for part in parts)
     path.write_text(

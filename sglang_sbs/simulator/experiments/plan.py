@@ -1,6 +1,6 @@
 """``sglang-sbs simulate plan``: how many prefill instances, with what chunk, a workload needs.
 
-Owns the question, the table and the picture. The capacity search is :mod:`.sweep`'s.
+The capacity search is :mod:`.sweep`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, EmptyWindowError, Job, max_load
-from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
+from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
 from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
 from sglang_sbs.simulator.options.common import (
     add_common,
@@ -35,6 +35,7 @@ from sglang_sbs.simulator.workloads.scenario import PREFILL_SCENARIOS, ScenarioE
 TRACE_SEEDS = 5
 """Windows of a trace that are simulated unless told otherwise."""
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,random_rank"
+_CELL = ("policy", "prefill_instances", "chunk_tokens")
 
 _EPILOG = """\
 The rate is the workload's own: a trace's mean rate, 171 QPS for paper-3k (57 per instance of the
@@ -51,7 +52,6 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate plan``."""
     parser = argparse.ArgumentParser(
         prog="sglang-sbs simulate plan",
         usage="%(prog)s (--trace FILE | --scenario NAME) --slo-ttft S [options]",
@@ -113,11 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks: list[Task] = []
     for chunk in args.chunks or [scenario.spec.chunk_tokens]:
         for instances in args.prefill:
-            spec = {
-                **cluster_fields(args),
-                "prefill_instances": instances,
-                "chunk_tokens": chunk,
-            }
+            shape = {"prefill_instances": instances, "chunk_tokens": chunk}
+            spec = {**cluster_fields(args), **shape}
             for seed in seeds(args):
                 for policy in policies:
                     job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
@@ -145,29 +142,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def over_seeds(rows: Sequence[Row]) -> list[Row]:
     """One row per policy, instances and chunk: the mean capacity over seeds, least and most."""
-    keys = dict.fromkeys((r["policy"], r["prefill_instances"], r["chunk_tokens"]) for r in rows)
-    cells = []
-    for policy, instances, chunk in keys:
-        key = (policy, instances, chunk)
-        mine = [r for r in rows if (r["policy"], r["prefill_instances"], r["chunk_tokens"]) == key]
-        cells.append(
-            {
-                "policy": policy,
-                "prefill_instances": instances,
-                "chunk_tokens": chunk,
-                "max_qps": mean_of(mine, "max_qps"),
-                "max_qps_least": min(r["max_qps"] for r in mine),
-                "max_qps_most": max(r["max_qps"] for r in mine),
-                "seeds": len(mine),
-            }
-        )
-    return cells
+    return [
+        {
+            **dict(zip(_CELL, key, strict=True)),
+            "max_qps": mean_of(mine, "max_qps"),
+            "max_qps_least": min(r["max_qps"] for r in mine),
+            "max_qps_most": max(r["max_qps"] for r in mine),
+            "seeds": len(mine),
+        }
+        for key, mine in groups(rows, *_CELL).items()
+    ]
 
 
 def spread_of(cells: Sequence[Row], row: Row) -> Row:
     """The least and the most of the cell that a row is of."""
-    keys = ("policy", "prefill_instances", "chunk_tokens")
-    (cell,) = (c for c in cells if all(c[key] == row[key] for key in keys))
+    (cell,) = groups(cells, *_CELL)[tuple(row[key] for key in _CELL)]
     return {key: cell[key] for key in ("max_qps_least", "max_qps_most")}
 
 

@@ -1,7 +1,4 @@
-"""Pictures of simulated results. Owns the drawing; needs matplotlib (the ``sim`` extra).
-
-Must not know where the results come from or what page they go to.
-"""
+"""Pictures of simulated results. Needs matplotlib (the ``sim`` extra)."""
 
 from __future__ import annotations
 
@@ -25,8 +22,10 @@ from sglang_sbs.policy_looks import colours_of
 from sglang_sbs.simulator.cluster.decode import DecodeOutcome
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord
 from sglang_sbs.simulator.cluster.spec import InstanceSpec
+from sglang_sbs.simulator.experiments.tables import groups
+from sglang_sbs.simulator.parallel import Row
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Row]
 _Panels = tuple[Figure, list[Axes]]
 _DPI = 110
 _GANTT_S = 4.0
@@ -70,15 +69,13 @@ def ttft_by_load(
     Args:
         x: the field that is the load.
     """
-    panels = list(dict.fromkeys((r["scenario"], r["cost"], r["chunk_tokens"]) for r in rows))
+    panels = list(groups(rows, "scenario", "cost", "chunk_tokens").items())
     colours = colours_of(row["policy"] for row in rows)
     figure, axes = _axes(2, len(panels), 6.5, 3.8, sharey="row")
     for index, axis in enumerate(axes):
-        panel = panels[index % len(panels)]
+        panel, shown = panels[index % len(panels)]
         key, name = (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99"))[index // len(panels)]
-        shown = [r for r in rows if (r["scenario"], r["cost"], r["chunk_tokens"]) == panel]
-        for policy in dict.fromkeys(row["policy"] for row in shown):
-            mine = [r for r in shown if r["policy"] == policy]
+        for (policy,), mine in groups(shown, "policy").items():
             loads = sorted({r[x] for r in mine})
             values = [statistics.fmean(r[key] for r in mine if r[x] == load) for load in loads]
             width = 2.5 if policy == "sbs" else 1.3
@@ -106,14 +103,11 @@ def capacity_by_chunk(rows: Rows) -> Figure:
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     colours = colours_of(policies)
     chunks = sorted({row["chunk_tokens"] for row in rows})
+    cells = groups(rows, "policy", "cost", "chunk_tokens")
     for axis, cost in zip(axes, costs, strict=True):
         for position, policy in enumerate(policies):
             heights = [
-                statistics.fmean(
-                    r["max_qps"]
-                    for r in rows
-                    if (r["policy"], r["cost"], r["chunk_tokens"]) == (policy, cost, chunk)
-                )
+                statistics.fmean(r["max_qps"] for r in cells[policy, cost, chunk])
                 for chunk in chunks
             ]
             width = 0.8 / len(policies)
@@ -263,13 +257,10 @@ def capacity_by_instances(
     have."""
     figure, (axis,) = _axes(1, 1, 8, 5.5)
     colours = colours_of(row["policy"] for row in rows)
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        mine = [r for r in rows if r["policy"] == policy]
-        counts = sorted({r["prefill_instances"] for r in mine})
-        best = [
-            max((r for r in mine if r["prefill_instances"] == n), key=lambda r: r["max_qps"])
-            for n in counts
-        ]
+    for (policy,), mine in groups(rows, "policy").items():
+        by_count = groups(mine, "prefill_instances")
+        counts = sorted(count for (count,) in by_count)
+        best = [max(by_count[count,], key=lambda r: r["max_qps"]) for count in counts]
         least, mean, most = (
             [row[key] for row in best] for key in ("max_qps_least", "max_qps", "max_qps_most")
         )

@@ -1,7 +1,4 @@
-"""Runs scenarios under policies: one row per run, and the search for the capacity at an SLO.
-
-Owns the rows' fields. Must not know how they are printed or drawn.
-"""
+"""Runs scenarios under policies: one row per run, and the search for the capacity at an SLO."""
 
 from __future__ import annotations
 
@@ -98,7 +95,6 @@ def run_job(job: Job) -> Row:
 
 
 def scenario_of(job: Job) -> Scenario:
-    """The scenario on the job's cluster."""
     return make_scenario(job.scenario, cost=find_cost(job.cost), **dict(job.spec))
 
 
@@ -138,7 +134,6 @@ def _by_part(outcome: Outcome, duration_s: float) -> list[float]:
 
 
 def arrivals_of(scenario: Scenario, job: Job) -> Workload:
-    """The requests of a run, or who sends them."""
     arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
     return job.classes.of(arrivals, job.seed) if isinstance(arrivals, list) else arrivals
 

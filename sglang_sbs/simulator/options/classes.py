@@ -5,70 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sglang_sbs.simulator.options.common import positive_number
+from sglang_sbs.simulator.options.common import (
+    Flag,
+    add_all,
+    checked,
+    fields_of,
+    positive_number,
+)
 from sglang_sbs.simulator.workloads.classes import Classes
 
 _MOST_TENANTS = 16
-
-
-def add_classes(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Flags for who sends the requests."""
-    add = parser.add_argument_group(
-        "classes",
-        "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants",
-    ).add_argument
-    return [
-        add(
-            "--priority-share",
-            type=_share,
-            default=0.0,
-            metavar="SHARE",
-            help="share of the requests that have a high priority, drawn from the seed (0)",
-        ),
-        add(
-            "--low-share",
-            type=_share,
-            default=0.0,
-            metavar="SHARE",
-            help="share of the requests that have a low priority (0)",
-        ),
-        add(
-            "--tenants",
-            type=_tenants,
-            default={},
-            metavar="NAME=PART,...",
-            help="who sends how much, as in a=9,b=1; their weights are --sbs-tenant-weights",
-        ),
-        add(
-            "--ttft-slo-ms",
-            type=positive_number,
-            metavar="MS",
-            help="every request brings this SLO for its first token; goodput is what meets it "
-            "(no SLO; goodput by the scenario's)",
-        ),
-    ]
-
-
-def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Classes:
-    """What :func:`add_classes` was given; ends the program with code 2 if it is too much."""
-    if args.priority_share + args.low_share > 1:
-        parser.error("--priority-share and --low-share: write shares that are at most 1 together")
-    return Classes(args.priority_share, args.low_share, args.tenants)
-
-
-def slo_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The SLO as a keyword of ``make_scenario``."""
-    return {"ttft_slo_s": args.ttft_slo_ms / 1e3} if args.ttft_slo_ms else {}
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a share between 0 and 1, as in 0.2")
-    return value
+_share = checked(float, lambda share: 0 <= share <= 1, "a share between 0 and 1, as in 0.2")
 
 
 def _tenants(text: str) -> dict[str, float]:
@@ -81,3 +28,39 @@ def _tenants(text: str) -> dict[str, float]:
     if len(parts) > _MOST_TENANTS:
         raise argparse.ArgumentTypeError(f"{len(parts)} tenants: write at most {_MOST_TENANTS}")
     return parts
+
+
+# fmt: off
+_FLAGS = (
+    Flag("--priority-share", "", _share, 0.0,
+        "share of the requests that have a high priority, drawn from the seed (0)", "SHARE"),
+    Flag("--low-share", "", _share, 0.0,
+        "share of the requests that have a low priority (0)", "SHARE"),
+    Flag("--tenants", "", _tenants, {},
+        "who sends how much, as in a=9,b=1; their weights are --sbs-tenant-weights",
+        "NAME=PART,..."),
+    Flag("--ttft-slo-ms", "ttft_slo_s", positive_number, None,
+        "every request brings this SLO for its first token; goodput is what meets it (no SLO; "
+        "goodput by the scenario's)", "MS", 1e3),
+)
+# fmt: on
+
+
+def add_classes(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    group = parser.add_argument_group(
+        "classes",
+        "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants",
+    )
+    return add_all(group, _FLAGS)
+
+
+def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Classes:
+    """What :func:`add_classes` was given; ends the program with code 2 if it is too much."""
+    if args.priority_share + args.low_share > 1:
+        parser.error("--priority-share and --low-share: write shares that are at most 1 together")
+    return Classes(args.priority_share, args.low_share, args.tenants)
+
+
+def slo_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The SLO as a keyword of ``make_scenario``."""
+    return fields_of(args, _FLAGS)

@@ -1,14 +1,14 @@
-"""What the ``simulate`` commands share on the command line, and the progress bar.
-
-Owns parsing and checking of lists and names. Must not know what a command does with them.
-"""
+"""What the ``simulate`` commands share on the command line, and the progress bar."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from rich.console import Console
@@ -26,73 +26,94 @@ _FILE_WIDTH = 130
 """Columns where the output is no terminal: wide enough for every table."""
 
 
-def numbers(text: str) -> list[float]:
-    """Comma-separated positive numbers."""
-    try:
-        values = [float(word) for word in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or not all(0 < value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r}: write positive numbers, as in 0.6,0.8,1.0")
-    return values
+_Value = TypeVar("_Value")
 
 
-def integers(text: str) -> list[int]:
-    """Comma-separated positive integers."""
-    try:
-        values = [int(word) for word in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: write positive integers, as in 3072,6144")
-    return values
+def checked(
+    parse: Callable[[str], _Value], fits: Callable[[_Value], bool], wanted: str
+) -> Callable[[str], _Value]:
+    """A type for argparse; what is none of it is told to write ``wanted``."""
+
+    def value_of(text: str) -> _Value:
+        with suppress(ValueError):
+            value = parse(text)
+            if fits(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r}: write {wanted}")
+
+    return value_of
 
 
-def positive(text: str) -> int:
-    """A positive integer."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a positive integer, as in 3")
-    return value
-
-
-def positive_number(text: str) -> float:
-    """A positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: write a positive number, as in 0.8")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """A number that is 0 or greater."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: write a number, 0 or greater")
-    return value
-
-
-def instance_counts(text: str) -> list[int]:
-    """``2..6`` or ``2,4,6``."""
+def _span(text: str) -> list[int]:
     first, dots, last = text.partition("..")
-    try:
-        values = list(range(int(first), int(last) + 1)) if dots else integers(text)
-    except ValueError:
-        values = []
-    if not values or not all(1 <= value <= _MOST_INSTANCES for value in values):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write a range or a list between 1 and {_MOST_INSTANCES}, as in 2..6 or 2,4"
-        )
-    return values
+    return list(range(int(first), int(last) + 1)) if dots else integers(text)
+
+
+positive = checked(int, lambda n: n > 0, "a positive integer, as in 3")
+positive_number = checked(float, lambda x: 0 < x < math.inf, "a positive number, as in 0.8")
+not_negative = checked(float, lambda x: 0 <= x < math.inf, "a number, 0 or greater")
+numbers = checked(
+    lambda text: [float(word) for word in text.split(",")],
+    lambda some: all(0 < x < math.inf for x in some),
+    "positive numbers, as in 0.6,0.8,1.0",
+)
+integers = checked(
+    lambda text: [int(word) for word in text.split(",")],
+    lambda some: min(some) > 0,
+    "positive integers, as in 3072,6144",
+)
+instance_counts = checked(
+    _span,
+    lambda some: bool(some) and all(1 <= n <= _MOST_INSTANCES for n in some),
+    f"a range or a list between 1 and {_MOST_INSTANCES}, as in 2..6 or 2,4",
+)
+"""``2..6`` or ``2,4,6``."""
+
+
+class Flag(NamedTuple):
+    """A flag, and the keyword of what is simulated that its value becomes."""
+
+    name: str
+    field: str
+    """Empty: more than its value decides."""
+    type: Callable[[str], Any] | type[argparse.Action] | tuple[str, ...]
+    """What reads its value, or its action, or what it may be."""
+    default: Any
+    help: str
+    metavar: str | None = None
+    per: float = 1
+    """So many parts of what the field is in."""
+    repeated: bool = False
+
+    @property
+    def dest(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> list[argparse.Action]:
+    added = []
+    for flag in flags:
+        words: dict[str, Any] = {"metavar": flag.metavar} if flag.metavar else {}
+        if isinstance(flag.type, tuple):
+            words["choices"] = flag.type
+        elif flag.type is argparse.BooleanOptionalAction:
+            words["action"] = flag.type
+        else:
+            words["type"] = flag.type
+        if flag.repeated:
+            words["action"] = "extend"
+        words |= {"default": flag.default, "help": flag.help}
+        added.append(group.add_argument(flag.name, **words))
+    return added
+
+
+def fields_of(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
+    """What those say that become a field."""
+    values = [(flag, getattr(args, flag.dest)) for flag in flags if flag.field]
+    return {
+        flag.field: value if flag.per == 1 or value is None else value / flag.per
+        for flag, value in values
+    }
 
 
 def names(
@@ -211,18 +232,15 @@ def given(
 
 
 def seeds(args: argparse.Namespace) -> range:
-    """The seeds of every cell."""
     return range(args.first_seed, args.first_seed + args.seeds)
 
 
 def open_console() -> Console:
-    """Standard output."""
     console = Console()
     return console if console.is_terminal else Console(width=_FILE_WIDTH)
 
 
 def run_with_progress(tasks: Sequence[Task], console: Console, workers: int | None) -> list[Row]:
-    """Run the tasks behind a progress bar."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

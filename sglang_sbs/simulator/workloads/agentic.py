@@ -42,8 +42,6 @@ _NAMES_PER_THREAD = 1 << 16
 
 @dataclass(slots=True)
 class _Thread:
-    """An agent or a sub-agent."""
-
     number: int
     session: str
     rng: random.Random
@@ -77,7 +75,7 @@ class AgentLoop:
         self.first: list[Arrival] = []
         """What is sent without an answer before it, in time order."""
         for _ in range(agents):
-            thread = self._new_agent()
+            thread = self._begin()
             if under_way:
                 self._skip(thread, rng.randrange(thread.turns))
             self.first.append(self._turn(thread, rng.uniform(0.0, _SPREAD_S)))
@@ -95,7 +93,7 @@ class AgentLoop:
         branches = thread.parent is None and thread.turns and thread.rng.random() < _BRANCH_SHARE
         if branches and thread.tokens + _TASK_TOKENS <= LONGEST_TOKENS:
             thread.children = thread.rng.randint(*_SUB_AGENTS)
-            subs = [self._branch(thread) for _ in range(thread.children)]
+            subs = [self._begin(thread) for _ in range(thread.children)]
             return [self._turn(sub, now_s + pause_s) for sub in subs]
         thread.tokens += _lognormal(thread.rng, _TOOL_TOKENS)
         if thread.turns > 0 and thread.tokens <= LONGEST_TOKENS:
@@ -103,7 +101,7 @@ class AgentLoop:
         del self._threads[thread.number]
         parent = thread.parent
         if parent is None:
-            return [self._turn(self._new_agent(), now_s + pause_s)]
+            return [self._turn(self._begin(), now_s + pause_s)]
         parent.children -= 1
         parent.tokens += _MEAN_OUTPUT_TOKENS  # what it is told of the work
         if parent.children:
@@ -111,47 +109,29 @@ class AgentLoop:
         if parent.tokens <= LONGEST_TOKENS:
             return [self._turn(parent, now_s)]
         del self._threads[parent.number]
-        return [self._turn(self._new_agent(), now_s + pause_s)]
+        return [self._turn(self._begin(), now_s + pause_s)]
 
-    def _new_agent(self) -> _Thread:
+    def _begin(self, parent: _Thread | None = None) -> _Thread:
+        """An agent; or a sub-agent, which begins with its parent's context and is told what to
+        do."""
         number = self._started
         rng = random.Random(f"agent {self._seed} {number}")
-        return self._add(
-            _Thread(
-                number,
-                str(number),
-                rng,
-                _lognormal(rng, _FIRST_TOKENS),
-                rng.randint(*_TURNS),
-            )
-        )
-
-    def _branch(self, parent: _Thread) -> _Thread:
-        """It begins with the parent's context, and is told what to do."""
-        number = self._started
-        rng = random.Random(f"agent {self._seed} {number}")
-        sub = _Thread(
-            number,
-            parent.session,
-            rng,
-            parent.tokens + _TASK_TOKENS,
-            rng.randint(*_SUB_TURNS),
-            list(parent.pages),
-            parent,
-        )
-        return self._add(sub)
-
-    def _add(self, thread: _Thread) -> _Thread:
+        if parent is None:
+            tokens = _lognormal(rng, _FIRST_TOKENS)
+            thread = _Thread(number, str(number), rng, tokens, rng.randint(*_TURNS))
+        else:
+            tokens, turns = parent.tokens + _TASK_TOKENS, rng.randint(*_SUB_TURNS)
+            pages = list(parent.pages)
+            thread = _Thread(number, parent.session, rng, tokens, turns, pages, parent)
         self._started += 1
-        self._threads[thread.number] = thread
+        self._threads[number] = thread
         return thread
 
     def _skip(self, thread: _Thread, turns: int) -> None:
         """It has sent so many turns before the run."""
         for _ in range(turns):
-            grown = (
-                thread.tokens + _output_tokens(thread.rng) + _lognormal(thread.rng, _TOOL_TOKENS)
-            )
+            grown = thread.tokens + _output_tokens(thread.rng)
+            grown += _lognormal(thread.rng, _TOOL_TOKENS)
             if grown > LONGEST_TOKENS:
                 break
             self._fill(thread)
@@ -161,15 +141,8 @@ class AgentLoop:
 
     def _turn(self, thread: _Thread, at_s: float) -> Arrival:
         self._fill(thread)
-        output_tokens = _output_tokens(thread.rng)
-        return Arrival(
-            at_s,
-            thread.tokens,
-            output_tokens,
-            tuple(thread.pages),
-            thread.session,
-            thread=thread.number,
-        )
+        answer, pages = _output_tokens(thread.rng), tuple(thread.pages)
+        return Arrival(at_s, thread.tokens, answer, pages, thread.session, thread=thread.number)
 
     @staticmethod
     def _fill(thread: _Thread) -> None:

@@ -1,6 +1,5 @@
 """Arrivals: synthetic workloads and traces.
 
-Owns length distributions, arrival processes and the trace formats. Must not know the cluster.
 Conversations are in :mod:`.conversations`.
 """
 

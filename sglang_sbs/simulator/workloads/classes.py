@@ -6,13 +6,11 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.outcome import RequestRecord
-
-Row = dict[str, Any]
+from sglang_sbs.simulator.parallel import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """A synthetic workload of conversations: prompts that grow by turns and share system prompts.
 
-Owns how conversations grow and who shares what. Must not know the cluster.
-
 A turn's prompt is the system prompt, all turns before it with their answers, and a new message; the
 next one comes after the answer was read. Everything a turn sends is a prefix of the next.
 """

@@ -1,7 +1,5 @@
 """The fewest prompt tokens that could be computed: one clairvoyant cache for the whole cluster.
 
-Owns that bound. Must not know policies, ranks or time.
-
 The bound. One cache has the KV capacity of all DP ranks together, every prompt finds in it what any
 prompt before it had, at once, and the cache knows the future: it evicts the block whose next use is
 farthest away (Belady), and keeps none that is not used again. A block is only used with all blocks

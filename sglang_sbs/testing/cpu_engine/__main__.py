@@ -1,7 +1,7 @@
 """`python -m sglang_sbs.testing.cpu_engine`: can this machine run CPU engines?
 
-Owns: the check, which imports all that an engine imports and starts none. As a side effect Python
-keeps the compiled modules, so that the first engine starts as fast as later ones.
+Imports all that an engine imports and starts none. As a side effect Python keeps the compiled
+modules, so that the first engine starts as fast as later ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Environment variables and flags that make SGLang run on CPU with this package's plugin.
 
-Owns: the dictionary handed to a CPU engine process. Imports neither torch nor SGLang.
+Imports neither torch nor SGLang.
 """
 
 from __future__ import annotations

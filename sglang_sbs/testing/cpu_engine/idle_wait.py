@@ -1,8 +1,8 @@
 """Event loops that wait instead of spinning, so that several engines share a few cores.
 
-Owns: the DP controller's receive loop and the idle wait of lock-step schedulers. Must not change
-what any of them does with a request. SGLang's own `--sleep-on-idle` is no substitute under DP
-attention: ranks sleep on their own sockets while a peer waits for them in a collective.
+Must not change what any of them does with a request. SGLang's own `--sleep-on-idle` is no
+substitute under DP attention: ranks sleep on their own sockets while a peer waits for them in a
+collective.
 """
 
 from __future__ import annotations

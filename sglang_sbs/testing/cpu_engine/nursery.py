@@ -1,9 +1,8 @@
 """One process that has imported SGLang and forks engines on request.
 
-Owns: the server side of the nursery protocol (its client is `sglang_sbs/cluster/spawn.py`).
-Importing SGLang takes seconds and half a gigabyte per process; engines of one machine forked from
-here share both. Only for CPU engines: a CUDA context would not survive the fork, and all engines
-of a nursery start from its environment.
+Its client is `sglang_sbs/cluster/spawn.py`. Importing SGLang takes seconds and half a gigabyte per
+process; engines of one machine forked from here share both. Only for CPU engines: a CUDA context
+would not survive the fork, and all engines of a nursery start from its environment.
 
 Protocol, one JSON object a line. On stdin `{"name", "argv", "environment", "log_path"}`, where
 `argv` is a module name and its arguments. On stdout `{"event": "ready"}` once, then for each engine

@@ -1,7 +1,6 @@
 """The SGLang plugin of CPU engines (entry-point group `sglang.srt.plugins`, SGLang >= 0.5.11).
 
-Owns: which hooks a CPU engine gets. Found only through `testing/site/` on PYTHONPATH, so an engine
-on GPUs never loads it.
+Found only through `testing/site/` on PYTHONPATH, so an engine on GPUs never loads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A virtual GPU under a real scheduler: no model compute, passes that take a modelled time.
 
-Owns: the replacement of the model forward and of the completion event of a pass. Everything else is
-SGLang's: admission, chunking, idle ranks, overlap scheduling, KV pools and their transfer.
+It replaces the model forward and the completion event of a pass. Everything else is SGLang's:
+admission, chunking, idle ranks, overlap scheduling, KV pools and their transfer.
 
 The device is a FIFO queue, as a CUDA stream is: a pass starts when it is launched or when the one
 before it ends, whichever is later. Nothing sleeps at launch, so the scheduler runs one pass ahead

@@ -1,9 +1,9 @@
 """DWDP (`--dwdp-size`) on a machine without GPUs: DP ranks that wait for nobody.
 
-Owns: what stands in for SGLang's `DwdpManager` (`layers/moe/dwdp/dwdp_manager.py`), which fetches
-the experts of other ranks over NVLink while a layer computes. Here every rank gets all of them
-once, when the model has been loaded. All else of DWDP is SGLang's own: no rank waits for another
-before or in a pass, and none makes empty ones.
+SGLang's `DwdpManager` (`layers/moe/dwdp/dwdp_manager.py`) fetches the experts of other ranks over
+NVLink while a layer computes. Here every rank gets all of them once, when the model has been
+loaded. All else of DWDP is SGLang's own: no rank waits for another before or in a pass, and none
+makes empty ones.
 """
 
 from __future__ import annotations
