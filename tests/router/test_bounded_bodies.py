@@ -40,7 +40,12 @@ from tools.stand_ins.mock_engine import Behaviour
 
 MIB = 1 << 20
 KINDS: list[Any] = ["generate", "completions", "chat"]
-PREFILL = Worker("http://10.0.0.1:30000", "prefill", Breaker(BreakerConfig()), 8998)
+PREFILL = Worker(
+    url="http://10.0.0.1:30000",
+    role="prefill",
+    breaker=Breaker(BreakerConfig()),
+    configured_bootstrap_port=8998,
+)
 PLACEMENT = Placement(PREFILL, 1, PREFILL, 3)
 WIDE = {f"key{number}": number for number in range(5000)}
 

@@ -368,7 +368,12 @@ async def test_server_info_does_not_hand_out_the_engines_keys() -> None:
 
 # Bodies and headers -----------------------------------------------------------------------------
 
-PREFILL = Worker("http://10.0.0.1:30000", "prefill", Breaker(BreakerConfig()), 8998)
+PREFILL = Worker(
+    url="http://10.0.0.1:30000",
+    role="prefill",
+    breaker=Breaker(BreakerConfig()),
+    configured_bootstrap_port=8998,
+)
 PLACEMENT = Placement(PREFILL, 1, PREFILL, 3)
 NO_ENGINES: Any = None  # nothing is asked of them: no tokenizer, no blocks
 READER = PromptReader(None, PromptLengths(), BlockNamer(), NO_ENGINES, names_text=False)

@@ -25,6 +25,7 @@ from sglang_sbs.router.processes.messages import (
     decode_to_scheduler,
     encode,
 )
+from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling.events import (
     Dispatch,
     PrefillDone,
@@ -36,7 +37,7 @@ from sglang_sbs.scheduling.events import (
 from sglang_sbs.wire import MalformedMessage
 
 WORKER = WorkerState(
-    url="http://p0:1", role="prefill", id="x", info={"dp_size": 2}, problems={"a": "b"}
+    url="http://p0:1", role="prefill", id="x", info=WorkerInfo(dp_size=2), problems={"a": "b"}
 )
 PLACED = RequestAdopted(
     rid="a", prompt_tokens=1, prefill="p", prefill_rank=0, decode="d", decode_rank=1
