@@ -160,6 +160,21 @@ async def test_cancelling_ends_it_as_aborted_also_in_the_instant_of_dispatch(
     assert dispatcher.open == dispatcher.waiting == 0
 
 
+async def test_what_is_refused_in_the_instant_of_cancelling_has_no_other_end() -> None:
+    scheduler = Scripted(lambda event, now_s: [])
+    dispatcher = Dispatcher(scheduler)
+    task = asyncio.create_task(dispatcher.assign(announced("a")))
+    await asyncio.sleep(0)
+    refusal = Refuse(rid="a", cause="deadline", retry_after_s=1, message="late")
+    scheduler._answers = lambda event, now_s: [refusal]
+    task.cancel()
+    dispatcher.submit(TimerFired())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [type(event) for event in scheduler.events] == [RequestArrived, TimerFired]
+    assert dispatcher.open == 0
+
+
 async def test_events_that_arise_while_handling_one_come_after_it() -> None:
     dispatcher: Dispatcher
     depth = 0
