@@ -18,7 +18,8 @@ import msgspec
 from prometheus_client.core import Metric
 
 from sglang_sbs.dashboard.feed import Feed, LocalFeed
-from sglang_sbs.router.assignment.dispatcher import Assigner, Dispatcher
+from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.assignment.dispatcher import Dispatcher
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.metric_families import gauge, total
@@ -112,7 +113,7 @@ class OwnScheduler:
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
         self.dispatcher: Assigner = dispatcher
-        self._times = dispatcher.times
+        self._times = dispatcher.pump.times
         self._watch = Watch(options, self.dispatcher.submit, find_owner, metrics, session, silenced)
         self.registry: Registry = self._watch.registry
         self.feed: Feed = LocalFeed(

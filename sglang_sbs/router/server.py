@@ -24,7 +24,7 @@ from prometheus_client.core import Metric
 from sglang_sbs.dashboard.pages import Dashboard
 from sglang_sbs.plain_words import counted, naming_port
 from sglang_sbs.router.api.surface import Surface
-from sglang_sbs.router.assignment.dispatcher import Assigner
+from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.client.intake import (
     KEEP_ALIVE_S,
@@ -46,6 +46,7 @@ from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.admission import Admission
+from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
@@ -177,13 +178,19 @@ class RouterServer:
             refill_per_s=options.rate_limit_per_s,
             observe=self.metrics.door,
         )
-        self.relay = Relay(
+        attempts = Attempts(
             options.relay,
             registry=self.registry,
             dispatcher=self.dispatcher,
             pool=self.pool,
-            prompts=self.prompts,
             tokenizers=self.tokenizers,
+            metrics=self.metrics,
+            in_flight=self.in_flight,
+        )
+        self.relay = Relay(
+            options.relay,
+            attempts=attempts,
+            prompts=self.prompts,
             metrics=self.metrics,
             admission=self.admission,
             in_flight=self.in_flight,

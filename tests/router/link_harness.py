@@ -6,7 +6,9 @@ import asyncio
 import errno
 import itertools
 from collections.abc import Callable
+from typing import Any
 
+from sglang_sbs.router.assignment.assigner import Announced
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.front_end_sessions import Hub
@@ -202,6 +204,10 @@ class Counts:
     def refused(self, command: Refuse) -> None: ...
 
 
+def announced(rid: str, prompt_tokens: int = 10, **fields: Any) -> Announced:
+    return Announced(arrival=RequestArrived(rid=rid, prompt_tokens=prompt_tokens, **fields))
+
+
 class FrontEnd:
     def __init__(self, nets: Net | dict[str, Net], name: str = "front end") -> None:
         """``nets``: the network to each scheduler, by its address."""
@@ -243,7 +249,7 @@ class FrontEnd:
         return 2
 
     def ask(self, rid: str, tokens: int = 10) -> asyncio.Task[Dispatch]:
-        return asyncio.create_task(self.link.assign(rid, prompt_tokens=tokens))
+        return asyncio.create_task(self.link.assign(announced(rid, tokens)))
 
 
 class World:

@@ -20,20 +20,29 @@ from router_harness import Cluster, cluster, until
 from sglang_sbs.router import lanes as router_lanes
 from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Pace
-from sglang_sbs.router.options.config import PlanLimits
+from sglang_sbs.router.options.config import BreakerConfig, PlanLimits
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.relay import relay
 from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.merged_answers import merge_answers
-from sglang_sbs.router.requests.legs import LegFields, leg_bodies
+from sglang_sbs.router.requests.legs import leg_bodies
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.splitting import MOST_IDS_BYTES, MOST_READ_BYTES
+from sglang_sbs.router.workers.breaker import Breaker
+from sglang_sbs.router.workers.placement import Placement
+from sglang_sbs.router.workers.worker import Worker
 
 MIB = 1 << 20
 KINDS: list[Any] = ["generate", "completions", "chat"]
-FIELDS = LegFields("rid", "10.0.0.1", 8998, 5, 1, 3)
+PREFILL = Worker(
+    url="http://10.0.0.1:30000",
+    role="prefill",
+    breaker=Breaker(BreakerConfig()),
+    configured_bootstrap_port=8998,
+)
+PLACEMENT = Placement(PREFILL, 1, PREFILL, 3)
 WIDE = {f"key{number}": number for number in range(5000)}
 
 
@@ -81,7 +90,7 @@ def test_what_a_batch_shares_is_kept_once() -> None:
     assert peak_of(lambda: plan_request("generate", raw, limits)) < 4 * MIB
     plan = plan_request("generate", raw, limits)
     for unit in (plan.units[0], plan.units[1]):
-        for leg in leg_bodies(unit, plan, FIELDS):
+        for leg in leg_bodies(unit, plan, PLACEMENT, rid="rid", room=5):
             assert any(piece is plan.common for piece in leg)
             assert orjson.loads(b"".join(leg))["extra"] == body["extra"]
 
@@ -170,7 +179,7 @@ def test_nonsense_among_token_ids_cannot_smuggle_fields(ids: bytes) -> None:
             assert error.status == 400
             continue
         for unit in plan.units:
-            for leg in leg_bodies(unit, plan, FIELDS):
+            for leg in leg_bodies(unit, plan, PLACEMENT, rid="rid", room=5):
                 assert orjson.loads(b"".join(leg))["bootstrap_room"] == 5
 
 
@@ -397,8 +406,8 @@ async def test_what_was_sent_is_not_kept_while_the_answer_is_waited_for() -> Non
         c.decode[0].gate.close()
         asked = asyncio.create_task(c.generate(text="x", more="y" * MIB))
         await c.decode[0].gate.arrived(1)
-        (request,) = c.server.in_flight._requests.values()
-        pair = request.pair
+        (attempt,) = c.server.in_flight._attempts.values()
+        pair = attempt.pair
         assert pair is not None
         assert (pair.request.prefill_body, pair.request.decode_body) == ((), ())
         assert (pair.prefill_call.payload, pair.decode_call.payload) == ((), ())

@@ -205,7 +205,7 @@ class Asker:
         facts.open_without_key = answer.status not in (401, 403)
 
     async def _loads(self, facts: EngineFacts, info: WorkerInfo) -> None:
-        worker = Worker(facts.url, facts.target.role, Breaker(BreakerConfig()), info=info)
+        worker = worker_of(facts, info)
         path = "/v1/loads?include=core"
         try:
             answers = [await self.get(url, path, self._api_key) for url in worker.server_urls]
@@ -260,8 +260,8 @@ class Asker:
         port = facts.target.bootstrap_port or info.bootstrap_port
         if port is None:
             return
-        worker = Worker(facts.url, "prefill", Breaker(BreakerConfig()), port, info=info)
-        bootstrap = facts.bootstrap = Bootstrap(worker.bootstrap_host, port)
+        host = worker_of(facts, info).bootstrap_host
+        bootstrap = facts.bootstrap = Bootstrap(host, port)
         # Decode engines speak plain HTTP to it, whatever the engine itself speaks.
         try:
             answer = await self.get(f"http://{bootstrap.host}:{port}", _ROUTE)
@@ -271,6 +271,17 @@ class Asker:
         bootstrap.status = answer.status
         bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()
         bootstrap.layout = answer.json_object()
+
+
+def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:
+    """The engine as a router would have it."""
+    return Worker(
+        url=facts.url,
+        role=facts.target.role,
+        breaker=Breaker(BreakerConfig()),
+        configured_bootstrap_port=facts.target.bootstrap_port,
+        info=info,
+    )
 
 
 def _told(heard: RankHeard, *, has_key: bool) -> KvEndpoints:

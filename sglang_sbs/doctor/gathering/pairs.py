@@ -16,16 +16,14 @@ import aiohttp
 import orjson
 
 from sglang_sbs.doctor.facts import EngineFacts, ProbeResult
+from sglang_sbs.doctor.gathering.engines import worker_of
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.router.options.config import BreakerConfig
-from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.rank_contract import (
     decode_members,
     pick_bootstrap_room,
     prefill_members,
 )
 from sglang_sbs.router.workers.server_info import ranks_in_reach
-from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 PROBE_TIMEOUT_S = 30.0
@@ -64,8 +62,7 @@ async def _probe(
     prefill_rank = number % len(ranks_in_reach(prefill.info))
     decode_rank = number % len(ranks_in_reach(decode.info))
     rid = uuid.uuid4().hex
-    port = prefill.target.bootstrap_port
-    worker = Worker(*(prefill.url, "prefill", Breaker(BreakerConfig()), port), info=prefill.info)
+    worker = worker_of(prefill, prefill.info)
     by_room = decode.info.rank_choice == "by_room"
     room = pick_bootstrap_room(
         *(prefill_rank, prefill.info.dp_size),
@@ -85,9 +82,7 @@ async def _probe(
     decode_ranks = decode_members(prefill_rank, decode_rank, coupled=decode.info.coupled)
     urls = (
         worker.url_of(prefill_rank),
-        Worker(decode.url, "decode", Breaker(BreakerConfig()), info=decode.info).url_of(
-            decode_rank
-        ),
+        worker_of(decode, decode.info).url_of(decode_rank),
     )
     legs = [
         asyncio.create_task(_leg(session, headers, url, facts.target.role, body | ranks))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from sglang_sbs.dashboard.pages import Dashboard
-from sglang_sbs.router.assignment.dispatcher import Assigner
+from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.client.intake import Doorman
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.options.router_options import RouterOptions

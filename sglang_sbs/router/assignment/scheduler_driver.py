@@ -41,6 +41,13 @@ class SchedulerLike(Protocol):
     def snapshot(self, now_s: float) -> Any: ...
 
 
+class DispatchObserver(Protocol):
+    """Who counts what the scheduler decided (metrics)."""
+
+    def dispatched(self, command: Dispatch) -> None: ...
+    def refused(self, command: Refuse) -> None: ...
+
+
 Observer = Callable[[Event, Sequence[Command], float], None]
 """Must neither raise nor block."""
 
@@ -54,6 +61,7 @@ class SchedulerPump:
         *,
         decided: Callable[[Dispatch | Refuse], None],
         failed: Callable[[str], None],
+        counts: DispatchObserver | None = None,
         event_log: EventLogWriter | None = None,
     ) -> None:
         """``failed`` gets the rid of a request on whose arrival the scheduler failed."""
@@ -65,6 +73,7 @@ class SchedulerPump:
         self._scheduler = scheduler
         self._decided = decided
         self._failed = failed
+        self._counts = counts
         self._log = event_log
         self._traceback_s = -math.inf
         self._inbox: deque[Event] = deque()
@@ -107,8 +116,13 @@ class SchedulerPump:
         for command in self._gangs.told(commands):
             if isinstance(command, WakeAt):
                 self._wake_at(command.time_s, now_s)
-            else:
-                self._decided(command)
+                continue
+            if self._counts is not None:
+                if isinstance(command, Dispatch):
+                    self._counts.dispatched(command)
+                else:
+                    self._counts.refused(command)
+            self._decided(command)
 
     def _scheduler_failed(self, event: Event, now_s: float) -> None:
         self.errors += 1

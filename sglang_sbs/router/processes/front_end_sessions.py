@@ -30,8 +30,11 @@ from dataclasses import dataclass, field
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.assignment.decision_times import Spread
-from sglang_sbs.router.assignment.dispatcher import DispatchObserver
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
+from sglang_sbs.router.assignment.scheduler_driver import (
+    DispatchObserver,
+    SchedulerLike,
+    SchedulerPump,
+)
 from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
 from sglang_sbs.router.processes.legs import Legs, Placed
@@ -121,9 +124,12 @@ class Hub:
         dashboard; ``retire_page`` gets the last known metrics of a front end that is gone."""
         self.boot_id = uuid.uuid4().hex
         self.pump = SchedulerPump(
-            scheduler, decided=self._counted, failed=self.failed, event_log=event_log
+            scheduler,
+            decided=self.decided,
+            failed=self.failed,
+            counts=observer,
+            event_log=event_log,
         )
-        self._observer = observer
         self._watch_dashboard = watch_dashboard
         self.foreign = 0
         """Messages about requests of another session: a defect of a front end."""
@@ -368,13 +374,6 @@ class Hub:
             self._registry.leg_succeeded(placed.prefill)
             self._registry.leg_succeeded(placed.decode)
         self.pump.submit(event)
-
-    def _counted(self, command: Dispatch | Refuse) -> None:
-        if self._observer is not None and isinstance(command, Dispatch):
-            self._observer.dispatched(command)
-        elif self._observer is not None and isinstance(command, Refuse):
-            self._observer.refused(command)
-        self.decided(command)
 
     def decided(self, command: Dispatch | Refuse) -> None:
         """What the scheduler says about a request."""

@@ -61,7 +61,9 @@ class Membership:
             known = self.registry.get(state.url)
             try:
                 if known is None:
-                    known = self._members.add_worker(state.url, state.role, state.bootstrap_port)
+                    known = self._members.add_worker(
+                        state.url, state.role, state.configured_bootstrap_port
+                    )
                     self._new_s = now_s
             except ValueError as error:
                 logger.error("cannot take over worker %s: %s", state.url, error)

@@ -17,11 +17,13 @@ said in an earlier term than the latest one heard of is by a scheduler that was 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from sglang_sbs.router.limits import MAX_BLOCKS, MAX_COUNT, MAX_RID_CHARS, MAX_SESSION_CHARS
+from sglang_sbs.router.workers.breaker import BreakerState
+from sglang_sbs.router.workers.worker import WorkerFacts
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Dispatch,
@@ -58,32 +60,15 @@ class _Said(_Message, frozen=True, kw_only=True):
     """0: of a release that knows no terms."""
 
 
-class WorkerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WorkerState(WorkerFacts, kw_only=True):
     """One engine instance as the scheduler process sees it."""
 
-    url: str
-    role: InstanceRole
-    id: str
-    bootstrap_port: int | None = None
-    """As configured; ``None``: as the engine says."""
-    info: dict[str, Any] | None = None
-    """The limits read from its ``/server_info``; ``None``: not read yet."""
-    healthy: bool = False
-    breaker: Literal["closed", "open", "half_open"] = "closed"
+    breaker: BreakerState = "closed"
     active: int = 0
     """Legs in flight there, of all front ends."""
-    dispatches: int = 0
-    failures: int = 0
-    priority: int = 50
-    cost: float = 1.0
-    labels: dict[str, str] = {}
-    """As set by ``PUT /workers/{id}``, for people."""
-    problems: dict[str, str] = {}
     report_age_s: float | None = None
     """Since its last EndForward."""
     reports: int = 0
-    spelling: int = 0
-    """Which way of writing its host engines are told."""
 
 
 # Front end to scheduler -----------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """Workers on the wire: what the scheduler process tells of them, and a front end's copy of it.
 
-Owns the translation between :class:`Worker` and :class:`WorkerState`, and the registry of a front
-end, which follows the scheduler's while there is one and stands on its own while there is none.
-Must not know sockets.
+Owns what is told besides :class:`WorkerFacts`, and the registry of a front end, which follows the
+scheduler's while there is one and stands on its own while there is none. Must not know sockets.
 """
 
 from __future__ import annotations
@@ -12,20 +11,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import LegFailed, WorkerState
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.server_info import WorkerInfo
-from sglang_sbs.router.workers.worker import Worker, WorkerEvents
+from sglang_sbs.router.workers.worker import Worker, WorkerEvents, WorkerFacts
 from sglang_sbs.scheduling.events import InstanceUp
 
 logger = logging.getLogger(__name__)
 
-_SAME = ("id", "healthy", "dispatches", "failures", "priority", "cost", "spelling")
-"""Fields that are the same at a worker and in what is told of it."""
+_FOLLOWED = tuple(name for name in WorkerFacts.__struct_fields__ if name not in ("url", "role"))
 _FOUND_HERE = ("tokenizer",)
 """Problems that a front end finds out for itself."""
 _MAX_PROBLEM_CHARS = 512
@@ -34,19 +29,14 @@ _MAX_PROBLEM_CHARS = 512
 
 def state_of(worker: Worker, now_s: float) -> WorkerState:
     """What a front end is told of a worker."""
-    same: dict[str, Any] = {name: getattr(worker, name) for name in _SAME}
+    facts: dict[str, Any] = {name: getattr(worker, name) for name in WorkerFacts.__struct_fields__}
+    problems = {kind: text[:_MAX_PROBLEM_CHARS] for kind, text in worker.problems.items()}
     return WorkerState(
-        url=worker.url,
-        role=worker.role,
-        bootstrap_port=worker.configured_bootstrap_port,
-        info=msgspec.to_builtins(worker.info) if worker.info is not None else None,
+        **facts | {"problems": problems},
         breaker=worker.breaker.state,
         active=worker.active,
-        labels=dict(worker.labels),
-        problems={kind: text[:_MAX_PROBLEM_CHARS] for kind, text in worker.problems.items()},
         report_age_s=worker.report_age_s(now_s),
         reports=sum(worker.reports.values()),
-        **same,
     )
 
 
@@ -84,21 +74,17 @@ class MirroredRegistry(Registry):
                 self.remove(worker)
                 worker = None
             try:
-                info = None if state.info is None else msgspec.convert(state.info, WorkerInfo)
-                worker = worker or self.add(state.url, state.role, state.bootstrap_port)
+                worker = worker or self.add(state.url, state.role)
             except ValueError as error:
                 logger.error("the scheduler speaks of an unusable worker %s: %s", state.url, error)
                 continue
             known.add(worker.url)
-            for name in _SAME:
+            own = {kind: worker.problems[kind] for kind in _FOUND_HERE if kind in worker.problems}
+            for name in _FOLLOWED:
                 setattr(worker, name, getattr(state, name))
-            worker.info = info
-            worker.configured_bootstrap_port = state.bootstrap_port
             worker.breaker.follow(state.breaker, now_s)
             worker.active_everywhere = state.active
-            worker.labels = dict(state.labels)
-            own = {kind: worker.problems[kind] for kind in _FOUND_HERE if kind in worker.problems}
-            worker.problems = dict(state.problems) | own
+            worker.problems = state.problems | own
             worker.reports = {0: state.reports}
             worker.last_report_s = (
                 {0: now_s - state.report_age_s} if state.report_age_s is not None else {}

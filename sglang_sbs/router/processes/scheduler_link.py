@@ -1,8 +1,8 @@
 """A front end's line to the scheduler process, and what it does while that is cut.
 
-Owns the session with the scheduler, the books on this front end's own requests, and the fallback:
-a :class:`Scheduler` of its own with an immediate policy, fed with the workers last heard of and
-with those books. Must not know HTTP, sockets (it is given a ``connect``) or how a rank is chosen.
+Owns the session with the scheduler, and the fallback: a :class:`Scheduler` of its own with an
+immediate policy, fed with the workers last heard of and with this front end's own requests. Must
+not know HTTP, sockets (it is given a ``connect``) or how a rank is chosen.
 
 Theory of operation
 -------------------
@@ -22,8 +22,7 @@ wait for it.
 Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
 either direction. Whom it is with is the business of a
 :class:`~.leading.scheduler_choice.Choice`. What is said in an earlier term than the latest one
-heard of is dropped, and the session ends. A request is in ``_requests`` from :meth:`assign` until
-it is refused or ended.
+heard of is dropped, and the session ends.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
-from typing import Any, Unpack
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
-from sglang_sbs.router.assignment.dispatcher import (
-    Arrival,
-    Assignment,
+from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.assignment.scheduler_driver import (
     DispatchObserver,
+    SchedulerLike,
+    SchedulerPump,
 )
-from sglang_sbs.router.assignment.scheduler_driver import SchedulerLike, SchedulerPump
 from sglang_sbs.router.processes.leading.followed import Followed, LeadView
 from sglang_sbs.router.processes.leading.line import Line
 from sglang_sbs.router.processes.leading.scheduler_choice import Choice
@@ -70,17 +69,13 @@ from sglang_sbs.router.processes.messages import (
     Welcome,
 )
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
-from sglang_sbs.router.processes.own_requests import OwnRequests
 from sglang_sbs.router.processes.retried_steps import Undone
 from sglang_sbs.router.processes.scheduler_calls import SchedulerCalls
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
-    Dispatch,
     Event,
-    InstanceId,
-    Outcome,
     PrefillDone,
-    Refuse,
+    RequestAdopted,
     RequestArrived,
     RequestEnded,
 )
@@ -99,9 +94,8 @@ _STALLED_S = 3 * ALIVE_EVERY_S
 _LAST_WORDS_MS = 200
 
 
-class SchedulerLink:
-    """An :class:`~sglang_sbs.router.assignment.dispatcher.Assigner` whose scheduler is
-    elsewhere."""
+class SchedulerLink(Assigner):
+    """The one whose scheduler is elsewhere."""
 
     def __init__(
         self,
@@ -122,6 +116,8 @@ class SchedulerLink:
         ``abort`` ends the requests of clients by the id they gave (empty: all); how many.
         ``alone_changed`` is told whenever the scheduler is lost or found again, and
         ``dashboard_frame`` gets what :meth:`ask_dashboard` brings."""
+        super().__init__(give_up_s)
+        self._observer = observer
         self.times_alone = 0
         self.connected = False
         self._choice = choice
@@ -130,13 +126,10 @@ class SchedulerLink:
         self._registry = registry
         self._name = name
         self._fallback = fallback
-        self._observer = observer
         self._metrics_page = metrics_page
         self._abort = abort
-        self._give_up_s = give_up_s
         self._id = uuid.uuid4().hex
         self._refusal = ""
-        self._requests = OwnRequests()
         self.calls = SchedulerCalls(self._tell)
         self.fenced = 0
         """Messages of schedulers that were replaced."""
@@ -171,42 +164,6 @@ class SchedulerLink:
 
     # What the relay says (Assigner) -----------------------------------------------------------
 
-    async def assign(self, rid: str, **fields: Unpack[Arrival]) -> Assignment:
-        """See :class:`~sglang_sbs.router.assignment.dispatcher.Assigner`."""
-        arrival = RequestArrived(rid=rid, **fields)
-        request = self._requests.enter(arrival)
-        watchdog = self._loop.call_later(self._give_up_s, self._give_up, rid)
-        try:
-            self._say(arrival)
-            return await request.decision
-        except asyncio.CancelledError:
-            if request.decision.done() and not request.decision.cancelled():
-                request.decision.exception()  # retrieved: nobody waits for it any more
-            self.ended(rid, "aborted")
-            raise
-        except Exception:
-            self.ended(rid, "failed")  # unless it was refused: then it is gone already
-            raise
-        finally:
-            watchdog.cancel()
-
-    def prefill_done(
-        self, rid: str, prompt_tokens: int | None = None, cached_tokens: int | None = None
-    ) -> None:
-        if self._requests.prefilled(rid):
-            self._say(
-                PrefillDone(rid=rid, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
-            )
-
-    def ended(self, rid: str, outcome: Outcome, completion_tokens: int | None = None) -> None:
-        if self._requests.end(rid):
-            self._say(RequestEnded(rid=rid, outcome=outcome, completion_tokens=completion_tokens))
-
-    def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
-        """See :class:`~sglang_sbs.router.assignment.dispatcher.Assigner`."""
-        for rank in range(dp_size):
-            self._say(BlocksCleared(instance=instance, dp_rank=rank))
-
     def submit(self, event: Event) -> None:
         """What this front end's own registry finds out counts only while it is alone."""
         if self._pump is not None:
@@ -221,23 +178,6 @@ class SchedulerLink:
 
     def _tell(self, message: ToScheduler) -> bool:
         return self.connected and self._line is not None and self._line.tell(message)
-
-    # Decisions --------------------------------------------------------------------------------
-
-    def _decided_alone(self, command: Dispatch | Refuse) -> None:
-        if isinstance(command, Dispatch):
-            self._observer.dispatched(command)
-        else:
-            self._observer.refused(command)
-        self._requests.decide(command)
-
-    def _give_up(self, rid: str) -> None:
-        logger.error("request %s got no decision in %s s and is given up", rid, self._give_up_s)
-        self._failed(rid)
-
-    def _failed(self, rid: str) -> None:
-        self._requests.lose_track(rid)
-        self.ended(rid, "failed")
 
     # Connected and alone ----------------------------------------------------------------------
 
@@ -260,18 +200,44 @@ class SchedulerLink:
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""
         self._pump = pump = SchedulerPump(
-            self._fallback(), decided=self._decided_alone, failed=self._failed
+            self._fallback(),
+            decided=self._decided,
+            failed=self._fail,
+            counts=self._observer,
         )
         try:
             for up in self._registry.announcements():
                 pump.submit(up)
-            for adopted in self._requests.placed():
+            for adopted in self._placed():
                 pump.submit(adopted)
-            for arrival in self._requests.undecided():
+            for arrival in self._undecided():
                 pump.submit(arrival)
         except BaseException:
             self._leave_pump()  # the next one gets it all again
             raise
+
+    def _undecided(self) -> Iterator[RequestArrived]:
+        """Those that wait; each is looked at when its turn comes, for one may decide others."""
+        for request in list(self._requests.values()):
+            if not request.decision.done():
+                yield request.arrival
+
+    def _placed(self) -> list[RequestAdopted]:
+        """Those in flight, for a scheduler that did not place them."""
+        return [
+            RequestAdopted(
+                rid=rid,
+                prompt_tokens=request.arrival.prompt_tokens,
+                max_new_tokens=request.arrival.max_new_tokens,
+                prefill=placed.prefill,
+                prefill_rank=placed.prefill_rank,
+                decode=placed.decode,
+                decode_rank=placed.decode_rank,
+                prefilled=request.prefilled,
+            )
+            for rid, request in self._requests.items()
+            if (placed := request.assignment) is not None
+        ]
 
     def _leave_pump(self) -> None:
         pump, self._pump = self._pump, None
@@ -309,10 +275,10 @@ class SchedulerLink:
         self._undone.clear()
         self._leave_pump()
         self._registry.follow(welcome.workers)
-        placed = list(self._requests.placed())
+        placed = self._placed()
         for first in range(0, len(placed), MAX_ADOPTED):
             self._tell(Adopted(requests=placed[first : first + MAX_ADOPTED]))
-        for arrival in self._requests.undecided():
+        for arrival in self._undecided():
             self._say(arrival)
         if not self.connected:
             return
@@ -417,7 +383,7 @@ class SchedulerLink:
                 pass
             case Decisions():
                 for command in message.commands:
-                    self._requests.decide(command)
+                    self._decided(command)
             case Cluster():
                 self._registry.follow(message.workers)
                 self._followed.said(message)
@@ -446,16 +412,6 @@ class SchedulerLink:
         return self._pump
 
     # Views and end ----------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> int:
-        """Requests that have no assignment yet."""
-        return sum(1 for _ in self._requests.undecided())
-
-    @property
-    def open(self) -> int:
-        """Requests announced and not ended."""
-        return len(self._requests)
 
     @property
     def scheduler_errors(self) -> int:

@@ -12,27 +12,24 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable
-from functools import partial
 
-from sglang_sbs.router.assignment.dispatcher import Assigner, Assignment
+from sglang_sbs.router.assignment.assigner import Assigner, Assignment
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frames
 from sglang_sbs.router.lanes import Pace, Turns
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
-from sglang_sbs.router.relay.exchange import Exchange
+from sglang_sbs.router.relay.exchange import Attempt, Exchange, MakeSink, UnitRun
 from sglang_sbs.router.relay.in_flight import InFlight
-from sglang_sbs.router.relay.pair import Pair, PairRequest
-from sglang_sbs.router.requests.legs import LegFields, leg_bodies
+from sglang_sbs.router.relay.leg_answers import PairRequest
+from sglang_sbs.router.relay.pair import Pair
+from sglang_sbs.router.requests.legs import leg_bodies
 from sglang_sbs.router.requests.plan import Unit
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.workers.breaker import Suspicions
-from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
+from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.worker import Worker
-from sglang_sbs.scheduling.events import Outcome
-from sglang_sbs.scheduling.queue.priority import class_of
+from sglang_sbs.scheduling.events import Outcome, RequestArrived
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
 logger = logging.getLogger(__name__)
@@ -42,9 +39,6 @@ _MOST_BROKEN_OFF = 2
 ends them, and then it must not end them all."""
 _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
-
-MakeSink = Callable[[], Callable[[bytes], None]]
-"""Makes, for each attempt, what takes decode's stream."""
 
 
 class Attempts:
@@ -76,25 +70,21 @@ class Attempts:
         self.turns = Turns(_AT_ONCE)
         """Of batches, whose units begin, are sent and end a few at a time."""
 
-    async def run(
-        self,
-        exchange: Exchange,
-        unit: Unit,
-        make_sink: MakeSink | None,
-    ) -> Pair:
+    async def run(self, exchange: Exchange, unit: Unit, make_sink: MakeSink | None) -> Pair:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
+        run = UnitRun(exchange, unit, make_sink)
         try:
-            return await self._retried(exchange, unit, make_sink)
+            return await self._retried(run)
         finally:
-            self._blame(exchange, unit, served=False)
+            self._blame(run, served=False)
             exchange.prefilled(unit.index)
             exchange.pairs.pop(unit.index, None)
 
-    def _blame(self, exchange: Exchange, unit: Unit, *, served: bool) -> None:
+    def _blame(self, run: UnitRun, *, served: bool) -> None:
         """For answers of 5xx. When two engines gave one and none served the request, it may be
         what they cannot do: a few such requests must not take every engine out. Where only one was
         asked (without retries, or its client left), it depends on the others' failures."""
-        suspects = exchange.suspects.pop(unit.index, [])
+        suspects, run.suspects = run.suspects, []
         alone = len({failure.worker for failure in suspects}) == 1
         now_s = time.monotonic()
         for failure in suspects:
@@ -102,49 +92,39 @@ class Attempts:
             if served or (alone and self._suspicions.against(role, engine, now_s)):
                 self._registry.leg_failed(failure)
 
-    async def _retried(
-        self,
-        exchange: Exchange,
-        unit: Unit,
-        make_sink: MakeSink | None,
-    ) -> Pair:
-        exclude: tuple[str, ...] = ()
-        attempt = 1
-        broken_off: set[str] = set()
+    async def _retried(self, run: UnitRun) -> Pair:
+        path, name = run.exchange.path, run.exchange.request_id
         while True:
+            run.attempts += 1
             try:
-                return await self._attempt(exchange, unit, exclude, make_sink)
+                return await self._attempt(run)
             except LegFailure as failure:
                 if failure.transport:
                     self._registry.leg_failed(failure)
                 elif failure.counts_against_worker:
-                    exchange.suspects.setdefault(unit.index, []).append(failure)
+                    run.suspects.append(failure)
                 self._metrics.leg_failed(failure)
-                started = unit.index in exchange.pairs and exchange.pairs[unit.index].opened
                 if failure.broke_off:
-                    broken_off.add(failure.worker)
-                harmful = len(broken_off) >= _MOST_BROKEN_OFF
-                last = attempt >= self._config.max_attempts or harmful
-                if started or not failure.retryable or last:
-                    if last and failure.retryable and not started:
-                        self._metrics.gave_up(failure, exchange.path)
+                    run.broken_off.add(failure.worker)
+                harmful = len(run.broken_off) >= _MOST_BROKEN_OFF
+                last = run.attempts >= self._config.max_attempts or harmful
+                if run.opened or not failure.retryable or last:
+                    if last and failure.retryable and not run.opened:
+                        self._metrics.gave_up(failure, path)
                         if harmful:
                             logger.warning(
                                 "%s: %s went away under it: not sent to another engine",
-                                exchange.request_id,
-                                " and ".join(sorted(broken_off)),
+                                name,
+                                " and ".join(sorted(run.broken_off)),
                             )
                     raise
                 without_frames(failure)
-                exclude = tuple(dict.fromkeys((*exclude, failure.worker)))
-                self._metrics.retried(failure, exchange.path)
-                logger.info(
-                    "%s: attempt %d failed (%s), retrying", exchange.request_id, attempt, failure
-                )
-            backoff_s = self._backoff_s(attempt)
-            self._metrics.backs_off(attempt, backoff_s)
+                run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))
+                self._metrics.retried(failure, path)
+                logger.info("%s: attempt %d failed (%s), retrying", name, run.attempts, failure)
+            backoff_s = self._backoff_s(run.attempts)
+            self._metrics.backs_off(run.attempts, backoff_s)
             await asyncio.sleep(backoff_s)
-            attempt += 1
 
     def _backoff_s(self, attempt: int) -> float:
         config = self._config
@@ -152,36 +132,21 @@ class Attempts:
         jitter = 1 + config.jitter_factor * random.uniform(-1, 1)
         return min(base_s, config.max_backoff_s) * jitter
 
-    async def _attempt(
-        self,
-        exchange: Exchange,
-        unit: Unit,
-        exclude: tuple[str, ...],
-        make_sink: MakeSink | None,
-    ) -> Pair:
-        rid = uuid.uuid4().hex
-        if self._config.sends_gangs:
-            rid = SIZED_RID_PREFIX + rid
-        self._in_flight.announce(
-            rid,
-            exchange.prompts[unit.prompt_index].length,
-            class_of(exchange.priority),
-            exchange.asked.ttft_slo_s,
-            partial(exchange.prefilled, unit.index),
-            exchange.session,
-        )
+    async def _attempt(self, run: UnitRun) -> Pair:
+        exchange = run.exchange
+        attempt = Attempt(arrival=self._arrival(run), run=run)
+        self._in_flight.announce(attempt)
         outcome: Outcome = "failed"
-        pair: Pair | None = None
         try:
-            assignment = await self._assign(exchange, unit, rid, exclude)
-            self._in_flight.assigned(assignment)
+            assignment = await self._dispatcher.assign(attempt)
+            self._in_flight.assigned(attempt)
             if len(exchange.plan.units) > 1:  # a policy may let go of hundreds at once
                 await self.turns.take(id(exchange))
             if exchange.ending:
                 raise asyncio.CancelledError
-            pair = self._start(exchange, unit, assignment, make_sink)
+            pair = self._start(attempt, assignment)
             await pair.wait_open()
-            self._blame(exchange, unit, served=True)
+            self._blame(run, served=True)
             if exchange.plan.stream:
                 await exchange.downstream.open(pair.content_type)
                 await pair.wait_done()
@@ -193,24 +158,24 @@ class Attempts:
             outcome = "aborted"  # the client is gone
             raise
         finally:
-            if pair is not None:
+            tokens: int | None = None
+            if attempt.pair is not None:
+                tokens = attempt.pair.completion_tokens
                 if outcome != "completed":
-                    pair.abort()
-                self._dispatcher.ended(rid, outcome, pair.completion_tokens)
-            else:
-                self._dispatcher.ended(rid, outcome)
-            self._in_flight.ended(rid, outcome)
+                    attempt.pair.abort()
+            self._dispatcher.ended(attempt.rid, outcome, tokens)
+            self._in_flight.ended(attempt, outcome)
 
-    async def _assign(
-        self, exchange: Exchange, unit: Unit, rid: str, exclude: tuple[str, ...]
-    ) -> Assignment:
-        prompt = exchange.prompts[unit.prompt_index]
-        return await self._dispatcher.assign(
-            rid,
+    def _arrival(self, run: UnitRun) -> RequestArrived:
+        """What the scheduler is told of one more attempt."""
+        exchange, prompt = run.exchange, run.prompt
+        rid = uuid.uuid4().hex
+        return RequestArrived(
+            rid=SIZED_RID_PREFIX + rid if self._config.sends_gangs else rid,
             prompt_tokens=prompt.length.tokens,
             estimated=not prompt.length.exact,
-            max_new_tokens=unit.max_new_tokens,
-            exclude=exclude,
+            max_new_tokens=run.unit.max_new_tokens,
+            exclude=run.exclude,
             blocks=prompt.blocks.tolist(),
             block_tokens=prompt.block_tokens,
             session=exchange.session,
@@ -225,29 +190,22 @@ class Attempts:
             self._registry.leg_succeeded(engine)
             self._suspicions.served(role, engine)
 
-    def _start(
-        self,
-        exchange: Exchange,
-        unit: Unit,
-        assignment: Assignment,
-        make_sink: MakeSink | None,
-    ) -> Pair:
+    def _start(self, attempt: Attempt, assignment: Assignment) -> Pair:
         """Send both legs, in this very callback where connections are at hand."""
-        prefill, decode = self._workers_of(assignment)
-        request = self._request(exchange, unit, assignment, prefill, decode)
-        pair = Pair(
+        run, placement = attempt.run, self._placement(assignment)
+        attempt.pair = pair = Pair(
             self._pool,
-            request,
+            self._request(attempt, placement, assignment.gang),
             self._in_flight,
             self._in_flight.aborts.send,
-            make_sink() if make_sink is not None else None,
+            run.make_sink() if run.make_sink is not None else None,
             self.pace,
         )
-        exchange.pairs[unit.index] = pair
-        self._in_flight.started(assignment, pair, prefill, decode)
+        run.exchange.pairs[run.unit.index] = pair
+        self._in_flight.started(attempt)
         logger.debug(
             "%s: rid %s to %s rank %d and %s rank %d after %.1f ms: %s",
-            exchange.request_id,
+            run.exchange.request_id,
             assignment.rid,
             assignment.prefill,
             assignment.prefill_rank,
@@ -258,17 +216,18 @@ class Attempts:
         )
         return pair
 
-    def _workers_of(self, assignment: Assignment) -> tuple[Worker, Worker]:
-        """Prefill's and decode's. Raises: LegFailure, RouterError: it cannot be sent there now."""
+    def _placement(self, assignment: Assignment) -> Placement:
+        """Raises: LegFailure, RouterError: it cannot be sent there now."""
         prefill = self._registry.get(assignment.prefill)
         decode = self._registry.get(assignment.decode)
         if prefill is None or decode is None:
             gone = assignment.prefill if prefill is None else assignment.decode
             leg: Leg = "prefill" if prefill is None else "decode"
             raise LegFailure(leg, gone, 503, f"{leg}_unavailable", f"worker {gone} was removed")
+        placement = Placement(prefill, assignment.prefill_rank, decode, assignment.decode_rank)
         for worker, rank in (
-            (prefill, assignment.prefill_rank),
-            (decode, assignment.decode_rank),
+            (prefill, placement.prefill_rank),
+            (decode, placement.decode_rank),
         ):
             if worker.info is None:  # its engine was started anew since it was chosen
                 why = f"{worker.url} has been restarted"
@@ -279,43 +238,31 @@ class Attempts:
                     "rank_out_of_range",
                     f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})",
                 )
-        return prefill, decode
+        return placement
 
     def _request(
-        self,
-        exchange: Exchange,
-        unit: Unit,
-        assignment: Assignment,
-        prefill: Worker,
-        decode: Worker,
+        self, attempt: Attempt, placement: Placement, gang: GangPart | None
     ) -> PairRequest:
         """What both legs get."""
-        fields = LegFields(
-            rid=assignment.rid,
-            bootstrap_host=prefill.bootstrap_host,
-            bootstrap_port=prefill.bootstrap_port,
-            bootstrap_room=self._room(assignment, prefill, decode),
-            prefill_rank=assignment.prefill_rank,
-            decode_rank=assignment.decode_rank,
-            prefill_coupled=prefill.coupled,
-            decode_coupled=decode.coupled,
-        )
-        plan = exchange.plan
-        ids_json = exchange.prompts[unit.prompt_index].ids_json
-        if ids_json and not self._tokenizers.may_get_ids(plan.kind, prefill, decode):
+        exchange, prefill = attempt.run.exchange, placement.prefill
+        plan, ids_json = exchange.plan, attempt.run.prompt.ids_json
+        if ids_json and not self._tokenizers.may_get_ids(plan.kind, prefill, placement.decode):
             ids_json = None
         self.sent_as_ids += ids_json is not None
         details = prefill.info is not None and prefill.info.cached_details
         asks_cached = details and plan.may_ask_cached
         prefill_body, decode_body = leg_bodies(
-            unit, plan, fields, ids_json, asks_cached=asks_cached
+            attempt.run.unit,
+            plan,
+            placement,
+            rid=attempt.rid,
+            room=placement.pick_room((gang or _alone()) if self._config.sends_gangs else None),
+            ids_json=ids_json,
+            asks_cached=asks_cached,
         )
         return PairRequest(
-            rid=assignment.rid,
-            prefill=prefill.url,
-            decode=decode.url,
-            prefill_origin=prefill.url_of(assignment.prefill_rank),
-            decode_origin=decode.url_of(assignment.decode_rank),
+            rid=attempt.rid,
+            placement=placement,
             path=exchange.path,
             headers=exchange.headers,
             prefill_body=prefill_body,
@@ -324,14 +271,6 @@ class Attempts:
             needs_prefill_reply=plan.merge_logprobs,
             asks_cached=asks_cached,
         )
-
-    def _room(self, assignment: Assignment, prefill: Worker, decode: Worker) -> int:
-        """A bootstrap room by which engines know their ranks."""
-        gang = (assignment.gang or _alone()) if self._config.sends_gangs else None
-        ranks = (assignment.prefill_rank, prefill.dp_size)
-        if decode.rank_choice == "by_room":
-            return pick_bootstrap_room(*ranks, assignment.decode_rank, decode.dp_size, gang=gang)
-        return pick_bootstrap_room(*ranks, gang=gang)
 
 
 def _alone() -> GangPart:

@@ -8,47 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from sglang_sbs.router.assignment.dispatcher import Assigner, Assignment
+from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
-from sglang_sbs.router.prompts.length_estimate import PromptLength, PromptLengths
+from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.relay.aborts import Aborts
+from sglang_sbs.router.relay.exchange import Attempt
 from sglang_sbs.router.relay.leg_answers import PrefillReply
-from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.telemetry.tracing import AttemptTrace, Traces
+from sglang_sbs.router.telemetry.tracing import Traces
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Outcome
-from sglang_sbs.scheduling.queue.priority import PriorityClass
+from sglang_sbs.scheduling.queue.priority import class_of
 
 _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
-
-
-def _nobody() -> None:
-    """Nobody wants to know."""
-
-
-@dataclass(slots=True)
-class _Request:
-    length: PromptLength
-    announced_s: float
-    priority: PriorityClass
-    slo_s: float | None
-    """The client wants its first token by then."""
-    session: str
-    """What the client calls the conversation."""
-    prefilled: Callable[[], None] = _nobody
-    pair: Pair | None = None
-    prefill: Worker | None = None
-    decode: Worker | None = None
-    prefill_open: bool = False
-    expected_cached_tokens: int = 0
-    trace: AttemptTrace | None = None
 
 
 class InFlight:
@@ -70,7 +47,7 @@ class InFlight:
         self._lengths = lengths
         self._metrics = metrics
         self.aborts = Aborts(pool, worker_key, metrics.aborts.inc)
-        self._requests: dict[str, _Request] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._clients: dict[str, set[asyncio.Task[object]]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._aborted: set[asyncio.Task[object]] = set()
@@ -78,7 +55,7 @@ class InFlight:
         self._idle.set()
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._attempts)
 
     @property
     def client_requests(self) -> int:
@@ -141,76 +118,66 @@ class InFlight:
 
     # Attempts ---------------------------------------------------------------------------------
 
-    def announce(
-        self,
-        rid: str,
-        length: PromptLength,
-        priority: PriorityClass = "normal",
-        slo_s: float | None = None,
-        prefilled: Callable[[], None] = _nobody,
-        session: str = "",
-    ) -> None:
-        """An attempt begins; ``prefilled`` is told when its prefill is over."""
-        now_s = time.monotonic()
-        request = self._requests[rid] = _Request(length, now_s, priority, slo_s, session, prefilled)
+    def announce(self, attempt: Attempt) -> None:
+        """It begins."""
+        attempt.announced_s = time.monotonic()
+        self._attempts[attempt.rid] = attempt
         if self._traces is not None:
-            request.trace = self._traces.announced()
+            attempt.trace = self._traces.announced()
 
-    def assigned(self, assignment: Assignment) -> None:
+    def assigned(self, attempt: Attempt) -> None:
         """The scheduler let it go."""
-        request = self._requests[assignment.rid]
-        request.expected_cached_tokens = assignment.cached_tokens
-        self._metrics.class_held(request.priority, assignment.held_s)
-        trace = request.trace
-        if trace is not None:
-            trace.assignment = assignment
-            trace.dispatched_ns = time.time_ns()
+        assignment = attempt.assignment
+        assert assignment is not None
+        self._metrics.class_held(class_of(attempt.arrival.priority), assignment.held_s)
+        if attempt.trace is not None:
+            attempt.trace.dispatched_ns = time.time_ns()
 
-    def started(self, assignment: Assignment, pair: Pair, prefill: Worker, decode: Worker) -> None:
-        request = self._requests[assignment.rid]
-        request.pair, request.prefill, request.decode = pair, prefill, decode
-        request.prefill_open = True
-        if request.trace is not None:
-            request.trace.sent_ns = time.time_ns()
-        for worker in (prefill, decode):
+    def started(self, attempt: Attempt) -> None:
+        """Both legs were sent."""
+        placement = attempt.placement
+        assert placement is not None
+        attempt.prefill_open = True
+        if attempt.trace is not None:
+            attempt.trace.sent_ns = time.time_ns()
+        for worker in (placement.prefill, placement.decode):
             worker.active += 1
             worker.dispatches += 1
 
-    def ended(self, rid: str, outcome: Outcome) -> None:
-        request = self._requests.pop(rid, None)
-        if request is None:
-            return
-        self._prefill_over(request)
-        if request.decode is not None:
-            request.decode.active -= 1
+    def ended(self, attempt: Attempt, outcome: Outcome) -> None:
+        del self._attempts[attempt.rid]
+        self._prefill_over(attempt)
+        if attempt.placement is not None:
+            attempt.placement.decode.active -= 1
         self._metrics.attempt_ended(outcome)
-        if request.trace is not None and self._traces is not None:
-            self._traces.ended(request.trace, outcome)
+        if attempt.trace is not None and self._traces is not None:
+            self._traces.ended(attempt.trace, attempt.assignment, outcome)
 
     def sessions(self) -> dict[str, int]:
         """How many conversations have a leg in flight, by worker URL; none where it is missing."""
         names: dict[str, set[str]] = {}
-        for request in self._requests.values():
-            if request.session:
-                for worker in (request.decode, request.prefill if request.prefill_open else None):
-                    if worker is not None:
-                        names.setdefault(worker.url, set()).add(request.session)
+        for attempt in self._attempts.values():
+            placement, session = attempt.placement, attempt.arrival.session
+            if placement is not None and session:
+                names.setdefault(placement.decode.url, set()).add(session)
+                if attempt.prefill_open:
+                    names.setdefault(placement.prefill.url, set()).add(session)
         return {url: len(found) for url, found in names.items()}
 
     def find_owner(self, rid: str, role: str) -> str | None:
         """Where the leg of that role went, for binding EndForward messages."""
-        request = self._requests.get(rid)
-        if request is None:
+        attempt = self._attempts.get(rid)
+        if attempt is None or attempt.placement is None:
             return None
-        worker = request.prefill if role == "prefill" else request.decode
-        return worker.url if worker is not None else None
+        placement = attempt.placement
+        return (placement.prefill if role == "prefill" else placement.decode).url
 
     @staticmethod
-    def _prefill_over(request: _Request) -> None:
-        if request.prefill_open and request.prefill is not None:
-            request.prefill_open = False
-            request.prefill.active -= 1
-            request.prefilled()
+    def _prefill_over(attempt: Attempt) -> None:
+        if attempt.prefill_open and attempt.placement is not None:
+            attempt.prefill_open = False
+            attempt.placement.prefill.active -= 1
+            attempt.run.exchange.prefilled(attempt.run.unit.index)
 
     # PairObserver -----------------------------------------------------------------------------
 
@@ -229,31 +196,33 @@ class InFlight:
         self._pool.loop.call_soon(self._book_start, rid, time.monotonic())
 
     def _book_reply(self, rid: str, reply: PrefillReply, now_s: float) -> None:
-        request = self._requests.get(rid)
+        attempt = self._attempts.get(rid)
         self._dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
-        if request is None:
+        if attempt is None:
             return
-        if request.trace is not None:
-            request.trace.prefill_ns = time.time_ns()
-        if request.prefill_open:
-            self._metrics.prefill_seconds.observe(now_s - request.announced_s)
-        self._prefill_over(request)
+        if attempt.trace is not None:
+            attempt.trace.prefill_ns = time.time_ns()
+        if attempt.prefill_open:
+            self._metrics.prefill_seconds.observe(now_s - attempt.announced_s)
+        self._prefill_over(attempt)
         if reply.prompt_tokens is not None:
-            self._lengths.learn(request.length, reply.prompt_tokens)
-            if reply.cached_tokens is not None:
-                self._metrics.prefix_found(
-                    reply.prompt_tokens, request.expected_cached_tokens, reply.cached_tokens
-                )
+            self._lengths.learn(attempt.run.prompt.length, reply.prompt_tokens)
+            if reply.cached_tokens is not None and attempt.assignment is not None:
+                expected = attempt.assignment.cached_tokens
+                self._metrics.prefix_found(reply.prompt_tokens, expected, reply.cached_tokens)
 
     def _book_start(self, rid: str, now_s: float) -> None:
-        request = self._requests.get(rid)
-        if request is None or request.prefill_open:  # else its reply has said so
+        attempt = self._attempts.get(rid)
+        if attempt is None or attempt.prefill_open:  # else its reply has said so
             self._dispatcher.prefill_done(rid)
-        if request is not None:
-            self._prefill_over(request)
-            self._metrics.first_byte(request.priority, now_s - request.announced_s, request.slo_s)
-            if request.trace is not None:
-                request.trace.first_byte_ns = time.time_ns()
+        if attempt is not None:
+            self._prefill_over(attempt)
+            asked = attempt.arrival
+            self._metrics.first_byte(
+                class_of(asked.priority), now_s - attempt.announced_s, asked.ttft_slo_s
+            )
+            if attempt.trace is not None:
+                attempt.trace.first_byte_ns = time.time_ns()
 
     # Lost workers -----------------------------------------------------------------------------
 
@@ -262,22 +231,22 @@ class InFlight:
 
         Streams under way get a last chance: they are ended if nothing comes for a while.
         """
-        for rid, request in list(self._requests.items()):
-            pair = request.pair
-            if pair is None:
+        for rid, attempt in list(self._attempts.items()):
+            pair, placement = attempt.pair, attempt.placement
+            if pair is None or placement is None:
                 continue
-            if request.decode is worker and pair.opened:
+            if placement.decode is worker and pair.opened:
                 loop = asyncio.get_running_loop()
                 loop.call_later(_LAST_CHANCE_S, self._fail_if_stalled, rid, worker, pair.chunks)
-            elif request.decode is worker:
+            elif placement.decode is worker:
                 pair.leg_failed(_lost("decode", worker))
-            elif request.prefill is worker and request.prefill_open:
+            elif placement.prefill is worker and attempt.prefill_open:
                 pair.leg_failed(_lost("prefill", worker))
 
     def _fail_if_stalled(self, rid: str, worker: Worker, chunks: int) -> None:
-        request = self._requests.get(rid)
-        if request is not None and request.pair is not None and request.pair.chunks == chunks:
-            request.pair.leg_failed(_lost("decode", worker))
+        attempt = self._attempts.get(rid)
+        if attempt is not None and attempt.pair is not None and attempt.pair.chunks == chunks:
+            attempt.pair.leg_failed(_lost("decode", worker))
 
 
 def _lost(leg: Leg, worker: Worker) -> LegFailure:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from sglang_sbs.router.relay.engine_verdicts import (
     token_counts,
 )
 from sglang_sbs.router.requests.raw_json import JsonError
+from sglang_sbs.router.workers.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,32 @@ class PrefillReply:
     """Of ``body``."""
 
 
-class LegRequest(Protocol):
-    """What was asked of both legs, as far as it says how to read their answers."""
+@dataclass(slots=True)
+class PairRequest:
+    """What both legs ask. :class:`~.pair.Pair` lets go of the bodies once they are sent: thousands
+    of pairs may wait for their answers."""
 
-    prefill: str
-    """The worker's URL."""
-    decode: str
+    rid: str
+    placement: Placement
+    path: str
+    headers: bytes
+    prefill_body: Sequence[bytes | bytearray]
+    """In pieces, as :meth:`~sglang_sbs.router.engines.connection_pool.Pool.call` takes them."""
+    decode_body: Sequence[bytes | bytearray]
     stream: bool
     needs_prefill_reply: bool
-    asks_cached: bool
+    """Hold decode's output until prefill has answered (its logprobs go into it)."""
+    asks_cached: bool = False
+    """Prefill was asked for ``cached_tokens_details``, which it leaves out where there are none."""
+
+    @property
+    def prefill(self) -> str:
+        """The worker's URL."""
+        return self.placement.prefill.url
+
+    @property
+    def decode(self) -> str:
+        return self.placement.decode.url
 
 
 class LegVerdicts(Protocol):
@@ -83,9 +101,7 @@ class LegVerdicts(Protocol):
     content_type: str
     """Both of decode's answer."""
     pace: Pace
-
-    @property
-    def request(self) -> LegRequest: ...
+    request: PairRequest
 
     def leg_failed(self, failure: LegFailure) -> None: ...
 

@@ -16,7 +16,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_sbs.router.engines.connection import Receiver
@@ -29,7 +28,13 @@ from sglang_sbs.router.relay.engine_verdicts import (
     completion_tokens_of,
     sse_failure,
 )
-from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
+from sglang_sbs.router.relay.leg_answers import (
+    Body,
+    DecodeLeg,
+    PairRequest,
+    PrefillLeg,
+    PrefillReply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,29 +65,6 @@ class Aborter(Protocol):
     """Sends ``POST /abort_request`` to an engine, not waiting for the answer."""
 
     def __call__(self, worker_url: str, rid: str) -> None: ...
-
-
-@dataclass(slots=True)
-class PairRequest:
-    """Everything both legs need; URLs are normalised worker URLs. A :class:`Pair` lets go of the
-    bodies once they are sent: thousands of pairs may wait for their answers."""
-
-    rid: str
-    prefill: str
-    decode: str
-    prefill_origin: str
-    """Where the leg goes: the worker's URL, or that of its DP rank."""
-    decode_origin: str
-    path: str
-    headers: bytes
-    prefill_body: Sequence[bytes | bytearray]
-    """In pieces, as :meth:`~sglang_sbs.router.engines.connection_pool.Pool.call` takes them."""
-    decode_body: Sequence[bytes | bytearray]
-    stream: bool
-    needs_prefill_reply: bool
-    """Hold decode's output until prefill has answered (its logprobs go into it)."""
-    asks_cached: bool = False
-    """Prefill was asked for ``cached_tokens_details``, which it leaves out where there are none."""
 
 
 class Pair:
@@ -126,10 +108,9 @@ class Pair:
         self._closed = False
         self._started_s = time.monotonic()
         # Prefill first: it is the one that queues. Both writes leave in this very callback.
-        self.prefill_call = self._send(
-            request.prefill_origin, request.prefill_body, PrefillLeg(self)
-        )
-        self.decode_call = self._send(request.decode_origin, request.decode_body, DecodeLeg(self))
+        at = request.placement
+        self.prefill_call = self._send(at.prefill_origin, request.prefill_body, PrefillLeg(self))
+        self.decode_call = self._send(at.decode_origin, request.decode_body, DecodeLeg(self))
         request.prefill_body = request.decode_body = ()
 
     def _send(self, origin: str, body: Sequence[bytes | bytearray], leg: Receiver) -> Call:

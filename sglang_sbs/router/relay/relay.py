@@ -13,16 +13,13 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.assignment.dispatcher import Assigner
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import Bodies, BodyShare
-from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure, without_frames
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.options.config import LEGS_GROWTH, PlanLimits, RelayConfig
 from sglang_sbs.router.prompts.reader import PromptReader
-from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
@@ -44,7 +41,6 @@ from sglang_sbs.router.requests.headers import Asked, session_header
 from sglang_sbs.router.requests.plan import Plan, RouteKind, Unit, plan_request
 from sglang_sbs.router.requests.raw_json import JsonError
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.queue.priority import clamped_priority
 
 logger = logging.getLogger(__name__)
@@ -67,31 +63,20 @@ class Relay:
         self,
         config: RelayConfig,
         *,
-        registry: Registry,
-        dispatcher: Assigner,
-        pool: Pool,
+        attempts: Attempts,
         prompts: PromptReader,
-        tokenizers: EngineTokenizers,
         metrics: RouterMetrics,
         admission: Admission,
         in_flight: InFlight,
         lanes: Lanes,
     ) -> None:
         self._config = config
+        self.attempts = attempts
         self._prompts = prompts
         self._metrics = metrics
         self._admission = admission
         self._in_flight = in_flight
         self._lanes = lanes
-        self.attempts = Attempts(
-            config,
-            registry=registry,
-            dispatcher=dispatcher,
-            pool=pool,
-            tokenizers=tokenizers,
-            metrics=metrics,
-            in_flight=in_flight,
-        )
         self.bodies = Bodies(config.max_bodies_bytes)
         self._limits = PlanLimits(
             config.max_samples, config.max_units, LEGS_GROWTH * config.max_payload_bytes

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from sglang_sbs.router.requests.plan import ASK_CACHED, Plan, RouteKind, Unit
+from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.rank_contract import decode_members, prefill_members
 
 _IDS_FIELD: dict[RouteKind, str] = {
@@ -21,49 +21,34 @@ _JOINED_BYTES = 1 << 16
 Pieces = tuple[bytes | bytearray, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LegFields:
-    """The routing fields of one attempt. Ranks are those of the scheduler's dispatch."""
-
-    rid: str
-    bootstrap_host: str
-    bootstrap_port: int | None
-    bootstrap_room: int
-    prefill_rank: int
-    decode_rank: int
-    prefill_coupled: bool = False
-    """The engine is of a release that couples both ranks (``rank_contract``)."""
-    decode_coupled: bool = False
-
-
 def leg_bodies(
     unit: Unit,
     plan: Plan,
-    fields: LegFields,
-    ids_json: bytes | None = None,
+    placement: Placement,
     *,
+    rid: str,
+    room: int,
+    ids_json: bytes | None = None,
     asks_cached: bool = False,
 ) -> tuple[Pieces, Pieces]:
     """The bodies for prefill and decode. What is large in them is there once, however many legs.
 
     Prefill is asked without streaming: its one reply says how the leg went by its HTTP status, and
-    its counts come in one piece. ``ids_json``: token ids that both legs get instead of the text, or
-    for a chat instead of what they would make of its messages. ``asks_cached``: prefill is to say
-    how much it had cached, whether or not it was started to do so.
+    its counts come in one piece. ``room``: the bootstrap room. ``ids_json``: token ids that both
+    legs get instead of the text, or for a chat instead of what they would make of its messages.
+    ``asks_cached``: prefill is to say how much it had cached, even if it was not started to do so.
     """
+    prefiller, decoder, rank = placement.prefill, placement.decode, placement.prefill_rank
     shared = {
-        "rid": fields.rid,
-        "bootstrap_host": fields.bootstrap_host,
-        "bootstrap_port": fields.bootstrap_port,
-        "bootstrap_room": fields.bootstrap_room,
+        "rid": rid,
+        "bootstrap_host": prefiller.bootstrap_host,
+        "bootstrap_port": prefiller.bootstrap_port,
+        "bootstrap_room": room,
     }
-    prefill_ranks = prefill_members(fields.prefill_rank, coupled=fields.prefill_coupled)
-    prefill = shared | prefill_ranks | {"stream": False}
+    prefill = shared | prefill_members(rank, coupled=prefiller.coupled) | {"stream": False}
     if asks_cached:
         prefill[ASK_CACHED] = True
-    decode_ranks = decode_members(
-        fields.prefill_rank, fields.decode_rank, coupled=fields.decode_coupled
-    )
+    decode_ranks = decode_members(rank, placement.decode_rank, coupled=decoder.coupled)
     decode = shared | decode_ranks | {"stream": plan.stream}
     prompt = plan.prompts[unit.prompt_index]
     member = prompt.member

@@ -33,7 +33,6 @@ class AttemptTrace:
 
     parent: Context
     announced_ns: int
-    assignment: Dispatch | None = None
     dispatched_ns: int = 0
     sent_ns: int = 0
     prefill_ns: int = 0
@@ -79,12 +78,11 @@ class Traces:
         """An attempt of the request that this task serves begins: it is held from now on."""
         return AttemptTrace(self._context.get_current(), time.time_ns())
 
-    def ended(self, attempt: AttemptTrace, outcome: Outcome) -> None:
-        """Make the spans of an attempt that is over."""
+    def ended(self, attempt: AttemptTrace, command: Dispatch | None, outcome: Outcome) -> None:
+        """Make the spans of an attempt that is over; ``command``: where it went, if anywhere."""
         end_ns = time.time_ns()
         ok = outcome == "completed"
         held = attempt.dispatched_ns or end_ns
-        command = attempt.assignment
         attributes: dict[str, str | int | float] = {"outcome": outcome}
         if command is not None:
             attributes |= {

@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import field
 
 from sglang_sbs.router.engines.urls import bracketed, respelled, split_worker_url
 from sglang_sbs.router.workers.breaker import Breaker
@@ -24,17 +27,36 @@ SILENT_AFTER_S = 5.0
 """No EndForward for this long (heartbeats come every second): the signal counts as lost."""
 
 
-@dataclass(eq=False)
-class Worker:
-    """One engine instance. ``url`` is its normalised URL and the scheduler's instance id."""
+class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is known of an engine instance in every process of a router. Between processes it
+    travels as it is (``processes/messages.py``)."""
 
     url: str
+    """Normalised; the scheduler's instance id."""
     role: InstanceRole
-    breaker: Breaker
-    configured_bootstrap_port: int | None = None
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    id: str
+    configured_bootstrap_port: int | None = field(default=None, name="bootstrap_port")
+    """``None``: as the engine says."""
     info: WorkerInfo | None = None
+    """``None``: not read yet."""
     healthy: bool = False
+    dispatches: int = 0
+    failures: int = 0
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, str] = field(default_factory=dict)
+    """As ``PUT /workers/{id}`` set them, for people and tools: placement does not look at them."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
+    spelling: int = 0
+    """Which way of writing its host engines are told."""
+
+
+class Worker(WorkerFacts, kw_only=True, eq=False):
+    """The same in the process that asks it or hears it, and what only that needs."""
+
+    breaker: Breaker
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
     draining: bool = False
     announced: bool = False
     """The scheduler was told ``InstanceUp`` last."""
@@ -42,15 +64,7 @@ class Worker:
     """Legs in flight here."""
     active_everywhere: int | None = None
     """The same over all front ends, where another process counts them."""
-    dispatches: int = 0
-    failures: int = 0
     successes: int = 0
-    priority: int = 50
-    cost: float = 1.0
-    labels: dict[str, str] = field(default_factory=dict)
-    """As ``PUT /workers/{id}`` set them, for people and tools: placement does not look at them."""
-    problems: dict[str, str] = field(default_factory=dict)
-    """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
     boots: dict[int, str] = field(default_factory=dict)
     barrier_told_s: float = float("-inf")
     gates_at_fault: dict[int, str] = field(default_factory=dict)
@@ -77,8 +91,6 @@ class Worker:
     """When it last answered a probe or a poll, or was asked to."""
     last_report_s: dict[int, float] = field(default_factory=dict)
     reports: dict[int, int] = field(default_factory=dict)
-    spelling: int = 0
-    """Which way of writing its host engines are told."""
 
     @property
     def bootstrap_host(self) -> str:

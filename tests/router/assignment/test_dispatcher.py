@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from sglang_sbs.router.assignment.assigner import Announced
 from sglang_sbs.router.assignment.dispatcher import Dispatcher
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
@@ -40,6 +41,10 @@ def dispatch(rid: str) -> Dispatch:
     )
 
 
+def announced(rid: str, prompt_tokens: int = 1) -> Announced:
+    return Announced(arrival=RequestArrived(rid=rid, prompt_tokens=prompt_tokens))
+
+
 class Scripted:
     """Answers each event with what ``answers`` says."""
 
@@ -63,7 +68,7 @@ async def test_a_request_waits_until_a_timer_releases_it() -> None:
 
     scheduler = Scripted(answers)
     dispatcher = Dispatcher(scheduler)
-    assignment = await asyncio.wait_for(dispatcher.assign("a", prompt_tokens=5), 5)
+    assignment = await asyncio.wait_for(dispatcher.assign(announced("a", 5)), 5)
     assert assignment.prefill == "http://p:1"
     assert dispatcher.waiting == 0
     assert dispatcher.open == 1
@@ -83,7 +88,7 @@ async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
     order: list[str] = []
 
     async def one(rid: str) -> None:
-        await dispatcher.assign(rid, prompt_tokens=1)
+        await dispatcher.assign(announced(rid))
         order.append(rid)
 
     await asyncio.gather(one("a"), one("b"), one("c"))
@@ -107,7 +112,7 @@ async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
 
     dispatcher = Dispatcher(Scripted(answers))
     told = await asyncio.gather(
-        *(dispatcher.assign(rid, prompt_tokens=1) for rid in "abcdef"), return_exceptions=True
+        *(dispatcher.assign(announced(rid)) for rid in "abcdef"), return_exceptions=True
     )
     parts = [one.gang for one in told if isinstance(one, Dispatch)]
     assert all(part is not None for part in parts)
@@ -128,7 +133,7 @@ async def test_refusals_raise_and_end_the_request() -> None:
     scheduler = Scripted(answers)
     dispatcher = Dispatcher(scheduler)
     with pytest.raises(Refused) as error:
-        await dispatcher.assign("a", prompt_tokens=1)
+        await dispatcher.assign(announced("a"))
     assert error.value.status == 429
     dispatcher.ended("a", "failed")
     dispatcher.prefill_done("a")
@@ -141,7 +146,7 @@ async def test_cancelling_ends_it_as_aborted_also_in_the_instant_of_dispatch(
 ) -> None:
     scheduler = Scripted(lambda event, now_s: [])
     dispatcher = Dispatcher(scheduler)
-    task = asyncio.create_task(dispatcher.assign("a", prompt_tokens=1))
+    task = asyncio.create_task(dispatcher.assign(announced("a")))
     await asyncio.sleep(0)
     if dispatched_first:
         scheduler._answers = lambda event, now_s: (
@@ -153,6 +158,21 @@ async def test_cancelling_ends_it_as_aborted_also_in_the_instant_of_dispatch(
         await task
     assert scheduler.events[-1] == RequestEnded(rid="a", outcome="aborted")
     assert dispatcher.open == dispatcher.waiting == 0
+
+
+async def test_what_is_refused_in_the_instant_of_cancelling_has_no_other_end() -> None:
+    scheduler = Scripted(lambda event, now_s: [])
+    dispatcher = Dispatcher(scheduler)
+    task = asyncio.create_task(dispatcher.assign(announced("a")))
+    await asyncio.sleep(0)
+    refusal = Refuse(rid="a", cause="deadline", retry_after_s=1, message="late")
+    scheduler._answers = lambda event, now_s: [refusal]
+    task.cancel()
+    dispatcher.submit(TimerFired())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [type(event) for event in scheduler.events] == [RequestArrived, TimerFired]
+    assert dispatcher.open == 0
 
 
 async def test_events_that_arise_while_handling_one_come_after_it() -> None:
@@ -185,7 +205,7 @@ async def test_the_event_log_replays_to_the_same_commands(tmp_path: Path) -> Non
         dispatcher.submit(InstanceUp(instance=url, role=role, dp_size=2, chunk_tokens=1024))  # type: ignore[arg-type]
     for number in range(20):
         rid = f"r{number}"
-        await asyncio.wait_for(dispatcher.assign(rid, prompt_tokens=100 + number), 5)
+        await asyncio.wait_for(dispatcher.assign(announced(rid, 100 + number)), 5)
         dispatcher.prefill_done(rid, 100, 0)
         dispatcher.ended(rid, "completed", 5)
     dispatcher.close()
@@ -216,7 +236,7 @@ async def test_a_request_the_scheduler_forgot_is_ended_in_the_end() -> None:
     scheduler = Scripted(lambda event, now_s: [])
     dispatcher = Dispatcher(scheduler, give_up_s=0.01)
     with pytest.raises(RouterError, match="scheduler failed"):
-        await dispatcher.assign("r", prompt_tokens=1)
+        await dispatcher.assign(announced("r"))
     assert scheduler.events[-1] == RequestEnded(rid="r", outcome="failed")
     assert (dispatcher.open, dispatcher.waiting) == (0, 0)
 
@@ -261,6 +281,6 @@ async def test_a_full_disk_ends_the_event_log_and_nothing_else(tmp_path: Path) -
         else:
             dispatcher.submit(TimerFired())
             dispatcher.flush_log()
-        assert (await dispatcher.assign("r", prompt_tokens=1)).rid == "r"
+        assert (await dispatcher.assign(announced("r"))).rid == "r"
         dispatcher.flush_log()
         dispatcher.close()

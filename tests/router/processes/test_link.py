@@ -8,7 +8,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from link_harness import HOLDING, IMMEDIATE, FakeLine, FrontEnd, OneAtATime, World, too_many_files
+from link_harness import (
+    HOLDING,
+    IMMEDIATE,
+    FakeLine,
+    FrontEnd,
+    OneAtATime,
+    World,
+    announced,
+    too_many_files,
+)
 from router_harness import until
 
 from sglang_sbs.router.errors import Refused, RouterError, transport_failure
@@ -75,12 +84,11 @@ async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_
     side.scheduler.handle = listen  # type: ignore[method-assign]
     front_end = await world.front_end()
     blocks = [-(1 << 63), 5, (1 << 63) - 1]
-    await front_end.link.assign(
-        "a", prompt_tokens=200, blocks=blocks, block_tokens=64, session="talk"
-    )
+    request = announced("a", 200, blocks=blocks, block_tokens=64, session="talk")
+    await front_end.link.assign(request)
     (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
     assert (arrival.blocks, arrival.block_tokens, arrival.session) == (blocks, 64, "talk")
-    assert front_end.link._requests._requests["a"].arrival.blocks == []
+    assert request.arrival.blocks == []
 
 
 async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None:
@@ -94,7 +102,8 @@ async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None
 
     side.scheduler.handle = listen  # type: ignore[method-assign]
     front_end = await world.front_end()
-    await front_end.link.assign("a", prompt_tokens=2, priority=-2, ttft_slo_s=0.5, tenant="gold")
+    request = announced("a", 2, priority=-2, ttft_slo_s=0.5, tenant="gold")
+    await front_end.link.assign(request)
     (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
     assert (arrival.priority, arrival.ttft_slo_s, arrival.tenant) == (-2, 0.5, "gold")
 
@@ -103,7 +112,7 @@ async def test_refusals_come_through_and_cancelling_withdraws(world: World) -> N
     side = await world.boot(HOLDING)
     front_end = await world.front_end()
     with pytest.raises(Refused):
-        await front_end.link.assign("long", prompt_tokens=1 << 30)
+        await front_end.link.assign(announced("long", 1 << 30))
     placed = [await front_end.ask(f"placed {number}") for number in range(1)]
     waiting = front_end.ask("waiting")
     await until(lambda: side.books[0] == 1)
@@ -411,7 +420,7 @@ async def test_an_arrival_that_cannot_be_said_is_not_kept(world: World) -> None:
     assert isinstance(line, FakeLine)
     line.tell = failing(2, line.tell)  # type: ignore[method-assign]
     with pytest.raises(OSError, match="Too many"):
-        await front_end.link.assign("a", prompt_tokens=10)
+        await front_end.link.assign(announced("a"))
     assert front_end.link.open == 0
     assert (await front_end.ask("b")).prefill
     await until(lambda: side.books == (0, 1, 2))
@@ -460,7 +469,7 @@ async def test_whatever_happens_every_request_is_answered_and_ends_once(
     asked: list[asyncio.Task[Dispatch]] = []
 
     async def ask(front_end: FrontEnd, rid: str) -> Dispatch:
-        assignment = await front_end.link.assign(rid, prompt_tokens=10)
+        assignment = await front_end.link.assign(announced(rid))
         running[rid] = front_end
         return assignment
 

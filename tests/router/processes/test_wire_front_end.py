@@ -25,6 +25,7 @@ from sglang_sbs.router.processes.messages import (
     decode_to_scheduler,
     encode,
 )
+from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.scheduling.events import (
     Dispatch,
     PrefillDone,
@@ -36,7 +37,7 @@ from sglang_sbs.scheduling.events import (
 from sglang_sbs.wire import MalformedMessage
 
 WORKER = WorkerState(
-    url="http://p0:1", role="prefill", id="x", info={"dp_size": 2}, problems={"a": "b"}
+    url="http://p0:1", role="prefill", id="x", info=WorkerInfo(dp_size=2), problems={"a": "b"}
 )
 PLACED = RequestAdopted(
     rid="a", prompt_tokens=1, prefill="p", prefill_rank=0, decode="d", decode_rank=1
@@ -115,6 +116,23 @@ def test_only_requests_events_may_be_sent_not_those_of_instances():
     body = msgspec.msgpack.encode({"type": "InstanceDown", "instance": "http://d0:1"})
     with pytest.raises(MalformedMessage):
         decode_to_scheduler([TOPIC, body])
+
+
+def test_a_worker_is_told_of_in_the_words_of_every_release():
+    """What another release says of one is read, and the answer to it has the same names."""
+    told = {
+        **{"url": "http://p0:1", "role": "prefill", "id": "x", "bootstrap_port": 8998},
+        "info": {"dp_size": 2, "sbs": {"boot_id": "b"}, "captured_tokens": [1, 2], "later": 1},
+        **{"healthy": True, "breaker": "open", "active": 3, "cost": 2.0, "labels": {"a": "b"}},
+        **{"report_age_s": 0.5, "reports": 7, "spelling": 1},
+    }
+    body = msgspec.msgpack.encode({"type": "Cluster", "workers": [told]})
+    message = decode_from_scheduler([TOPIC, body])
+    (said,) = msgspec.msgpack.decode(encode(message)[1])["workers"]
+    assert said | {"info": None} == told | {"info": None}
+    assert said["info"]["dp_size"] == 2
+    assert said["info"]["sbs"]["boot_id"] == "b"
+    assert said["info"]["captured_tokens"] == [1, 2]
 
 
 def test_fields_of_a_later_version_are_ignored():

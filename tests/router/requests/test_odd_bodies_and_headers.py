@@ -18,16 +18,26 @@ from hypothesis import strategies as st
 from router_harness import cluster, until
 
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import decode_to_scheduler, encode
 from sglang_sbs.router.prompts.block_names import BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
 from sglang_sbs.router.requests.headers import forwarded_headers
-from sglang_sbs.router.requests.legs import LegFields, leg_bodies
+from sglang_sbs.router.requests.legs import leg_bodies
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, plan_request
+from sglang_sbs.router.workers.breaker import Breaker
+from sglang_sbs.router.workers.placement import Placement
+from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import RequestArrived
 
-FIELDS = LegFields("r" * 32, "10.0.0.1", 8998, 5, 1, 3)
+PREFILL = Worker(
+    url="http://10.0.0.1:30000",
+    role="prefill",
+    breaker=Breaker(BreakerConfig()),
+    configured_bootstrap_port=8998,
+)
+PLACEMENT = Placement(PREFILL, 1, PREFILL, 3)
 NO_ENGINES: Any = None  # nothing is asked of them: no tokenizer, no blocks
 READER = PromptReader(None, PromptLengths(), BlockNamer(), NO_ENGINES, names_text=False)
 KINDS: list[Any] = ["generate", "completions", "chat"]
@@ -84,7 +94,9 @@ def test_forged_routing_fields_never_get_into_a_leg(
     raw = b"{%b, %b}" % (", ".join([*pairs, '"x": 1']).encode(), orjson.dumps(own)[1:-1])
     plan = plan_request(kind, raw)
     for unit in plan.units:
-        for body, rank in zip(leg_bodies(unit, plan, FIELDS), (1, 3), strict=True):
+        for body, rank in zip(
+            leg_bodies(unit, plan, PLACEMENT, rid="r" * 32, room=5), (1, 3), strict=True
+        ):
             leg, names = with_names(b"".join(body))
             assert {name: leg[name] for name in SHARED} == {
                 "bootstrap_host": "10.0.0.1",
@@ -127,7 +139,7 @@ def test_any_json_is_a_plan_or_a_400(kind: Any, extra: dict[str, Any], keep: boo
         assert prompt.length.tokens >= 1
     for unit in plan.units:
         assert unit.max_new_tokens is None or unit.max_new_tokens >= 0
-        for leg in leg_bodies(unit, plan, FIELDS):
+        for leg in leg_bodies(unit, plan, PLACEMENT, rid="r" * 32, room=5):
             orjson.loads(b"".join(leg))
 
 

@@ -1,0 +1,188 @@
+"""What the relay tells the scheduler of its requests, wherever that is.
+
+Owns the requests of this process that the scheduler was told of, from :meth:`Assigner.assign` until
+they are refused or ended. Must not know HTTP, ZMQ or workers. :class:`~.dispatcher.Dispatcher` is
+the one for a scheduler in this process, :mod:`sglang_sbs.router.processes.scheduler_link` the one
+for a scheduler in another. O(1) per event besides the scheduler's own work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from sglang_sbs.router.errors import Refused, RouterError
+from sglang_sbs.scheduling.events import (
+    BlocksCleared,
+    Dispatch,
+    Event,
+    InstanceId,
+    Outcome,
+    PrefillDone,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+)
+
+logger = logging.getLogger(__name__)
+
+Assignment = Dispatch
+"""What a request is told: the two instances and ranks, and why."""
+
+
+def _undecided() -> asyncio.Future[Assignment]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Announced:
+    """One request, as the scheduler was told of it and what it said. The relay's record of an
+    attempt (:class:`~sglang_sbs.router.relay.exchange.Attempt`) is one of these."""
+
+    arrival: RequestArrived
+    """Without the names of its blocks once it was placed."""
+    decision: asyncio.Future[Assignment] = field(default_factory=_undecided)
+    assignment: Assignment | None = None
+    """Where it goes; ``None`` while it waits."""
+    prefilled: bool = False
+    """The scheduler was told that prefill has answered."""
+
+    @property
+    def rid(self) -> str:
+        return self.arrival.rid
+
+
+class Assigner(ABC):
+    """Must be used from one event loop only."""
+
+    def __init__(self, give_up_s: float | None) -> None:
+        """``give_up_s``: a request the scheduler neither dispatches nor refuses by then, though it
+        should, is ended here; must be longer than the scheduler's own deadlines."""
+        self._give_up_s = give_up_s
+        self._requests: dict[str, Announced] = {}
+
+    # What the router does with requests -------------------------------------------------------
+
+    async def assign(self, request: Announced) -> Assignment:
+        """Wait for instances and ranks. Cancelling it ends the request as aborted.
+
+        Raises:
+            Refused: the scheduler will not take it.
+            RouterError: the scheduler lost track of it.
+        """
+        rid, decision = request.arrival.rid, request.decision
+        self._requests[rid] = request
+        watchdog: asyncio.TimerHandle | None = None
+        try:
+            self._say(request.arrival)
+            if decision.done():  # most policies decide at once
+                return decision.result()
+            if self._give_up_s is not None:
+                loop = asyncio.get_running_loop()
+                watchdog = loop.call_later(self._give_up_s, self._give_up, rid)
+            return await decision
+        except asyncio.CancelledError:
+            if decision.done() and not decision.cancelled():
+                decision.exception()  # retrieved: a refusal nobody waits for is no news
+            self.ended(rid, "aborted")
+            raise
+        except Exception:
+            self.ended(rid, "failed")  # unless it was refused: then it is gone already
+            raise
+        finally:
+            if watchdog is not None:
+                watchdog.cancel()
+
+    def prefill_done(
+        self, rid: str, prompt_tokens: int | None = None, cached_tokens: int | None = None
+    ) -> None:
+        """The prefill leg answered, with its counts, or decode has begun."""
+        request = self._requests.get(rid)
+        if request is not None:
+            request.prefilled = True
+            self._say(
+                PrefillDone(rid=rid, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+            )
+
+    def ended(self, rid: str, outcome: Outcome, completion_tokens: int | None = None) -> None:
+        """Report the end of a request; only the first report of each is passed on."""
+        if self._requests.pop(rid, None) is not None:
+            self._say(RequestEnded(rid=rid, outcome=outcome, completion_tokens=completion_tokens))
+
+    def cache_flushed(self, instance: InstanceId, dp_size: int) -> None:
+        """An instance answered ``/flush_cache``: its ranks have no prefixes any more."""
+        for rank in range(dp_size):
+            self._say(BlocksCleared(instance=instance, dp_rank=rank))
+
+    # Decisions --------------------------------------------------------------------------------
+
+    def _decided(self, command: Dispatch | Refuse) -> None:
+        """What the scheduler says of a request; of one that ended meanwhile it is told so."""
+        request = self._requests.get(command.rid)
+        if request is None or request.assignment is not None:
+            return
+        decision = request.decision
+        if isinstance(command, Refuse):
+            del self._requests[command.rid]
+            if not decision.done():
+                decision.set_exception(
+                    Refused(command.cause, command.message, command.retry_after_s)
+                )
+        elif not decision.done():
+            request.assignment = command
+            if request.arrival.blocks:  # nobody asks for them again, and there may be thousands
+                request.arrival = msgspec.structs.replace(request.arrival, blocks=[])
+            decision.set_result(command)
+
+    def _give_up(self, rid: str) -> None:
+        logger.error("request %s got no decision in %s s and is given up", rid, self._give_up_s)
+        self._fail(rid)
+
+    def _fail(self, rid: str) -> None:
+        """End a request the scheduler lost track of; it may still have it in its books."""
+        request = self._requests.get(rid)
+        if request is not None and not request.decision.done():
+            message = "the scheduler failed on this request; the router's log has the cause"
+            request.decision.set_exception(RouterError(500, "scheduler_error", message))
+        self.ended(rid, "failed")
+
+    # Views ------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no decision yet."""
+        return sum(not request.decision.done() for request in self._requests.values())
+
+    @property
+    def open(self) -> int:
+        """Requests announced to the scheduler and not ended."""
+        return len(self._requests)
+
+    # Where the scheduler is -------------------------------------------------------------------
+
+    @abstractmethod
+    def _say(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
+        """Tell the scheduler, which may decide at once."""
+
+    @abstractmethod
+    def submit(self, event: Event) -> None:
+        """What the registry says about instances."""
+
+    @property
+    @abstractmethod
+    def scheduler_errors(self) -> int:
+        """Events the scheduler failed on."""
+
+    @abstractmethod
+    def snapshot(self) -> Any:
+        """The scheduler's state for people and metrics (a msgspec struct)."""
+
+    @abstractmethod
+    def flush_log(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None: ...
