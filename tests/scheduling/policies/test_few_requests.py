@@ -6,6 +6,8 @@ import pytest
 from test_pass_forecast import CHUNK, instance
 from test_pass_forecast import request as request_of
 
+from sglang_sbs.scheduling.policies.adaptive import few_requests
+from sglang_sbs.scheduling.policies.adaptive.fair_share import fair_share, prefix
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Turns, Waiting, best_cut, cut_of
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 
@@ -96,3 +98,20 @@ def test_an_idle_instance_that_is_slow_takes_nothing_by_force():
     waiting = Waiting(0.0, 100, [slow, fast], {"p0": 0.0, "p1": 0.05})
     assert slow.idle
     assert cut_of(slow, [request_of("a", 100)], waiting, offered) == 0
+
+
+def test_where_batches_come_torn_a_fine_division_is_for_passes_that_nobody_makes(monkeypatch):
+    now, later = instance("p0", 4), instance("p1", 4)
+    offered = OfferedLoad()
+    offered.on_topology_change([now, later])
+    offered.measure([now, later], 0.0)
+    head = [request_of(f"r{i}", 200) for i in range(4)]
+    starts = {"p0": 0.0, "p1": 0.01}
+    monkeypatch.setattr(few_requests, "best_cut", lambda *_args, **_more: -1)
+
+    def cut_with(whole: float) -> int:
+        return cut_of(now, head, Waiting(0.0, 800, [now, later], starts, whole), offered)
+
+    offered.request_rate = 10.0
+    assert cut_with(1.0) == -1
+    assert cut_with(0.0) == prefix(head, fair_share(now, [later], 800, starts, 0.0, 0.0))

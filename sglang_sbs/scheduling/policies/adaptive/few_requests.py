@@ -40,6 +40,9 @@ class Waiting(NamedTuple):
     instances: Sequence[PrefillInstance]
     start_of: Mapping[InstanceId, float]
     """When the pass of an instance starts that a batch sent now could be in."""
+    whole: float = 1.0
+    """How far batches may be trusted to start whole. Who is not in the pass that was meant is in
+    one that nobody weighed here."""
 
 
 def cut_of(
@@ -47,7 +50,7 @@ def cut_of(
 ) -> int:
     """How many of the first requests leave now for this instance. ``head``: those that fit into its
     pass, in their order."""
-    now_s, tokens, instances, start_of = waiting
+    now_s, tokens, instances, start_of, whole = waiting
     others = [other for other in instances if other is not instance]
     rate = offered.token_rate
     share = fair_share(instance, others, tokens, start_of, now_s, rate)
@@ -55,7 +58,7 @@ def cut_of(
     least = min(len(head), int(instance.idle and share > 0))
     cut = max(cut, least)
     cycle = offered.request_rate * offered.pass_s / (1 + len(others))
-    few = cycle <= FEW_PER_RANK * instance.dp_size and len(head) <= MOST_DIVIDED
+    few = cycle <= FEW_PER_RANK * whole * instance.dp_size and len(head) <= MOST_DIVIDED
     alone = instance.dp_size == 1  # no rank waits for another
     if alone or not few or any(one.uncached_tokens > instance.chunk_tokens for one in head):
         return cut

@@ -478,7 +478,9 @@ class AdaptiveTrigger(PrefillPolicy):
         alone = len(one.instances) == 1 or one.passes_of(instance) > 1
         if one.home_of is not None or alone or one.overdue:
             return head, rest
-        waiting = Waiting(one.at.now_s, one.queue.tokens, one.instances, one.start_of)
+        waiting = Waiting(
+            one.at.now_s, one.queue.tokens, one.instances, one.start_of, self._lead.whole
+        )
         cut = cut_of(instance, head, waiting, self._offered)
         if one.all_idle:
             # A prompt longer than the share is not divisible: later it would be no better off.
