@@ -34,12 +34,12 @@ from sglang_sbs.cluster.plan import (
     plan_cluster,
 )
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.demo.virtual_cluster import COST, dwdp_flags, parallel_flags
 from sglang_sbs.doctor.examine import gather
 from sglang_sbs.doctor.facts import ClusterFacts
 from sglang_sbs.doctor.features.table import feature_rows
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.testing.tiny_model import cached_tiny_model
+from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 from tools.feature_deployments import RECORDS, REQUEST_LIMIT, record_path, recorded
 
 RANKS = 2
@@ -49,14 +49,16 @@ WAIT_S = 60.0
 SETTLED_S = 8.0
 """Front ends hear of passes by the second, and ask engines for their tokens meanwhile."""
 
+COST = VirtualGpuCost(prefill_base_s=0.2, prefill_per_max_token_s=3e-4, decode_base_s=0.02)
+
 Kind = dict[str, Any]
 KINDS: dict[str, Kind] = {
     "one machine": {},
     "several nodes": {"prefill_nodes": 2},
-    "attention TP": {"engine_flags": parallel_flags(RANKS, attention_tp=2)},
+    "attention TP": {"tp": 2 * RANKS},
     "Rust server": {"rust": True},
     "Rust server, several nodes": {"rust": True, "prefill_nodes": 2},
-    "no barrier": {"prefill_flags": dwdp_flags(RANKS)},
+    "no barrier": {"prefill_flags": ("--dwdp-size", str(RANKS))},
 }
 """What is other than on one machine."""
 
@@ -103,7 +105,10 @@ def plan_of(kind: Kind, folder: Path) -> tuple[ClusterPlan, list[str]]:
     options = ClusterOptions(
         model_path=str(cached_tiny_model()),
         prefill_nodes=kind.get("prefill_nodes", 1),
-        engine_flags=[*kind.get("engine_flags", parallel_flags(RANKS)), "--page-size", "16"],
+        engine_flags=[
+            *("--tp", str(kind.get("tp", RANKS)), "--dp", str(RANKS)),
+            *("--enable-dp-attention", "--page-size", "16"),
+        ],
         prefill_flags=[
             "--prefill-max-requests",
             str(REQUEST_LIMIT),
