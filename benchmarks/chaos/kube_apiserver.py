@@ -1,5 +1,5 @@
 """A real API server of Kubernetes on loopback, in front of a real etcd; its binary is not ours to
-bring: ``SGLANG_SBS_KUBE_APISERVER`` names it.
+bring: ``KUBE_APISERVER`` names it.
 
 Owns its start, its users and what a scheduler may do there: the Role of
 ``examples/kubernetes/rbac.yaml``, and nothing else.
@@ -25,7 +25,7 @@ from benchmarks import CHECKOUT
 from benchmarks.chaos.etcd_process import running_etcd
 from sglang_sbs.cluster.ports import free_port_blocks
 
-VARIABLE = "SGLANG_SBS_KUBE_APISERVER"
+VARIABLE = "KUBE_APISERVER"
 MANIFEST = CHECKOUT / "examples" / "kubernetes" / "rbac.yaml"
 _START_S = 60.0
 _USER = "scheduler"

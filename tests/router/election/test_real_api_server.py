@@ -1,4 +1,4 @@
-"""The election by a Lease, on a real API server where ``SGLANG_SBS_KUBE_APISERVER`` names one.
+"""The election by a Lease, on a real API server where ``KUBE_APISERVER`` names one.
 
 The user of these tests may do what ``examples/kubernetes/rbac.yaml`` grants, and no more.
 """

@@ -11,10 +11,10 @@ import pytest
 from many_schedulers import Several
 from router_harness import until
 
-from sglang_sbs.router.processes import fixed_order as order_module
 from sglang_sbs.router.processes import front_end_sessions as hub_module
-from sglang_sbs.router.processes import scheduler_choice as choice_module
 from sglang_sbs.router.processes import scheduler_link as link_module
+from sglang_sbs.router.processes.leading import fixed_order as order_module
+from sglang_sbs.router.processes.leading import scheduler_choice as choice_module
 from sglang_sbs.router.processes.leading.fixed_order import (
     LOST_S,
     RETURN_S,

@@ -13,8 +13,8 @@ from router_harness import until
 
 from sglang_sbs.router.processes import front_end_sessions as hub_module
 from sglang_sbs.router.processes import messages
-from sglang_sbs.router.processes import scheduler_choice as choice_module
 from sglang_sbs.router.processes import scheduler_link as link_module
+from sglang_sbs.router.processes.leading import scheduler_choice as choice_module
 from sglang_sbs.router.processes.messages import Alive, Decisions, Hello, encode
 from sglang_sbs.scheduling import Dispatch
 
