@@ -375,17 +375,21 @@ class PrefillInstance(PrefillBooks):
     def _learn_gap(
         self, rank: PrefillRank, report: EndForward, launch_s: float, latency_s: float
     ) -> None:
-        """Only from a launch that did not have to wait for a request to come."""
+        """Only from a launch that did not have to wait for a request to come, or that came sooner
+        than usual, whatever it waited for. A host that has the end of a pass to deal with takes
+        requests in more slowly than an idle one, so not having waited needs the pause itself."""
         if not self.passes_ended or self.passes:
             return
+        pause_s = launch_s - self.free_since_s
+        if not 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
+            return
         sent = (rank.sent.get(rid) for rid in report.rids)
-        there_s = self.free_since_s - 1.5 * latency_s
-        if rank.queued_tokens or any(one is not None and one.at_s <= there_s for one in sent):
-            pause_s = launch_s - self.free_since_s
-            if 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
-                self.gaps_learned += 1
-                share = max(LEAST_GAP_SHARE, 1 / self.gaps_learned)
-                self.gap_s += share * (pause_s - self.gap_s)
+        there_s = self.free_since_s - max(1.5 * latency_s, self.gap_s)
+        early = rank.queued_tokens or any(one is not None and one.at_s <= there_s for one in sent)
+        if early or (self.gaps_learned and report.rids and pause_s < self.gap_s):
+            self.gaps_learned += 1
+            share = max(LEAST_GAP_SHARE, 1 / self.gaps_learned)
+            self.gap_s += share * (pause_s - self.gap_s)
 
     def _on_launch(self, report: EndForward, now_s: float) -> None:
         self._drop_presumed()
