@@ -358,6 +358,8 @@ class RouterServer:
         and serves clients without it."""
         host, number = self.options.prometheus_host, self.options.prometheus_port
         if self.options.several.apart:
+            # After the scheduler's, which may be on this machine, and asks nobody to make room.
+            number = self.prometheus_port = min(number + 1, 65535) if number else 0
             opening = port.open_when_free(host, number, self._metrics_opened)
             self._metrics_opening = asyncio.create_task(opening)
             # It is said at the start where they are.

@@ -358,9 +358,7 @@ async def test_estimates_are_grey_where_the_model_is_too_far_off(browser: Browse
 async def test_on_a_phone_no_column_is_lost_and_rows_are_one_line(browser: Browser) -> None:
     gang = {
         **{"batch": 1, "at_s": 9.0, "prefill": "http://prefill-0.cluster:30000", "requests": 9},
-        **{
-            "reason": "53 ms before the predicted end of the pass on http://prefill-0.cluster:30000"
-        },
+        **{"reason": "53 ms before the predicted launch on http://prefill-0.cluster:30000"},
         **{"tokens": 5000, "cached_tokens": 0, "held_min_s": 0.1, "held_max_s": 0.2},
         **{"ranks": [[0, 3], [1, 3], [2, 3]], "rids": []},
     }
@@ -374,7 +372,7 @@ async def test_on_a_phone_no_column_is_lost_and_rows_are_one_line(browser: Brows
         frame = frame_of([instance_of()], decode=[DECODE], gangs=[gang], queue=queue)
         feed.takes[0](orjson.dumps(frame), True)
         await expect(page.locator("#gangs td").last).to_have_text(
-            "53 ms before the predicted end of the pass"
+            "53 ms before the predicted launch"
         )
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         for row in ("#gangs tr", "#oldest tbody tr"):

@@ -313,7 +313,10 @@ def test_services_lead_to_who_serves(tmp_path: Path) -> None:
         for name, template in (("router", router()), ("scheduler", scheduler()))
     }
     assert ports == {
-        "router": {"http": front.port},  # its metrics are on the schedulers' page
+        "router": {
+            "http": front.port,
+            **{f"metrics-{n}": front.prometheus_port + n for n in range(1, front.workers + 1)},
+        },
         "scheduler": {
             "front-ends": port_of(back.several.listen),
             "endforward": port_of(back.endforward_bind),
@@ -386,7 +389,7 @@ def test_prometheus_finds_ports_that_exist() -> None:
             found.add(name)
             names = {port["name"] for port in container(pods()[name]).get("ports", ())}
             assert {end["port"] for end in monitor["spec"]["podMetricsEndpoints"]} <= names
-    assert found == {"scheduler", "prefill-leader", "decode-leader"}
+    assert found == {"scheduler", "router", "prefill-leader", "decode-leader"}
 
 
 # The network and drains ---------------------------------------------------------------------------
@@ -430,8 +433,9 @@ def test_only_engines_and_routers_may_write_to_a_scheduler() -> None:
                 by_port.setdefault(port["port"], []).extend(rule.get("from", [None]))
         assert by_port.keys() == {p["name"] for p in container(pods()[name])["ports"]}
         senders |= by_port
-    (scraper,) = senders["metrics"]
-    assert scraper.keys() == {"namespaceSelector"}
+    for port in ("metrics", *(name for name in senders if name.startswith("metrics-"))):
+        (scraper,) = senders[port]
+        assert scraper.keys() == {"namespaceSelector"}
     for port, expected in (("endforward", ENGINE_PODS), ("front-ends", {"router"})):
         (sender,) = senders[port]
         assert selected(sender["podSelector"]) == expected and len(sender) == 1

@@ -169,6 +169,22 @@ async def test_without_a_key_nobody_can_have_requests_sent_to_himself() -> None:
         assert worker.speaks_from == {}
 
 
+async def test_an_address_that_means_another_machine_elsewhere_is_not_learned(
+    tmp_path: Path,
+) -> None:
+    """An engine that speaks to a scheduler beside it is elsewhere for front ends."""
+    flags = ("--sbs-endforward-key-file", key_file(tmp_path))
+    async with cluster(*flags, wait=False) as system:
+        (worker,) = system.server.registry.of_role("prefill")
+        worker.url = "http://10.0.0.1:30000"
+        heard = listener(system)
+        heard._bind = lambda report: worker  # type: ignore[method-assign,assignment]
+        heard.receive(heartbeat(worker, "b"), "127.0.0.1")
+        assert worker.speaks_from == {}
+        heard.receive(heartbeat(worker, "b"), "::ffff:10.0.0.2")
+        assert worker.speaks_from == {1: "10.0.0.2"}
+
+
 async def test_where_a_rank_was_is_forgotten_with_its_boot(tmp_path: Path) -> None:
     flags = ("--sbs-endforward-key-file", key_file(tmp_path))
     async with cluster(*flags, kind=TwoNodes, decode_dp=2, wait=False) as system:

@@ -140,6 +140,9 @@ class Assigner(ABC):
             decision.set_result(command)
 
     def _give_up(self, rid: str) -> None:
+        request = self._requests.get(rid)
+        if request is None or request.decision.done():
+            return  # it was decided while this process stood still
         logger.error("request %s got no decision in %s s and is given up", rid, self._give_up_s)
         self._fail(rid)
 

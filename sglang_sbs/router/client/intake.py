@@ -37,6 +37,8 @@ four times that: twenty large bodies at once then hold up everybody else."""
 _SMALL_BYTES = 64 << 10
 _LARGE_AT_ONCE = 1
 """So many large bodies grow in a turn of the event loop, each by up to a quarter of a megabyte."""
+_SMALL_PIECE_BYTES = 1 << 14
+"""A piece that waits for no turn: who dribbles takes none from those that send."""
 
 
 class Bodies:
@@ -122,9 +124,10 @@ class BodyShare:
                     if len(body) > limit_bytes:
                         raise web.HTTPRequestEntityTooLarge(limit_bytes)
                     self._bodies.took(self, len(data))
-                    deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
-                    if len(body) > _SMALL_BYTES:
-                        await self._bodies.turns.take(self)
+                    if len(body) > _SMALL_BYTES and len(data) > _SMALL_PIECE_BYTES:
+                        started_s += await self._turn(deadline)
+                    if not self.lost:
+                        deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
         except TimeoutError:
             if not self.lost:
                 raise RouterError(
@@ -137,6 +140,14 @@ class BodyShare:
         if self.lost:
             raise self._bodies.no_room()
         return body  # a copy as bytes would hold up the loop
+
+    async def _turn(self, deadline: asyncio.Timeout) -> float:
+        """Wait for one, which is no fault of the client. Returns: for how many seconds."""
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        deadline.reschedule(None)
+        await self._bodies.turns.take(self)
+        return loop.time() - asked_s
 
 
 class ParserLog(logging.LoggerAdapter[logging.Logger]):

@@ -270,7 +270,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
     "metrics": (
         Option("prometheus-host", "prometheus_host", str, "address of /metrics"),
-        Option("prometheus-port", "prometheus_port", port, "port of /metrics"),
+        Option("prometheus-port", "prometheus_port", port,
+            "port of /metrics; front ends of a --sbs-scheduler: the ports after it"),
         Option("prometheus-duration-buckets", "prometheus_duration_buckets", float,
             "histogram buckets, seconds", nargs="+", metavar="SECONDS", read=_sorted),
     ),

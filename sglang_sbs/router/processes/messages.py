@@ -63,6 +63,9 @@ class _Said(_Message, frozen=True, kw_only=True):
 class WorkerState(WorkerFacts, kw_only=True):
     """One engine instance as the scheduler process sees it."""
 
+    info: Any = None
+    """A :class:`WorkerInfo`, which is read when the worker is: what a later release says of one
+    engine makes no whole message malformed."""
     breaker: BreakerState = "closed"
     active: int = 0
     """Legs in flight there, of all front ends."""

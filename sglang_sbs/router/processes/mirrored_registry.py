@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import LegFailed, WorkerState
 from sglang_sbs.router.workers.registry import Registry
+from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents, WorkerFacts
 from sglang_sbs.scheduling.events import InstanceUp
 
@@ -74,6 +77,7 @@ class MirroredRegistry(Registry):
                 self.remove(worker)
                 worker = None
             try:
+                state.info = msgspec.convert(state.info, WorkerInfo | None, from_attributes=True)
                 worker = worker or self.add(state.url, state.role)
             except ValueError as error:
                 logger.error("the scheduler speaks of an unusable worker %s: %s", state.url, error)

@@ -108,9 +108,9 @@ class Pair:
         self._closed = False
         self._started_s = time.monotonic()
         # Prefill first: it is the one that queues. Both writes leave in this very callback.
-        at = request.placement
-        self.prefill_call = self._send(at.prefill_origin, request.prefill_body, PrefillLeg(self))
-        self.decode_call = self._send(at.decode_origin, request.decode_body, DecodeLeg(self))
+        to = request.placement.prefill_origin, request.placement.decode_origin
+        self.prefill_call = self._send(to[0], request.prefill_body, PrefillLeg(self))
+        self.decode_call = self._send(to[1], request.decode_body, DecodeLeg(self))
         request.prefill_body = request.decode_body = ()
 
     def _send(self, origin: str, body: Sequence[bytes | bytearray], leg: Receiver) -> Call:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import re
@@ -278,7 +279,10 @@ class EndForwardListener:
         self.counts["bound"] += 1
         has_key = self._gatekeeper is not None
         if has_key and peer:
-            worker.speaks_from[report.dp_rank] = peer.removeprefix("::ffff:")
+            address = peer.removeprefix("::ffff:")
+            if not _is_loopback(address) or _is_loopback(split_worker_url(worker.url)[1]):
+                # Else it means another machine to front ends elsewhere than here.
+                worker.speaks_from[report.dp_rank] = address
         if report.kv_address is not None:
             self._registry.kv_address_told(worker, report, peer, has_key=has_key)
         if worker.announced:
@@ -469,3 +473,10 @@ def publisher_endpoints(worker_url: str, bind: str, dp_size: int) -> list[str]:
         return []
     host = bracketed(split_worker_url(worker_url)[1])
     return [f"tcp://{host}:{port}" for port in range(first, first + dp_size)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

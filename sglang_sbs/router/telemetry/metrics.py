@@ -470,7 +470,9 @@ def _instance_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
         "error": gauge(
             "sbs_lead_error_seconds", "Size of the error of predicted pass ends", "worker"
         ),
-        "free": gauge("sbs_predicted_free_seconds", "Until its pass ends, as predicted", "worker"),
+        "free": gauge(
+            "sbs_predicted_free_seconds", "Until it can launch again, as predicted", "worker"
+        ),
         "fires": total("sbs_watchdog_fires", "State resets after silence", "worker"),
         "c_avail": gauge("sbs_rank_c_avail_tokens", "C_avail", "worker", "dp_rank"),
         "flight": gauge("sbs_rank_flight_tokens", "U_flight", "worker", "dp_rank"),

@@ -72,7 +72,7 @@ class MetricsPort:
                     logger.error("no metrics port: %s", error)
                     return
                 if not told:
-                    logger.info("no metrics at :%d until it is free (--prometheus-port)", port)
+                    logger.warning("no metrics at :%d until it is free (--prometheus-port)", port)
                 told = True
                 await asyncio.sleep(_AGAIN_S)
             else:

@@ -51,6 +51,8 @@ scheduler."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
 _DOUBT_TIMEOUT_S = 2.0
 """For a probe of a worker in doubt, whose answer takes it milliseconds."""
+_NODES_HEARD_S = 2.5
+"""Two heartbeats of the plugin, and less than a scheduler that starts waits for workers."""
 _ASKED_AT_ONCE = 32
 """DP ranks of one engine: one that claims to have thousands does no harm."""
 _FAST_S = 1.0
@@ -259,7 +261,8 @@ class Monitor:
         """Read ``/server_info``; False (with a reported problem) while it cannot be used."""
         try:
             info = parse_server_info(await self._server_info(worker.url), worker.role)
-            info = self._with_node_hosts(worker, info)
+            if info.rust_server and info.nodes > 1:
+                info = await self._with_node_hosts(worker, info)
             await self._check_rank_servers(worker, info)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             text = f"waiting for it: /server_info: {plain_error(error)}"
@@ -297,18 +300,25 @@ class Monitor:
             raise UnusableWorker("/server_info is not a JSON object")
         return value
 
-    def _with_node_hosts(self, worker: Worker, info: WorkerInfo) -> WorkerInfo:
-        """With the addresses of its other nodes, where DP ranks there serve HTTP themselves.
+    async def _with_node_hosts(self, worker: Worker, info: WorkerInfo) -> WorkerInfo:
+        """With the addresses of its other nodes, where DP ranks there serve HTTP themselves. Who
+        has just started waits for their EndForward, which comes every second.
 
         Raises:
             RankOutOfReach: nobody says where one of them is.
         """
-        if not info.rust_server or info.nodes == 1:
-            return info
         self._registry.check_boot(worker, info)  # a restart may have moved them
         self._registry.asks_peers = True
-        if worker.info is not None and not worker.speaks_from:  # a front end hears no EndForward
-            return msgspec.structs.replace(info, node_hosts=worker.info.node_hosts)
+        known = worker.info.node_hosts if worker.info is not None else ()
+        if len(known) == info.nodes - 1 and not worker.speaks_from:
+            return msgspec.structs.replace(
+                info, node_hosts=known
+            )  # a front end hears no EndForward
+        far = {rank for rank in range(info.dp_size) if node_of_rank(info, rank)}
+        for _ in range(0 if worker.info else 50):
+            if far <= worker.speaks_from.keys():
+                break
+            await asyncio.sleep(_NODES_HEARD_S / 50)
         hosts: dict[int, str] = {}
         for rank in range(info.dp_size):
             node = node_of_rank(info, rank)

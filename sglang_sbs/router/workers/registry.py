@@ -213,7 +213,9 @@ class Registry:
             return
         worker.failures += 1
         if failure.unreachable:
-            self.set_healthy(worker, False, f"nothing listens at {worker.url}")
+            elsewhere = worker.info is not None and worker.info.node_hosts
+            why = failure.message if elsewhere else f"nothing listens at {worker.url}"
+            self.set_healthy(worker, False, why)
         others = [w for w in self.usable(worker.role) if w is not worker]
         if worker.breaker.failed(self._clock(), may_open=bool(others)):
             logger.warning("worker %s: circuit breaker opened (%s)", worker.url, failure.message)

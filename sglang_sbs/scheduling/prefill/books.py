@@ -149,8 +149,8 @@ class PrefillBooks:
         return not self.passes and self.backlog_tokens > 0
 
     def free_at_s(self, now_s: float, latency_s: float) -> float:
-        """When it could launch something new: the predicted end of everything already launched or
-        about to be, and the pause that usually follows."""
+        """When it could launch something new: the predicted end of all that is launched, and the
+        pause that usually follows; or the end of what is about to be."""
         if self.passes:
             return self.passes[-1].end_s + self.gap_s
         if self.launching:

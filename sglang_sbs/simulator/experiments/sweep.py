@@ -201,10 +201,13 @@ def pool_summary(outcome: Outcome) -> Row:
     requests = [pool.requests for pool in outcome.pools]
     return {
         "pools": len(outcome.pools),
-        "pool_max_over_mean": max(requests) / fmean(requests),
+        "pool_max_over_mean": max(requests) / fmean(requests) if any(requests) else math.nan,
         "decision_p50_s": decisions_s[len(decisions_s) // 2],
         "decision_p99_s": decisions_s[int(0.99 * len(decisions_s))],
-        "decision_share": max(sum(one.decisions_s) / one.duration_s for one in outcome.pools),
+        "decision_share": max(
+            [sum(one.decisions_s) / one.duration_s for one in outcome.pools if one.duration_s],
+            default=math.nan,
+        ),
     }
 
 

@@ -241,6 +241,18 @@ async def test_a_request_the_scheduler_forgot_is_ended_in_the_end() -> None:
     assert (dispatcher.open, dispatcher.waiting) == (0, 0)
 
 
+async def test_a_request_that_was_decided_in_the_last_moment_is_not_given_up() -> None:
+    """The process stood still: the decision and the end of the patience come in one turn."""
+    scheduler = Scripted(lambda event, now_s: [])
+    dispatcher = Dispatcher(scheduler, give_up_s=30.0)
+    task = asyncio.create_task(dispatcher.assign(announced("r")))
+    await asyncio.sleep(0)
+    dispatcher._requests["r"].decision.set_result(Dispatch("r", "p0", 0, "d0", 0, 1, 0.0, ""))
+    dispatcher._give_up("r")
+    await task
+    assert not any(isinstance(event, RequestEnded) for event in scheduler.events)
+
+
 async def test_a_scheduler_that_failed_is_asked_again_and_fills_no_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
+from sglang_sbs.router.client import intake
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.requests.raw_json import joined
@@ -56,6 +57,39 @@ async def test_large_bodies_grow_in_turn(piece: int, most: int) -> None:
     assert max((b - a for a, b in pairwise(seen)), default=0) <= most
     if piece > 1 << 10:
         assert len(set(order[20:60])) == 10, "nobody waits for all of another"
+
+
+async def test_who_dribbles_takes_no_turn_from_those_that_send() -> None:
+    bodies = Bodies(1 << 30)
+    first = Content(1, bytes(1 << 17), [])
+    with bodies.share() as share:
+        assert len(await share.read(first, 1 << 30)) == 1 << 17
+    taken: list[Any] = []
+    take = bodies.turns.take
+
+    async def counted(sender: Any) -> None:
+        taken.append(sender)
+        await take(sender)
+
+    bodies.turns.take = counted  # type: ignore[method-assign]
+    with bodies.share() as share:
+        await share.read(Content(1000, bytes(100), []), 1 << 30)
+        assert taken == []
+        await share.read(Content(4, bytes(1 << 17), []), 1 << 30)
+        assert len(taken) == 4
+
+
+async def test_waiting_for_a_turn_is_no_fault_of_the_client(monkeypatch: Any) -> None:
+    monkeypatch.setattr(intake, "GRACE_S", 0.05)
+    monkeypatch.setattr(intake, "MIN_BYTES_PER_S", 1 << 40)
+    bodies = Bodies(1 << 30)
+
+    async def late(_sender: Any) -> None:
+        await asyncio.sleep(0.1)
+
+    bodies.turns.take = late  # type: ignore[method-assign]
+    with bodies.share() as share:
+        assert len(await share.read(Content(3, bytes(1 << 17), []), 1 << 30)) == 3 << 17
 
 
 class Transport:

@@ -13,6 +13,7 @@ from registry_setup import INFO, Setup
 from sglang_sbs.router.engines.urls import respelled
 from sglang_sbs.router.errors import leg_status_failure, transport_failure
 from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.processes.messages import WorkerState
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, state_of
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.registry import BARRIER_S, MISSED_AFTER_S, QUIET_S
@@ -445,3 +446,16 @@ def test_what_endforward_says_of_the_barrier_can_be_taken_back_but_not_at_any_pa
     worker.barrier_told_s -= BARRIER_S
     assert setup.registry.reported(worker, report(seq=20))
     assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False, True]
+
+
+def test_a_worker_told_of_in_words_of_a_later_release_costs_no_other() -> None:
+    setup = Setup()
+    told = [state_of(setup.up(f"http://p:{number}"), 0.0) for number in (1, 2)]
+    raw = msgspec.msgpack.encode(told)
+    states = msgspec.msgpack.decode(raw, type=list[WorkerState])
+    states[0].info["rank_choice"] = "by_a_way_of_tomorrow"
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(states), type=list[WorkerState])
+    mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
+    mirror.follow(again)
+    (seen,) = mirror
+    assert (seen.url, seen.usable) == ("http://p:2", True)

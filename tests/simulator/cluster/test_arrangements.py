@@ -13,6 +13,7 @@ from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import COSTS
 from sglang_sbs.simulator.cluster.outcome import Outcome
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
+from sglang_sbs.simulator.experiments.sweep import pool_summary
 
 SPEC = ClusterSpec(cost=COSTS["mixed"], dp_size=2, chunk_tokens=1000, decode_dp_size=4)
 
@@ -82,6 +83,13 @@ def test_every_request_has_its_pool_and_is_answered_there(balance: str) -> None:
     assert all(len(one.decisions_s) >= 3 * one.requests for one in outcome.pools)
     sessions = {(one.session, pool) for one, pool in zip(sent, pools, strict=True)}
     assert (len(sessions) == 7) == (balance == "session")
+
+
+def test_a_pool_without_requests_is_no_division_by_zero() -> None:
+    sent = [one._replace(session="s") for one in arrivals()]
+    row = pool_summary(pooled("session", sent))
+    assert row["pool_max_over_mean"] == 2
+    assert row["decision_share"] > 0
 
 
 def test_one_pool_is_the_whole_cluster() -> None:

@@ -416,7 +416,7 @@ class AdaptiveTrigger(PrefillPolicy):
             reason=(
                 f"{instance.id} idle"
                 if instance.idle
-                else f"{ahead_ms:.0f} ms before the predicted end of the pass on {instance.id}"
+                else f"{ahead_ms:.0f} ms before the predicted launch on {instance.id}"
             ),
             passed_over=allocation.left,
         )
