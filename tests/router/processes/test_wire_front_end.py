@@ -37,7 +37,11 @@ from sglang_sbs.scheduling.events import (
 from sglang_sbs.wire import MalformedMessage
 
 WORKER = WorkerState(
-    url="http://p0:1", role="prefill", id="x", info=WorkerInfo(dp_size=2), problems={"a": "b"}
+    url="http://p0:1",
+    role="prefill",
+    id="x",
+    info=msgspec.msgpack.decode(msgspec.msgpack.encode(WorkerInfo(dp_size=2))),
+    problems={"a": "b"},
 )
 PLACED = RequestAdopted(
     rid="a", prompt_tokens=1, prefill="p", prefill_rank=0, decode="d", decode_rank=1
