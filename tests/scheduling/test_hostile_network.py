@@ -185,15 +185,8 @@ def test_expected_outputs_recover_from_answers_of_any_length():
     assert scheduler._requests["probe"].total_tokens < 300
 
 
-@pytest.mark.parametrize(
-    ("queued_s", "schedulable_s", "idled"),
-    [(50.01, 50.02, False), (50.09, 50.1, True), (50.01, 50.09, True), (0.0, 0.0, True)],
-    ids=["there", "late", "late at decode", "not told"],
-)
-def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
-    queued_s: float, schedulable_s: float, idled: bool
-):
-    """The engine took 100 ms to start what it had; leaving earlier would change nothing."""
+def running() -> tuple[PrefillInstance, EndForward]:
+    """An instance of one rank in its first pass since 100.0 s, and the message about its launch."""
     up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000)
     instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
     base = EndForward(
@@ -210,6 +203,19 @@ def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
         tokens_per_rank=[500],
     )
     instance.on_report(base, 100.0, 0.02)
+    return instance, base
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "schedulable_s", "idled"),
+    [(50.01, 50.02, False), (50.09, 50.1, True), (50.01, 50.09, True), (0.0, 0.0, True)],
+    ids=["there", "late", "late at decode", "not told"],
+)
+def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
+    queued_s: float, schedulable_s: float, idled: bool
+):
+    """The engine took 100 ms to start what it had; leaving earlier would change nothing."""
+    instance, base = running()
     instance.dispatched("r", 0, 500, 100.25)
     ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
     instance.on_report(ended, 100.3, 0.02)
@@ -247,23 +253,27 @@ def test_a_router_that_starts_does_not_take_pauses_of_the_engines_for_its_own_la
 
 def test_a_batch_leaves_for_the_launch_and_not_for_the_end_of_the_pass_before():
     """What is there when the engine forms the next batch is early enough."""
-    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000)
-    instance = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    instance, _ = running()
     instance.gap_s = 0.06
-    launch = EndForward(
-        instance_id="p0",
-        boot_id="b",
-        role="prefill",
-        dp_rank=0,
-        dp_size=1,
-        seq=0,
-        kind="launch",
-        forward_id=1,
-        launch_s=49.7,
-        extend_tokens=500,
-        tokens_per_rank=[500],
-    )
-    instance.on_report(launch, 100.0, 0.02)
     end_s = instance.passes[-1].end_s
     assert instance.free_at_s(100.0, 0.02) == pytest.approx(end_s + 0.06)
     assert instance.forms_at_s(100.0, 0.02) == pytest.approx(end_s + 0.06)
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "pause_s", "learned"),
+    [(100.2, 0.07, True), (100.25, 0.07, False), (100.25, 0.03, True)],
+    ids=["early", "within the pause", "sooner than usual"],
+)
+def test_a_pause_is_learned_of_what_was_early_and_of_what_came_sooner(
+    sent_s: float, pause_s: float, learned: bool
+):
+    """Sent 50 ms before the end, with a pause of 60 ms: that launch may have waited for it."""
+    instance, base = running()
+    instance.gap_s, instance.gaps_learned = 0.06, 20
+    instance.dispatched("r", 0, 500, sent_s)
+    instance.on_report(replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3), 100.3, 0.02)
+    launch = replace(base, seq=2, forward_id=2, launch_s=50.0 + pause_s, rids=["r"])
+    instance.on_report(launch, 100.3 + pause_s, 0.02)
+    assert (instance.gap_s != 0.06) == learned
+    assert abs(instance.gap_s - 0.06) <= 0.1 * abs(pause_s - 0.06) + 1e-9

@@ -28,10 +28,9 @@ class Moment(NamedTuple):
         arrives_s = self.arrives_s
         starts = []
         for index, instance in enumerate(instances):
-            passes = instance.passes
-            if len(passes) == 1 and passes[-1].end_s >= arrives_s:
-                end_s = instance.free_at_s(self.now_s, self.latency_s)
-                starts.append((end_s, end_s, index))
+            free_s = instance.free_at_s(self.now_s, self.latency_s)
+            if len(instance.passes) == 1 and free_s >= arrives_s:
+                starts.append((free_s, free_s, index))
             else:
                 starts.append((*self.starts_s(instance), index))
         starts.sort()
