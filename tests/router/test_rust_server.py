@@ -16,6 +16,7 @@ from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry, stat
 from sglang_sbs.router.schedulers import OwnScheduler
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener
+from sglang_sbs.router.workers import health
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import (
     UnusableWorker,
@@ -183,6 +184,19 @@ async def test_an_address_that_means_another_machine_elsewhere_is_not_learned(
         assert worker.speaks_from == {}
         heard.receive(heartbeat(worker, "b"), "::ffff:10.0.0.2")
         assert worker.speaks_from == {1: "10.0.0.2"}
+
+
+async def test_an_engine_whose_ranks_moved_to_a_second_node_is_unusable_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the plugin no boot id tells of the restart, and nothing of where the rank is now."""
+    monkeypatch.setattr(health, "_NODES_HEARD_S", 0.0)
+    async with cluster(kind=TwoNodes, decode_dp=2, wait=False) as system:
+        (worker,) = system.server.registry.of_role("prefill")
+        await until(lambda: worker.problems.get("unusable"))
+        worker.problems.clear()
+        worker.info = WorkerInfo(dp_size=2)  # as it was told on one node
+        await until(lambda: "DP rank 1" in worker.problems.get("unusable", ""))
 
 
 async def test_where_a_rank_was_is_forgotten_with_its_boot(tmp_path: Path) -> None:

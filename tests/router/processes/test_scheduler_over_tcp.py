@@ -286,8 +286,11 @@ async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
             )
             for port in ports
         ]
-        front_end = await start_group("--sbs-scheduler", both, "--port", "0")
+        # With the very flag of a scheduler: on one machine it must find its port free again.
+        theirs = ("--prometheus-port", str(schedulers[0].metrics_port))
+        front_end = await start_group("--sbs-scheduler", both, "--port", "0", *theirs)
         try:
+            assert front_end.metrics_port == schedulers[0].metrics_port + 1
             await front_end.says(f"connected to the scheduler .*:{ports[0]}, term 1")
             # A front end far from its scheduler has a page of its own.
             served = [f'sbs_front_ends_served{{scheduler="{one}"}}' for one in both.split(",")]

@@ -1,0 +1,26 @@
+"""How much arrives: over which time it is measured."""
+
+from __future__ import annotations
+
+import pytest
+from test_pass_forecast import instance
+
+from sglang_sbs.scheduling.policies.adaptive.offered_load import RATE_WINDOW_S, OfferedLoad
+
+
+@pytest.mark.parametrize(("fixed_s", "passes"), [(0.01, False), (1.0, True)])
+def test_slow_passes_are_given_time_to_tell_a_rate(fixed_s: float, passes: bool) -> None:
+    """One request a second for a minute, then a pause: after a pass of a second little is forgotten
+    of what comes in one; where passes are short, three seconds are a long time."""
+    one = instance("p0", 4)
+    one.model.fixed_s = fixed_s
+    offered = OfferedLoad()
+    offered.on_topology_change([one])
+    for second in range(60):
+        offered.arrived(100, float(second))
+        offered.measure([one], float(second))
+    assert offered.request_rate == pytest.approx(1.0, rel=0.25)
+    before = offered.request_rate
+    offered.measure([one], 59.0 + RATE_WINDOW_S)
+    kept = offered.request_rate / before
+    assert (kept > 0.7) == passes
