@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ MOST_RANKS = 16
 """An engine of one host has no more; the sockets grow with the square."""
 _MOST_GANGS = 64
 """Whose messages are remembered."""
-_MESSAGE = struct.Struct("<IQ?Q")
+_MESSAGE = struct.Struct("<IQ?QQ")
 
 
 @dataclass(slots=True)
@@ -37,6 +38,8 @@ class Word:
     """All of its part is there, ready or not."""
     gave_up_turn: int = 0
     """In which it had waited long enough for the rest. 0: it waits."""
+    taken_turn: int = 0
+    """From which on all of its handshakes are over, known while a pass ran. 0: not known."""
 
 
 class Deserted(Exception):
@@ -50,6 +53,9 @@ class Board(Protocol):
     """Who is not on it is known without waiting for a word."""
 
     def say(self, tag: int, word: Word) -> None: ...
+
+    def tell(self, tag: int, word: Word) -> None:
+        """As ``say``, from another thread; who listens here hears it, too. May do nothing."""
 
     def listen(self) -> bool:
         """Take in what was said, and whether anything was; to be called in every turn, as little of
@@ -69,15 +75,18 @@ class Memory:
     """The newest word of each rank, of the gangs that were spoken of last."""
 
     def __init__(self) -> None:
-        self._words: dict[int, dict[int, Word]] = {}
+        self.words: dict[int, dict[int, Word]] = {}
 
     def note(self, tag: int, rank: int, word: Word) -> None:
-        self._words.setdefault(tag, {})[rank] = word
-        while len(self._words) > _MOST_GANGS:
-            del self._words[next(iter(self._words))]
+        """Nothing that was said is taken back: two threads say what they know."""
+        words = self.words.setdefault(tag, {})
+        before = astuple(words.get(rank, Word()))
+        words[rank] = Word(*[new or old for new, old in zip(astuple(word), before, strict=True)])
+        while len(self.words) > _MOST_GANGS:
+            del self.words[next(iter(self.words))]
 
     def of(self, tag: int) -> Mapping[int, Word]:
-        return self._words.get(tag, {})
+        return self.words.get(tag, {})
 
 
 class SocketBoard:
@@ -95,6 +104,7 @@ class SocketBoard:
         peers = [peer for peer in range(ranks) if peer != rank]
         self._addresses = [f"\0{name}.{rank}.{peer}" for peer in peers]
         self._memory = Memory()
+        self._told: deque[tuple[int, Word]] = deque(maxlen=_MOST_GANGS)
         self._inboxes: dict[int, socket.socket] = {}
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.setblocking(False)
@@ -108,7 +118,14 @@ class SocketBoard:
             raise
 
     def say(self, tag: int, word: Word) -> None:
-        self._memory.note(tag, self._rank, replace(word))
+        self._memory.note(tag, self._rank, word)
+        self._send(tag, word)
+
+    def tell(self, tag: int, word: Word) -> None:
+        self._told.append((tag, word))
+        self._send(tag, word)
+
+    def _send(self, tag: int, word: Word) -> None:
         message = _MESSAGE.pack(tag, *astuple(word))
         for address in self._addresses:
             try:
@@ -117,6 +134,9 @@ class SocketBoard:
                 continue  # it is not up yet, or its queue is full
 
     def listen(self) -> bool:
+        while self._told:
+            tag, word = self._told.popleft()
+            self._memory.note(tag, self._rank, word)
         read = [self._read(peer, inbox) for peer, inbox in self._inboxes.items()]
         return any(read)
 
@@ -164,6 +184,11 @@ class Line:
     def say(self, tag: int, word: Word) -> None:
         if self._board is not None:
             self._board.say(tag, word)
+
+    def tell(self, tag: int, word: Word) -> None:
+        board = self._board
+        if board is not None:
+            board.tell(tag, word)
 
     def listen(self) -> None:
         if self._board is None:

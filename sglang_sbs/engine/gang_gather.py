@@ -79,6 +79,9 @@ class GatherBoard:
         while len(self._unsaid) > _MOST_UNSAID:
             del self._unsaid[next(iter(self._unsaid))]
 
+    def tell(self, tag: int, word: Word) -> None:
+        """What is gathered has no room for it."""
+
     def listen(self) -> bool:
         if self._why:
             raise Deserted(self._why)

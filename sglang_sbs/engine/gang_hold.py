@@ -17,6 +17,10 @@ number on all, and what a rank says in one has reached the others before the nex
 sockets (:mod:`.gang_board`), on several inside that operation (:mod:`.gang_gather`). A rank says
 when its part is ready. In the turn after the last said so, all let the gang go.
 
+Mostly a gang comes while a pass runs. The thread that hears from decode tells the other ranks of
+one host when the handshakes of a part are over. If all did so before they had the result of the
+pass, that turn is saved: all let the gang go in their first look after it, without a word more.
+
 Several processes per DP rank
 -----------------------------
 Its first process (attention TP and CP rank 0) decides for all of them. SGLang takes the minimum of
@@ -41,7 +45,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +60,7 @@ from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, W
 from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
 from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
+from sglang_sbs.engine.room_status import TAKEN_IN
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
 
 logger = logging.getLogger(__name__)
@@ -132,7 +137,12 @@ class GangHold:
         self._attached = False
         self._off = self._limit_s == 0
         self._errors = 0
-        self._turn = FIRST_TURN
+        self._turn = self._result_turn = FIRST_TURN
+        """``_result_turn``: in which the result of a pass was there before the look at the queue."""
+        self._taken_turn = FIRST_TURN
+        """The first whose look counts on what decode takes in now."""
+        self._taken: dict[int, set[int]] = {}
+        """Rooms of each gang here that decode has taken in. Of the thread that hears of it."""
         self._looks = 0
         """At the queue."""
         self._turn_s = clock()
@@ -162,6 +172,26 @@ class GangHold:
     def before_next_batch(self, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
         """Before ``Scheduler.get_next_disagg_prefill_batch_to_run``: once in every turn."""
         self._turn += 1
+        self._taken_turn = self._turn
+
+    def after_result(self, _result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+        """After ``Scheduler.process_batch_result``: all ranks have been through a pass together."""
+        self._result_turn, self._taken_turn = self._turn, self._turn + 1
+
+    def after_update_status(self, _result: Any, _manager: Any, room: Any, status: Any) -> None:
+        """After ``CommonKVManager.update_status``, in the thread that hears from decode."""
+        if self._off or self._processes > 1 or status != TAKEN_IN:
+            return
+        with suppress(Exception):  # it would end SGLang's thread
+            part = part_of_room(room)
+            if part.members == 0 or part.ranks < 2:
+                return
+            rooms = self._taken.setdefault(part.tag, set())
+            rooms.add(room)
+            if len(rooms) == part.members:
+                self._ranks.tell(part.tag, Word(taken_turn=self._taken_turn))
+            while len(self._taken) > _MOST_GANGS:
+                del self._taken[next(iter(self._taken))]
 
     def around_pop_bootstrapped(
         self, original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any
@@ -241,7 +271,10 @@ class GangHold:
             return True
         waited.arrival_s += self._last_turn_s
         waited.free = (
-            self._agreed(part) or waited.arrival_s >= self._limit_s or self._missed(waited)
+            self._agreed(part)
+            or self._taken_in(part)
+            or waited.arrival_s >= self._limit_s
+            or self._missed(waited)
         )
         return waited.free
 
@@ -285,7 +318,9 @@ class GangHold:
             word.gave_up_turn, says = self._turn, True
         if says:  # once in a turn: few messages fit into a socket
             self._say(gang)
-        gang.free = self._agreed(gang.part, word) or self._unheard(word)
+        gang.free = (
+            self._agreed(gang.part, word) or self._taken_in(gang.part) or self._unheard(word)
+        )
         if gang.free and gang.part.ranks > 1:
             self._ranks.waited(gang.part.tag)
         return gang.free
@@ -309,6 +344,14 @@ class GangHold:
         if any(0 < word.gave_up_turn < self._turn for word in words):
             return True
         return sum(0 < word.ready_turn < self._turn for word in words) >= part.ranks
+
+    def _taken_in(self, part: GangPart) -> bool:
+        """Whether decode had taken all of it in, on all ranks, before the pass ended whose result
+        this turn has. By now each rank has heard it of all, and has read its requests."""
+        if self._result_turn != self._turn:
+            return False
+        turns = [word.taken_turn for word in self._ranks.heard(part.tag)]
+        return sum(0 < turn <= self._turn for turn in turns) >= part.ranks
 
     def _unheard(self, word: Word) -> bool:
         return 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS

@@ -33,6 +33,7 @@ SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
 NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
+PROCESS_RESULT = SCHEDULER + "process_batch_result"
 POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
 GATHERED = f"{SYNC_MODULE}.{SYNC_CLASS}."
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
@@ -101,7 +102,7 @@ def install(config: HookConfig) -> None:
 def _rank_hooks(hook: RankHook) -> list[Hook]:
     return [
         Hook((SCHEDULER + "run_batch",), hook.around_run_batch, "AROUND"),
-        Hook((SCHEDULER + "process_batch_result",), hook.around_process_batch_result, "AROUND"),
+        Hook((PROCESS_RESULT,), hook.around_process_batch_result, "AROUND"),
         Hook(
             (SCHEDULER + "on_idle", SCHEDULER + "self_check_during_idle"),
             hook.before_on_idle,
@@ -130,6 +131,8 @@ def _plugin_hooks(
         Hook((SCHEDULER + "maybe_init_rust_server",), nap_briefly, "AFTER", optional=True),
         Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
         Hook((ROOM_STATUS,), around_update_status, "AROUND", optional=True),
+        Hook((ROOM_STATUS,), hold.after_update_status, "AFTER", optional=True),
+        Hook((PROCESS_RESULT,), hold.after_result, "AFTER", optional=True),
     ]
 
 

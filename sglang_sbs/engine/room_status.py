@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-OPENING = (1, 2)
+TAKEN_IN = 2
+OPENING = (1, TAKEN_IN)
 """``KVPoll.Bootstrapping``, ``KVPoll.WaitingForInput`` (``disaggregation/base/conn.py``)."""
 _one_at_a_time = threading.Lock()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_sbs.engine.gang_board import Word
+from sglang_sbs.engine.gang_board import Memory, Word
 from sglang_sbs.engine.gang_gather import Columns, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
@@ -63,31 +63,37 @@ class Hearsay:
     """The boards of all processes: who is on a board hears what others say there on listening."""
 
     def __init__(self) -> None:
-        self.said: dict[str, dict[int, dict[int, Word]]] = {}
+        self.said: dict[str, Memory] = {}
         self.opened: list[tuple[str, int]] = []
         self.deaf = False
 
     def board(self, name: str, rank: int) -> Any:
         self.opened.append((name, rank))
-        said = self.said.setdefault(name, {})
-        heard: dict[int, dict[int, Word]] = {}
+        said = self.said.setdefault(name, Memory())
+        heard = Memory()
 
         def say(tag: int, word: Word) -> None:
-            copy = Word(*(getattr(word, name) for name in Word.__slots__))
-            said.setdefault(tag, {})[rank] = copy
-            heard[tag] = {**heard.get(tag, {}), rank: copy}
+            said.note(tag, rank, word)
+            heard.note(tag, rank, word)
+
+        def tell(tag: int, word: Word) -> None:
+            said.note(tag, rank, word)
 
         def listen() -> bool:
-            before = dict(heard)
-            for tag, words in ({} if self.deaf else said).items():
-                heard[tag] = dict(words)
-            return heard != before
-
-        def hear(tag: int) -> Mapping[int, Word]:
-            return heard.get(tag, {})
+            news = False
+            for tag in () if self.deaf else list(said.words):
+                for who, word in said.of(tag).items():
+                    news |= heard.of(tag).get(who) != word
+                    heard.note(tag, who, word)
+            return news
 
         return SimpleNamespace(
-            say=say, listen=listen, heard=hear, close=lambda: None, tells_absence=False
+            say=say,
+            tell=tell,
+            listen=listen,
+            heard=heard.of,
+            close=lambda: None,
+            tells_absence=False,
         )
 
 
@@ -142,6 +148,15 @@ class Rank:
         popped = self.pop()
         self.hold.before_next_batch(self.queue.scheduler)
         return popped
+
+    def takes_in(self, *reqs: Req) -> None:
+        """Decode does, while a pass runs or not."""
+        for req in reqs:
+            req.state = READY
+            self.hold.after_update_status(None, None, req.bootstrap_room, READY)
+
+    def ends_pass(self) -> None:
+        self.hold.after_result(None, self.queue.scheduler)
 
     def turns_until_pop(self) -> int:
         for number in range(1, 1000):
