@@ -189,6 +189,7 @@ class PrefillInstance(PrefillBooks):
         if report.kind == "launch":
             self._on_launch(report, now_s)
         elif report.kind == "forward":
+            rank.left_waiting = report.waiting_requests + report.chunk_remainder_tokens > 0
             learned.forward_s = self._on_end(rank, report, now_s)
         rank.presume_again(self.chunk_tokens)
         if report.kind in ("launch", "forward") and report.forward_id > self._presumed_id:
@@ -377,16 +378,16 @@ class PrefillInstance(PrefillBooks):
     ) -> None:
         """Only from a launch that did not have to wait for a request to come, or that came sooner
         than usual, whatever it waited for. A host that has the end of a pass to deal with takes
-        requests in more slowly than an idle one, so not having waited needs the pause itself."""
-        if not self.passes_ended or self.passes:
+        requests in more slowly than an idle one, so not having waited needs the pause itself; and
+        what is at the rank by the time of the launch need not have been there at the end."""
+        if not self.passes_ended or self.passes or not (report.rids or rank.left_waiting):
             return
         pause_s = launch_s - self.free_since_s
         if not 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
             return
-        sent = (rank.sent.get(rid) for rid in report.rids)
         there_s = self.free_since_s - max(1.5 * latency_s, self.gap_s)
-        early = rank.queued_tokens or any(one is not None and one.at_s <= there_s for one in sent)
-        if early or (self.gaps_learned and report.rids and pause_s < self.gap_s):
+        early = rank.left_waiting or self.last_dispatch_s <= there_s
+        if early or (self.gaps_learned and pause_s < self.gap_s):
             self.gaps_learned += 1
             share = max(LEAST_GAP_SHARE, 1 / self.gaps_learned)
             self.gap_s += share * (pause_s - self.gap_s)

@@ -99,6 +99,8 @@ class PrefillRank:
     has_cached: bool = False
     """Whether any request was sent here because of what the rank has cached."""
     idle: bool = True
+    left_waiting: bool = False
+    """The last pass whose end it reported left something that the next one can start with."""
     last_forward_id: int = -1
     """Newest pass whose end the rank reported."""
     launched_id: int = -1
