@@ -277,3 +277,24 @@ def test_a_pause_is_learned_of_what_was_early_and_of_what_came_sooner(
     instance.on_report(launch, 100.3 + pause_s, 0.02)
     assert (instance.gap_s != 0.06) == learned
     assert abs(instance.gap_s - 0.06) <= 0.1 * abs(pause_s - 0.06) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "left_waiting", "learned"),
+    [(100.29, 0, False), (100.29, 1, True), (100.2, 0, True)],
+    ids=["came after it", "was there", "was sent early"],
+)
+def test_what_is_at_a_rank_by_the_launch_need_not_have_been_there_at_the_end(
+    sent_s: float, left_waiting: int, learned: bool
+):
+    """It was in the handshake, held for the rest of its batch: the rank says so meanwhile."""
+    instance, base = running()
+    instance.gap_s, instance.gaps_learned = 0.03, 20
+    instance.dispatched("r", 0, 500, sent_s)
+    ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
+    instance.on_report(replace(ended, waiting_requests=left_waiting), 100.3, 0.02)
+    held = replace(base, seq=2, kind="heartbeat", rids=["r"], bootstrapping_requests=1)
+    instance.on_report(replace(held, bootstrapping_tokens=500), 100.32, 0.02)
+    launch = replace(base, seq=3, forward_id=2, launch_s=50.07)
+    instance.on_report(launch, 100.37, 0.02)
+    assert (instance.gap_s != 0.03) == learned

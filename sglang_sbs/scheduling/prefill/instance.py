@@ -380,7 +380,8 @@ class PrefillInstance(PrefillBooks):
         than usual, whatever it waited for. A host that has the end of a pass to deal with takes
         requests in more slowly than an idle one, so not having waited needs the pause itself; and
         what is at the rank by the time of the launch need not have been there at the end."""
-        if not self.passes_ended or self.passes or not (report.rids or rank.left_waiting):
+        starts = report.rids or rank.taken or rank.left_waiting
+        if not self.passes_ended or self.passes or not starts:
             return
         pause_s = launch_s - self.free_since_s
         if not 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
