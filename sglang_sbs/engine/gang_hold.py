@@ -59,8 +59,8 @@ from sglang_sbs.engine.collect import (
 from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
 from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
 from sglang_sbs.engine.gang_gather import GatherBoard
-from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 from sglang_sbs.engine.room_status import TAKEN_IN
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, part_of_room
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class GangHold:
         self._off = self._limit_s == 0
         self._errors = 0
         self._turn = self._result_turn = FIRST_TURN
-        """``_result_turn``: in which the result of a pass was there before the look at the queue."""
+        """``_result_turn``: in which a pass had its result before the look at the queue."""
         self._taken_turn = FIRST_TURN
         """The first whose look counts on what decode takes in now."""
         self._taken: dict[int, set[int]] = {}
