@@ -50,10 +50,7 @@ class TtftComparison:
     """Feed it the life of every request; ask for percentiles."""
 
     def __init__(self) -> None:
-        self._rules: dict[str, Rule] = {
-            "least_tokens": least_tokens,
-            "round_robin": RoundRobin(),
-        }
+        self._rules: dict[str, Rule] = {"least_tokens": least_tokens, "round_robin": RoundRobin()}
         self._shadows = {name: ShadowCluster() for name in self._rules}
         self._modelled = ShadowCluster()
         self._pending: dict[str, _Pending] = {}

@@ -130,10 +130,7 @@ class _SubmoduleFinder(MetaPathFinder):
         self.prefix = package + "."
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: types.ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         if not fullname.startswith(self.prefix):
             return None

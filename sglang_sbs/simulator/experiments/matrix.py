@@ -64,11 +64,7 @@ _NETWORKS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(
         (
             f"jitter {jitter:g} of {ms} ms",
-            {
-                "dispatch_serial_s": 0.0,
-                "dispatch_jitter": jitter,
-                "dispatch_latency_s": ms / 1e3,
-            },
+            {"dispatch_serial_s": 0.0, "dispatch_jitter": jitter, "dispatch_latency_s": ms / 1e3},
         )
         for jitter in (0.15, 0.3, 0.5)
         for ms in (5, 20)

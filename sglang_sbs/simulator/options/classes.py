@@ -5,13 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sglang_sbs.simulator.options.common import (
-    Flag,
-    add_all,
-    checked,
-    fields_of,
-    positive_number,
-)
+from sglang_sbs.simulator.options.common import Flag, add_all, checked, fields_of, positive_number
 from sglang_sbs.simulator.workloads.classes import Classes
 
 _MOST_TENANTS = 16

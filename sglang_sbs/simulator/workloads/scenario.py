@@ -189,12 +189,7 @@ class _Wanted:
     spec: Mapping[str, Any]
 
     def cluster(self, chunk_tokens: int, block_tokens: int = 0) -> ClusterSpec:
-        shape = {
-            "chunk_tokens": chunk_tokens,
-            "block_tokens": block_tokens,
-            **NETWORK,
-            **self.spec,
-        }
+        shape = {"chunk_tokens": chunk_tokens, "block_tokens": block_tokens, **NETWORK, **self.spec}
         equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
         return ClusterSpec(
             cost=self.cost,
@@ -340,8 +335,7 @@ def _trace(name: str, wanted: _Wanted, file: str) -> Scenario:
     trace = read_trace(Path(file))
     has_blocks = any(arrival.blocks for arrival in trace)
     shape = wanted.cluster(
-        4096 if file.lower().endswith(".csv") else 16384,
-        MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
+        4096 if file.lower().endswith(".csv") else 16384, MOONCAKE_BLOCK_TOKENS if has_blocks else 0
     )
     _check_room(shape, max(arrival.prompt_tokens for arrival in trace))
     rate = len(trace) / max(1e-9, trace[-1].at_s)
