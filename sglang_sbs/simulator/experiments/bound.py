@@ -31,25 +31,20 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from sglang_sbs.simulator.cluster.arrival import Arrival
-from sglang_sbs.simulator.cluster.cost import PassCost, cost_name
-from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job, scenario_of
-from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
-from sglang_sbs.simulator.options.common import (
-    add_common,
-    add_overlap,
-    check_outputs,
-    cost_words,
-    names,
-    numbers,
-    open_console,
-    positive,
-    positive_number,
-    run_with_progress,
-    seeds,
-    write_json,
+from sglang_sbs.simulator.cluster.cost import PassCost
+from sglang_sbs.simulator.experiments.sweep import (
+    POLICY_CONFIGS,
+    Job,
+    row_head,
+    run_job,
+    scenario_of,
 )
+from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
+from sglang_sbs.simulator.options import common
+from sglang_sbs.simulator.options.common import names, run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 
@@ -83,12 +78,8 @@ class Machines:
 
 
 def mean_ttft_bound_s(arrivals: Sequence[Arrival], machines: Machines) -> float:
-    """The largest lower bound of the mean TTFT that was found.
-
-    Args:
-        arrivals: in time order; each prompt is computed in one pass.
-        machines: where.
-    """
+    """The largest lower bound of the mean TTFT that was found. ``arrivals``: in time order; each
+    prompt is computed in one pass."""
     if not arrivals:
         return math.nan
     relaxed = _Relaxed(arrivals, machines)
@@ -186,13 +177,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("scenario", choices=_SCENARIOS)
     parser.add_argument("--policies", default="sbs,eta,random_rank", help="held against it (all)")
-    parser.add_argument("--loads", type=numbers, default=[0.6, 0.8, 1.0, 1.2], help="(0.6 to 1.2)")
     parser.add_argument(
-        "--duration", type=positive_number, default=80.0, help="simulated seconds (80)"
+        "--loads", type=common.numbers, default=[0.6, 0.8, 1.0, 1.2], help="(0.6 to 1.2)"
     )
-    parser.add_argument("--prefill", type=positive, default=3, help="prefill instances (3)")
-    add_overlap(parser)
-    add_common(parser)
+    seconds = "simulated seconds (80)"
+    parser.add_argument("--duration", type=common.positive_number, default=80.0, help=seconds)
+    parser.add_argument("--prefill", type=common.positive, default=3, help="prefill instances (3)")
+    common.add_overlap(parser)
+    common.add_common(parser)
     return parser
 
 
@@ -200,26 +192,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    check_outputs(args, parser)
+    common.check_outputs(args, parser)
     if args.duration <= WARM_UP_S:
         parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
     policies = names(args.policies, POLICY_CONFIGS, "--policies", parser)
-    costs = cost_words(args.cost, parser)
+    costs = common.cost_words(args.cost, parser)
     spec = {"prefill_instances": args.prefill, "overlap": args.overlap}
     jobs = [
         Job(args.scenario, policy, load, seed, args.duration, cost, spec)
-        for cost in costs
-        for load in args.loads
-        for seed in seeds(args)
-        for policy in [BOUND, *policies]
+        for cost, load, seed, policy in product(
+            costs, args.loads, common.seeds(args), [BOUND, *policies]
+        )
     ]
     tasks: list[Task] = [(bound_row if job.policy == BOUND else run_job, (job,)) for job in jobs]
-    console = open_console()
+    console = common.open_console()
     rows = run_with_progress(tasks, console, args.workers)
-    for cost in costs:
-        bound_table([row for row in rows if row["cost"] == cost_name(cost)]).print(console)
-    if args.json is not None:
-        write_json(rows, args.json, console)
+    for mine in groups(rows, "cost").values():
+        bound_table(mine).print(console)
+    common.write_json(rows, args.json, console)
     return 0
 
 
@@ -230,18 +220,10 @@ def bound_row(job: Job) -> Row:
     arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
     assert isinstance(arrivals, list)
     counted = [arrival for arrival in arrivals if arrival.at_s >= WARM_UP_S]
-    machines = Machines(
-        spec.cost, len(spec.prefill), spec.prefill[0][1].dp_size, spec.dispatch_latency_s
-    )
+    dp_size = spec.prefill[0][1].dp_size
+    machines = Machines(spec.cost, len(spec.prefill), dp_size, spec.dispatch_latency_s)
     return {
-        "scenario": job.scenario,
-        "policy": BOUND,
-        "cost": cost_name(job.cost),
-        "load": job.load,
-        "qps": job.load * scenario.nominal_qps,
-        "seed": job.seed,
-        "chunk_tokens": spec.chunk_tokens,
-        "prefill_instances": len(spec.prefill),
+        **row_head(job, scenario),
         "ttft_mean_s": mean_ttft_bound_s(counted, machines),
         "completed": len(counted),
     }
@@ -258,9 +240,6 @@ def bound_table(rows: Sequence[Row]) -> ResultTable:
         ["policy", *(f"load {load:g}" for load in loads)],
     )
     for (policy,) in groups(rows, "policy"):
-        words = [
-            f"{mean_s[policy, load]:.3f}  {mean_s[BOUND, load] / mean_s[policy, load]:.2f}"
-            for load in loads
-        ]
-        table.rows.append([policy, *words])
+        pairs = [(mean_s[policy, load], mean_s[BOUND, load]) for load in loads]
+        table.rows.append([policy, *(f"{mine_s:.3f}  {b_s / mine_s:.2f}" for mine_s, b_s in pairs)])
     return table

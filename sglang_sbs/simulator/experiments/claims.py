@@ -6,7 +6,7 @@ Must not know which claims there are (:mod:`.paper_claims`), nor how rows are pr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +19,14 @@ TOLERANCE = 0.10
 
 Unit = Literal["", "K", "%", "pp", "T", "x"]
 """``%`` and ``pp``: the figures are shares, 0.15 is 15 %. ``T``: of a forward pass."""
+_FORMS: dict[Unit, Callable[[float], str]] = {
+    "": "{:.1f}".format,
+    "K": lambda value: f"{value / 1e3:.1f}K",
+    "%": "{:.1%}".format,
+    "pp": lambda value: f"{100 * value:.1f} pp",
+    "T": "{:.3f} T".format,
+    "x": "{:.1f} x".format,
+}
 Side = Literal["more", "less", ""]
 Verdict = Literal["reproduced", "better", "sbs only", "open", "not reproduced"]
 VERDICTS: dict[Verdict, str] = {
@@ -91,17 +99,9 @@ def claims_table(claims: Sequence[Claim], title: str) -> ResultTable:
         f"{title}; means over seeds with 95 % intervals (Student's t)",
         ["claim", "against", "paper", "paper's rule, simulated", "sbs", "verdict"],
     )
-    for claim in claims:
-        table.rows.append(
-            [
-                claim.what,
-                claim.baseline or "-",
-                _range(claim),
-                _estimate(claim.literal, claim.unit),
-                "-" if claim.ours is None else _estimate(claim.ours, claim.unit),
-                claim.verdict,
-            ]
-        )
+    for one in claims:
+        found = ["-" if x is None else _estimate(x, one.unit) for x in (one.literal, one.ours)]
+        table.rows.append([one.what, one.baseline or "-", _range(one), *found, one.verdict])
     return table
 
 
@@ -113,13 +113,11 @@ def summary(claims: Sequence[Claim]) -> list[str]:
     for claim in claims:
         if claim.verdict not in ("reproduced", "better"):
             reasons.setdefault((claim.verdict, claim.why), []).append(claim)
-    return [
-        f"{len(claims)} figures: {counted}.",
-        *(
-            f"{verdict}: {'; '.join(map(_named, missed))}. {why}".rstrip()
-            for (verdict, why), missed in reasons.items()
-        ),
-    ]
+    whys = (
+        f"{verdict}: {'; '.join(map(_named, missed))}. {why}".rstrip()
+        for (verdict, why), missed in reasons.items()
+    )
+    return [f"{len(claims)} figures: {counted}.", *whys]
 
 
 def _named(claim: Claim) -> str:
@@ -127,28 +125,12 @@ def _named(claim: Claim) -> str:
 
 
 def _range(claim: Claim) -> str:
-    low, high = (_text(edge, claim.unit) for edge in claim.paper)
+    low, high = (_FORMS[claim.unit](edge) for edge in claim.paper)
     if math.isinf(claim.paper[1]):
         return f"> {low}"
     return low if low == high else f"{low} to {high}"
 
 
 def _estimate(one: Estimate, unit: Unit) -> str:
-    if math.isnan(one.half):
-        return _text(one.mean, unit)
-    return f"{_text(one.mean, unit)} ± {_text(one.half, unit)}"
-
-
-def _text(value: float, unit: Unit) -> str:
-    match unit:
-        case "%":
-            return f"{value:.1%}"
-        case "pp":
-            return f"{100 * value:.1f} pp"
-        case "K":
-            return f"{value / 1e3:.1f}K"
-        case "T":
-            return f"{value:.3f} T"
-        case "x":
-            return f"{value:.1f} x"
-    return f"{value:.1f}"
+    half = "" if math.isnan(one.half) else f" ± {_FORMS[unit](one.half)}"
+    return f"{_FORMS[unit](one.mean)}{half}"

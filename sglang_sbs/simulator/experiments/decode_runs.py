@@ -34,6 +34,7 @@ class DecodePolicy:
     foresight_steps: int = 0
 
 
+_OF_PREFILL = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "chunk_utilization", "bubble_share")
 DECODE_POLICIES: dict[str, DecodePolicy] = {
     "sbs_potential": DecodePolicy({"policy": "sbs", "decode_rule": "potential"}),
     "sbs_iqr": DecodePolicy({"policy": "sbs", "decode_rule": "iqr"}),
@@ -74,11 +75,8 @@ def run_decode_outcome(job: DecodeJob) -> DecodeOutcome:
 
 
 def run_decode(job: DecodeJob) -> Row:
-    """Simulate and summarise.
-
-    The loop is closed (load 1.0 is its concurrency) and refuses nothing; what belongs to prefill is
-    None.
-    """
+    """Simulate and summarise. The loop is closed (load 1.0 is its concurrency) and refuses nothing;
+    what belongs to prefill is None."""
     outcome = run_decode_outcome(job)
     return {
         "scenario": "paper-decode",
@@ -87,11 +85,7 @@ def run_decode(job: DecodeJob) -> Row:
         "load": 1.0,
         "qps": outcome.completed / outcome.time_s,
         "seed": job.seed,
-        "ttft_mean_s": None,
-        "ttft_p50_s": None,
-        "ttft_p99_s": None,
-        "chunk_utilization": None,
-        "bubble_share": None,
+        **dict.fromkeys(_OF_PREFILL),
         "completed": outcome.completed,
         "rejected": 0,
         **outcome.row(),
