@@ -160,7 +160,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     (:mod:`sglang_sbs.simulator.cluster.arrangements`). 0: all take all."""
     pools: int = 0
     """So many pools of equally many instances, each with a scheduler of its own; decode is divided,
-    too (:mod:`sglang_sbs.simulator.cluster.pools`). 0: one scheduler, of which no time is taken."""
+    too (see the same module). 0: one scheduler, of which no time is taken."""
     pool_balance: PoolBalance = "least"
     """What is before the pools."""
     deflect_tokens: int = 0
