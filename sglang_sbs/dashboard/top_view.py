@@ -52,10 +52,11 @@ class TopView:
         alerts = _alerts(frame["alerts"], 3 if height < 40 else 10)
         ttft = _ttft(frame["ttft"])
         room = height - len(head) - len(alerts) - len(ttft) - 4  # rules
-        gangs = max(2, min(len(self._gangs), room // 3))
-        ranks_room = max(4, room - gangs)
+        known = len(self._gangs)
+        gangs = max(2, min(known, room // 3))
+        newest = f", the newest {gangs} of {known}" if gangs < known else ""
         prefill, decode = frame["prefill"], frame["decode"]
-        shares = _share(ranks_room, len(prefill), len(decode))
+        shares = _share(max(4, room - gangs), len(prefill), len(decode))
         return [
             *head,
             *alerts,
@@ -65,7 +66,7 @@ class TopView:
             *_decode(decode, width, shares[1]),
             _rule("time to prefill's answer, last minute"),
             *ttft,
-            _rule("dispatch decisions" + _newest(gangs, len(self._gangs))),
+            _rule("dispatch decisions" + newest),
             *_decisions(list(self._gangs)[-gangs:][::-1], frame["now_s"]),
         ]
 
@@ -80,10 +81,6 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{1e3 * value:.0f}ms" if abs(value) < 1 else f"{value:.1f}s"
-
-
-def _newest(shown: int, known: int) -> str:
-    return f", the newest {shown} of {known}" if shown < known else ""
 
 
 def _name(one: dict[str, Any]) -> Text:
@@ -122,11 +119,9 @@ def _clip(line: Line, width: int) -> Line:
 
 def _header(frame: dict[str, Any], note: str) -> list[Line]:
     queue, timing, hold = frame["queue"], frame["timing"], frame["hold"]
-    first = Text()
-    first.append("sglang-sbs ", style="bold")
-    first.append(f"{plain(frame['policy'])}/{plain(frame['trigger'])} ")
-    first.append(_lead(frame.get("lead")))
-    first.append(plain(note), style="dim")
+    policy = f"{plain(frame['policy'])}/{plain(frame['trigger'])} "
+    lead = _lead(frame.get("lead"))
+    first = Text.assemble(("sglang-sbs ", "bold"), policy, lead, (plain(note), "dim"))
     second = Text(
         f"waiting {queue['requests']:,} ({queue['tokens']:,} tokens), oldest "
         f"{seconds(queue['oldest_wait_s'])}; in flight {queue['in_flight']:,}; "
