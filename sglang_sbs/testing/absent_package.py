@@ -63,11 +63,10 @@ class _Named:
 class AbsentKernel(_Named):
     """A compiled kernel's definition: `kernel[grid](...)` and `kernel(...)` are errors."""
 
-    def __getitem__(self, _grid: object) -> NoReturn:
-        raise AbsentPackageError(self.qualified_name)
-
     def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise AbsentPackageError(self.qualified_name)
+
+    __getitem__ = __call__
 
 
 class AbsentFunction(_Named):

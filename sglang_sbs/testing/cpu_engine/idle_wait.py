@@ -29,14 +29,10 @@ def install() -> None:
     """Register the hooks with SGLang."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
-        run_controller_loop,
-        HookType.REPLACE,
-    )
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.on_idle", wait_on_idle, HookType.AROUND
-    )
+    managers = "sglang.srt.managers"
+    controller_loop = f"{managers}.data_parallel_controller.DataParallelController.event_loop"
+    HookRegistry.register(controller_loop, run_controller_loop, HookType.REPLACE)
+    HookRegistry.register(f"{managers}.scheduler.Scheduler.on_idle", wait_on_idle, HookType.AROUND)
 
 
 def run_controller_loop(controller: Any) -> None:

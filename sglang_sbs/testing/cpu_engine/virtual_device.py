@@ -87,13 +87,11 @@ def install(cost: VirtualGpuCost) -> None:
         result.copy_done = device.launch(batch, batch.launch_ts)
         return result
 
+    managers, around = "sglang.srt.managers", HookType.AROUND
+    forward = f"{managers}.tp_worker.TpModelWorker.forward_batch_generation"
+    HookRegistry.register(forward, virtual_forward, around)
     HookRegistry.register(
-        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
-        virtual_forward,
-        HookType.AROUND,
-    )
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.run_batch", run_on_virtual_device, HookType.AROUND
+        f"{managers}.scheduler.Scheduler.run_batch", run_on_virtual_device, around
     )
 
 
@@ -127,20 +125,13 @@ def _zero_log_probabilities(batch: Any) -> dict[str, Any]:
     import torch
 
     top_counts = batch.top_logprobs_nums or [0] * len(batch.reqs)
-    fields: dict[str, Any] = {
-        "next_token_logprobs": torch.zeros(len(batch.reqs)),
-        "next_token_top_logprobs_val": [torch.zeros(count) for count in top_counts],
-        "next_token_top_logprobs_idx": [
-            torch.zeros(count, dtype=torch.int64) for count in top_counts
-        ],
-    }
+    fields: dict[str, Any] = {"next_token_logprobs": torch.zeros(len(batch.reqs))}
+    for field, kind in (("val", torch.float32), ("idx", torch.int64)):
+        zeros = [torch.zeros(count, dtype=kind) for count in top_counts]
+        fields[f"next_token_top_logprobs_{field}"] = zeros
     if batch.forward_mode.is_extend():
-        prompt_counts = [
-            max(0, extended - start)
-            for extended, start in zip(
-                batch.extend_lens, batch.extend_logprob_start_lens, strict=True
-            )
-        ]
+        spans = zip(batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
+        prompt_counts = [max(0, extended - start) for extended, start in spans]
         fields["input_token_logprobs"] = torch.zeros(sum(prompt_counts))
         for field, value in (("val", 0.0), ("idx", 0)):
             fields[f"input_top_logprobs_{field}"] = [
