@@ -90,13 +90,8 @@ _FLAGS = (
 
 def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
     """The command line of ``sglang-sbs simulate``, and what of it describes a prefill cluster."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate",
-        usage="%(prog)s SCENARIO [options]",
-        description="Simulate a PD cluster that is driven by the router's own scheduler.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Simulate a PD cluster that is driven by the router's own scheduler."
+    parser = common.command("", what, _EXAMPLE, "SCENARIO [options]")
     parser.add_argument("scenario", nargs="?", help="what to simulate (see below)")
     common.add_all(parser, [_LOADS])
     common.add_prefill_runs(parser, DEFAULT_POLICIES)

@@ -169,12 +169,8 @@ def _around(price: float) -> list[float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate bound",
-        description="How small could the mean TTFT be, whoever schedules?",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "How small could the mean TTFT be, whoever schedules?"
+    parser = common.command("bound", what, _EPILOG)
     parser.add_argument("scenario", choices=_SCENARIOS)
     parser.add_argument("--policies", default="sbs,eta,random_rank", help="held against it (all)")
     parser.add_argument(

@@ -136,12 +136,8 @@ _TRACE_LOADS = (0.2, 0.4, 0.6, 0.75)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate matrix",
-        description="Is a policy nowhere worse than any other? Cell by cell, win or lose.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Is a policy nowhere worse than any other? Cell by cell, win or lose."
+    parser = common.command("matrix", what, _EPILOG)
     parser.add_argument("--policy", default="sbs", help="the policy on trial (sbs)")
     others = f"the others, comma-separated ({DEFAULT_RIVALS})"
     parser.add_argument("--rivals", default=DEFAULT_RIVALS, help=others)

@@ -95,14 +95,8 @@ QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000, picture_steps=4_000)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate paper``."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate paper",
-        usage="%(prog)s [options]",
-        description="Simulate every claim of arXiv 2512.16134 and say which reproduce.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Simulate every claim of arXiv 2512.16134 and say which reproduce."
+    parser = common.command("paper", what, _EPILOG, "[options]")
     seeds_help = "seeds, of which means and intervals are (default 3)"
     common.add_common(parser, default_seeds=3, seeds_help=seeds_help)
     common.add_overlap(parser, default=False)
@@ -162,7 +156,15 @@ def simulate(
         if "max_qps" not in row:
             share = row["load"] / peak_load(rows, row["scenario"], row["cost"])
             row["peak_share"] = min(TTFT_SHARES, key=lambda one: abs(one - share))
-    others = run([*decode_tasks(seeds, effort), *queueing_tasks(seeds, effort)])
+    steps = effort.steps, effort.warm_up_steps
+    tasks: list[Task] = [
+        (run_decode, (DecodeJob(policy, seed, "h100", *steps),))
+        for policy, seed in product(_DECODE_POLICIES, seeds)
+    ]
+    counts = effort.queueing_instances
+    for count, policy, seed in product(counts, (BASELINE, *RULES), seeds):
+        tasks.append((queueing_row, (queueing_job(policy, count, seed, effort.short_s),)))
+    others = run(tasks)
     for row in others:
         if "kv_sigma_high" in row:
             row["kv_band"] = row["kv_sigma_high"] - row["kv_sigma_low"]
@@ -222,22 +224,6 @@ def ttft_tasks(
             job = Job(name, policy, share * peak, seed, seconds, cost, effort.spec)
             tasks.append((run_job, (job,)))
     return tasks
-
-
-def decode_tasks(seeds: Sequence[int], effort: Effort) -> list[Task]:
-    """Every decode policy."""
-    return [
-        (run_decode, (DecodeJob(policy, seed, "h100", effort.steps, effort.warm_up_steps),))
-        for policy, seed in product(_DECODE_POLICIES, seeds)
-    ]
-
-
-def queueing_tasks(seeds: Sequence[int], effort: Effort) -> list[Task]:
-    """Section 3.2, with few and with many instances."""
-    return [
-        (queueing_row, (queueing_job(policy, count, seed, effort.short_s),))
-        for count, policy, seed in product(effort.queueing_instances, (BASELINE, *RULES), seeds)
-    ]
 
 
 def write_out(

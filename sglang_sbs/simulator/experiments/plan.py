@@ -52,13 +52,9 @@ _FLAGS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate plan",
-        usage="%(prog)s (--trace FILE | --scenario NAME) --slo-ttft S [options]",
-        description="How many prefill instances and what chunk a workload needs under each policy.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "How many prefill instances and what chunk a workload needs under each policy."
+    usage = "(--trace FILE | --scenario NAME) --slo-ttft S [options]"
+    parser = common.command("plan", what, _EPILOG, usage)
     workload = parser.add_mutually_exclusive_group(required=True)
     workload.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake jsonl or Azure csv")
     workload.add_argument("--scenario", help=", ".join(PREFILL_SCENARIOS))

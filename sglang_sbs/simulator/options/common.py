@@ -153,6 +153,19 @@ def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> a
     return add_all(group, [Flag("--overlap", "", argparse.BooleanOptionalAction, default, text)])[0]
 
 
+def command(
+    name: str, description: str, epilog: str, usage: str | None = None
+) -> argparse.ArgumentParser:
+    """The parser of ``sglang-sbs simulate NAME``."""
+    return argparse.ArgumentParser(
+        prog=f"sglang-sbs simulate {name}".rstrip(),
+        usage=usage and f"%(prog)s {usage}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 # fmt: off
 _COMMON = (
     Flag("--first-seed", "", int, 1, "(default 1)"),
