@@ -115,7 +115,6 @@ class PassHistory:
         ]
 
     def last_end_s(self, instance: str, rank: int) -> float | None:
-        """When the newest pass of a DP rank ended."""
         known = self._instances.get((instance, None)) or self._instances.get((instance, rank))
         return known.ended_s if known is not None else None
 

@@ -5,7 +5,8 @@ Text of others (worker URLs, reasons, ids) is shown without control characters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -56,14 +57,15 @@ class TopView:
         gangs = max(2, min(known, room // 3))
         newest = f", the newest {gangs} of {known}" if gangs < known else ""
         prefill, decode = frame["prefill"], frame["decode"]
+        fullest = max((kv for one in decode for kv in one["kv"]), default=1) or 1
         shares = _share(max(4, room - gangs), len(prefill), len(decode))
         return [
             *head,
             *alerts,
             _rule("prefill: C_avail used per DP rank" + _grouped(prefill, "c_avail", width)),
-            *_prefill(prefill, width, shares[0]),
+            *_ranks(prefill, width, shares[0], _prefill),
             _rule("decode: KV per DP rank" + _grouped(decode, "kv", width)),
-            *_decode(decode, width, shares[1]),
+            *_ranks(decode, width, shares[1], partial(_decode, fullest=fullest)),
             _rule("time to prefill's answer, last minute"),
             *ttft,
             _rule("dispatch decisions" + newest),
@@ -147,7 +149,6 @@ def _balance(balance: dict[str, float] | None) -> str:
 
 
 def _lead(lead: dict[str, Any] | None) -> str:
-    """Which of several schedulers this is."""
     if not lead:
         return ""
     return f"by {plain(lead['address'])}, term {lead['term']} since {seconds(lead['for_s'])} "
@@ -197,38 +198,38 @@ def _oldest(ages: list[float | None]) -> str:
     return seconds(max(known)) if known else "never"
 
 
-def _prefill(instances: list[dict[str, Any]], width: int, room: int) -> list[Line]:
+def _prefill(one: dict[str, Any]) -> tuple[str, list[float]]:
+    """What is said of an instance, and how full its ranks are."""
+    free = sum(max(0, tokens) for tokens in one["c_avail"])
+    said = f"{free:>7,} free, heard {_oldest(one['age']):>5} "
+    if not one.get("barrier", True):
+        said += f"{len(one['c_avail'])} ranks, no barrier "
+    chunk = one["chunk"]
+    return said, [1 - tokens / chunk if chunk else 0.0 for tokens in one["c_avail"]]
+
+
+def _decode(one: dict[str, Any], fullest: int) -> tuple[str, list[float]]:
+    said = f"B {sum(one['running']):>5,} K {sum(one['kv']):>9,} {_oldest(one['age']):>5} "
+    return said, [kv / (one["kv_capacity"] or fullest) for kv in one["kv"]]
+
+
+def _ranks(
+    instances: list[dict[str, Any]],
+    width: int,
+    room: int,
+    tell: Callable[[dict[str, Any]], tuple[str, list[float]]],
+) -> list[Line]:
     lines: list[Line] = []
     for one in instances[:room]:
         line = _name(one)
-        free = sum(max(0, tokens) for tokens in one["c_avail"])
-        line.append(f"{free:>7,} free, heard {_oldest(one['age']):>5} ")
-        if not one.get("barrier", True):
-            line.append(f"{len(one['c_avail'])} ranks, no barrier ")
-        shares = [1 - tokens / one["chunk"] if one["chunk"] else 0.0 for tokens in one["c_avail"]]
+        said, shares = tell(one)
+        line.append(said)
         _cells(line, shares, one["age"], width - len(line))
         lines.append(line)
-    return _rest(lines, len(instances))
-
-
-def _decode(instances: list[dict[str, Any]], width: int, room: int) -> list[Line]:
-    fullest = max((kv for one in instances for kv in one["kv"]), default=1) or 1
-    lines: list[Line] = []
-    for one in instances[:room]:
-        line = _name(one)
-        line.append(f"B {sum(one['running']):>5,} K {sum(one['kv']):>9,} {_oldest(one['age']):>5} ")
-        shares = [kv / (one["kv_capacity"] or fullest) for kv in one["kv"]]
-        _cells(line, shares, one["age"], width - len(line))
-        lines.append(line)
-    return _rest(lines, len(instances))
-
-
-def _rest(lines: list[Line], total: int) -> list[Line]:
-    if not total:
-        return [Text("none", style="dim")]
-    if len(lines) < total:
-        lines[-1:] = [Text(f"and {total - len(lines) + 1} more: a higher terminal shows them")]
-    return lines
+    if len(lines) < len(instances):
+        more = len(instances) - len(lines) + 1
+        lines[-1:] = [Text(f"and {more} more: a higher terminal shows them")]
+    return lines or [Text("none", style="dim")]
 
 
 def _share(room: int, first: int, second: int) -> tuple[int, int]:

@@ -59,7 +59,6 @@ class TtftComparison:
         self._tails_s: deque[float] = deque([0.0], maxlen=64)
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
-        """The prefill instances that are up."""
         for cluster in (self._modelled, *self._shadows.values()):
             cluster.follow(shapes, now_s)
 

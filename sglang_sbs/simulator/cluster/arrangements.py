@@ -56,7 +56,6 @@ def simulate_arranged(
 
 
 def _by_length(arrivals: Sequence[Arrival], spec: ClusterSpec) -> tuple[list[ClusterSpec], Choose]:
-    """A pool for short prompts, and one for the others."""
     listed = [one for _, one in spec.prefill]
     if spec.short_pool >= len(listed):
         raise ValueError(f"short_pool {spec.short_pool}: long prompts need one of {len(listed)}")
@@ -82,7 +81,6 @@ def fair_threshold(lengths: Sequence[int], pool: int, instances: Sequence[Instan
 
 
 def _equal_parts(spec: ClusterSpec) -> list[ClusterSpec]:
-    """``spec.pools`` clusters out of one, in the order of its instances."""
     listed = [one for _, one in spec.prefill]
     each, left = divmod(len(listed), spec.pools)
     if left:

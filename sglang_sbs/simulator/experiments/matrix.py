@@ -189,7 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def job_of(cell: Cell, policy: str, seed: int, cost: str, *, overlap: bool = True) -> Job:
-    """The run of a policy in a cell."""
     duration_s = max(cell.duration_s, WARM_UP_S + 1)
     spec = {**cell.spec, "overlap": overlap}
     return Job(cell.scenario, policy, cell.load, seed, duration_s, cost, spec)
@@ -249,7 +248,6 @@ def verdict(rows: Sequence[Row], cell: str, policy: str, rivals: Sequence[str]) 
 
 
 def matrix_table(results: Sequence[Verdict], policy: str, cost: str) -> ResultTable:
-    """One row per cell."""
     table = ResultTable(
         f"TTFT of {policy} against the best rival of each cell; cost {cost}",
         ["cell", "mean / p99 s", "best mean", "ratio", "best p99", "ratio", ""],

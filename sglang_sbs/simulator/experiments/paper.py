@@ -84,7 +84,6 @@ class Effort:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The cluster."""
         return {"prefill_instances": self.prefill_instances, "overlap": self.overlap}
 
     def seconds(self, scenario: str) -> float:

@@ -207,7 +207,6 @@ def pass_timeline(outcomes: Mapping[str, Outcome], shapes: Mapping[str, Instance
 
 
 def _timeline_figures(outcome: Outcome, instances: int) -> str:
-    """The whole run in numbers."""
     ttft_s = [r.ttft_s for r in outcome.requests if not math.isnan(r.ttft_s)]
     passes: Sequence[PassRecord] = outcome.passes
     busy_s = sum(p.end_s - p.start_s for p in passes)

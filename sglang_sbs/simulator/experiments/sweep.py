@@ -80,7 +80,6 @@ class Job:
     classes: Classes = field(default_factory=Classes)
 
     def at_load(self, load: float) -> Job:
-        """The same run at another load."""
         return replace(self, load=load)
 
 
@@ -90,7 +89,6 @@ def scheduler_config(policy: str, seed: int = 0, **more: Any) -> SchedulerConfig
 
 
 def run_job(job: Job) -> Row:
-    """Simulate and summarise."""
     return run(scenario_of(job), job)
 
 
@@ -99,7 +97,6 @@ def scenario_of(job: Job) -> Scenario:
 
 
 def row_head(job: Job, scenario: Scenario) -> Row:
-    """What is run."""
     return {
         "scenario": job.scenario,
         "policy": job.policy,

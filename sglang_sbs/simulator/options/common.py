@@ -156,7 +156,6 @@ def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> a
 def command(
     name: str, description: str, epilog: str, usage: str | None = None
 ) -> argparse.ArgumentParser:
-    """The parser of ``sglang-sbs simulate NAME``."""
     return argparse.ArgumentParser(
         prog=f"sglang-sbs simulate {name}".rstrip(),
         usage=usage and f"%(prog)s {usage}",
@@ -191,7 +190,6 @@ def add_common(
     default_seeds: int | None = 1,
     seeds_help: str = "seeds per cell (default 1)",
 ) -> None:
-    """Flags every simulation has."""
     add_all(parser, [Flag("--seeds", "", positive, default_seeds, seeds_help), *_COMMON])
 
 

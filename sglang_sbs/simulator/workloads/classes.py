@@ -51,11 +51,9 @@ def equal(arrivals: Sequence[Arrival]) -> list[Arrival]:
 def class_summary(
     records: Sequence[RequestRecord], arrivals: Sequence[Arrival], slo_s: float
 ) -> Row:
-    """TTFT and goodput of each class and each tenant, by name.
-
-    ``goodput`` is the share of requests whose first token came within ``slo_s``, of all that
-    arrived. Empty where all are of one kind.
-    """
+    """TTFT and goodput of each class and each tenant, by name; empty where all are of one kind.
+    ``goodput``: the share of requests whose first token came within ``slo_s``, of all that
+    arrived."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in records:
         arrival = arrivals[record.index]

@@ -338,7 +338,6 @@ def _length(text: str) -> int:
 
 
 def _lengths(text: str) -> tuple[int, int]:
-    """``LEAST-MOST`` of ``uniform:``."""
     try:
         least, most = map(_length, text.split("-"))
     except ValueError:

@@ -26,7 +26,6 @@ RING_WAIT_MS = 1000
 
 
 def install() -> None:
-    """Register the hooks with SGLang."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     managers = "sglang.srt.managers"
@@ -81,7 +80,6 @@ class RingBell:
         return self._read_end
 
     def listen(self) -> None:
-        """Ring for the next request."""
         self._wanted.set()
 
     def silence(self) -> None:

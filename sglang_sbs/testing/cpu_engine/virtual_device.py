@@ -33,7 +33,6 @@ class VirtualEvent:
         """A no-op: the deadline is known at launch."""
 
     def query(self) -> bool:
-        """True once the pass has ended."""
         return time.monotonic() >= self.deadline_s
 
     def synchronize(self) -> None:
