@@ -31,6 +31,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 
 from sglang_sbs.simulator.cluster.arrival import Arrival
@@ -82,54 +83,43 @@ def mean_ttft_bound_s(arrivals: Sequence[Arrival], machines: Machines) -> float:
     prompt is computed in one pass."""
     if not arrivals:
         return math.nan
-    relaxed = _Relaxed(arrivals, machines)
+    bound_s = _relaxed(arrivals, machines)
     # Concave in both prices and the share: one after the other, on finer and finer grids.
-    best, at = relaxed.at(0.0, 0.0, 1.0), [0.0, 0.0, 1.0]
+    best, at = bound_s(0.0, 0.0, 1.0), [0.0, 0.0, 1.0]
     grids: list[Callable[[float], list[float]]] = [_around, _around, lambda _: [0.0, 0.5, 0.8, 1.0]]
-    for _ in range(_ROUNDS):
-        for index, grid in enumerate(grids):
-            for value in grid(at[index]):
-                tried = [*at[:index], value, *at[index + 1 :]]
-                bound = relaxed.at(*tried)
-                if bound > best:
-                    best, at = bound, tried
+    for _, (index, grid) in product(range(_ROUNDS), enumerate(grids)):
+        for value in grid(at[index]):
+            tried = [*at[:index], value, *at[index + 1 :]]
+            bound = bound_s(*tried)
+            if bound > best:
+                best, at = bound, tried
     return best / len(arrivals)
 
 
-class _Relaxed:
+def _relaxed(
+    arrivals: Sequence[Arrival], machines: Machines
+) -> Callable[[float, float, float], float]:
     """The Lagrangian, in seconds summed over requests."""
+    cost = machines.cost
+    at_s = [arrival.at_s for arrival in arrivals]
+    machine_s = machines.instances * (at_s[-1] - at_s[0] + _DRAIN_S)
+    waits_s = cache(partial(least_waits_s, at_s))
 
-    def __init__(self, arrivals: Sequence[Arrival], machines: Machines) -> None:
-        self._cost = machines.cost
-        self._dp_size = machines.dp_size
-        self._at_s = [arrival.at_s for arrival in arrivals]
-        self._latency_s = machines.latency_s
-        self._tokens = [arrival.prompt_tokens for arrival in arrivals]
-        time_s = self._at_s[-1] - self._at_s[0] + _DRAIN_S
-        self._machine_s = machines.instances * time_s
-        self._waits: dict[float, float] = {}
-
-    def at(self, wait_price: float, size_price: float, spread: float) -> float:
+    def bound_s(wait_price: float, size_price: float, spread: float) -> float:
         """The bound at these prices of a second of an instance; ``spread`` is how much of the
         slowest rank's time is counted as if its tokens were spread over all, the rest as if it had
         only the longest prompt."""
-        cost = self._cost
         price = wait_price + size_price
-        slope_s = (cost.mean_s + spread * cost.max_s) / self._dp_size
+        slope_s = (cost.mean_s + spread * cost.max_s) / machines.dp_size
         alone_s = (1 - spread) * cost.max_s
-        fixed_s = self._latency_s + cost.fixed_s
-        total_s = len(self._tokens) * fixed_s - price * self._machine_s
-        for tokens in self._tokens:
-            own_s, shared_s = tokens * slope_s, tokens * alone_s
+        total_s = len(arrivals) * (machines.latency_s + cost.fixed_s) - price * machine_s
+        for arrival in arrivals:
+            own_s, shared_s = arrival.prompt_tokens * slope_s, arrival.prompt_tokens * alone_s
             total_s += price * own_s + shared_s
             total_s += _least(own_s, size_price * cost.fixed_s + price * shared_s)
-        return total_s + self._wait_s(wait_price * cost.fixed_s)
+        return total_s + waits_s(wait_price * cost.fixed_s)
 
-    def _wait_s(self, pass_s: float) -> float:
-        """The least sum of waits for the last of each pass, plus ``pass_s`` for every pass."""
-        if pass_s not in self._waits:
-            self._waits[pass_s] = least_waits_s(self._at_s, pass_s)
-        return self._waits[pass_s]
+    return bound_s
 
 
 def least_waits_s(at_s: Sequence[float], pass_s: float) -> float:

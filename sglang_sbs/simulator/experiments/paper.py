@@ -15,22 +15,10 @@ from typing import Any
 import orjson
 
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
+from sglang_sbs.simulator.experiments import paper_claims
 from sglang_sbs.simulator.experiments.claims import VERDICTS, Claim, claims_table, summary
 from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
 from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
-from sglang_sbs.simulator.experiments.paper_claims import (
-    BASELINE,
-    LABELS,
-    PAPER_POLICIES,
-    RULES,
-    TTFT_SHARES,
-    capacities,
-    capacity_table,
-    decode_claims,
-    prefill_claims,
-    queueing_claims,
-    ttft_table,
-)
 from sglang_sbs.simulator.experiments.queueing import queueing_job, queueing_row
 from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
 from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, mean_of
@@ -154,14 +142,14 @@ def simulate(
     for row in rows:
         if "max_qps" not in row:
             share = row["load"] / peak_load(rows, row["scenario"], row["cost"])
-            row["peak_share"] = min(TTFT_SHARES, key=lambda one: abs(one - share))
+            row["peak_share"] = min(paper_claims.TTFT_SHARES, key=lambda one: abs(one - share))
     steps = effort.steps, effort.warm_up_steps
     tasks: list[Task] = [
         (run_decode, (DecodeJob(policy, seed, "h100", *steps),))
         for policy, seed in product(_DECODE_POLICIES, seeds)
     ]
     counts = effort.queueing_instances
-    for count, policy, seed in product(counts, (BASELINE, *RULES), seeds):
+    for count, policy, seed in product(counts, (paper_claims.BASELINE, *paper_claims.RULES), seeds):
         tasks.append((queueing_row, (queueing_job(policy, count, seed, effort.short_s),)))
     others = run(tasks)
     for row in others:
@@ -176,17 +164,17 @@ def judge(rows: Sequence[Row], costs: Sequence[str]) -> tuple[list[Claim], list[
     tables: list[ResultTable] = []
     slos_s = {name: make_scenario(name).slo_ttft_s for name in ("paper-3k", "paper-5k")}
     for cost in map(cost_name, costs):
-        mine = prefill_claims(rows, cost)
+        mine = paper_claims.prefill_claims(rows, cost)
         tables += [
             claims_table(mine, f"prefill, cost {cost}"),
-            capacity_table(rows, slos_s, cost),
-            *(ttft_table(rows, name, cost) for name in LABELS),
+            paper_claims.capacity_table(rows, slos_s, cost),
+            *(paper_claims.ttft_table(rows, name, cost) for name in paper_claims.LABELS),
         ]
         claims += mine
     decode_rows = [r for r in rows if r["scenario"] == "paper-decode"]
     for mine, title in (
-        (queueing_claims(rows), "queueing, passes of one length T"),
-        (decode_claims(decode_rows), "decode, step cost h100"),
+        (paper_claims.queueing_claims(rows), "queueing, passes of one length T"),
+        (paper_claims.decode_claims(decode_rows), "decode, step cost h100"),
     ):
         tables.append(claims_table(mine, title))
         claims += mine
@@ -200,7 +188,7 @@ def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -
         long = name == "paper-long"
         low, high = (0.2, 1.2) if long else effort.search
         search = make_scenario(name).slo_ttft_s, low, high, effort.tolerance
-        for policy in (BASELINE,) if long else PAPER_POLICIES:
+        for policy in (paper_claims.BASELINE,) if long else paper_claims.PAPER_POLICIES:
             job = Job(name, policy, 1.0, seed, effort.seconds(name), cost, effort.spec)
             tasks.append((max_load, (job, *search)))
     return tasks
@@ -208,7 +196,7 @@ def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -
 
 def peak_load(rows: Sequence[Row], scenario: str, cost: str) -> float:
     """The baseline's peak as a load of the scenario, mean over seeds."""
-    return mean_of(capacities(rows, scenario, cost, BASELINE), "load")
+    return mean_of(paper_claims.capacities(rows, scenario, cost, paper_claims.BASELINE), "load")
 
 
 def ttft_tasks(
@@ -216,10 +204,12 @@ def ttft_tasks(
 ) -> list[Task]:
     """Every policy at shares of the baseline's peak."""
     tasks: list[Task] = []
-    for cost, name in product(costs, LABELS):
+    for cost, name in product(costs, paper_claims.LABELS):
         peak = peak_load(rows, name, cost_name(cost))
         seconds = effort.seconds(name)
-        for seed, share, policy in product(seeds, TTFT_SHARES, PAPER_POLICIES):
+        for seed, share, policy in product(
+            seeds, paper_claims.TTFT_SHARES, paper_claims.PAPER_POLICIES
+        ):
             job = Job(name, policy, share * peak, seed, seconds, cost, effort.spec)
             tasks.append((run_job, (job,)))
     return tasks
@@ -234,7 +224,7 @@ def write_out(
     scenario = make_scenario("paper-3k", cost=find_cost(cost), **effort.spec)
     gantt = {
         policy: run_outcome(scenario, Job("paper-3k", policy, 1.0, seed, 20.0, cost))
-        for policy in (BASELINE, *RULES)
+        for policy in (paper_claims.BASELINE, *paper_claims.RULES)
     }
     steps = effort.picture_steps, effort.warm_up_steps
     kv = {one: run_decode_outcome(DecodeJob(one, seed, "h100", *steps)) for one in _KV_PICTURE}

@@ -33,28 +33,16 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 
 PARTS = 8
 """Of the time of ``day``, that TTFT is told of one by one."""
+_AT_ONCE = (
+    "eta", "random_rank", "random", "round_robin", "power_of_two", "least_requests",
+    "least_tokens", "stale_tokens", "cache_aware", "session", "sgl_router", "llm_d",
+)  # fmt: skip
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_equal": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
-    **{
-        name: {"policy": name}
-        for name in (
-            "eta",
-            "random_rank",
-            "random",
-            "round_robin",
-            "power_of_two",
-            "least_requests",
-            "least_tokens",
-            "stale_tokens",
-            "cache_aware",
-            "session",
-            "sgl_router",
-            "llm_d",
-        )
-    },
+    **{name: {"policy": name} for name in _AT_ONCE},
 }
 """Policies by the name they have here."""
 SEES_ALL_EQUAL = "sbs_equal"
