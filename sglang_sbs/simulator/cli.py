@@ -1,8 +1,4 @@
-"""``sglang-sbs simulate``: policies against each other in simulated time.
-
-Runs are :mod:`.experiments.sweep`'s, tables :mod:`.experiments.tables`'s, pictures
-:mod:`.experiments.plots`'s; ``simulate paper`` and ``simulate plan`` have modules of their own.
-"""
+"""``sglang-sbs simulate``: policies against each other in simulated time."""
 
 from __future__ import annotations
 

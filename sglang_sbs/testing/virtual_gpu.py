@@ -1,8 +1,5 @@
-"""The cost model of a GPU that is not there: how long a forward pass takes.
-
-Owns: `VirtualGpuCost`, its JSON form, and the environment variable that carries it to CPU engines.
-Knows neither torch nor SGLang, so that the simulator and the engines share one model.
-"""
+"""The cost model of a GPU that is not there: how long a forward pass takes. Without torch or SGLang:
+who plans a cluster uses it, too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The discrete-event cluster: arrivals, network, prefill instances and the real scheduler.
 
-Owns simulated time. The scheduler it drives is the router's own object; everything the router would
-do (deliver a dispatch, report EndForward, fire timers, try a failed request again) happens here
-with a latency. What cluster it is, the spec says (:mod:`.spec`).
+The scheduler it drives is the router's own object; everything the router would do (deliver a
+dispatch, report EndForward, fire timers, try a failed request again) happens here with a latency.
 """
 
 from __future__ import annotations
@@ -69,10 +68,8 @@ def simulate(
     first = arrivals if isinstance(arrivals, Sequence) else arrivals.first
     longest = max((arrival[1] for arrival in first), default=0)
     if spec.block_tokens and longest > spec.kv_capacity_tokens:
-        raise ValueError(
-            f"kv_capacity_tokens must be at least {longest}, the longest prompt, "
-            f"not {spec.kv_capacity_tokens}"
-        )
+        wanted = f"at least {longest}, the longest prompt"
+        raise ValueError(f"kv_capacity_tokens must be {wanted}, not {spec.kv_capacity_tokens}")
     one = Simulation(first, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop)
     one.start()
     return one.end()

@@ -1,7 +1,4 @@
-"""A claim of a paper beside what several seeds say of it, and the verdict.
-
-Must not know which claims there are (:mod:`.paper_claims`), nor how rows are produced or drawn.
-"""
+"""A claim of a paper beside what several seeds say of it, and the verdict."""
 
 from __future__ import annotations
 

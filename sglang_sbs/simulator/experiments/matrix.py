@@ -1,7 +1,4 @@
-"""``sglang-sbs simulate matrix``: one policy against the best of the others, regime by regime.
-
-Runs are :mod:`.sweep`'s.
-"""
+"""``sglang-sbs simulate matrix``: one policy against the best of the others, regime by regime."""
 
 from __future__ import annotations
 

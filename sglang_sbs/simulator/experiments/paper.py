@@ -1,7 +1,4 @@
-"""``sglang-sbs simulate paper``: the paper's every claim beside ours, and its figures.
-
-Owns what is run for it and the report. The claims and their verdicts are :mod:`.claims`'s.
-"""
+"""``sglang-sbs simulate paper``: the paper's every claim beside ours, and its figures."""
 
 from __future__ import annotations
 

@@ -96,12 +96,8 @@ def _claim(
 
 def prefill_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Sections 3.3, 5.1 and 5.2.1, and of the abstract what is about prefill."""
-    return [
-        *table_1_claims(rows, cost),
-        *ttft_claims(rows, cost),
-        *long_claims(rows, cost),
-        *balance_claims(rows, cost),
-    ]
+    kinds = (table_1_claims, ttft_claims, long_claims, balance_claims)
+    return [claim for kind in kinds for claim in kind(rows, cost)]
 
 
 def table_1_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
@@ -166,33 +162,23 @@ def ttft_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
 
 def long_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Section 5.1, 3-64K: "maintains its performance advantage", "suppresses tail latency"."""
-    return [
-        _claim(
-            f"{name} reduction at {share:.0%} (3-64K)",
-            "section 5.1, Figure 6b",
-            BASELINE,
-            _GAIN,
-            _less(rows, "paper-long", cost, share, key),
-            _ROTATION,
-        )
-        for key, name in (("ttft_mean_s", "TTFT"), ("ttft_p99_s", "p99 TTFT"))
-        for share in TTFT_SHARES
-    ]
+    claims, source = [], "section 5.1, Figure 6b"
+    for key, name in (("ttft_mean_s", "TTFT"), ("ttft_p99_s", "p99 TTFT")):
+        for share in TTFT_SHARES:
+            what = f"{name} reduction at {share:.0%} (3-64K)"
+            less = _less(rows, "paper-long", cost, share, key)
+            claims.append(_claim(what, source, BASELINE, _GAIN, less, _ROTATION))
+    return claims
 
 
 def balance_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Figures 3 and 4: SBS has smaller bubbles behind the heaviest rank."""
-    return [
-        _claim(
-            f"heaviest rank / mean, less by, at {share:.0%} (0-3K)",
-            "section 3.3, Figures 3 and 4",
-            BASELINE,
-            _GAIN,
-            _less(rows, "paper-3k", cost, share, "max_over_mean"),
-            _QUEUED,
-        )
-        for share in (TTFT_SHARES[0], TTFT_SHARES[-1])
-    ]
+    claims, source = [], "section 3.3, Figures 3 and 4"
+    for share in (TTFT_SHARES[0], TTFT_SHARES[-1]):
+        what = f"heaviest rank / mean, less by, at {share:.0%} (0-3K)"
+        less = _less(rows, "paper-3k", cost, share, "max_over_mean")
+        claims.append(_claim(what, source, BASELINE, _GAIN, less, _QUEUED))
+    return claims
 
 
 def _less(

@@ -1,7 +1,4 @@
-"""``sglang-sbs simulate plan``: how many prefill instances, with what chunk, a workload needs.
-
-The capacity search is :mod:`.sweep`'s.
-"""
+"""``sglang-sbs simulate plan``: how many prefill instances, with what chunk, a workload needs."""
 
 from __future__ import annotations
 

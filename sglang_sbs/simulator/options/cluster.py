@@ -1,7 +1,4 @@
-"""The flags that describe a simulated prefill cluster, and what they say as a cluster.
-
-What they mean is documented where it is simulated (:mod:`sglang_sbs.simulator.cluster.spec`).
-"""
+"""The flags that describe a simulated prefill cluster (see :mod:`..cluster.spec`)."""
 
 from __future__ import annotations
 
@@ -188,27 +185,17 @@ _INSTANCES = (
 def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Flags for latencies, faults and decode room; equal instances of ``--dp`` ranks."""
     group = parser.add_argument_group("cluster")
-    caches = parser.add_argument_group(
-        "prefix caches", "of scenarios whose prompts share prefixes: sessions, Mooncake traces"
-    )
-    robustness = parser.add_argument_group(
-        "robustness", "what the scheduler is told wrong, late, twice or not at all"
-    )
-    return [
-        *add_all(group, _CLUSTER),
-        add_overlap(group),
-        *add_all(group, _DECODE),
-        *add_all(caches, _CACHES),
-        *add_all(robustness, _ROBUSTNESS),
-    ]
+    added = [*add_all(group, _CLUSTER), add_overlap(group), *add_all(group, _DECODE)]
+    what = "of scenarios whose prompts share prefixes: sessions, Mooncake traces"
+    added += add_all(parser.add_argument_group("prefix caches", what), _CACHES)
+    what = "what the scheduler is told wrong, late, twice or not at all"
+    return [*added, *add_all(parser.add_argument_group("robustness", what), _ROBUSTNESS)]
 
 
 def add_topology(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Flags for how many instances there are, which differ, and what happens to them."""
-    group = parser.add_argument_group(
-        "instances", "they are called p0, p1, ... in the order of the flags"
-    )
-    return add_all(group, _INSTANCES)
+    what = "they are called p0, p1, ... in the order of the flags"
+    return add_all(parser.add_argument_group("instances", what), _INSTANCES)
 
 
 def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:

@@ -86,10 +86,8 @@ _CLASSES = (
 
 
 def add_scheduler(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "scheduler", "flags of the router that policies are run with, where they have a meaning"
-    )
-    add_all(group, _FLAGS)
+    what = "flags of the router that policies are run with, where they have a meaning"
+    add_all(parser.add_argument_group("scheduler", what), _FLAGS)
 
 
 def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -98,11 +96,8 @@ def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_classes(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    group = parser.add_argument_group(
-        "classes",
-        "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants",
-    )
-    return add_all(group, _CLASSES)
+    what = "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants"
+    return add_all(parser.add_argument_group("classes", what), _CLASSES)
 
 
 def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Classes:

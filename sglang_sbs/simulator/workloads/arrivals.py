@@ -190,10 +190,8 @@ def _with_sessions(arrivals: list[Arrival]) -> list[Arrival]:
     users = Counter(block for arrival in arrivals for block in arrival.blocks)
     common = {block for block, count in users.items() if 2 * count >= len(arrivals)}
     firsts = (next((b for b in a.blocks if b not in common), None) for a in arrivals)
-    return [
-        arrival if first is None else arrival._replace(session=str(first))
-        for arrival, first in zip(arrivals, firsts, strict=True)
-    ]
+    pairs = zip(arrivals, firsts, strict=True)
+    return [a if first is None else a._replace(session=str(first)) for a, first in pairs]
 
 
 def _read_azure(path: Path, text: str) -> list[Arrival]:
@@ -241,7 +239,5 @@ def replayed(
 def _of_lap(arrival: Arrival, lap: int, names: int) -> Arrival:
     if not lap or not (arrival.blocks or arrival.session):
         return arrival
-    return arrival._replace(
-        blocks=tuple(block + lap * names for block in arrival.blocks),
-        session=arrival.session and f"{arrival.session}.{lap}",
-    )
+    blocks = tuple(block + lap * names for block in arrival.blocks)
+    return arrival._replace(blocks=blocks, session=arrival.session and f"{arrival.session}.{lap}")

@@ -1,7 +1,4 @@
-"""The named scenarios of ``sglang-sbs simulate``: a cluster shape, a workload, a scale of load.
-
-Owns what load 1.0 means in each. Must not know policies.
-"""
+"""The named scenarios: a cluster shape, a workload, and what load 1.0 is. They know no policies."""
 
 from __future__ import annotations
 
@@ -363,10 +360,9 @@ def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
 
 def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
     """What the cluster computes when every pass has a full chunk on every rank."""
-    return sum(
-        one.capacity_tokens * one.speed / spec.cost.full_chunk_s(one.chunk_tokens)
-        for _, one in spec.prefill
-    )
+    full_s = spec.cost.full_chunk_s
+    each = (one for _, one in spec.prefill)
+    return sum(one.capacity_tokens * one.speed / full_s(one.chunk_tokens) for one in each)
 
 
 def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
@@ -377,8 +373,9 @@ def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
     policy serves more for long.
     """
     cached = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
-    tokens = sum(a.prompt_tokens - hit for a, hit in zip(arrivals, cached, strict=True))
-    pairs = sum((a.prompt_tokens**2 - hit**2) / 2 for a, hit in zip(arrivals, cached, strict=True))
+    sizes = [(a.prompt_tokens, hit) for a, hit in zip(arrivals, cached, strict=True)]
+    tokens = sum(size - hit for size, hit in sizes)
+    pairs = sum((size**2 - hit**2) / 2 for size, hit in sizes)
     rate = 0.0
     for _, one in spec.prefill:
         token_s = spec.cost.full_chunk_s(one.chunk_tokens) / one.chunk_tokens

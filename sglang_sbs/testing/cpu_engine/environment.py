@@ -1,7 +1,4 @@
-"""Environment variables and flags that make SGLang run on CPU with this package's plugin.
-
-Imports neither torch nor SGLang.
-"""
+"""Environment variables and flags that make SGLang run on CPU with the plugin of this package."""
 
 from __future__ import annotations
 
