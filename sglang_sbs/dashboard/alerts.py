@@ -1,5 +1,5 @@
-"""What somebody on call should look at, from one snapshot and what happened in the last minute: what
-is wrong, and what to do about it."""
+"""What somebody on call should look at, from one snapshot and what happened in the last minute.
+Every text says what is wrong and what to do about it."""
 
 from __future__ import annotations
 

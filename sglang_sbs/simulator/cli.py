@@ -11,15 +11,8 @@ from pathlib import Path
 
 from sglang_sbs.simulator.cluster.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
 from sglang_sbs.simulator.cluster.spec import TopologyError
-from sglang_sbs.simulator.experiments import bound, matrix, paper, plan, tables
+from sglang_sbs.simulator.experiments import bound, matrix, paper, plan, sweep, tables
 from sglang_sbs.simulator.experiments.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
-from sglang_sbs.simulator.experiments.sweep import (
-    POLICY_CONFIGS,
-    EmptyWindowError,
-    Job,
-    max_load,
-    run_job,
-)
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, given, names, run_with_progress
 from sglang_sbs.simulator.parallel import Task
@@ -41,7 +34,7 @@ AGENTIC_S = 200.0
 
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
-policies:  {", ".join(POLICY_CONFIGS)}; for paper-decode {", ".join(DECODE_POLICIES)}
+policies:  {", ".join(sweep.POLICY_CONFIGS)}; for paper-decode {", ".join(DECODE_POLICIES)}
 
 examples:
   sglang-sbs simulate paper-3k --loads 0.4,0.6,0.8,1.0 --seeds 3 --plot ttft.png
@@ -129,7 +122,7 @@ def _main(words: list[str]) -> int:
     tasks = _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser)
     try:
         rows = run_with_progress(tasks, console, args.workers)
-    except EmptyWindowError as error:
+    except sweep.EmptyWindowError as error:
         parser.error(f"--duration: {error}")
     if decode:
         shown = [tables.decode_table(rows)]
@@ -187,7 +180,7 @@ def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
-    policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)
+    policies = names(args.policies or DEFAULT_POLICIES, sweep.POLICY_CONFIGS, "--policies", parser)
     costs = common.cost_words(args.cost, parser)
     spec = {
         **cluster.cluster_fields(args),
@@ -204,15 +197,15 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         parser.error(f"--duration must be longer than the warm-up of {scenario.warm_up_s:g} s")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config, classes = scheduler.scheduler_fields(args), scheduler.classes_of(args, parser)
-    base = Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)
+    base = sweep.Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)
     tasks: list[Task] = []
     shapes = [{**spec, "chunk_tokens": chunk} for chunk in args.chunks or ()] or [spec]
     for cost, shape, seed, policy in product(costs, shapes, common.seeds(args), policies):
         job = replace(base, policy=policy, seed=seed, cost=cost, spec=shape)
         if args.max_qps:
-            tasks.append((max_load, (job, slo_s)))
+            tasks.append((sweep.max_load, (job, slo_s)))
         else:
-            tasks += [(run_job, (job.at_load(load),)) for load in args.loads]
+            tasks += [(sweep.run_job, (job.at_load(load),)) for load in args.loads]
     return tasks
 
 

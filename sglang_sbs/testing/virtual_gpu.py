@@ -1,4 +1,4 @@
-"""The cost model of a GPU that is not there: how long a forward pass takes. Without torch or SGLang:
+"""The cost model of a GPU that is not there: how long a pass takes. Without torch or SGLang, as
 who plans a cluster uses it, too."""
 
 from __future__ import annotations

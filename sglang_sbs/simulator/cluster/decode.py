@@ -18,19 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from sglang_sbs.scheduling import (
-    Dispatch,
-    Event,
-    ForwardEnded,
-    InstanceUp,
-    PrefillDone,
-    RequestArrived,
-    RequestEnded,
-    Scheduler,
-    SchedulerConfig,
-    TimerFired,
-    WakeAt,
-)
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
 from sglang_sbs.scheduling.decode.rules import DecodeBoard, DecodeLoad, potential
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.wire import EndForward
@@ -207,7 +195,7 @@ class DecodeSimulation:
         self._now_s = 0.0
         self._step = 0
         self._wake_s = math.inf
-        self._placed: list[Dispatch] = []
+        self._placed: list[events.Dispatch] = []
         self._weights: Sequence[float] | None = None
         self._foresight_steps = 0
 
@@ -227,16 +215,18 @@ class DecodeSimulation:
             last = max(1, spec.ranks - 1)
             self._weights = [1 - skew + 2 * skew * i / last for i in range(spec.ranks)]
         chunk_tokens = _PREFILL_CHUNK_TOKENS
-        up = InstanceUp(instance=_PREFILL, role="prefill", dp_size=1, chunk_tokens=chunk_tokens)
+        up = events.InstanceUp(
+            instance=_PREFILL, role="prefill", dp_size=1, chunk_tokens=chunk_tokens
+        )
         self._tell(up)
-        self._tell(InstanceUp(instance=_DECODE, role="decode", dp_size=spec.ranks))
+        self._tell(events.InstanceUp(instance=_DECODE, role="decode", dp_size=spec.ranks))
         outcome = DecodeOutcome()
         completed_before = 0
         for step in range(spec.steps):
             self._step = step
             if self._wake_s <= self._now_s:
                 self._wake_s = math.inf
-                self._tell(TimerFired())
+                self._tell(events.TimerFired())
             self._arrive(spec.concurrency if step == 0 else self._finish_due(step))
             if step % spec.batch_steps == 0:
                 self._next_pass(spread_ages=step == 0)
@@ -269,7 +259,7 @@ class DecodeSimulation:
             rank = self._ranks[index]
             rank.running -= 1
             rank.kv_tokens -= prompt + output
-            self._tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=output))
+            self._tell(events.RequestEnded(rid=rid, outcome="completed", completion_tokens=output))
             finished += 1
         self._completed += finished
         return finished
@@ -281,7 +271,7 @@ class DecodeSimulation:
             prompt = self._length(self._spec.input_mean, self._spec.input_cv)
             output = max(2, self._length(self._spec.output_mean, self._spec.output_cv))
             self._lengths[rid] = (prompt, output)
-            self._tell(RequestArrived(rid=rid, prompt_tokens=prompt))
+            self._tell(events.RequestArrived(rid=rid, prompt_tokens=prompt))
 
     def _next_pass(self, *, spread_ages: bool) -> None:
         """End the running prefill pass and launch the next with all that was sent meanwhile."""
@@ -290,7 +280,7 @@ class DecodeSimulation:
             done = [rid for rid, _ in prefill.running]
             self._hear(prefill.finish(self._now_s))
             for rid in done:
-                self._tell(PrefillDone(rid=rid))
+                self._tell(events.PrefillDone(rid=rid))
             if not prefill.sent:
                 self._hear(prefill.message("idle", self._now_s))
         if prefill.sent:
@@ -301,7 +291,7 @@ class DecodeSimulation:
         for command in placed:
             self._join(command, spread_ages)
 
-    def _join(self, command: Dispatch, spread_ages: bool) -> None:
+    def _join(self, command: events.Dispatch, spread_ages: bool) -> None:
         prompt, output = self._lengths.pop(command.rid)
         index = command.decode_rank
         if self._weights is not None:
@@ -359,13 +349,13 @@ class DecodeSimulation:
             rank.accepted = []
 
     def _hear(self, report: EndForward) -> None:
-        self._tell(ForwardEnded(instance=report.instance_id, report=report))
+        self._tell(events.ForwardEnded(instance=report.instance_id, report=report))
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         for command in self._scheduler.handle(event, self._now_s):
-            if isinstance(command, Dispatch):
+            if isinstance(command, events.Dispatch):
                 self._placed.append(command)
                 prompt, _ = self._lengths[command.rid]
                 self._prefill.sent.append((command.rid, prompt))
-            elif isinstance(command, WakeAt):
+            elif isinstance(command, events.WakeAt):
                 self._wake_s = command.time_s

@@ -14,21 +14,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.scheduling import (
-    Dispatch,
-    Event,
-    ForwardEnded,
-    InstanceDown,
-    PrefillDone,
-    Refuse,
-    RequestArrived,
-    RequestEnded,
-    Scheduler,
-    SchedulerConfig,
-    TimerFired,
-    WakeAt,
-)
-from sglang_sbs.scheduling.events import BlocksCleared
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
 from sglang_sbs.simulator.cluster import boot
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
 from sglang_sbs.simulator.cluster.cache_tiers import SharedStorage
@@ -156,7 +142,7 @@ class Simulation:
         if change.action == "up":
             self._up(change.instance)
         elif change.action == "drain":
-            self._tell(InstanceDown(instance=change.instance))
+            self._tell(events.InstanceDown(instance=change.instance))
         else:
             self._die(change.instance)
 
@@ -166,7 +152,7 @@ class Simulation:
             if before and spec.publishes_blocks:
                 # Its publisher counts anew, which the subscriber takes for an empty cache.
                 for rank in range(one.dp_size):
-                    self._tell(BlocksCleared(instance=name, dp_rank=rank))
+                    self._tell(events.BlocksCleared(instance=name, dp_rank=rank))
             self._boots[name] += 1
             index = list(self._instances).index(name)
             engines = boot.boot_engines(
@@ -196,7 +182,7 @@ class Simulation:
 
     def _notice(self, name: str) -> None:
         if name not in self._engines:
-            self._tell(InstanceDown(instance=name))
+            self._tell(events.InstanceDown(instance=name))
 
     def _fail(self, rid: str) -> None:
         """An attempt broke on its prefill instance: again, as the router does, or give up."""
@@ -205,7 +191,7 @@ class Simulation:
         record.excluded = tuple(dict.fromkeys((*record.excluded, record.prefill[0])))
         record.prefilled_s = math.nan
         self._leave_decode(rid, record)
-        self._tell(RequestEnded(rid=rid, outcome="failed"))
+        self._tell(events.RequestEnded(rid=rid, outcome="failed"))
         pause_s = pause_before_retry_s(record.attempts)
         if pause_s is None:
             self._follow(record)
@@ -225,17 +211,17 @@ class Simulation:
         self._pushed += 1
         heapq.heappush(self._heap, (max(time_s, self._now_s), self._pushed, action, args))
 
-    def _tell(self, event: Event) -> None:
-        batches: dict[tuple[int, str], list[Dispatch]] = {}
+    def _tell(self, event: events.Event) -> None:
+        batches: dict[tuple[int, str], list[events.Dispatch]] = {}
         for command in self._scheduler.handle(event, self._now_s):
             match command:
-                case Dispatch():
+                case events.Dispatch():
                     batches.setdefault((command.batch, command.prefill), []).append(command)
-                case Refuse():
+                case events.Refuse():
                     record = self._attempts.pop(command.rid)
                     record.refused = command.cause
                     self._follow(record)
-                case WakeAt():
+                case events.WakeAt():
                     self._wake_s = command.time_s
                     self._at(command.time_s, self._wake)
         for batch in batches.values():
@@ -252,7 +238,7 @@ class Simulation:
             asked = f"the scheduler asks for the time it has, {self._now_s} s, again and again"
             raise RuntimeError(asked)
         self._wake_s = None
-        self._tell(TimerFired())
+        self._tell(events.TimerFired())
 
     def come(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int = 0) -> None:
         """One after the other, from the ``at``-th on."""
@@ -288,7 +274,7 @@ class Simulation:
         blocks = self._blocks_of(record)
         arrival = self._arrivals[record.index]
         self._tell(
-            RequestArrived(
+            events.RequestArrived(
                 rid=rid,
                 prompt_tokens=record.told_tokens,
                 max_new_tokens=self._spec.max_new_tokens,
@@ -305,7 +291,7 @@ class Simulation:
     def _blocks_of(self, record: RequestRecord) -> Blocks:
         return self._arrivals[record.index].blocks if self._spec.block_tokens else ()
 
-    def _send(self, batch: Sequence[Dispatch]) -> None:
+    def _send(self, batch: Sequence[events.Dispatch]) -> None:
         """What leaves for one instance at the same time."""
         for command in batch:
             record = self._attempts[command.rid]
@@ -432,7 +418,7 @@ class Simulation:
     def _prefilled(self, rid: str, cached_tokens: int | None) -> None:
         if rid not in self._attempts:
             return  # its instance died before the KV was over
-        self._tell(PrefillDone(rid=rid, cached_tokens=cached_tokens))
+        self._tell(events.PrefillDone(rid=rid, cached_tokens=cached_tokens))
         output_tokens = self._output_tokens(self._attempts[rid])
         decode_s = self._spec.decode_s + self._spec.decode_token_s * output_tokens
         self._at(self._now_s + decode_s, self._end, rid)
@@ -447,7 +433,7 @@ class Simulation:
         self._follow(record)
         self._leave_decode(rid, record)
         tokens = self._output_tokens(record)
-        self._tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=tokens))
+        self._tell(events.RequestEnded(rid=rid, outcome="completed", completion_tokens=tokens))
 
     def _report(self, instance: str, messages: list[EndForward], delay_s: float = 0.0) -> None:
         for message in messages:
@@ -455,7 +441,7 @@ class Simulation:
             for at_s in self._feedback.arrivals_s(instance, message.dp_rank, sent_s):
                 # A delay beyond the usual latency is not part of the age: nobody can see it.
                 aged = msgspec.structs.replace(message, age_s=self._spec.feedback_latency_s)
-                self._at(at_s, self._tell, ForwardEnded(instance=instance, report=aged))
+                self._at(at_s, self._tell, events.ForwardEnded(instance=instance, report=aged))
 
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""
@@ -463,6 +449,6 @@ class Simulation:
         for event in boot.block_events(engine):
             self._at(heard_s, self._hear_of_blocks, engine, event)
 
-    def _hear_of_blocks(self, engine: SimulatedPrefill, event: Event) -> None:
+    def _hear_of_blocks(self, engine: SimulatedPrefill, event: events.Event) -> None:
         if self._lives(engine):
             self._tell(event)

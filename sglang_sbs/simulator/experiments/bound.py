@@ -36,13 +36,7 @@ from itertools import product
 
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import PassCost
-from sglang_sbs.simulator.experiments.sweep import (
-    POLICY_CONFIGS,
-    Job,
-    row_head,
-    run_job,
-    scenario_of,
-)
+from sglang_sbs.simulator.experiments import sweep
 from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
 from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.common import names, run_with_progress
@@ -181,16 +175,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     common.check_outputs(args, parser)
     if args.duration <= WARM_UP_S:
         parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
-    policies = names(args.policies, POLICY_CONFIGS, "--policies", parser)
+    policies = names(args.policies, sweep.POLICY_CONFIGS, "--policies", parser)
     costs = common.cost_words(args.cost, parser)
     spec = {"prefill_instances": args.prefill, "overlap": args.overlap}
     jobs = [
-        Job(args.scenario, policy, load, seed, args.duration, cost, spec)
+        sweep.Job(args.scenario, policy, load, seed, args.duration, cost, spec)
         for cost, load, seed, policy in product(
             costs, args.loads, common.seeds(args), [BOUND, *policies]
         )
     ]
-    tasks: list[Task] = [(bound_row if job.policy == BOUND else run_job, (job,)) for job in jobs]
+    tasks: list[Task] = [
+        (bound_row if job.policy == BOUND else sweep.run_job, (job,)) for job in jobs
+    ]
     console = common.open_console()
     rows = run_with_progress(tasks, console, args.workers)
     for mine in groups(rows, "cost").values():
@@ -199,9 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def bound_row(job: Job) -> Row:
+def bound_row(job: sweep.Job) -> Row:
     """The bound for the requests that a run of the job counts."""
-    scenario = scenario_of(job)
+    scenario = sweep.scenario_of(job)
     spec = scenario.spec
     arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
     assert isinstance(arrivals, list)
@@ -209,7 +205,7 @@ def bound_row(job: Job) -> Row:
     dp_size = spec.prefill[0][1].dp_size
     machines = Machines(spec.cost, len(spec.prefill), dp_size, spec.dispatch_latency_s)
     return {
-        **row_head(job, scenario),
+        **sweep.row_head(job, scenario),
         "ttft_mean_s": mean_ttft_bound_s(counted, machines),
         "completed": len(counted),
     }

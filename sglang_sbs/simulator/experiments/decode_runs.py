@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.scheduling import SchedulerConfig
-from sglang_sbs.simulator.cluster.decode import (
-    REQUESTS_PER_RANK,
-    STEP_COSTS,
-    DecodeOutcome,
-    DecodeSimulation,
-    DecodeSpec,
-)
+from sglang_sbs.simulator.cluster import decode
 from sglang_sbs.simulator.experiments.sweep import NO_FLOW_CONTROL
 from sglang_sbs.simulator.parallel import Row
 
@@ -52,26 +46,26 @@ class DecodeJob:
     policy: str
     seed: int
     cost: str = "h100"
-    steps: int = DecodeSpec().steps
-    warm_up_steps: int = DecodeSpec().warm_up_steps
-    ranks: int = DecodeSpec().ranks
+    steps: int = decode.DecodeSpec().steps
+    warm_up_steps: int = decode.DecodeSpec().warm_up_steps
+    ranks: int = decode.DecodeSpec().ranks
     """``REQUESTS_PER_RANK`` requests each."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the :class:`SchedulerConfig`."""
 
 
-def run_decode_outcome(job: DecodeJob) -> DecodeOutcome:
+def run_decode_outcome(job: DecodeJob) -> decode.DecodeOutcome:
     policy = DECODE_POLICIES[job.policy]
     config = SchedulerConfig(**{**NO_FLOW_CONTROL, **policy.settings, **job.config})
-    spec = DecodeSpec(
+    spec = decode.DecodeSpec(
         seed=job.seed,
-        cost=STEP_COSTS[job.cost],
+        cost=decode.STEP_COSTS[job.cost],
         steps=job.steps,
         warm_up_steps=job.warm_up_steps,
         ranks=job.ranks,
-        concurrency=job.ranks * REQUESTS_PER_RANK,
+        concurrency=job.ranks * decode.REQUESTS_PER_RANK,
     )
-    return DecodeSimulation(spec, config).run(policy.skew, policy.foresight_steps)
+    return decode.DecodeSimulation(spec, config).run(policy.skew, policy.foresight_steps)
 
 
 def run_decode(job: DecodeJob) -> Row:

@@ -9,15 +9,9 @@ from typing import Any, cast, get_args
 import msgspec
 
 from sglang_sbs.scheduling.events import PrefixSource
+from sglang_sbs.simulator.cluster import spec
 from sglang_sbs.simulator.cluster.arrangements import DEFLECT_CHUNK_TOKENS
 from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
-from sglang_sbs.simulator.cluster.spec import (
-    ACTIONS,
-    KV_CAPACITY_TOKENS,
-    POOL_BALANCES,
-    Action,
-    TopologyChange,
-)
 from sglang_sbs.simulator.options.common import (
     Flag,
     add_all,
@@ -65,18 +59,20 @@ def _instances(text: str) -> list[dict[str, float]]:
     return [fields] * int(fields.pop("count"))
 
 
-def _changes(text: str) -> tuple[TopologyChange, ...]:
+def _changes(text: str) -> tuple[spec.TopologyChange, ...]:
     """``30:drain:p1,50:down:p1``, in the order of time."""
     changes = []
     for word in text.split(","):
         second, _, rest = word.partition(":")
         action, _, instance = rest.partition(":")
-        if action not in ACTIONS or not instance:
+        if action not in spec.ACTIONS or not instance:
             raise argparse.ArgumentTypeError(
-                f"{word!r}: write SECOND:ACTION:INSTANCE with {', '.join(ACTIONS)}, as in "
+                f"{word!r}: write SECOND:ACTION:INSTANCE with {', '.join(spec.ACTIONS)}, as in "
                 "30:drain:p1"
             )
-        changes.append(TopologyChange(not_negative(second), cast(Action, action), instance))
+        changes.append(
+            spec.TopologyChange(not_negative(second), cast(spec.Action, action), instance)
+        )
     return tuple(sorted(changes, key=lambda change: change.at_s))
 
 
@@ -121,9 +117,9 @@ _DECODE = (
         "how long a request keeps its place in decode (1)", "S"),
 )
 _CACHES = (
-    Flag("--kv-tokens", "", _tokens, KV_CAPACITY_TOKENS,
+    Flag("--kv-tokens", "", _tokens, spec.KV_CAPACITY_TOKENS,
         "KV capacity of each prefill DP rank; 0: no prefix caches, and unbounded KV "
-        f"({KV_CAPACITY_TOKENS})", "TOKENS"),
+        f"({spec.KV_CAPACITY_TOKENS})", "TOKENS"),
     Flag("--host-kv-tokens", "", _tokens, None,
         "host memory below each rank's KV cache (HiCache); 0: none, and no storage "
         f"(agentic: {TierSpec().host_kv_tokens}, else 0)", "TOKENS"),
@@ -162,8 +158,8 @@ _INSTANCES = (
         "dp=4,chunk=4096,speed=0.5. What is left out is --dp, --chunks, 1. Load 1.0 counts an "
         "instance by what its full chunks are worth", "SPEC", repeated=True),
     Flag("--at", "changes", _changes, (),
-        f"topology changes, {', '.join(ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. drain: no "
-        "new requests, the old ones end. down: it dies, its requests fail and are sent again "
+        f"topology changes, {', '.join(spec.ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. drain: "
+        "no new requests, the old ones end. down: it dies, its requests fail and are sent again "
         "elsewhere. up: it is back; an instance whose first change is up joins then",
         "SECOND:ACTION:INSTANCE,..."),
     Flag("--short-pool", "short_pool", _tokens, 0,
@@ -172,7 +168,7 @@ _INSTANCES = (
     Flag("--pools", "pools", _tokens, 0,
         "so many pools of equally many instances, each with a scheduler of its own, whose CPU time "
         "per decision is shown; 1: one, and shown, too (0)", "N"),
-    Flag("--pool-balance", "pool_balance", POOL_BALANCES, "least",
+    Flag("--pool-balance", "pool_balance", spec.POOL_BALANCES, "least",
         "the load balancer before pools sends a request to the one with the fewest in flight, to "
         "any, or to that of the conversation (least)"),
     Flag("--deflect-tokens", "deflect_tokens", _tokens, 0,

@@ -1,4 +1,4 @@
-"""Environment variables and flags that make SGLang run on CPU with the plugin of this package."""
+"""Environment and flags that make SGLang run on CPU with our plugin; SGLang is not imported."""
 
 from __future__ import annotations
 
