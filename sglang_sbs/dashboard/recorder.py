@@ -62,10 +62,10 @@ class Gang(msgspec.Struct):
     at_s: float
     prefill: str
     reason: str
+    held_min_s: float
     requests: int = 0
     tokens: int = 0
     cached_tokens: int = 0
-    held_min_s: float = 0.0
     held_max_s: float = 0.0
     ranks: dict[int, int] = {}
     """Requests by prefill DP rank."""
@@ -171,8 +171,7 @@ class Recorder:
         self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
         last = self._new_gangs[-1] if self._new_gangs else None
         if last is None or last.batch != command.batch:
-            last = Gang(command.batch, now_s, command.prefill, command.reason)
-            last.held_min_s = command.held_s
+            last = Gang(command.batch, now_s, command.prefill, command.reason, command.held_s)
             self._new_gangs.append(last)
             del self._new_gangs[:-_GANGS_PER_FRAME]
         last.requests += 1

@@ -6,6 +6,7 @@ Text of others (worker URLs, reasons, ids) is shown without control characters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,13 +30,13 @@ _TTFT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class TopView:
     """A rich renderable: as much of the last frame as fits."""
 
-    def __init__(self, frame: dict[str, Any], gangs: Sequence[dict[str, Any]], note: str) -> None:
-        self._frame = frame
-        self._gangs = gangs
-        self._note = note
+    frame: dict[str, Any]
+    gangs: Sequence[dict[str, Any]]
+    note: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -48,12 +49,12 @@ class TopView:
         yield Group(*(_clip(line, width) for line in lines))
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        frame = self._frame
-        head = _header(frame, self._note)
+        frame = self.frame
+        head = _header(frame, self.note)
         alerts = _alerts(frame["alerts"], 3 if height < 40 else 10)
         ttft = _ttft(frame["ttft"])
         room = height - len(head) - len(alerts) - len(ttft) - 4  # rules
-        known = len(self._gangs)
+        known = len(self.gangs)
         gangs = max(2, min(known, room // 3))
         newest = f", the newest {gangs} of {known}" if gangs < known else ""
         prefill, decode = frame["prefill"], frame["decode"]
@@ -69,7 +70,7 @@ class TopView:
             _rule("time to prefill's answer, last minute"),
             *ttft,
             _rule("dispatch decisions" + newest),
-            *_decisions(list(self._gangs)[-gangs:][::-1], frame["now_s"]),
+            *_decisions(list(self.gangs)[-gangs:][::-1], frame["now_s"]),
         ]
 
 

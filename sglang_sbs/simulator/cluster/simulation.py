@@ -136,8 +136,6 @@ class Simulation:
         self._outcome.arrivals = self._arrivals
         return self._outcome
 
-    # Topology -----------------------------------------------------------------------------
-
     def _change(self, change: TopologyChange) -> None:
         if change.action == "up":
             self._up(change.instance)
@@ -192,20 +190,17 @@ class Simulation:
         record.prefilled_s = math.nan
         self._leave_decode(rid, record)
         self._tell(events.RequestEnded(rid=rid, outcome="failed"))
-        pause_s = pause_before_retry_s(record.attempts)
-        if pause_s is None:
+        if (pause_s := pause_before_retry_s(record.attempts)) is None:
             self._follow(record)
-            return
-        self._outcome.retries += 1
-        self._at(self._now_s + pause_s, self._attempt, record)
+        else:
+            self._outcome.retries += 1
+            self._at(self._now_s + pause_s, self._attempt, record)
 
     def _leave_decode(self, rid: str, record: RequestRecord) -> None:
         assert record.decode is not None
         decode = self._decode[record.decode[1]]
         decode.release(rid, record)
         self._handshake(decode.admit())
-
-    # Requests -----------------------------------------------------------------------------
 
     def _at(self, time_s: float, action: Callable[..., None], *args: Any) -> None:
         self._pushed += 1
@@ -304,8 +299,7 @@ class Simulation:
 
     def _deliver(self, rid: str) -> None:
         """Both legs have reached their ranks."""
-        record = self._attempts.get(rid)
-        if record is None:
+        if (record := self._attempts.get(rid)) is None:
             return  # it failed on the way
         assert record.prefill is not None and record.decode is not None
         at = self._engine_of(*record.prefill)
@@ -328,8 +322,7 @@ class Simulation:
             self._at(self._now_s + self._spec.handshake_s, self._handshaken, rid)
 
     def _handshaken(self, rid: str) -> None:
-        record = self._attempts.get(rid)
-        if record is None:
+        if (record := self._attempts.get(rid)) is None:
             return  # it failed meanwhile
         assert record.prefill is not None
         at = self._engine_of(*record.prefill)

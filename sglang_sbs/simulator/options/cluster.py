@@ -158,9 +158,9 @@ _INSTANCES = (
         "dp=4,chunk=4096,speed=0.5. What is left out is --dp, --chunks, 1. Load 1.0 counts an "
         "instance by what its full chunks are worth", "SPEC", repeated=True),
     Flag("--at", "changes", _changes, (),
-        f"topology changes, {', '.join(spec.ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. drain: "
-        "no new requests, the old ones end. down: it dies, its requests fail and are sent again "
-        "elsewhere. up: it is back; an instance whose first change is up joins then",
+        f"topology changes, {', '.join(spec.ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. "
+        "drain: no new requests, the old ones end. down: it dies, its requests fail and are sent "
+        "again elsewhere. up: it is back; an instance whose first change is up joins then",
         "SECOND:ACTION:INSTANCE,..."),
     Flag("--short-pool", "short_pool", _tokens, 0,
         "so many instances take short prompts only, the others long ones, with as much to compute "

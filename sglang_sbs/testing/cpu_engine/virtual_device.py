@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 
+@dataclass(slots=True, eq=False)
 class VirtualEvent:
     """Has the interface of a device event; completes at a deadline of `time.monotonic()`."""
 
-    __slots__ = ("deadline_s",)
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
+    deadline_s: float
 
     def record(self, *_args: object, **_kwargs: object) -> None:
         """A no-op: the deadline is known at launch."""
