@@ -205,6 +205,12 @@ class _Wanted:
         own = {"workload_qps": qps * _PAPER_INSTANCES / self.worth(shape), **more}
         return Scenario(self.name, shape, qps, arrivals, slo_s, **own)
 
+    def per_instance(
+        self, shape: ClusterSpec, qps: float, arrivals: Arrivals, slo_s: float
+    ) -> Scenario:
+        own_qps = qps * _PAPER_INSTANCES
+        return self.of(shape, qps * self.worth(shape), arrivals, slo_s, workload_qps=own_qps)
+
     def bursty(self, length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
         return lambda qps, duration_s, seed: with_own_blocks(
             synthetic(qps, duration_s, length_of, seed, burstiness=self.burstiness),
@@ -224,12 +230,12 @@ class _Wanted:
 
 def _paper_3k(wanted: _Wanted, _text: str) -> Scenario:
     shape = wanted.cluster(3072)
-    return wanted.of(shape, _PAPER_3K_QPS * wanted.worth(shape), wanted.bursty(_SHORT), 0.8)
+    return wanted.per_instance(shape, _PAPER_3K_QPS, wanted.bursty(_SHORT), 0.8)
 
 
 def _paper_5k(wanted: _Wanted, _text: str) -> Scenario:
     shape = wanted.cluster(5120)
-    return wanted.of(shape, 70.0 * wanted.worth(shape), wanted.bursty(_SHORT), 1.0)
+    return wanted.per_instance(shape, 70.0, wanted.bursty(_SHORT), 1.0)
 
 
 def _paper_long(wanted: _Wanted, _text: str) -> Scenario:
@@ -263,7 +269,7 @@ def _fixed(wanted: _Wanted, text: str) -> Scenario:
     tokens = _length(text)
     shape = wanted.cluster(3072, tokens)
     rate = _PAPER_3K_QPS * _SHORT_MEAN_TOKENS / tokens
-    return wanted.of(shape, rate * wanted.worth(shape), wanted.bursty(lambda _: tokens), 0.8)
+    return wanted.per_instance(shape, rate, wanted.bursty(lambda _: tokens), 0.8)
 
 
 def _uniform(wanted: _Wanted, text: str) -> Scenario:
