@@ -1,7 +1,5 @@
 """What somebody on call should look at, from one snapshot and what happened in the last minute.
-
-Every text says what is wrong and what to do about it.
-"""
+Every text says what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -69,8 +67,8 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
     yield from _cluster(snapshot)
     yield from _queue(snapshot, config)
     for cause, count in sorted(recent.refusals.items()):
-        text = f"{counted(count, 'request')} refused in 60 s: {cause}"
-        yield Alert("warning", "refused", "", text)
+        requests = counted(count, "request")
+        yield Alert("warning", "refused", "", f"{requests} refused in 60 s: {cause}")
     stale_s = max(STALE_S, STALE_PASSES * snapshot.mean_forward_s)
     feedback = facts_of(snapshot.policy).reads_reports
     for prefill in snapshot.prefill:
@@ -81,10 +79,8 @@ def _alerts(snapshot: Snapshot, config: SchedulerConfig, recent: Recent) -> Iter
     for subject, text in recent.problems:
         yield Alert("warning", "problem", subject, text)
     if recent.scheduler_errors:
-        text = (
-            f"the scheduler failed on {counted(recent.scheduler_errors, 'event')}: a defect; "
-            "the router's log has the cause"
-        )
+        failed = f"the scheduler failed on {counted(recent.scheduler_errors, 'event')}"
+        text = f"{failed}: a defect; the router's log has the cause"
         yield Alert("critical", "scheduler_errors", "", text)
 
 
@@ -94,9 +90,8 @@ def _cluster(snapshot: Snapshot) -> Iterator[Alert]:
             text = f"no {role} instance is up: every request is refused"
             yield Alert("critical", f"no_{role}", "", text)
             continue
-        for one in instances:
-            if not one.up:
-                yield Alert("critical", "down", one.instance, f"this {role} instance is down")
+        for name in (one.instance for one in instances if not one.up):
+            yield Alert("critical", "down", name, f"this {role} instance is down")
 
 
 def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:

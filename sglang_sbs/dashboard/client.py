@@ -20,11 +20,7 @@ class DashboardError(Exception):
 
 
 async def frames(router: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
-    """The frames of one connection, a history first.
-
-    Raises:
-        DashboardError: no router there, no such key, or the stream broke.
-    """
+    """The frames of one connection, a history first. Raises: DashboardError."""
     url = router.rstrip("/") + EVENTS_PATH
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=SILENT_S)
@@ -49,9 +45,9 @@ async def _parse(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
         if len(pending) > _MAX_EVENT_BYTES:
             raise DashboardError("an event of the stream is too long to be one")
         while (end := pending.find(b"\n\n")) >= 0:
-            event = bytes(pending[:end])
+            lines = bytes(pending[:end]).split(b"\n")
             del pending[: end + 2]
-            for line in event.split(b"\n"):
+            for line in lines:
                 if line.startswith(b"data: "):
                     yield orjson.loads(line[6:])
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -27,8 +28,6 @@ LINGER_S = 15.0
 Take = Callable[[bytes, bool], None]
 """Gets one frame as JSON, and whether it is a history."""
 Stop = Callable[[], None]
-
-
 Observer = Callable[[Event, Sequence[Command], float], None]
 """Told of every event, what was answered, and when. Must neither raise nor block."""
 
@@ -37,7 +36,6 @@ class Observable(Protocol):
     """Who drives the scheduler and lets others look on."""
 
     observer: Observer | None
-
     errors: int
     """Events the scheduler failed on."""
 
@@ -72,8 +70,7 @@ class LocalFeed:
         ``lead`` says who of several schedulers this is, for people."""
         self._pump = pump
         self._config = config
-        self._problems = problems
-        self._alone = alone
+        self._record = partial(Recorder, problems=problems, errors=lambda: pump.errors, alone=alone)
         self._lead = lead
         self._recorder: Recorder | None = None
         self._watchers: dict[int, Take] = {}
@@ -105,14 +102,7 @@ class LocalFeed:
 
     def _attach(self) -> Recorder:
         if self._recorder is None:
-            self._recorder = Recorder(
-                self._pump.scheduler,
-                self._config,
-                time.monotonic(),
-                problems=self._problems,
-                errors=lambda: self._pump.errors,
-                alone=self._alone,
-            )
+            self._recorder = self._record(self._pump.scheduler, self._config, time.monotonic())
             self._pump.observer = self._observe
             self._ticker = asyncio.create_task(self._tick())
         return self._recorder
@@ -120,9 +110,9 @@ class LocalFeed:
     def _detach(self) -> None:
         self._recorder = None
         self._pump.observer = None
-        ticker, self._ticker = self._ticker, None
-        if ticker is not None:
-            ticker.cancel()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._ticker = None
 
     def _observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         """A defect of the dashboard is not the scheduler's."""

@@ -30,12 +30,10 @@ PENDING_FRAMES = 10
 SILENT_S = 10.0
 """Without a frame for so long the stream ends, and who looks connects anew."""
 
+_SCRIPTS = ("app.js", "stream.js", "heatmap.js", "charts.js")
 _ASSETS = {
     "/dashboard": ("index.html", "text/html"),
-    "/dashboard/app.js": ("app.js", "text/javascript"),
-    "/dashboard/stream.js": ("stream.js", "text/javascript"),
-    "/dashboard/heatmap.js": ("heatmap.js", "text/javascript"),
-    "/dashboard/charts.js": ("charts.js", "text/javascript"),
+    **{f"/dashboard/{name}": (name, "text/javascript") for name in _SCRIPTS},
     "/dashboard/style.css": ("style.css", "text/css"),
 }
 OPEN_PATHS = frozenset(_ASSETS)
@@ -47,6 +45,12 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
+}
+_EVENT_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Accel-Buffering": "no",
 }
 
 
@@ -71,9 +75,7 @@ class Dashboard:
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of everything here."""
-        pages: list[tuple[str, str, Handler]] = [
-            ("GET", path, _asset(name, kind)) for path, (name, kind) in _ASSETS.items()
-        ]
+        pages = [("GET", path, _asset(*asset)) for path, asset in _ASSETS.items()]
         return [*pages, ("GET", EVENTS_PATH, self.events)]
 
     def close(self) -> None:
@@ -82,25 +84,12 @@ class Dashboard:
             watcher.end()
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: ``history`` first, then ``frame`` five times a second.
-
-        Raises:
-            NoRoom: too many look already, or the router stops.
-        """
+        """Server-sent events: ``history`` first, then ``frame`` five times a second; or NoRoom."""
         watcher = _Watcher(request.transport)
         if self._closed or not self._has_room(watcher):
-            raise NoRoom(
-                f"{len(self._watchers)} dashboards are open (the limit is {MAX_WATCHERS}): "
-                "close one"
-            )
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream",
-                "Cache-Control": "no-store",
-                "X-Content-Type-Options": "nosniff",
-                "X-Accel-Buffering": "no",
-            }
-        )
+            open_ones = f"{len(self._watchers)} dashboards are open"
+            raise NoRoom(f"{open_ones} (the limit is {MAX_WATCHERS}): close one")
+        response = web.StreamResponse(headers=_EVENT_HEADERS)
         self._watchers[watcher] = None
         stop = self._feed.watch(watcher.take)
         try:

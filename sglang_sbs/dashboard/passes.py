@@ -44,6 +44,31 @@ class _Instance:
     launch_tokens: list[int | None] = field(default_factory=list)
     last: PassRecord | None = None
 
+    def ended(
+        self, name: str, tokens: list[int | None], report: EndForward, now_s: float, waited_s: float
+    ) -> PassRecord | None:
+        """The pass that has ended; none if it was idle, or another rank has told of it."""
+        if report.forward_id == self.last_id:
+            last = self.last
+            if last is not None and not last.whole and report.dp_rank < len(last.tokens):
+                last.tokens[report.dp_rank] = report.extend_tokens
+            return None
+        self.last_id = report.forward_id
+        if report.forward_s <= 0 or not any(tokens):
+            return None  # the ranks only kept each other company
+        end_s = now_s - report.age_s
+        start_s = end_s - report.forward_s
+        gathered = report.tokens_per_rank
+        whole = None in tokens or (gathered is not None and len(gathered) == len(tokens))
+        record = PassRecord(name, start_s, end_s, tokens, whole=whole, heard_s=now_s)
+        if self.ended_s is not None:
+            record.gap_s = max(0.0, start_s - self.ended_s)
+            if self.launch_id == report.forward_id:
+                waste_s = self.waited_at_launch_s - self.waited_at_end_s
+                record.waste_s = min(record.gap_s, max(0.0, waste_s))
+        self.ended_s, self.waited_at_end_s, self.last = end_s, waited_s, record
+        return record
+
 
 class PassHistory:
     """Feed it every EndForward of prefill ranks; take finished passes from it."""
@@ -76,39 +101,9 @@ class PassHistory:
                 known.launch_tokens = _tokens(report, dp_size, barrier)
         elif report.kind == "forward" and report.forward_id >= known.last_id:
             tokens = _tokens(report, dp_size, barrier)
-            self._ended(instance, known, tokens, report, now_s, waited_s)
-
-    def _ended(
-        self,
-        instance: str,
-        known: _Instance,
-        tokens: list[int | None],
-        report: EndForward,
-        now_s: float,
-        waited_s: float,
-    ) -> None:
-        if report.forward_id == known.last_id:
-            last = known.last
-            if last is not None and not last.whole and report.dp_rank < len(last.tokens):
-                last.tokens[report.dp_rank] = report.extend_tokens
-            return
-        known.last_id = report.forward_id
-        if report.forward_s <= 0 or not any(tokens):
-            return  # an idle pass: the ranks only kept each other company
-        end_s = now_s - report.age_s
-        start_s = end_s - report.forward_s
-        gathered = report.tokens_per_rank
-        whole = None in tokens or (gathered is not None and len(gathered) == len(tokens))
-        record = PassRecord(instance, start_s, end_s, tokens, whole=whole, heard_s=now_s)
-        if known.ended_s is not None:
-            record.gap_s = max(0.0, start_s - known.ended_s)
-            if known.launch_id == report.forward_id:
-                waste_s = known.waited_at_launch_s - known.waited_at_end_s
-                record.waste_s = min(record.gap_s, max(0.0, waste_s))
-        known.ended_s = end_s
-        known.waited_at_end_s = waited_s
-        known.last = record
-        self._unsettled.append(record)
+            record = known.ended(instance, tokens, report, now_s, waited_s)
+            if record is not None:
+                self._unsettled.append(record)
 
     def running(self, instance: str) -> list[tuple[float, list[int | None]]]:
         """Start and tokens per rank of the passes that run, as reported; with a barrier there is
@@ -120,7 +115,6 @@ class PassHistory:
         ]
 
     def last_end_s(self, instance: str, rank: int) -> float | None:
-        """When the newest pass of a DP rank ended."""
         known = self._instances.get((instance, None)) or self._instances.get((instance, rank))
         return known.ended_s if known is not None else None
 

@@ -9,6 +9,7 @@ together: whoever misses one frame begins anew with a history.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -49,6 +50,7 @@ _MAX_HOLDS = 2_000
 _MAX_WAITING = 20_000
 _SHOWN_WAITING = 8
 _QUEUE_SAMPLES = 300
+_TIMING = ("interval_s", "mean_forward_s", "latency_s", "lead_s")
 
 Problems = Callable[[], Sequence[tuple[str, str]]]
 
@@ -60,10 +62,10 @@ class Gang(msgspec.Struct):
     at_s: float
     prefill: str
     reason: str
+    held_min_s: float
     requests: int = 0
     tokens: int = 0
     cached_tokens: int = 0
-    held_min_s: float = 0.0
     held_max_s: float = 0.0
     ranks: dict[int, int] = {}
     """Requests by prefill DP rank."""
@@ -110,8 +112,6 @@ class Recorder:
         self.ttft = TtftComparison()
         self._follow(now_s, begin=True)
 
-    # What happens -----------------------------------------------------------------------------
-
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         """One event and what the scheduler answered. Cheap: it is called for every event."""
         match event:
@@ -126,8 +126,6 @@ class Recorder:
                 self._waiting.pop(event.rid, None)
                 self._placed.pop(event.rid, None)
                 self.ttft.ended(event.rid)
-            case _:
-                pass
         for command in commands:
             if isinstance(command, Dispatch):
                 self._on_dispatch(command, now_s)
@@ -139,18 +137,17 @@ class Recorder:
 
     def _clock(self, now_s: float) -> None:
         """The time for which something waited."""
-        since_s = self._waiting_since_s
-        if since_s is not None:
-            self._waited_s += now_s - since_s
+        if self._waiting_since_s is not None:
+            self._waited_s += now_s - self._waiting_since_s
         self._waiting_since_s = now_s if self._waiting else None
 
     def _on_report(self, event: ForwardEnded, now_s: float) -> None:
         report = event.report
         if report.role == "prefill":
             self._clock(now_s)
-            barrier = event.instance not in self._lone
+            name, barrier = event.instance, event.instance not in self._lone
             self._pass_history.on_report(
-                event.instance, report.dp_size, report, now_s, self._waited_s, barrier=barrier
+                name, report.dp_size, report, now_s, self._waited_s, barrier=barrier
             )
 
     def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
@@ -158,9 +155,8 @@ class Recorder:
             self._waiting.pop(next(iter(self._waiting)))
         tokens = max(1, event.prompt_tokens)
         self._waiting[event.rid] = (tokens, now_s)
-        latency_s = (
-            self._scheduler.interval.latency_s if isinstance(self._scheduler, Scheduler) else 0.0
-        )
+        known = isinstance(self._scheduler, Scheduler)
+        latency_s = self._scheduler.interval.latency_s if known else 0.0
         self.ttft.arrived(event.rid, tokens, now_s, latency_s)
 
     def _on_dispatch(self, command: Dispatch, now_s: float) -> None:
@@ -175,8 +171,7 @@ class Recorder:
         self.ttft.dispatched(command.rid, *place, command.cached_tokens, now_s)
         last = self._new_gangs[-1] if self._new_gangs else None
         if last is None or last.batch != command.batch:
-            last = Gang(command.batch, now_s, command.prefill, command.reason)
-            last.held_min_s = command.held_s
+            last = Gang(command.batch, now_s, command.prefill, command.reason, command.held_s)
             self._new_gangs.append(last)
             del self._new_gangs[:-_GANGS_PER_FRAME]
         last.requests += 1
@@ -187,8 +182,6 @@ class Recorder:
         last.ranks[command.prefill_rank] = last.ranks.get(command.prefill_rank, 0) + 1
         if len(last.rids) < _GANG_RIDS:
             last.rids.append(command.rid)
-
-    # Frames -----------------------------------------------------------------------------------
 
     def frame(self, now_s: float) -> dict[str, Any]:
         """The state, and what is new since the last call."""
@@ -251,12 +244,7 @@ class Recorder:
                 "tenants": snapshot.queue_tenants,
                 "oldest": self._oldest(now_s),
             },
-            "timing": {
-                "interval_s": round(snapshot.interval_s, 4),
-                "mean_forward_s": round(snapshot.mean_forward_s, 4),
-                "latency_s": round(snapshot.latency_s, 4),
-                "lead_s": None if snapshot.lead_s is None else round(snapshot.lead_s, 4),
-            },
+            "timing": {name: _rounded(getattr(snapshot, name), 4) for name in _TIMING},
             "rates": {
                 "batches": snapshot.batches,
                 "dispatched_per_s": self._dispatch_rate(),
@@ -267,19 +255,13 @@ class Recorder:
             "prefill": [self._prefill(one) for one in snapshot.prefill],
             "decode": [_decode(one) for one in snapshot.decode],
             "ttft": self.ttft.summary(now_s) | {"rules": RULES},
-            "alerts": [
-                msgspec.to_builtins(alert) for alert in find_alerts(snapshot, config, recent)
-            ],
+            "alerts": msgspec.to_builtins(find_alerts(snapshot, config, recent)),
         }
 
     def _oldest(self, now_s: float) -> list[list[Any]]:
         """The requests that wait longest, of those that arrived while somebody looked."""
-        shown: list[list[Any]] = []
-        for rid, (tokens, arrived_s) in self._waiting.items():
-            if len(shown) == _SHOWN_WAITING:
-                break
-            shown.append([rid, tokens, round(now_s - arrived_s, 3)])
-        return shown
+        first = islice(self._waiting.items(), _SHOWN_WAITING)
+        return [[rid, tokens, round(now_s - at_s, 3)] for rid, (tokens, at_s) in first]
 
     def _dispatch_rate(self) -> float:
         """Over the last ten seconds or less."""
@@ -291,23 +273,15 @@ class Recorder:
 
     def _hold(self, now_s: float) -> dict[str, Any]:
         held = sorted(held_s for at_s, held_s in self._holds if now_s - at_s <= RECENT_S)
-        counts = [0] * (len(HOLD_BOUNDS_S) + 1)
-        bucket = 0
-        for held_s in held:
-            while bucket < len(HOLD_BOUNDS_S) and held_s > HOLD_BOUNDS_S[bucket]:
-                bucket += 1
-            counts[bucket] += 1
-        figures = (
-            {"p50": percentile(held, 0.5), "p95": percentile(held, 0.95), "max": held[-1]}
-            if held
-            else {}
-        )
-        return {
+        buckets = Counter(bisect_left(HOLD_BOUNDS_S, held_s) for held_s in held)
+        shown: dict[str, Any] = {
             "requests": len(held),
             "bounds_s": HOLD_BOUNDS_S,
-            "counts": counts,
-            **{name: round(value, 4) for name, value in figures.items()},
+            "counts": [buckets[bucket] for bucket in range(len(HOLD_BOUNDS_S) + 1)],
         }
+        for name, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)) if held else ():
+            shown[name] = round(percentile(held, share), 4)
+        return shown
 
     def _prefill(self, state: PrefillState) -> dict[str, Any]:
         return {
@@ -322,17 +296,15 @@ class Recorder:
             "chunk": state.chunk_tokens,
             "barrier": state.barrier,
             "running": [
-                [round(start_s, 3), tokens]
-                for start_s, tokens in self._pass_history.running(state.instance)
+                [round(at_s, 3), tokens]
+                for at_s, tokens in self._pass_history.running(state.instance)
             ],
             "c_avail": [rank.c_avail for rank in state.ranks],
             "flight": [rank.flight_tokens for rank in state.ranks],
             "queued": [rank.queued_tokens for rank in state.ranks],
             "requests": [rank.outstanding_requests for rank in state.ranks],
-            "age": [_age(rank.age_s) for rank in state.ranks],
+            "age": [_rounded(rank.age_s, 2) for rank in state.ranks],
         }
-
-    # Inside -----------------------------------------------------------------------------------
 
     def _follow(self, now_s: float, *, begin: bool = False) -> None:
         """Tell the shadows which instances are up, and at first what they are busy with."""
@@ -370,14 +342,8 @@ def _without_barrier(snapshot: Snapshot) -> set[str]:
 
 def _pass(one: PassRecord) -> list[Any]:
     """Instance, start, end, gap before it, wasted part of the gap, tokens per rank."""
-    return [
-        one.instance,
-        round(one.start_s, 3),
-        round(one.end_s, 3),
-        round(one.gap_s, 4),
-        round(one.waste_s, 4),
-        one.tokens,
-    ]
+    times_s = round(one.start_s, 3), round(one.end_s, 3)
+    return [one.instance, *times_s, round(one.gap_s, 4), round(one.waste_s, 4), one.tokens]
 
 
 def _balance(passes: Iterable[PassRecord]) -> dict[str, float] | None:
@@ -410,9 +376,9 @@ def _decode(state: DecodeState) -> dict[str, Any]:
         "running": [rank.running for rank in state.ranks],
         "kv": [rank.kv_tokens for rank in state.ranks],
         "flight": [rank.flight_requests for rank in state.ranks],
-        "age": [_age(rank.age_s) for rank in state.ranks],
+        "age": [_rounded(rank.age_s, 2) for rank in state.ranks],
     }
 
 
-def _age(age_s: float | None) -> float | None:
-    return None if age_s is None else round(age_s, 2)
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

@@ -12,6 +12,7 @@ which a router does not know enough, and the simulator does not belong in a rout
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -106,22 +107,18 @@ class ShadowCluster:
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
         """These instances are up now; what one that went had is dropped."""
-        for name in list(self.instances):
+        for name, known in list(self.instances.items()):
             shape = shapes.get(name)
-            if shape is None or shape.dp_size != self.instances[name].shape.dp_size:
-                self._drop(name)
+            if shape is None or shape.dp_size != known.shape.dp_size:
+                del self.instances[name]
+                waiting = [prompt.rid for rank in known.ranks for prompt in rank.prompts]
+                self.requests -= sum(rid != "" for rid in (*waiting, *known.finishing))
         for name, shape in shapes.items():
-            known = self.instances.get(name)
-            if known is None:
+            if name in self.instances:
+                self.instances[name].shape = shape
+            else:
                 ranks = [ShadowRank() for _ in range(shape.dp_size)]
                 self.instances[name] = ShadowInstance(shape, ranks, free_s=now_s)
-            else:
-                known.shape = shape
-
-    def _drop(self, name: str) -> None:
-        gone = self.instances.pop(name)
-        unfinished = [p.rid for rank in gone.ranks for p in rank.prompts if p.rid]
-        self.requests -= len(unfinished) + len([rid for rid in gone.finishing if rid])
 
     def preload(self, name: str, backlog_tokens: Sequence[int], free_s: float) -> None:
         """What an instance is busy with when watching begins."""
@@ -169,18 +166,13 @@ def _step(instance: ShadowInstance, now_s: float, finished: list[tuple[str, floa
         for rank, tokens in zip(instance.ranks, instance.taken, strict=True):
             rank.outstanding_tokens -= tokens
     heads = [rank.prompts[0].ready_s for rank in instance.ranks if rank.prompts]
-    if not heads:
-        return False
-    start_s = max(instance.free_s, min(heads))
-    if start_s > now_s:
+    start_s = max(instance.free_s, min(heads, default=math.inf))
+    if start_s > now_s or not heads:
         return False
     instance.finishing = []
-    instance.taken = []
-    pairs: list[float] = []
-    for rank in instance.ranks:
-        tokens, mine = _compute(rank, instance.shape.chunk_tokens, start_s, instance.finishing)
-        instance.taken.append(tokens)
-        pairs.append(mine)
+    chunk, finishing = instance.shape.chunk_tokens, instance.finishing
+    computed = [_compute(rank, chunk, start_s, finishing) for rank in instance.ranks]
+    instance.taken, pairs = [tokens for tokens, _ in computed], [some for _, some in computed]
     instance.ends_s = start_s + instance.shape.model.predict_s(instance.taken, pairs)
     return True
 

@@ -39,29 +39,21 @@ def parser() -> argparse.ArgumentParser:
         "  sglang-sbs top --json | jq '.alerts[].text'   # for scripts\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
-        "--router",
-        default="http://127.0.0.1:30000",
-        metavar="URL",
-        help="where the router serves (default: %(default)s)",
+    where = "where the router serves (default: %(default)s)"
+    made.add_argument("--router", default="http://127.0.0.1:30000", metavar="URL", help=where)
+    key = (
+        "the router's --admin-api-key, or its --api-key if it has no admin's; better in the "
+        f"environment variable {KEY_VARIABLE}, where other users do not see it"
     )
-    made.add_argument(
-        "--admin-api-key",
-        metavar="KEY",
-        default=None,
-        help="the router's --admin-api-key, or its --api-key if it has no admin's; better in the "
-        f"environment variable {KEY_VARIABLE}, where other users do not see it",
-    )
+    made.add_argument("--admin-api-key", metavar="KEY", help=key)
     made.add_argument("--once", action="store_true", help="print one frame and end")
     made.add_argument("--json", action="store_true", help="print one frame as JSON and end")
+    long = (
+        "with --once and --json: watch so long first (default: %(default)s); passes, "
+        "decisions and TTFT are known only from when somebody looks"
+    )
     made.add_argument(
-        "--for",
-        dest="seconds",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="with --once and --json: watch so long first (default: %(default)s); passes, "
-        "decisions and TTFT are known only from when somebody looks",
+        "--for", dest="seconds", type=float, default=1.0, metavar="SECONDS", help=long
     )
     return made
 
@@ -77,16 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     key = args.admin_api_key or os.environ.get(KEY_VARIABLE)
     try:
         if args.once or args.json:
-            return asyncio.run(_once(args.router, key, args.seconds, as_json=args.json))
-        return asyncio.run(_live(args.router, key))
+            asyncio.run(_once(args.router, key, args.seconds, as_json=args.json))
+        else:
+            asyncio.run(_live(args.router, key))
     except DashboardError as error:
         print(f"sglang-sbs top: {plain(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 0
+        pass
+    return 0
 
 
-async def _once(router: str, key: str | None, seconds: float, *, as_json: bool) -> int:
+async def _once(router: str, key: str | None, seconds: float, *, as_json: bool) -> None:
     gangs: deque[dict[str, Any]] = deque(maxlen=_GANGS)
     passes: list[Any] = []
     first_s: float | None = None
@@ -101,11 +95,11 @@ async def _once(router: str, key: str | None, seconds: float, *, as_json: bool) 
             sys.stdout.buffer.write(orjson.dumps(whole, option=orjson.OPT_INDENT_2) + b"\n")
         else:
             Console().print(TopView(frame, gangs, router))
-        return 0
+        return
     raise DashboardError(f"{router}: the stream ended before {seconds:g} s were over")
 
 
-async def _live(router: str, key: str | None) -> int:
+async def _live(router: str, key: str | None) -> None:
     watching = asyncio.ensure_future(_watch(router, key))
     loop = asyncio.get_running_loop()
     # Also where SIGINT is ignored, as in what a script starts in the background; and either way the
@@ -114,15 +108,13 @@ async def _live(router: str, key: str | None) -> int:
         loop.add_signal_handler(number, watching.cancel)
     with suppress(asyncio.CancelledError):
         await watching
-    return 0
 
 
 async def _watch(router: str, key: str | None) -> None:
     """Draw until cancelled. Raises: DashboardError."""
-    console = Console()
     gangs: deque[dict[str, Any]] = deque(maxlen=_GANGS)
     connected = False
-    with Live(Text("connecting"), console=console, screen=True, auto_refresh=False) as live:
+    with Live(Text("connecting"), console=Console(), screen=True, auto_refresh=False) as live:
         while True:
             try:
                 number = 0

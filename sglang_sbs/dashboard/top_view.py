@@ -5,7 +5,9 @@ Text of others (worker URLs, reasons, ids) is shown without control characters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -28,13 +30,13 @@ _TTFT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class TopView:
     """A rich renderable: as much of the last frame as fits."""
 
-    def __init__(self, frame: dict[str, Any], gangs: Sequence[dict[str, Any]], note: str) -> None:
-        self._frame = frame
-        self._gangs = gangs
-        self._note = note
+    frame: dict[str, Any]
+    gangs: Sequence[dict[str, Any]]
+    note: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -47,26 +49,28 @@ class TopView:
         yield Group(*(_clip(line, width) for line in lines))
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        frame = self._frame
-        head = _header(frame, self._note)
+        frame = self.frame
+        head = _header(frame, self.note)
         alerts = _alerts(frame["alerts"], 3 if height < 40 else 10)
         ttft = _ttft(frame["ttft"])
         room = height - len(head) - len(alerts) - len(ttft) - 4  # rules
-        gangs = max(2, min(len(self._gangs), room // 3))
-        ranks_room = max(4, room - gangs)
+        known = len(self.gangs)
+        gangs = max(2, min(known, room // 3))
+        newest = f", the newest {gangs} of {known}" if gangs < known else ""
         prefill, decode = frame["prefill"], frame["decode"]
-        shares = _share(ranks_room, len(prefill), len(decode))
+        fullest = max((kv for one in decode for kv in one["kv"]), default=1) or 1
+        shares = _share(max(4, room - gangs), len(prefill), len(decode))
         return [
             *head,
             *alerts,
             _rule("prefill: C_avail used per DP rank" + _grouped(prefill, "c_avail", width)),
-            *_prefill(prefill, width, shares[0]),
+            *_ranks(prefill, width, shares[0], _prefill),
             _rule("decode: KV per DP rank" + _grouped(decode, "kv", width)),
-            *_decode(decode, width, shares[1]),
+            *_ranks(decode, width, shares[1], partial(_decode, fullest=fullest)),
             _rule("time to prefill's answer, last minute"),
             *ttft,
-            _rule("dispatch decisions" + _newest(gangs, len(self._gangs))),
-            *_decisions(list(self._gangs)[-gangs:][::-1], frame["now_s"]),
+            _rule("dispatch decisions" + newest),
+            *_decisions(list(self.gangs)[-gangs:][::-1], frame["now_s"]),
         ]
 
 
@@ -80,10 +84,6 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{1e3 * value:.0f}ms" if abs(value) < 1 else f"{value:.1f}s"
-
-
-def _newest(shown: int, known: int) -> str:
-    return f", the newest {shown} of {known}" if shown < known else ""
 
 
 def _name(one: dict[str, Any]) -> Text:
@@ -122,11 +122,9 @@ def _clip(line: Line, width: int) -> Line:
 
 def _header(frame: dict[str, Any], note: str) -> list[Line]:
     queue, timing, hold = frame["queue"], frame["timing"], frame["hold"]
-    first = Text()
-    first.append("sglang-sbs ", style="bold")
-    first.append(f"{plain(frame['policy'])}/{plain(frame['trigger'])} ")
-    first.append(_lead(frame.get("lead")))
-    first.append(plain(note), style="dim")
+    policy = f"{plain(frame['policy'])}/{plain(frame['trigger'])} "
+    lead = _lead(frame.get("lead"))
+    first = Text.assemble(("sglang-sbs ", "bold"), policy, lead, (plain(note), "dim"))
     second = Text(
         f"waiting {queue['requests']:,} ({queue['tokens']:,} tokens), oldest "
         f"{seconds(queue['oldest_wait_s'])}; in flight {queue['in_flight']:,}; "
@@ -152,7 +150,6 @@ def _balance(balance: dict[str, float] | None) -> str:
 
 
 def _lead(lead: dict[str, Any] | None) -> str:
-    """Which of several schedulers this is."""
     if not lead:
         return ""
     return f"by {plain(lead['address'])}, term {lead['term']} since {seconds(lead['for_s'])} "
@@ -202,38 +199,38 @@ def _oldest(ages: list[float | None]) -> str:
     return seconds(max(known)) if known else "never"
 
 
-def _prefill(instances: list[dict[str, Any]], width: int, room: int) -> list[Line]:
+def _prefill(one: dict[str, Any]) -> tuple[str, list[float]]:
+    """What is said of an instance, and how full its ranks are."""
+    free = sum(max(0, tokens) for tokens in one["c_avail"])
+    said = f"{free:>7,} free, heard {_oldest(one['age']):>5} "
+    if not one.get("barrier", True):
+        said += f"{len(one['c_avail'])} ranks, no barrier "
+    chunk = one["chunk"]
+    return said, [1 - tokens / chunk if chunk else 0.0 for tokens in one["c_avail"]]
+
+
+def _decode(one: dict[str, Any], fullest: int) -> tuple[str, list[float]]:
+    said = f"B {sum(one['running']):>5,} K {sum(one['kv']):>9,} {_oldest(one['age']):>5} "
+    return said, [kv / (one["kv_capacity"] or fullest) for kv in one["kv"]]
+
+
+def _ranks(
+    instances: list[dict[str, Any]],
+    width: int,
+    room: int,
+    tell: Callable[[dict[str, Any]], tuple[str, list[float]]],
+) -> list[Line]:
     lines: list[Line] = []
     for one in instances[:room]:
         line = _name(one)
-        free = sum(max(0, tokens) for tokens in one["c_avail"])
-        line.append(f"{free:>7,} free, heard {_oldest(one['age']):>5} ")
-        if not one.get("barrier", True):
-            line.append(f"{len(one['c_avail'])} ranks, no barrier ")
-        shares = [1 - tokens / one["chunk"] if one["chunk"] else 0.0 for tokens in one["c_avail"]]
+        said, shares = tell(one)
+        line.append(said)
         _cells(line, shares, one["age"], width - len(line))
         lines.append(line)
-    return _rest(lines, len(instances))
-
-
-def _decode(instances: list[dict[str, Any]], width: int, room: int) -> list[Line]:
-    fullest = max((kv for one in instances for kv in one["kv"]), default=1) or 1
-    lines: list[Line] = []
-    for one in instances[:room]:
-        line = _name(one)
-        line.append(f"B {sum(one['running']):>5,} K {sum(one['kv']):>9,} {_oldest(one['age']):>5} ")
-        shares = [kv / (one["kv_capacity"] or fullest) for kv in one["kv"]]
-        _cells(line, shares, one["age"], width - len(line))
-        lines.append(line)
-    return _rest(lines, len(instances))
-
-
-def _rest(lines: list[Line], total: int) -> list[Line]:
-    if not total:
-        return [Text("none", style="dim")]
-    if len(lines) < total:
-        lines[-1:] = [Text(f"and {total - len(lines) + 1} more: a higher terminal shows them")]
-    return lines
+    if len(lines) < len(instances):
+        more = len(instances) - len(lines) + 1
+        lines[-1:] = [Text(f"and {more} more: a higher terminal shows them")]
+    return lines or [Text("none", style="dim")]
 
 
 def _share(room: int, first: int, second: int) -> tuple[int, int]:

@@ -50,10 +50,7 @@ class TtftComparison:
     """Feed it the life of every request; ask for percentiles."""
 
     def __init__(self) -> None:
-        self._rules: dict[str, Rule] = {
-            "least_tokens": least_tokens,
-            "round_robin": RoundRobin(),
-        }
+        self._rules: dict[str, Rule] = {"least_tokens": least_tokens, "round_robin": RoundRobin()}
         self._shadows = {name: ShadowCluster() for name in self._rules}
         self._modelled = ShadowCluster()
         self._pending: dict[str, _Pending] = {}
@@ -62,7 +59,6 @@ class TtftComparison:
         self._tails_s: deque[float] = deque([0.0], maxlen=64)
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
-        """The prefill instances that are up."""
         for cluster in (self._modelled, *self._shadows.values()):
             cluster.follow(shapes, now_s)
 
@@ -72,8 +68,6 @@ class TtftComparison:
             if name in cluster.instances:
                 cluster.preload(name, backlog_tokens, free_s)
 
-    # The life of a request --------------------------------------------------------------------
-
     def arrived(self, rid: str, tokens: int, now_s: float, latency_s: float) -> None:
         """The scheduler took a request; ``latency_s`` is L_net."""
         if len(self._pending) >= _MAX_PENDING:
@@ -82,19 +76,15 @@ class TtftComparison:
         self._pending[rid] = pending
         self._undecided.append(pending)
 
-    def dispatched(
-        self, rid: str, instance: str, rank: int, cached_tokens: int, now_s: float
-    ) -> None:
-        """It was really placed, held or not."""
+    def dispatched(self, rid: str, instance: str, rank: int, cached: int, now_s: float) -> None:
+        """It was really placed, held or not; ``cached`` tokens are expected there."""
         pending = self._pending.get(rid)
         if pending is None:
             return
         pending.decided = True
-        pending.cached_tokens = cached_tokens
-        tokens = max(1, pending.tokens - cached_tokens)
-        self._modelled.place(
-            rid, (instance, rank), tokens, now_s + pending.latency_s, cached_tokens
-        )
+        pending.cached_tokens = cached
+        tokens, ready_s = max(1, pending.tokens - cached), now_s + pending.latency_s
+        self._modelled.place(rid, (instance, rank), tokens, ready_s, cached)
 
     def prefilled(self, rid: str, now_s: float, pass_ended_s: float | None) -> None:
         """Prefill answered; the newest pass of its instance ended at ``pass_ended_s``."""
@@ -114,8 +104,6 @@ class TtftComparison:
             del self._pending[rid]
             pending.gone = not pending.decided
             pending.decided = True
-
-    # The shadows ------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
         """Let the shadows run as far as is known."""
@@ -161,21 +149,16 @@ class TtftComparison:
         self.advance(now_s)
         recent = [sample for at_s, sample in self._samples if now_s - at_s <= WINDOW_S]
         figures: dict[str, dict[str, float]] = {}
-        for name in ("measured", MODELLED, *self._rules):
+        for name in ("measured", MODELLED, *self._rules) if recent else ():
             ordered = sorted(sample[name] for sample in recent)
-            if ordered:
-                figures[name] = {
-                    "mean": round(sum(ordered) / len(ordered), 4),
-                    "p50": round(percentile(ordered, 0.5), 4),
-                    "p95": round(percentile(ordered, 0.95), 4),
-                }
+            figures[name] = {
+                "mean": round(sum(ordered) / len(ordered), 4),
+                "p50": round(percentile(ordered, 0.5), 4),
+                "p95": round(percentile(ordered, 0.95), 4),
+            }
         behind = {name: cluster.requests for name, cluster in self._shadows.items()}
-        return {
-            "requests": len(recent),
-            "window_s": WINDOW_S,
-            "figures": figures,
-            "unfinished": behind,
-        }
+        told = {"requests": len(recent), "window_s": WINDOW_S}
+        return {**told, "figures": figures, "unfinished": behind}
 
 
 def percentile(ordered: list[float], share: float) -> float:

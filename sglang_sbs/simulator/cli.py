@@ -1,8 +1,4 @@
-"""``sglang-sbs simulate``: policies against each other in simulated time.
-
-Runs are :mod:`.experiments.sweep`'s, tables :mod:`.experiments.tables`'s, pictures
-:mod:`.experiments.plots`'s; ``simulate paper`` and ``simulate plan`` have modules of their own.
-"""
+"""``sglang-sbs simulate``: policies against each other in simulated time."""
 
 from __future__ import annotations
 
@@ -10,59 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from sglang_sbs.simulator.cluster.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
 from sglang_sbs.simulator.cluster.spec import TopologyError
-from sglang_sbs.simulator.experiments.bound import main as bound_main
+from sglang_sbs.simulator.experiments import bound, matrix, paper, plan, sweep, tables
 from sglang_sbs.simulator.experiments.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
-from sglang_sbs.simulator.experiments.matrix import main as matrix_main
-from sglang_sbs.simulator.experiments.paper import main as paper_main
-from sglang_sbs.simulator.experiments.plan import main as plan_main
-from sglang_sbs.simulator.experiments.sweep import (
-    POLICY_CONFIGS,
-    EmptyWindowError,
-    Job,
-    max_load,
-    run_job,
-)
-from sglang_sbs.simulator.experiments.tables import (
-    ResultTable,
-    balance_tables,
-    cache_tables,
-    capacity_tables,
-    class_tables,
-    day_tables,
-    decode_table,
-    load_tables,
-    loop_tables,
-    pool_tables,
-)
-from sglang_sbs.simulator.options.classes import add_classes, classes_of, slo_fields
-from sglang_sbs.simulator.options.cluster import (
-    add_cluster,
-    add_topology,
-    cluster_fields,
-    topology_fields,
-)
-from sglang_sbs.simulator.options.common import (
-    add_common,
-    add_prefill_runs,
-    check_outputs,
-    check_prefill_runs,
-    cost_words,
-    given,
-    names,
-    numbers,
-    open_console,
-    positive,
-    positive_number,
-    run_with_progress,
-    seeds,
-    write_json,
-)
-from sglang_sbs.simulator.options.scheduler import add_scheduler, scheduler_fields
-from sglang_sbs.simulator.parallel import Row, Task
+from sglang_sbs.simulator.options import cluster, common, scheduler
+from sglang_sbs.simulator.options.common import Flag, given, names, run_with_progress
+from sglang_sbs.simulator.parallel import Task
 from sglang_sbs.simulator.replay import replay
 from sglang_sbs.simulator.workloads.arrivals import TraceError
 from sglang_sbs.simulator.workloads.scenario import (
@@ -75,23 +28,13 @@ from sglang_sbs.simulator.workloads.scenario import (
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
-_COMMANDS = {"paper": paper_main, "plan": plan_main, "matrix": matrix_main, "bound": bound_main}
+_COMMANDS = {"paper": paper.main, "plan": plan.main, "matrix": matrix.main, "bound": bound.main}
 AGENTIC_S = 200.0
 """Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
 
-_TABLES = (
-    load_tables,
-    day_tables,
-    balance_tables,
-    loop_tables,
-    class_tables,
-    cache_tables,
-    pool_tables,
-)
-
 _EXAMPLE = f"""\
 scenarios: {", ".join(SCENARIOS)}
-policies:  {", ".join(POLICY_CONFIGS)}; for paper-decode {", ".join(DECODE_POLICIES)}
+policies:  {", ".join(sweep.POLICY_CONFIGS)}; for paper-decode {", ".join(DECODE_POLICIES)}
 
 examples:
   sglang-sbs simulate paper-3k --loads 0.4,0.6,0.8,1.0 --seeds 3 --plot ttft.png
@@ -116,49 +59,36 @@ more (each has --help):
 """
 
 
+_RANKS = DecodeSpec().ranks
+# fmt: off
+_LOADS = Flag("--loads", "", common.numbers, [0.6, 0.8, 1.0],
+    "shares of the scenario's nominal rate (0.6,0.8,1.0)")
+_FLAGS = (
+    Flag("--step-cost", "", tuple(STEP_COSTS), "h100", "decode step cost of paper-decode (h100)"),
+    Flag("--decode-ranks", "", common.positive, _RANKS,
+        f"DP ranks of paper-decode, {REQUESTS_PER_RANK} requests each ({_RANKS})", "N"),
+    Flag("--max-qps", "", bool, False,
+        "search the capacity: the most that is served with the mean TTFT of the SLO and "
+        "without a refusal"),
+    Flag("--slo-ttft", "", common.positive_number, None,
+        "mean TTFT in seconds (the scenario's)"),
+    Flag("--replay", "", Path, None, "re-run a router's event log", "LOG"),
+)
+# fmt: on
+
+
 def build_parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
     """The command line of ``sglang-sbs simulate``, and what of it describes a prefill cluster."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate",
-        usage="%(prog)s SCENARIO [options]",
-        description="Simulate a PD cluster that is driven by the router's own scheduler.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Simulate a PD cluster that is driven by the router's own scheduler."
+    parser = common.command("", what, _EXAMPLE, "SCENARIO [options]")
     parser.add_argument("scenario", nargs="?", help="what to simulate (see below)")
-    parser.add_argument(
-        "--loads",
-        type=numbers,
-        default=[0.6, 0.8, 1.0],
-        help="shares of the scenario's nominal rate (0.6,0.8,1.0)",
-    )
-    add_prefill_runs(parser, DEFAULT_POLICIES)
-    add_common(parser)
-    parser.add_argument(
-        "--step-cost",
-        choices=list(STEP_COSTS),
-        default="h100",
-        help="decode step cost of paper-decode (h100)",
-    )
-    parser.add_argument(
-        "--decode-ranks",
-        type=positive,
-        default=DecodeSpec().ranks,
-        metavar="N",
-        help=f"DP ranks of paper-decode, {REQUESTS_PER_RANK} requests each ({DecodeSpec().ranks})",
-    )
-    parser.add_argument(
-        "--max-qps",
-        action="store_true",
-        help="search the capacity: the most that is served with the mean TTFT of the SLO and "
-        "without a refusal",
-    )
-    parser.add_argument(
-        "--slo-ttft", type=positive_number, help="mean TTFT in seconds (the scenario's)"
-    )
-    parser.add_argument("--replay", type=Path, metavar="LOG", help="re-run a router's event log")
-    add_scheduler(parser)
-    return parser, [*add_cluster(parser), *add_topology(parser), *add_classes(parser)]
+    common.add_all(parser, [_LOADS])
+    common.add_prefill_runs(parser, DEFAULT_POLICIES)
+    common.add_common(parser)
+    common.add_all(parser, _FLAGS)
+    scheduler.add_scheduler(parser)
+    add = (cluster.add_cluster, cluster.add_topology, scheduler.add_classes)
+    return parser, [action for add_some in add for action in add_some(parser)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,27 +116,31 @@ def _main(words: list[str]) -> int:
         parser.error(f"--{name.replace('_', '-')}: {without[name]}")
     if args.scenario == AGENTIC and "duration" not in given(words, args, parser):
         args.duration = AGENTIC_S
-    check_prefill_runs(args, parser)
-    check_outputs(args, parser)
-    console = open_console()
+    common.check_prefill_runs(args, parser)
+    common.check_outputs(args, parser)
+    console = common.open_console()
     tasks = _decode_tasks(args, parser) if decode else _prefill_tasks(args, parser)
     try:
         rows = run_with_progress(tasks, console, args.workers)
-    except EmptyWindowError as error:
+    except sweep.EmptyWindowError as error:
         parser.error(f"--duration: {error}")
     if decode:
-        tables = [decode_table(rows)]
-    elif args.max_qps:
-        tables = capacity_tables(rows)
+        shown = [tables.decode_table(rows)]
     else:
-        tables = [table for some in _TABLES for table in some(rows)]
-    for table in tables:
+        shown = (tables.capacity_tables if args.max_qps else tables.result_tables)(rows)
+    for table in shown:
         table.print(console)
     if args.plot is not None:
-        _plot(args.plot, args.scenario, rows, tables, words, decode=decode, capacity=args.max_qps)
+        from sglang_sbs.simulator.experiments import plots
+
+        if decode:
+            figure = plots.decode_summary(rows)
+        else:
+            figure = (plots.capacity_by_chunk if args.max_qps else plots.ttft_by_load)(rows)
+        name, command = args.scenario, f"Command: sglang-sbs simulate {' '.join(words)}"
+        plots.write(args.plot, figure, rows, f"Simulation of {name}", name, command, *shown)
         console.print(f"written: {args.plot}")
-    if args.json is not None:
-        write_json(rows, args.json, console)
+    common.write_json(rows, args.json, console)
     return 0
 
 
@@ -214,42 +148,45 @@ def _without_meaning(
     cluster: Sequence[argparse.Action], *, decode: bool, max_qps: bool
 ) -> dict[str, str]:
     """The flags that a run would not look at, and why."""
-    if not decode:
-        flags = {
-            "step_cost": f"decode steps are in {DECODE} only; the cost of passes is --cost",
-            "decode_ranks": f"decode is in {DECODE} only; those of prefill are --dp",
+    if decode:
+        none = f"{DECODE} has no prefill cluster"
+        return {
+            **dict.fromkeys((*(action.dest for action in cluster), "chunks"), none),
+            "max_qps": f"this searches the prefill capacity; {DECODE} has none",
+            "slo_ttft": f"this is of the prefill capacity; {DECODE} has none",
+            "cost": f"{DECODE} has no prefill passes; the cost of its steps is --step-cost",
+            "loads": f"{DECODE} has one load, {REQUESTS_PER_RANK} requests per rank in a closed "
+            "loop",
+            "duration": f"{DECODE} has a fixed number of steps",
         }
-        if max_qps:
-            flags["loads"] = "--max-qps searches for the load"
-        else:
-            flags["slo_ttft"] = "only --max-qps searches for the load that meets it"
-        return flags
+    other = ("loads", "--max-qps searches for the load")
+    if not max_qps:
+        other = ("slo_ttft", "only --max-qps searches for the load that meets it")
     return {
-        **{action.dest: f"{DECODE} has no prefill cluster" for action in cluster},
-        "chunks": f"{DECODE} has no prefill cluster",
-        "max_qps": f"this searches the prefill capacity; {DECODE} has none",
-        "slo_ttft": f"this is of the prefill capacity; {DECODE} has none",
-        "cost": f"{DECODE} has no prefill passes; the cost of its steps is --step-cost",
-        "loads": f"{DECODE} has one load, {REQUESTS_PER_RANK} requests per rank in a closed loop",
-        "duration": f"{DECODE} has a fixed number of steps",
+        "step_cost": f"decode steps are in {DECODE} only; the cost of passes is --cost",
+        "decode_ranks": f"decode is in {DECODE} only; those of prefill are --dp",
+        other[0]: other[1],
     }
 
 
 def _decode_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
     default = ",".join(DECODE_POLICIES)
     policies = names(args.policies or default, DECODE_POLICIES, "--policies", parser)
-    config = scheduler_fields(args)
+    more = {"ranks": args.decode_ranks, "config": scheduler.scheduler_fields(args)}
     return [
-        (run_decode, (DecodeJob(p, s, args.step_cost, ranks=args.decode_ranks, config=config),))
-        for p in policies
-        for s in seeds(args)
+        (run_decode, (DecodeJob(policy, seed, args.step_cost, **more),))
+        for policy, seed in product(policies, common.seeds(args))
     ]
 
 
 def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Task]:
-    policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)
-    costs = cost_words(args.cost, parser)
-    spec = {**cluster_fields(args), **topology_fields(args, parser), **slo_fields(args)}
+    policies = names(args.policies or DEFAULT_POLICIES, sweep.POLICY_CONFIGS, "--policies", parser)
+    costs = common.cost_words(args.cost, parser)
+    spec = {
+        **cluster.cluster_fields(args),
+        **cluster.topology_fields(args, parser),
+        **scheduler.slo_fields(args),
+    }
     try:
         scenario = make_scenario(args.scenario, **spec)
     except (ScenarioError, TraceError) as error:
@@ -259,46 +196,17 @@ def _prefill_tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     if args.duration <= scenario.warm_up_s:
         parser.error(f"--duration must be longer than the warm-up of {scenario.warm_up_s:g} s")
     slo_s = args.slo_ttft or scenario.slo_ttft_s
-    config, classes = scheduler_fields(args), classes_of(args, parser)
-    base = Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)
+    config, classes = scheduler.scheduler_fields(args), scheduler.classes_of(args, parser)
+    base = sweep.Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)
     tasks: list[Task] = []
-    for cost in costs:
-        for chunk in args.chunks or [None]:
-            shape = spec if chunk is None else {**spec, "chunk_tokens": chunk}
-            for seed in seeds(args):
-                for policy in policies:
-                    job = replace(base, policy=policy, seed=seed, cost=cost, spec=shape)
-                    if args.max_qps:
-                        tasks.append((max_load, (job, slo_s)))
-                    else:
-                        tasks += [(run_job, (job.at_load(load),)) for load in args.loads]
+    shapes = [{**spec, "chunk_tokens": chunk} for chunk in args.chunks or ()] or [spec]
+    for cost, shape, seed, policy in product(costs, shapes, common.seeds(args), policies):
+        job = replace(base, policy=policy, seed=seed, cost=cost, spec=shape)
+        if args.max_qps:
+            tasks.append((sweep.max_load, (job, slo_s)))
+        else:
+            tasks += [(sweep.run_job, (job.at_load(load),)) for load in args.loads]
     return tasks
-
-
-def _plot(
-    path: Path,
-    scenario: str,
-    rows: Sequence[Row],
-    tables: Sequence[ResultTable],
-    words: Sequence[str],
-    *,
-    decode: bool,
-    capacity: bool,
-) -> None:
-    from sglang_sbs.simulator.experiments import plots
-    from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
-
-    if decode:
-        figure = plots.decode_summary(rows)
-    else:
-        figure = plots.capacity_by_chunk(rows) if capacity else plots.ttft_by_load(rows)
-    if path.suffix != ".html":
-        plots.save(figure, path)
-        return
-    command = f"Command: sglang-sbs simulate {' '.join(words)}"
-    picture = Picture(scenario, plots.png_of(figure))
-    parts: list[Part] = [command, *tables, picture, policies_table(r["policy"] for r in rows)]
-    write_page(path, f"Simulation of {scenario}", parts)
 
 
 def _replay(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Independent runs on all cores. Owns what a run gives, a row; must not know what is run."""
+"""Independent runs on all cores; what each gives is a row."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def run_all(
 
     The first error, or an interrupt, ends it: no further job is begun, and none is waited for.
     """
-    listed = list(jobs)
-    rows: list[Row | None] = [None] * len(listed)
     if workers == 1:
-        for index, (call, args) in enumerate(listed):
-            rows[index] = row = call(*args)
-            on_row(row)
-        return [row for row in rows if row is not None]
+        rows = []
+        for call, args in jobs:
+            rows.append(call(*args))
+            on_row(rows[-1])
+        return rows
     others = set(active_children())
     # A terminal interrupts the workers, too: they leave the word to this process.
     pool = ProcessPoolExecutor(
@@ -38,11 +37,9 @@ def run_all(
         initargs=(signal.SIGINT, signal.SIG_IGN),
     )
     try:
-        futures = {pool.submit(call, *args): i for i, (call, args) in enumerate(listed)}
+        futures = [pool.submit(call, *args) for call, args in jobs]
         for done in as_completed(futures):
-            row = done.result()
-            rows[futures[done]] = row
-            on_row(row)
+            on_row(done.result())
     except BaseException:
         mine = set(active_children()) - others
         pool.shutdown(wait=False, cancel_futures=True)
@@ -50,4 +47,4 @@ def run_all(
             process.terminate()
         raise
     pool.shutdown()
-    return [row for row in rows if row is not None]
+    return [done.result() for done in futures]

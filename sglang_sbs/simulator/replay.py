@@ -1,7 +1,5 @@
-"""Re-runs the event log of a real router and compares every decision.
-
-The format is the event log's (:mod:`sglang_sbs.scheduling.eventlog`).
-"""
+"""Re-runs the event log of a real router (:mod:`sglang_sbs.scheduling.eventlog`) and compares every
+decision."""
 
 from __future__ import annotations
 
@@ -28,11 +26,8 @@ class ReplayResult:
 
 
 def replay(path: Path) -> ReplayResult:
-    """Feed the recorded events to a fresh scheduler of the recorded configuration.
-
-    Raises:
-        OSError, ValueError: the log cannot be read.
-    """
+    """Feed the recorded events to a fresh scheduler of the recorded configuration. Raises: OSError,
+    ValueError: the log cannot be read."""
     scheduler: Scheduler | None = None
     result = ReplayResult(torn_bytes=_torn_bytes(path))
     for record in read_event_log(path):
@@ -46,7 +41,7 @@ def replay(path: Path) -> ReplayResult:
         result.commands += len(commands)
         if commands != record.commands:
             result.difference = f"{record.event}: now {commands}, recorded {record.commands}"
-            return result
+            break
     return result
 
 

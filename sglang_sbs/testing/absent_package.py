@@ -63,11 +63,10 @@ class _Named:
 class AbsentKernel(_Named):
     """A compiled kernel's definition: `kernel[grid](...)` and `kernel(...)` are errors."""
 
-    def __getitem__(self, _grid: object) -> NoReturn:
-        raise AbsentPackageError(self.qualified_name)
-
     def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise AbsentPackageError(self.qualified_name)
+
+    __getitem__ = __call__
 
 
 class AbsentFunction(_Named):
@@ -115,29 +114,24 @@ def _absent_member(owner: str, name: str) -> Any:
     return AbsentFunction(f"{owner}.{name}")
 
 
-class _SubmoduleLoader(Loader):
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return AbsentModule(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run: an `AbsentModule` is complete once created."""
-
-
-class _SubmoduleFinder(MetaPathFinder):
+class _Submodules(MetaPathFinder, Loader):
     """Answers for every `package.submodule` of one absent package."""
 
     def __init__(self, package: str) -> None:
         self.prefix = package + "."
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: types.ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         if not fullname.startswith(self.prefix):
             return None
-        return ModuleSpec(fullname, _SubmoduleLoader(), is_package=True)
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return AbsentModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run: an `AbsentModule` is complete once created."""
 
 
 def install(package: str, **members: Any) -> None:
@@ -148,7 +142,7 @@ def install(package: str, **members: Any) -> None:
     module = sys.modules[package]
     module.__class__ = AbsentModule
     vars(module).update(members)
-    sys.meta_path.append(_SubmoduleFinder(package))
+    sys.meta_path.append(_Submodules(package))
 
 
 def cdiv(dividend: int, divisor: int) -> int:

@@ -18,6 +18,7 @@ import argparse
 import array
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -104,12 +105,10 @@ def model_config() -> dict[str, Any]:
 
 
 def write_tiny_model(directory: Path) -> Path:
-    """Write the model into `directory`, replacing what is there; returns `directory`.
+    """Write the model into `directory`, replacing what is there; returns `directory`. It appears
+    complete or not at all, so concurrent writers do no harm.
 
-    The folder appears complete or not at all, so concurrent writers do no harm.
-
-    Raises:
-        NotADirectoryError: `directory` exists and is a file.
+    Raises: NotADirectoryError: `directory` exists and is a file.
     """
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} is a file: name a directory for the tiny model")
@@ -131,20 +130,13 @@ def write_tiny_model(directory: Path) -> Path:
 
 
 def cached_tiny_model() -> Path:
-    """Folder of the tiny model in the user's cache, made when it is not there yet.
-
-    The folder's name carries a fingerprint of this file: a changed model is a new folder.
-    """
+    """Folder of the tiny model in the user's cache, made when it is not there yet. Its name carries
+    a fingerprint of this file: a changed model is a new folder."""
     fingerprint = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    directory = _cache_home() / "sglang-sbs" / f"tiny-model-{fingerprint}"
-    if (directory / "model.safetensors").exists():
-        return directory
-    return write_tiny_model(directory)
-
-
-def _cache_home() -> Path:
-    configured = os.environ.get("XDG_CACHE_HOME")
-    return Path(configured) if configured else Path.home() / ".cache"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = home / "sglang-sbs" / f"tiny-model-{fingerprint}"
+    there = (directory / "model.safetensors").exists()
+    return directory if there else write_tiny_model(directory)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -164,25 +156,20 @@ def _write_tokenizer(directory: Path) -> None:
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    words = _TOKENIZER_TEXT.split()
-    tokenizer.train_from_iterator([" " + " ".join(words)], trainer)
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise RuntimeError(
-            f"the tokenizer text yields {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}"
-        )
+    tokenizer.train_from_iterator([" " + " ".join(_TOKENIZER_TEXT.split())], trainer)
+    if (size := tokenizer.get_vocab_size()) != VOCAB_SIZE:
+        raise RuntimeError(f"the tokenizer text yields {size} tokens, not {VOCAB_SIZE}")
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(
-        directory / "tokenizer_config.json",
-        {
-            "bos_token": BOS_TOKEN,
-            "chat_template": CHAT_TEMPLATE,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": EOS_TOKEN,
-            "model_max_length": MAX_POSITIONS,
-            "pad_token": BOS_TOKEN,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-    )
+    config = {
+        "bos_token": BOS_TOKEN,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": EOS_TOKEN,
+        "model_max_length": MAX_POSITIONS,
+        "pad_token": BOS_TOKEN,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    _write_json(directory / "tokenizer_config.json", config)
 
 
 def _tensors() -> Iterator[tuple[str, tuple[int, ...], float]]:
@@ -221,13 +208,9 @@ def _write_weights(path: Path) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     body = bytearray()
     for name, shape, std in _tensors():
-        count = 1
-        for size in shape:
-            count *= size
         half_width = std * 3**0.5
-        values = array.array(
-            "f", (half_width * (2 * draw() - 1) if std else 1.0 for _ in range(count))
-        )
+        drawn = (half_width * (2 * draw() - 1) if std else 1.0 for _ in range(math.prod(shape)))
+        values = array.array("f", drawn)
         if sys.byteorder == "big":
             values.byteswap()
         start = len(body)
@@ -239,15 +222,13 @@ def _write_weights(path: Path) -> None:
 
 
 def main() -> None:
-    """Command line: write the model, print its folder."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_sbs.testing.tiny_model",
         description="Write the tiny Qwen3-MoE model folder that tests and the demo serve.",
         epilog="Example: python -m sglang_sbs.testing.tiny_model out/tiny-model",
     )
     parser.add_argument("directory", nargs="?", type=Path, help="default: the user's cache")
-    options = parser.parse_args()
-    directory = options.directory
+    directory = parser.parse_args().directory
     print(cached_tiny_model() if directory is None else write_tiny_model(directory))
 
 

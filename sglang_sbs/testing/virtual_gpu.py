@@ -1,8 +1,5 @@
-"""The cost model of a GPU that is not there: how long a forward pass takes.
-
-Owns: `VirtualGpuCost`, its JSON form, and the environment variable that carries it to CPU engines.
-Knows neither torch nor SGLang, so that the simulator and the engines share one model.
-"""
+"""The cost model of a GPU that is not there: how long a pass takes. Without torch or SGLang, as
+who plans a cluster uses it, too."""
 
 from __future__ import annotations
 
@@ -37,15 +34,13 @@ class VirtualGpuCost:
     decode_per_max_kv_token_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in asdict(self).items():
+            wanted = "a finite number of seconds >= 0"
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{VIRTUAL_GPU_ENV}: {field.name} must be a number, got {value!r}")
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(
-                    f"{VIRTUAL_GPU_ENV}: {field.name} must be a finite number of seconds >= 0, "
-                    f"got {value!r}"
-                )
+                wanted = "a number"
+            elif math.isfinite(value) and value >= 0:
+                continue
+            raise ValueError(f"{VIRTUAL_GPU_ENV}: {name} must be {wanted}, got {value!r}")
 
     def prefill_s(self, tokens_per_rank: Sequence[int]) -> float:
         """Seconds of an extend pass over `tokens_per_rank` new tokens (idle ranks bring 0)."""
@@ -71,28 +66,22 @@ class VirtualGpuCost:
 
     @classmethod
     def from_json(cls, text: str) -> VirtualGpuCost:
-        """Parse a JSON object of field names to seconds; missing fields keep their default.
+        """Parse a JSON object of field names to seconds; missing fields keep their default. What
+        ``scripts/calibrate`` writes is taken too: there they are under ``virtual_gpu``.
 
-        What ``scripts/calibrate`` writes is taken too: there they are under ``virtual_gpu``.
-
-        Raises:
-            ValueError: not a JSON object, an unknown field, or a value that is not a duration.
+        Raises: ValueError: not a JSON object, an unknown field, or a value that is not a duration.
         """
         names = [field.name for field in fields(cls)]
+        known = ", ".join(names)
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{VIRTUAL_GPU_ENV} is not valid JSON ({error}): {text!r}") from error
         if not isinstance(content, dict):
-            raise ValueError(
-                f"{VIRTUAL_GPU_ENV} must be a JSON object with fields among {', '.join(names)}, "
-                f"got {text!r}"
-            )
+            wanted = f"a JSON object with fields among {known}"
+            raise ValueError(f"{VIRTUAL_GPU_ENV} must be {wanted}, got {text!r}")
         if isinstance(content.get("virtual_gpu"), dict):
             content = content["virtual_gpu"]
-        unknown = sorted(set(content) - set(names))
-        if unknown:
-            raise ValueError(
-                f"{VIRTUAL_GPU_ENV}: unknown field {unknown[0]!r}; known ones: {', '.join(names)}"
-            )
+        for name in sorted(set(content) - set(names)):
+            raise ValueError(f"{VIRTUAL_GPU_ENV}: unknown field {name!r}; known ones: {known}")
         return cls(**content)

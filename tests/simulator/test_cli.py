@@ -351,8 +351,7 @@ def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["trace:{}", "plan --slo-ttft 1 --trace {}", "matrix --regimes none --trace {}"],
+    "command", ["trace:{}", "plan --slo-ttft 1 --trace {}", "matrix --regimes none --trace {}"]
 )
 def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_path, capsys):
     trace = tmp_path / "latin.csv"

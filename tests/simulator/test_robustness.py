@@ -14,7 +14,7 @@ from sglang_sbs.scheduling import POLICIES, SchedulerConfig
 from sglang_sbs.scheduling.policies.adaptive import long_prompts
 from sglang_sbs.simulator import COSTS, ClusterSpec, InstanceSpec, TopologyChange, simulate
 from sglang_sbs.simulator.cluster import simulation
-from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
+from sglang_sbs.simulator.cluster.network import FeedbackChannel
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job, scheduler_config
 
 MIXED = COSTS["mixed"]

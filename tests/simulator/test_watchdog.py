@@ -47,10 +47,7 @@ def test_a_slow_instance_is_not_taken_for_a_silent_one(speed: float, policy: str
 @pytest.mark.parametrize("chunk_tokens", [3072, 16384])
 def test_long_prompts_are_not_taken_for_silence(chunk_tokens: int, speed: float):
     scenario = make_scenario(
-        "paper-long",
-        instances=[{}, {}, {"speed": speed}],
-        overlap=True,
-        chunk_tokens=chunk_tokens,
+        "paper-long", instances=[{}, {}, {"speed": speed}], overlap=True, chunk_tokens=chunk_tokens
     )
     seen = Seen()
     arrivals = scenario.at_load(0.2, MINUTES_S, 3)

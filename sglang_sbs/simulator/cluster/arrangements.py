@@ -1,27 +1,33 @@
 """Other arrangements of the same instances, so that it can be said what an operator gains by which.
 
-``--short-pool N``: that many instances take short prompts only and the others long ones, each pool
-with a scheduler of its own. ``--pools N``: so many pools of equal instances (:mod:`.pools`).
-``--deflect-tokens N``: decode instances compute prompts of at most N
-tokens beside their own steps (prefill deflection, arXiv 2607.02043; SGLang's cannot). Any policy
+``--short-pool N``: that many instances take short prompts only and the others long ones.
+``--pools N``: so many pools of equal instances behind a load balancer, which is no part of SBS: it
+sees requests come and go, and neither ranks nor queues. How to go on beyond what one scheduler can
+carry, as each pool has its own. ``--deflect-tokens N``: decode instances compute prompts of at most
+N tokens beside their own steps (prefill deflection, arXiv 2607.02043; SGLang's cannot). Any policy
 runs in either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sglang_sbs.scheduling import SchedulerConfig
+from sglang_sbs.scheduling import Command, Event, Scheduler, SchedulerConfig
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
-from sglang_sbs.simulator.cluster.outcome import Outcome
-from sglang_sbs.simulator.cluster.pools import balancer, equal_parts, simulate_pools
-from sglang_sbs.simulator.cluster.simulation import simulate
+from sglang_sbs.simulator.cluster.outcome import Outcome, PoolRecord
+from sglang_sbs.simulator.cluster.simulation import Simulation, simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 DEFLECT_CHUNK_TOKENS = 256
 """Per decode rank and step: more would hold up decode for long."""
+Choose = Callable[[Arrival, Sequence[int]], int]
+"""The pool of a request, by what is in flight in each."""
 
 
 def simulate_arranged(
@@ -33,23 +39,23 @@ def simulate_arranged(
 ) -> Outcome:
     """As :func:`simulate`, in the arrangement that ``spec`` asks for.
 
-    Raises: ValueError: pools in a closed loop, where nobody knows the lengths in advance.
+    Raises: ValueError: pools that cannot be made of the instances, or in a closed loop, where
+    nobody knows the lengths in advance.
     """
     if spec.short_pool or spec.pools:
         if not isinstance(arrivals, Sequence):
             raise ValueError("--short-pool, --pools: not in a closed loop (agentic)")
         if spec.short_pool:
-            return _by_length(arrivals, config, spec, drain_s)
-        return simulate_pools(arrivals, config, equal_parts(spec), balancer(spec), drain_s)
+            outcome = _simulate_pools(arrivals, config, *_by_length(arrivals, spec), drain_s)
+            outcome.pools.clear()
+            return outcome
+        return _simulate_pools(arrivals, config, _equal_parts(spec), _balancer(spec), drain_s)
     if spec.deflect_tokens:
         spec = _with_deflection(spec)
     return simulate(arrivals, config, spec, drain_s=drain_s)
 
 
-def _by_length(
-    arrivals: Sequence[Arrival], config: SchedulerConfig, spec: ClusterSpec, drain_s: float
-) -> Outcome:
-    """A pool for short prompts, and one for the others."""
+def _by_length(arrivals: Sequence[Arrival], spec: ClusterSpec) -> tuple[list[ClusterSpec], Choose]:
     listed = [one for _, one in spec.prefill]
     if spec.short_pool >= len(listed):
         raise ValueError(f"short_pool {spec.short_pool}: long prompts need one of {len(listed)}")
@@ -58,11 +64,7 @@ def _by_length(
         msgspec.structs.replace(spec, instances=tuple(instances), short_pool=0)
         for instances in (listed[: spec.short_pool], listed[spec.short_pool :])
     ]
-    outcome = simulate_pools(
-        arrivals, config, parts, lambda one, _: int(one.prompt_tokens > threshold), drain_s
-    )
-    outcome.pools.clear()
-    return outcome
+    return parts, lambda one, _: int(one.prompt_tokens > threshold)
 
 
 def fair_threshold(lengths: Sequence[int], pool: int, instances: Sequence[InstanceSpec]) -> int:
@@ -78,9 +80,109 @@ def fair_threshold(lengths: Sequence[int], pool: int, instances: Sequence[Instan
     return max(lengths, default=0)
 
 
+def _equal_parts(spec: ClusterSpec) -> list[ClusterSpec]:
+    listed = [one for _, one in spec.prefill]
+    each, left = divmod(len(listed), spec.pools)
+    if left:
+        raise ValueError(f"--pools {spec.pools}: {len(listed)} instances cannot be divided so")
+    return [
+        msgspec.structs.replace(
+            spec,
+            instances=tuple(listed[each * number : each * (number + 1)]),
+            decode_dp_size=max(1, spec.decode_dp_size // spec.pools),
+            pools=0,
+            seed=spec.seed + 1000 * number,
+        )
+        for number in range(spec.pools)
+    ]
+
+
+def _balancer(spec: ClusterSpec) -> Choose:
+    """What is before the pools of ``spec``."""
+    rng = random.Random(f"pools {spec.seed}")
+
+    def fewest(_arrival: Arrival, in_flight: Sequence[int]) -> int:
+        return min(range(spec.pools), key=lambda pool: (in_flight[pool], rng.random()))
+
+    def any_of(_arrival: Arrival, _in_flight: Sequence[int]) -> int:
+        return rng.randrange(spec.pools)
+
+    def of_session(arrival: Arrival, in_flight: Sequence[int]) -> int:
+        if not arrival.session:
+            return any_of(arrival, in_flight)
+        return zlib.crc32(arrival.session.encode()) % spec.pools
+
+    return {"least": fewest, "random": any_of, "session": of_session}[spec.pool_balance]
+
+
 def _with_deflection(spec: ClusterSpec) -> ClusterSpec:
     """The decode ranks as one more prefill instance, for short prompts only. Its steps take what a
     prefill pass with as few tokens takes, decode's own work and all."""
     listed = [one for _, one in spec.prefill]
     decode = InstanceSpec(dp_size=spec.decode_dp_size, chunk_tokens=DEFLECT_CHUNK_TOKENS)
     return msgspec.structs.replace(spec, instances=(*listed, decode), deflecting=f"p{len(listed)}")
+
+
+class _TimedScheduler(Scheduler):
+    """The scheduler, with the CPU time that each event took."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.decisions_s = array("d")
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        begun_s = time.thread_time()
+        commands = super().handle(event, now_s)
+        self.decisions_s.append(time.thread_time() - begun_s)
+        return commands
+
+
+def _simulate_pools(
+    arrivals: Sequence[Arrival],
+    config: SchedulerConfig,
+    parts: Sequence[ClusterSpec],
+    choose: Choose,
+    drain_s: float,
+) -> Outcome:
+    """Clusters with one clock. Their outcomes are put together: instances are numbered through."""
+    schedulers = [_TimedScheduler(config) for _ in parts]
+    pairs = zip(schedulers, parts, strict=True)
+    pools = [Simulation([], scheduler, part, drain_s=drain_s) for scheduler, part in pairs]
+    sent: list[list[int]] = [[] for _ in parts]
+    for pool in pools:
+        pool.start()
+    for index, arrival in enumerate(arrivals):
+        for pool in pools:
+            pool.go_on(arrival.at_s)
+        chosen = choose(arrival, [pool.in_flight for pool in pools])
+        sent[chosen].append(index)
+        pools[chosen].come([arrival])
+    whole = Outcome([], arrivals=arrivals)
+    first = 0
+    for pool, part, mine, scheduler in zip(pools, parts, sent, schedulers, strict=True):
+        outcome = pool.end()
+        _add(outcome, whole, mine, first)
+        whole.pools.append(PoolRecord(len(mine), scheduler.decisions_s, outcome.duration_s))
+        first += len(part.prefill)
+    whole.requests.sort(key=lambda request: request.index)
+    whole.passes.sort(key=lambda one: one.end_s)
+    return whole
+
+
+def _add(outcome: Outcome, whole: Outcome, indices: Sequence[int], first: int) -> None:
+    """``indices``: of its arrivals among all; ``first``: the number of its first instance."""
+
+    def named(instance: str) -> str:
+        return f"p{first + int(instance[1:])}"
+
+    for request in outcome.requests:
+        request.index = indices[request.index]
+        request.rid = f"r{request.index}"
+        if request.prefill is not None:
+            request.prefill = (named(request.prefill[0]), request.prefill[1])
+    whole.requests += outcome.requests
+    whole.passes += [one._replace(instance=named(one.instance)) for one in outcome.passes]
+    whole.queued_passes += outcome.queued_passes
+    whole.bootstrap_waits += outcome.bootstrap_waits
+    whole.retries += outcome.retries
+    whole.duration_s = max(whole.duration_s, outcome.duration_s)

@@ -38,7 +38,6 @@ def prefill_up(name: str, one: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
 
 
 def decode_up(spec: ClusterSpec) -> InstanceUp:
-    """The same of all decode ranks."""
     return InstanceUp(
         instance=DECODE,
         role="decode",
@@ -49,15 +48,9 @@ def decode_up(spec: ClusterSpec) -> InstanceUp:
 
 
 def decode_ranks(spec: ClusterSpec) -> list[DecodeRank]:
-    """The decode instance's, empty."""
-    return [
-        DecodeRank(
-            spec.decode_kv_capacity_tokens or math.inf,
-            spec.decode_max_running_requests or math.inf,
-            spec.output_tokens,
-        )
-        for _ in range(spec.decode_dp_size)
-    ]
+    room = spec.decode_kv_capacity_tokens or math.inf
+    slots = spec.decode_max_running_requests or math.inf
+    return [DecodeRank(room, slots, spec.output_tokens) for _ in range(spec.decode_dp_size)]
 
 
 def boot_engines(
@@ -96,25 +89,23 @@ def boot_engines(
 
 
 def _cache(spec: ClusterSpec, storage: SharedStorage | None) -> BlockCache:
-    tiers, block_tokens = spec.tiers, spec.block_tokens
+    room, size, heard = spec.kv_capacity_tokens, spec.block_tokens, spec.publishes_blocks
     lower = None
-    if tiers is not None and tiers.host_kv_tokens >= block_tokens:
-        lower = LowerTiers(tiers.host_kv_tokens // block_tokens, storage)
-    return BlockCache(
-        spec.kv_capacity_tokens, block_tokens, events=spec.publishes_blocks, lower=lower
-    )
+    if spec.tiers is not None and spec.tiers.host_kv_tokens >= size:
+        lower = LowerTiers(spec.tiers.host_kv_tokens // size, storage)
+    return BlockCache(room, size, events=heard, lower=lower)
 
 
 def block_events(engine: SimulatedPrefill) -> list[BlocksRemoved | BlocksStored]:
     """What the ranks publish after a pass, removals first in each tier."""
-    told: list[BlocksRemoved | BlocksStored] = []
-    for rank, events in engine.take_block_events():
-        for removed, stored, tier in (
-            (events.removed, events.stored, DEVICE),
-            (events.host_removed, events.host_stored, HOST),
-        ):
-            told.append(
-                BlocksRemoved(instance=engine.name, dp_rank=rank, blocks=removed, tier=tier)
-            )
-            told.append(BlocksStored(instance=engine.name, dp_rank=rank, blocks=stored, tier=tier))
-    return [event for event in told if event.blocks]
+    return [
+        kind(instance=engine.name, dp_rank=rank, blocks=blocks, tier=tier)
+        for rank, events in engine.take_block_events()
+        for kind, blocks, tier in (
+            (BlocksRemoved, events.removed, DEVICE),
+            (BlocksStored, events.stored, DEVICE),
+            (BlocksRemoved, events.host_removed, HOST),
+            (BlocksStored, events.host_stored, HOST),
+        )
+        if blocks
+    ]

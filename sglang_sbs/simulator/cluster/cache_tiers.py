@@ -11,7 +11,7 @@ request cannot be scheduled until that is done (``prefetch_from_storage`` in
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -40,27 +40,8 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.storage and self.host_kv_tokens > 0
 
 
-class SharedStorage:
-    """Blocks that any rank can have."""
-
-    def __init__(self, blocks: Iterable[int] = ()) -> None:
-        self._blocks = set(blocks)
-        self._stored: list[int] = []
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
-
-    def add(self, blocks: Iterable[int]) -> None:
-        """A rank has written these."""
-        for block in blocks:
-            if block not in self._blocks:
-                self._blocks.add(block)
-                self._stored.append(block)
-
-    def take_stored(self) -> list[int]:
-        """What came since the last call."""
-        stored, self._stored = self._stored, []
-        return stored
+SharedStorage = set[int]
+"""Blocks that any rank can have."""
 
 
 class LowerTiers:
@@ -90,7 +71,7 @@ class LowerTiers:
             block, _ = host.popitem(last=False)
             self.removed.append(block)
         if self._storage is not None:
-            self._storage.add(blocks)
+            self._storage.update(blocks)
 
     def bring(self, blocks: Sequence[int], new: Sequence[int]) -> None:
         """The ``new`` ones of a prompt come, and take the place of none of the others."""

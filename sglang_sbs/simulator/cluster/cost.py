@@ -89,8 +89,7 @@ _FIELDS = ", ".join(PassCost.__struct_fields__)
 def find_cost(word: str) -> PassCost:
     """A cost model by its name in :data:`COSTS`, or from a JSON file.
 
-    Raises:
-        CostError: neither; the message lists the names, or says what is wrong in the file.
+    Raises: CostError: neither; the message lists the names, or says what is wrong in the file.
     """
     if word in COSTS:
         return COSTS[word]
@@ -107,8 +106,7 @@ def cost_name(word: str) -> str:
 def load_cost(path: Path) -> PassCost:
     """Read a cost from JSON: an object of the fields of :class:`PassCost`, or with it as ``cost``.
 
-    Raises:
-        CostError: unreadable, or not a cost; names the file and the field.
+    Raises: CostError: unreadable, or not a cost; names the file and the field.
     """
     try:
         content = msgspec.json.decode(path.read_bytes())
@@ -127,20 +125,15 @@ def load_cost(path: Path) -> PassCost:
         cost = msgspec.convert(content, PassCost)
     except msgspec.ValidationError as error:
         raise CostError(f"cost file {path}: {error}") from error
-    for name in PassCost.__struct_fields__:
-        value = getattr(cost, name)
+    for name, value in msgspec.structs.asdict(cost).items():
         if not math.isfinite(value) or value < 0:
-            raise CostError(
-                f"cost file {path}: {name} must be a finite number of seconds >= 0, not {value}"
-            )
+            wanted = "a finite number of seconds >= 0"
+            raise CostError(f"cost file {path}: {name} must be {wanted}, not {value}")
     if cost.full_chunk_s(1) <= 0:
-        raise CostError(
-            f"cost file {path}: a pass would take no time but for attention pairs and requests; "
-            "set fixed_s, mean_s or max_s"
-        )
+        nothing = "a pass would take no time but for attention pairs and requests"
+        raise CostError(f"cost file {path}: {nothing}; set fixed_s, mean_s or max_s")
     return cost
 
 
 def save_cost(cost: PassCost, path: Path) -> None:
-    """Write what :func:`load_cost` reads."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(cost)) + b"\n")

@@ -18,19 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from sglang_sbs.scheduling import (
-    Dispatch,
-    Event,
-    ForwardEnded,
-    InstanceUp,
-    PrefillDone,
-    RequestArrived,
-    RequestEnded,
-    Scheduler,
-    SchedulerConfig,
-    TimerFired,
-    WakeAt,
-)
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
 from sglang_sbs.scheduling.decode.rules import DecodeBoard, DecodeLoad, potential
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.wire import EndForward
@@ -100,6 +88,13 @@ class DecodeOutcome:
     balanced_s: float = 0.0
     """What the same steps would have taken with B and K equal on all ranks."""
 
+    def sample(self, now_s: float, kv: list[int], running_max: int) -> None:
+        self.kv_mean.append(statistics.fmean(kv))
+        self.kv_sd.append(statistics.pstdev(kv))
+        self.kv_max.append(max(kv))
+        self.running_max.append(running_max)
+        self.bands.append((now_s, kv))
+
     def row(self) -> dict[str, float]:
         """KV band (mean -/+ one standard deviation over ranks), peak, CV and throughput, also what
         it would be with the same requests in perfect balance: no placement can do better."""
@@ -144,22 +139,19 @@ class _Prefill:
         self.forward_id += 1
         self.accepted_requests += len(self.running)
         self.accepted_tokens += self._tokens
-        return self._message("launch", now_s, rids=[rid for rid, _ in self.running])
+        return self.message("launch", now_s)
 
     def finish(self, now_s: float) -> EndForward:
         self.computed_tokens += self._tokens
-        message = self._message("forward", now_s, rids=[])
+        message = self.message("forward", now_s)
         self.running = []
         return message
-
-    def idle(self, now_s: float) -> EndForward:
-        return self._message("idle", now_s, rids=[])
 
     @property
     def _tokens(self) -> int:
         return sum(tokens for _, tokens in self.running)
 
-    def _message(self, kind: Kind, now_s: float, rids: list[str]) -> EndForward:
+    def message(self, kind: Kind, now_s: float) -> EndForward:
         ended = kind == "forward"
         self.seq += 1
         return EndForward(
@@ -181,7 +173,7 @@ class _Prefill:
             accepted_requests=self.accepted_requests,
             accepted_tokens=self.accepted_tokens,
             computed_tokens=self.computed_tokens,
-            rids=rids,
+            rids=[rid for rid, _ in self.running] if kind == "launch" else [],
         )
 
 
@@ -203,7 +195,7 @@ class DecodeSimulation:
         self._now_s = 0.0
         self._step = 0
         self._wake_s = math.inf
-        self._placed: list[Dispatch] = []
+        self._placed: list[events.Dispatch] = []
         self._weights: Sequence[float] | None = None
         self._foresight_steps = 0
 
@@ -217,70 +209,57 @@ class DecodeSimulation:
             foresight_steps: above 0 ranks are chosen by the potential, with the knowledge of what
                 will end within so many steps and thus of the room that it leaves.
         """
-        spec = self._spec
+        spec, cost = self._spec, self._spec.cost
         self._foresight_steps = foresight_steps
         if skew:
             last = max(1, spec.ranks - 1)
             self._weights = [1 - skew + 2 * skew * i / last for i in range(spec.ranks)]
-        self._tell(
-            InstanceUp(
-                instance=_PREFILL, role="prefill", dp_size=1, chunk_tokens=_PREFILL_CHUNK_TOKENS
-            )
+        chunk_tokens = _PREFILL_CHUNK_TOKENS
+        up = events.InstanceUp(
+            instance=_PREFILL, role="prefill", dp_size=1, chunk_tokens=chunk_tokens
         )
-        self._tell(InstanceUp(instance=_DECODE, role="decode", dp_size=spec.ranks))
+        self._tell(up)
+        self._tell(events.InstanceUp(instance=_DECODE, role="decode", dp_size=spec.ranks))
         outcome = DecodeOutcome()
         completed_before = 0
         for step in range(spec.steps):
             self._step = step
             if self._wake_s <= self._now_s:
                 self._wake_s = math.inf
-                self._tell(TimerFired())
+                self._tell(events.TimerFired())
             self._arrive(spec.concurrency if step == 0 else self._finish_due(step))
             if step % spec.batch_steps == 0:
                 self._next_pass(spread_ages=step == 0)
-            running_max = max(rank.running for rank in self._ranks)
-            kv_max = max(rank.kv_tokens for rank in self._ranks)
-            cost = spec.cost
+            running = [rank.running for rank in self._ranks]
+            kv = [rank.kv_tokens for rank in self._ranks]
+            running_max, kv_max = max(running), max(kv)
             step_ms = cost.fixed_ms + cost.request_ms * running_max + cost.token_ms * kv_max
             self._now_s += step_ms / 1e3
             if step == spec.warm_up_steps:
                 completed_before = self._completed
             if step >= spec.warm_up_steps:
-                outcome.tokens += sum(rank.running for rank in self._ranks)
+                own_ms = cost.request_ms * sum(running) + cost.token_ms * sum(kv)
+                outcome.tokens += sum(running)
                 outcome.completed = self._completed - completed_before
                 outcome.time_s += step_ms / 1e3
-                outcome.balanced_s += self._balanced_ms() / 1e3
+                outcome.balanced_s += (cost.fixed_ms + own_ms / len(self._ranks)) / 1e3
                 if step % _SAMPLE_STEPS == 0:
-                    self._sample(outcome, running_max, kv_max)
+                    outcome.sample(self._now_s, kv, running_max)
             for rank in self._ranks:
                 rank.kv_tokens += rank.running
             if step % spec.report_steps == 0:
                 self._report()
         return outcome
 
-    def _balanced_ms(self) -> float:
-        cost = self._spec.cost
-        running = sum(rank.running for rank in self._ranks)
-        kv = sum(rank.kv_tokens for rank in self._ranks)
-        ranks = len(self._ranks)
-        return cost.fixed_ms + (cost.request_ms * running + cost.token_ms * kv) / ranks
-
-    def _sample(self, outcome: DecodeOutcome, running_max: int, kv_max: int) -> None:
-        kv = [rank.kv_tokens for rank in self._ranks]
-        outcome.kv_mean.append(statistics.fmean(kv))
-        outcome.kv_sd.append(statistics.pstdev(kv))
-        outcome.kv_max.append(kv_max)
-        outcome.running_max.append(running_max)
-        outcome.bands.append((self._now_s, kv))
-
     def _finish_due(self, step: int) -> int:
         finished = 0
         while self._finish and self._finish[0][0] <= step:
             _, rid = heapq.heappop(self._finish)
             index, prompt, output = self._live.pop(rid)
-            self._ranks[index].running -= 1
-            self._ranks[index].kv_tokens -= prompt + output
-            self._tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=output))
+            rank = self._ranks[index]
+            rank.running -= 1
+            rank.kv_tokens -= prompt + output
+            self._tell(events.RequestEnded(rid=rid, outcome="completed", completion_tokens=output))
             finished += 1
         self._completed += finished
         return finished
@@ -292,27 +271,27 @@ class DecodeSimulation:
             prompt = self._length(self._spec.input_mean, self._spec.input_cv)
             output = max(2, self._length(self._spec.output_mean, self._spec.output_cv))
             self._lengths[rid] = (prompt, output)
-            self._tell(RequestArrived(rid=rid, prompt_tokens=prompt))
+            self._tell(events.RequestArrived(rid=rid, prompt_tokens=prompt))
 
     def _next_pass(self, *, spread_ages: bool) -> None:
         """End the running prefill pass and launch the next with all that was sent meanwhile."""
         prefill = self._prefill
         if prefill.running:
             done = [rid for rid, _ in prefill.running]
-            self._tell(ForwardEnded(instance=_PREFILL, report=prefill.finish(self._now_s)))
+            self._hear(prefill.finish(self._now_s))
             for rid in done:
-                self._tell(PrefillDone(rid=rid))
+                self._tell(events.PrefillDone(rid=rid))
             if not prefill.sent:
-                self._tell(ForwardEnded(instance=_PREFILL, report=prefill.idle(self._now_s)))
+                self._hear(prefill.message("idle", self._now_s))
         if prefill.sent:
-            self._tell(ForwardEnded(instance=_PREFILL, report=prefill.launch(self._now_s)))
+            self._hear(prefill.launch(self._now_s))
         placed, self._placed = self._placed, []
         if self._foresight_steps:  # longest first, as the scheduler does
             placed.sort(key=lambda command: -self._lengths[command.rid][0])
         for command in placed:
             self._join(command, spread_ages)
 
-    def _join(self, command: Dispatch, spread_ages: bool) -> None:
+    def _join(self, command: events.Dispatch, spread_ages: bool) -> None:
         prompt, output = self._lengths.pop(command.rid)
         index = command.decode_rank
         if self._weights is not None:
@@ -337,19 +316,10 @@ class DecodeSimulation:
                 its_rank, its_prompt, its_output = self._live[live]
                 soon = 1 - left / self._foresight_steps
                 kv_tokens[its_rank] -= soon * (its_prompt + its_output)
-        loads = [
-            DecodeLoad(rank.running, int(kv))
-            for rank, kv in zip(self._ranks, kv_tokens, strict=True)
-        ]
-        request = Request(
-            rid=rid,
-            order=0,
-            prompt_tokens=prompt,
-            max_new_tokens=None,
-            arrived_s=self._now_s,
-            deadline_s=math.inf,
-        )
-        index = potential(request, DecodeBoard(loads), lambda _: True)
+        pairs = zip(self._ranks, kv_tokens, strict=True)
+        board = DecodeBoard([DecodeLoad(rank.running, int(kv)) for rank, kv in pairs])
+        request = Request(rid, 0, prompt, None, self._now_s, math.inf)
+        index = potential(request, board, lambda _: True)
         assert index is not None
         return index
 
@@ -360,34 +330,32 @@ class DecodeSimulation:
 
     def _report(self) -> None:
         for index, rank in enumerate(self._ranks):
-            self._tell(
-                ForwardEnded(
-                    instance=_DECODE,
-                    report=EndForward(
-                        instance_id=_DECODE,
-                        boot_id=_DECODE,
-                        role="decode",
-                        dp_rank=index,
-                        dp_size=len(self._ranks),
-                        seq=rank.seq,
-                        kind="forward",
-                        forward_id=self._step,
-                        running_requests=rank.running,
-                        kv_tokens=rank.kv_tokens,
-                        accepted_requests=rank.accepted_total,
-                        rids=rank.accepted,
-                    ),
-                )
+            message = EndForward(
+                instance_id=_DECODE,
+                boot_id=_DECODE,
+                role="decode",
+                dp_rank=index,
+                dp_size=len(self._ranks),
+                seq=rank.seq,
+                kind="forward",
+                forward_id=self._step,
+                running_requests=rank.running,
+                kv_tokens=rank.kv_tokens,
+                accepted_requests=rank.accepted_total,
+                rids=rank.accepted,
             )
+            self._hear(message)
             rank.seq += 1
             rank.accepted = []
 
-    def _tell(self, event: Event) -> None:
+    def _hear(self, report: EndForward) -> None:
+        self._tell(events.ForwardEnded(instance=report.instance_id, report=report))
+
+    def _tell(self, event: events.Event) -> None:
         for command in self._scheduler.handle(event, self._now_s):
-            match command:
-                case Dispatch():
-                    self._placed.append(command)
-                    prompt, _ = self._lengths[command.rid]
-                    self._prefill.sent.append((command.rid, prompt))
-                case WakeAt():
-                    self._wake_s = command.time_s
+            if isinstance(command, events.Dispatch):
+                self._placed.append(command)
+                prompt, _ = self._lengths[command.rid]
+                self._prefill.sent.append((command.rid, prompt))
+            elif isinstance(command, events.WakeAt):
+                self._wake_s = command.time_s

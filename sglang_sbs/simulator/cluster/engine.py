@@ -33,7 +33,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import padded
@@ -118,42 +118,37 @@ class Rank:
     cache: BlockCache | None = None
 
 
+@dataclass(eq=False)
 class SimulatedPrefill:
     """Driven by its owner: :meth:`deliver`, :meth:`handshaken`, :meth:`step`, :meth:`finish`."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        dp_size: int,
-        chunk_tokens: int,
-        cost: PassCost,
-        jitter: float,
-        rng: random.Random,
-        page_size: int = 1,
-        prefill_max_requests: int = 0,
-        captured_tokens: Sequence[int] = (),
-        overlap: bool = False,
-        boot_id: str = "",
-        caches: Sequence[BlockCache] = (),
-        first_pass_s: float = 0.0,
-        lone_rank: tuple[int, int] | None = None,
-        host_load_s: float = 0.0,
-    ) -> None:
-        """``prefill_max_requests``: 0 for no limit. ``captured_tokens``: token counts of its
-        prefill CUDA graphs, ascending. ``caches``: one per rank; empty for an engine without a
-        radix cache. ``first_pass_s``: what its first pass takes on top (kernels are compiled,
-        graphs captured). ``lone_rank``: rank and DP size in its messages, if it is one rank of an
-        instance without a barrier. ``host_load_s``: per token that is loaded from host memory."""
-        self.name = name
-        self.boot_id = boot_id or name
-        self.dp_size = dp_size
-        self.chunk_tokens = chunk_tokens
-        self.page_size = page_size
-        self._captured_tokens = captured_tokens
-        self._most_requests = prefill_max_requests or chunk_tokens
-        self.overlap = overlap
-        self.ranks = [Rank(cache=caches[d] if caches else None) for d in range(dp_size)]
+    name: str
+    _: KW_ONLY
+    dp_size: int
+    chunk_tokens: int
+    cost: PassCost
+    jitter: float
+    rng: random.Random
+    page_size: int = 1
+    prefill_max_requests: int = 0
+    """0 for no limit."""
+    captured_tokens: Sequence[int] = ()
+    """Token counts of its prefill CUDA graphs, ascending."""
+    overlap: bool = False
+    boot_id: str = ""
+    caches: Sequence[BlockCache] = ()
+    """One per rank; empty for an engine without a radix cache."""
+    first_pass_s: float = 0.0
+    """What its first pass takes on top: kernels are compiled, graphs captured."""
+    lone_rank: tuple[int, int] | None = None
+    """Rank and DP size in its messages, if it is one rank of an instance without a barrier."""
+    host_load_s: float = 0.0
+    """Per token that is loaded from host memory."""
+
+    def __post_init__(self) -> None:
+        self.ranks = [Rank() for _ in range(self.dp_size)]
+        for rank, cache in zip(self.ranks, self.caches, strict=False):
+            rank.cache = cache
         self.device: deque[DevicePass] = deque()
         """At most two with overlap, one without; the first one runs."""
         self.asleep = True
@@ -162,14 +157,8 @@ class SimulatedPrefill:
         self._early: set[str] = set()
         """Handshake done before the rank read the request from its socket."""
         self._last_launched = False
-        self._cost = cost
-        self._jitter = jitter
-        self._rng = rng
         self._forward_id = 0
         self._free_s = -math.inf
-        self._first_pass_s = first_pass_s
-        self.lone_rank = lone_rank
-        self._host_load_s = host_load_s
         self._fetches: list[Fetch] = []
 
     def deliver(
@@ -190,32 +179,24 @@ class SimulatedPrefill:
         self._enqueue(self.ranks[rank], request)
 
     def step(self, launch_s: float) -> tuple[DevicePass | None, list[EndForward]]:
-        """The first half of an iteration: ingest, form a batch and hand it to the device.
-
-        Args:
-            launch_s: when the device gets it, that is now plus the time preparing it takes.
-
-        Returns:
-            The pass if one was launched, and what the ranks say. Afterwards the owner asks
-            :meth:`waits_for`.
-        """
+        """The first half of an iteration: ingest, form a batch and hand it to the device, which
+        gets it at ``launch_s``: now plus the time preparing it takes. The pass if one was launched,
+        and what the ranks say. Afterwards the owner asks :meth:`waits_for`."""
         self._ingest()
         launched = self._launch(launch_s) if any(rank.waiting for rank in self.ranks) else None
+        messages: list[EndForward] = []
         if launched is not None:
             messages = self.messages("launch", launched)
             self.device.append(launched)
-            return launched, messages
-        if self.device:
-            return None, []
-        if any(rank.bootstrapping or rank.waiting for rank in self.ranks):
-            return None, self.messages("heartbeat")
-        return None, [] if self.asleep else self.messages("idle")
+        elif any(rank.bootstrapping or rank.waiting for rank in self.ranks):
+            messages = [] if self.device else self.messages("heartbeat")
+        elif not self.device and not self.asleep:
+            messages = self.messages("idle")
+        return launched, messages
 
     def waits_for(self, launched: DevicePass | None) -> DevicePass | None:
-        """The second half of the iteration: the pass at whose end the next one begins.
-
-        None: it begins at once if something was launched; else the loop sleeps.
-        """
+        """The second half of the iteration: the pass at whose end the next one begins. None: it
+        begins at once if something was launched; else the loop sleeps."""
         wait = self._last_launched or (launched is not None and not self.overlap)
         self._last_launched = launched is not None and self.overlap
         self.asleep = launched is None and not wait
@@ -241,11 +222,8 @@ class SimulatedPrefill:
 
     def take_block_events(self) -> list[tuple[int, BlockEvents]]:
         """What the ranks publish of their caches, once per pass: (DP rank, events)."""
-        taken = (
-            (index, rank.cache.take_events())
-            for index, rank in enumerate(self.ranks, self.lone_rank[0] if self.lone_rank else 0)
-            if rank.cache is not None
-        )
+        first = self.lone_rank[0] if self.lone_rank else 0
+        taken = ((i, cache.take_events()) for i, cache in enumerate(self.caches, first))
         return [(index, events) for index, events in taken if events is not None]
 
     def take_fetches(self) -> list[Fetch]:
@@ -276,9 +254,9 @@ class SimulatedPrefill:
 
     def _fetch(self, rank: Rank, request: Waiting) -> bool:
         """Begin to get what only storage has; whether there is any."""
-        cache = rank.cache
-        blocks = cache.to_fetch(request.blocks, request.prompt_tokens) if cache is not None else ()
-        if cache is None or not blocks or request.fetches == _MOST_FETCHES:
+        if (cache := rank.cache) is None or request.fetches == _MOST_FETCHES:
+            return False
+        if not (blocks := cache.to_fetch(request.blocks, request.prompt_tokens)):
             return False
         request.fetching = True
         request.fetches += 1
@@ -300,15 +278,15 @@ class SimulatedPrefill:
             requests.append(count)
             pairs.append(rank_pairs)
             cached.append(hit)
-            loads_s.append(loaded * self._host_load_s)
+            loads_s.append(loaded * self.host_load_s)
         if not any(requests):
             return None
-        computed = padded(tokens, self._captured_tokens)
-        forward_s = self._cost.pass_s(computed, pairs, requests, loads_s)
-        if self._jitter:
-            forward_s *= math.exp(self._rng.gauss(0.0, self._jitter))
+        computed = padded(tokens, self.captured_tokens)
+        forward_s = self.cost.pass_s(computed, pairs, requests, loads_s)
+        if self.jitter:
+            forward_s *= math.exp(self.rng.gauss(0.0, self.jitter))
         if self._forward_id == 0:
-            forward_s += self._first_pass_s
+            forward_s += self.first_pass_s
         self._forward_id += 1
         start_s = max(launch_s, self._free_s)
         self._free_s = start_s + forward_s
@@ -321,9 +299,10 @@ class SimulatedPrefill:
     ) -> tuple[int, int, float, int, int]:
         """Tokens, requests, attention pairs, cached tokens and loaded ones of the rank's batch."""
         page, cache = self.page_size, rank.cache
+        most = self.prefill_max_requests or self.chunk_tokens
         room, tokens, count, pairs, cached, loaded = self.chunk_tokens, 0, 0, 0.0, 0, 0
         for request in list(rank.waiting):
-            if not room > 0 or count >= self._most_requests:
+            if not room > 0 or count >= most:
                 break
             if request.fetching:
                 continue
@@ -366,8 +345,8 @@ class SimulatedPrefill:
         return tokens, count, pairs, cached, loaded
 
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
-        """What every rank says; ``about``: the pass that was launched or has ended, which is not
-        in ``device``."""
+        """What every rank says; ``about``: the pass that was launched or has ended, which is not in
+        ``device``."""
         return [self._message(index, kind, about) for index in range(self.dp_size)]
 
     def _message(self, index: int, kind: Kind, about: DevicePass | None) -> EndForward:
@@ -377,7 +356,7 @@ class SimulatedPrefill:
         ended = about is not None and kind == "forward"
         message = EndForward(
             instance_id=self.name,
-            boot_id=self.boot_id,
+            boot_id=self.boot_id or self.name,
             role="prefill",
             dp_rank=self.lone_rank[0] if self.lone_rank else index,
             dp_size=self.lone_rank[1] if self.lone_rank else self.dp_size,

@@ -82,9 +82,8 @@ class BlockCache:
 
     def loadable(self, blocks: Blocks, hit: int, prompt_tokens: int) -> int:
         """How many more can be loaded from host memory, after the ``hit`` first ones."""
-        if self._lower is None:
-            return 0
-        return self._lower.in_host(blocks, hit, self._limit(blocks, prompt_tokens)) - hit
+        limit = self._limit(blocks, prompt_tokens)
+        return self._lower.in_host(blocks, hit, limit) - hit if self._lower is not None else 0
 
     def to_fetch(self, blocks: Blocks, prompt_tokens: int) -> list[int]:
         """Those that have to come from storage first."""
@@ -99,10 +98,8 @@ class BlockCache:
         self._lower.bring(blocks, new)
 
     def start(self, blocks: Blocks, hit: int, prompt_tokens: int) -> Hold | None:
-        """Lock the ``hit`` first blocks and take room for the rest; None if there is none.
-
-        Evicts what is needed for it, if that is enough.
-        """
+        """Lock the ``hit`` first blocks and take room for the rest, by evicting what is needed;
+        None if that is not enough."""
         room = -(-prompt_tokens // self.block_tokens) - hit
         hold = Hold(blocks, hit, room)
         self._lock(blocks[:hit])
@@ -117,10 +114,8 @@ class BlockCache:
         return hold
 
     def publish(self, hold: Hold, computed_tokens: int) -> None:
-        """The prompt is computed so far: its full blocks are there for others (``checkpoint``).
-
-        What another request of the rank has computed at the same time is kept once.
-        """
+        """The prompt is computed so far: others have its full blocks (``checkpoint``). What
+        another request of the rank has computed at the same time is kept once."""
         full = min(len(hold.blocks), computed_tokens // self.block_tokens)
         new = hold.blocks[hold.locked : full]
         if self._events is not None:
@@ -146,7 +141,7 @@ class BlockCache:
         if self._lower is not None:
             events.host_stored, self._lower.stored = self._lower.stored, []
             events.host_removed, self._lower.removed = self._lower.removed, []
-        if not (events.removed or events.stored or events.host_removed or events.host_stored):
+        if events == BlockEvents():
             return None
         self._events = BlockEvents()
         return events

@@ -66,11 +66,6 @@ class PassRecord(NamedTuple):
         return sum(self.rank_tokens)
 
     @property
-    def heaviest_tokens(self) -> int:
-        """Of the rank with the most: the others wait for it."""
-        return max(self.rank_tokens)
-
-    @property
     def active_ranks(self) -> int:
         return active_ranks(self.rank_tokens)
 
@@ -108,3 +103,13 @@ class Outcome:
     """Blocks that were in storage before the first of them."""
     pools: list[PoolRecord] = field(default_factory=list)
     """With ``--pools`` only."""
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN: there are none."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values; NaN: there are none."""
+    return ordered[int(share * len(ordered))] if ordered else math.nan

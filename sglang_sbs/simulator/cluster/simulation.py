@@ -1,8 +1,7 @@
 """The discrete-event cluster: arrivals, network, prefill instances and the real scheduler.
 
-Owns simulated time. The scheduler it drives is the router's own object; everything the router would
-do (deliver a dispatch, report EndForward, fire timers, try a failed request again) happens here
-with a latency. What cluster it is, the spec says (:mod:`.spec`).
+The scheduler it drives is the router's own object; everything the router would do (deliver a
+dispatch, report EndForward, fire timers, try a failed request again) happens here with a latency.
 """
 
 from __future__ import annotations
@@ -11,39 +10,23 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
-from sglang_sbs.scheduling import (
-    Dispatch,
-    Event,
-    ForwardEnded,
-    InstanceDown,
-    PrefillDone,
-    Refuse,
-    RequestArrived,
-    RequestEnded,
-    Scheduler,
-    SchedulerConfig,
-    TimerFired,
-    WakeAt,
-)
-from sglang_sbs.scheduling.events import BlocksCleared
+from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
+from sglang_sbs.simulator.cluster import boot
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
-from sglang_sbs.simulator.cluster.boot import (
-    block_events,
-    boot_engines,
-    decode_ranks,
-    decode_up,
-    prefill_up,
-)
 from sglang_sbs.simulator.cluster.cache_tiers import SharedStorage
 from sglang_sbs.simulator.cluster.engine import Completed, Fetch, SimulatedPrefill
-from sglang_sbs.simulator.cluster.feedback import FeedbackChannel
 from sglang_sbs.simulator.cluster.kv_cache import Blocks
-from sglang_sbs.simulator.cluster.network import DispatchNetwork, pause_before_retry_s
+from sglang_sbs.simulator.cluster.network import (
+    DispatchNetwork,
+    FeedbackChannel,
+    pause_before_retry_s,
+)
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord, RequestRecord
-from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec, TopologyChange, joins_late
+from sglang_sbs.simulator.cluster.spec import ClusterSpec, TopologyChange, joins_late
 from sglang_sbs.wire import EndForward
 
 _MOST_WAKES = 1000
@@ -62,22 +45,17 @@ def simulate(
     Args:
         arrivals: in time order; ``(time_s, prompt_tokens)`` is enough where nothing is shared. Or
             who sends them, each after an answer.
-        config: of the scheduler under test.
-        spec: the cluster.
         observe: called after every event, for invariants.
         drain_s: simulated time after the last arrival before it gives up on what is unfinished.
 
-    Raises:
-        ValueError: a prompt that no rank has KV for.
+    Raises: ValueError: a prompt that no rank has KV for.
     """
     loop = None if isinstance(arrivals, Sequence) else arrivals
     first = arrivals if isinstance(arrivals, Sequence) else arrivals.first
     longest = max((arrival[1] for arrival in first), default=0)
     if spec.block_tokens and longest > spec.kv_capacity_tokens:
-        raise ValueError(
-            f"kv_capacity_tokens must be at least {longest}, the longest prompt, "
-            f"not {spec.kv_capacity_tokens}"
-        )
+        wanted = f"at least {longest}, the longest prompt"
+        raise ValueError(f"kv_capacity_tokens must be {wanted}, not {spec.kv_capacity_tokens}")
     one = Simulation(first, Scheduler(config), spec, observe=observe, drain_s=drain_s, loop=loop)
     one.start()
     return one.end()
@@ -107,13 +85,13 @@ class Simulation:
         self._engines: dict[str, list[SimulatedPrefill]] = {}
         """Those that are alive; without a barrier one for each DP rank."""
         self._feedback = FeedbackChannel(spec)
-        self._decode = decode_ranks(spec)
+        self._decode = boot.decode_ranks(spec)
         self._outcome = Outcome([])
         self._computed: set[int] = set()
         """Blocks that some rank has computed."""
         self._attempts: dict[str, RequestRecord] = {}
         """Attempts under way, by the request id that the scheduler and the engines know."""
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
         self._now_s = 0.0
         self._wake_s: float | None = None
@@ -136,15 +114,15 @@ class Simulation:
         for name in self._instances:
             if not joins_late([c for c in self._spec.changes if c.instance == name]):
                 self._up(name)
-        self._tell(decode_up(self._spec))
+        self._tell(boot.decode_up(self._spec))
         for change in self._spec.changes:
-            self._at(change.at_s, lambda c=change: self._change(c))  # type: ignore[misc]
+            self._at(change.at_s, self._change, change)
 
     def go_on(self, until_s: float) -> None:
         """All that happens until then; what is long after the last arrival is left."""
         while self._heap and self._heap[0][0] <= min(until_s, self._end_s):
-            self._now_s, _, action = heapq.heappop(self._heap)
-            action()
+            self._now_s, _, action, args = heapq.heappop(self._heap)
+            action(*args)
 
     @property
     def in_flight(self) -> int:
@@ -158,32 +136,28 @@ class Simulation:
         self._outcome.arrivals = self._arrivals
         return self._outcome
 
-    # Topology -----------------------------------------------------------------------------
-
     def _change(self, change: TopologyChange) -> None:
-        match change.action:
-            case "up":
-                self._up(change.instance)
-            case "drain":
-                self._tell(InstanceDown(instance=change.instance))
-            case "down":
-                self._die(change.instance)
+        if change.action == "up":
+            self._up(change.instance)
+        elif change.action == "drain":
+            self._tell(events.InstanceDown(instance=change.instance))
+        else:
+            self._die(change.instance)
 
     def _up(self, name: str) -> None:
-        one = self._instances[name]
+        one, spec, before = self._instances[name], self._spec, self._boots[name]
         if name not in self._engines:
-            self._engines[name] = self._boot(name, one)
-        self._tell(prefill_up(name, one, self._spec))
-
-    def _boot(self, name: str, one: InstanceSpec) -> list[SimulatedPrefill]:
-        spec, boot = self._spec, self._boots[name]
-        if boot and spec.publishes_blocks:
-            # Its publisher counts anew, which the subscriber takes for an empty cache.
-            for rank in range(one.dp_size):
-                self._tell(BlocksCleared(instance=name, dp_rank=rank))
-        self._boots[name] += 1
-        index = list(self._instances).index(name)
-        return boot_engines(name, one, spec, index=index, boot=boot, storage=self._storage)
+            if before and spec.publishes_blocks:
+                # Its publisher counts anew, which the subscriber takes for an empty cache.
+                for rank in range(one.dp_size):
+                    self._tell(events.BlocksCleared(instance=name, dp_rank=rank))
+            self._boots[name] += 1
+            index = list(self._instances).index(name)
+            engines = boot.boot_engines(
+                name, one, spec, index=index, boot=before, storage=self._storage
+            )
+            self._engines[name] = engines
+        self._tell(boot.prefill_up(name, one, spec))
 
     def _engine_of(self, name: str, rank: int) -> tuple[SimulatedPrefill, int] | None:
         """The living engine of a DP rank, and which of its ranks that is."""
@@ -199,55 +173,50 @@ class Simulation:
         """Every connection to the instance breaks, so its requests fail at once; that it is gone
         is noticed later."""
         del self._engines[name]
-        lost = [
-            rid
-            for rid, record in self._attempts.items()
-            if record.prefill is not None
-            and record.prefill[0] == name
-            and not record.prefilled_s <= self._now_s
-        ]
-        for rid in lost:
+        there = {rid: r for rid, r in self._attempts.items() if r.prefill and r.prefill[0] == name}
+        for rid in [rid for rid, r in there.items() if not r.prefilled_s <= self._now_s]:
             self._fail(rid)
-        self._at(self._now_s + self._spec.detection_s, lambda: self._notice(name))
+        self._at(self._now_s + self._spec.detection_s, self._notice, name)
 
     def _notice(self, name: str) -> None:
         if name not in self._engines:
-            self._tell(InstanceDown(instance=name))
+            self._tell(events.InstanceDown(instance=name))
 
     def _fail(self, rid: str) -> None:
         """An attempt broke on its prefill instance: again, as the router does, or give up."""
         record = self._attempts.pop(rid)
-        assert record.prefill is not None and record.decode is not None
+        assert record.prefill is not None
         record.excluded = tuple(dict.fromkeys((*record.excluded, record.prefill[0])))
         record.prefilled_s = math.nan
+        self._leave_decode(rid, record)
+        self._tell(events.RequestEnded(rid=rid, outcome="failed"))
+        if (pause_s := pause_before_retry_s(record.attempts)) is None:
+            self._follow(record)
+        else:
+            self._outcome.retries += 1
+            self._at(self._now_s + pause_s, self._attempt, record)
+
+    def _leave_decode(self, rid: str, record: RequestRecord) -> None:
+        assert record.decode is not None
         decode = self._decode[record.decode[1]]
         decode.release(rid, record)
         self._handshake(decode.admit())
-        self._tell(RequestEnded(rid=rid, outcome="failed"))
-        pause_s = pause_before_retry_s(record.attempts)
-        if pause_s is None:
-            self._follow(record)
-            return
-        self._outcome.retries += 1
-        self._at(self._now_s + pause_s, lambda: self._attempt(record))
 
-    # Requests -----------------------------------------------------------------------------
-
-    def _at(self, time_s: float, action: Callable[[], None]) -> None:
+    def _at(self, time_s: float, action: Callable[..., None], *args: Any) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (max(time_s, self._now_s), self._pushed, action))
+        heapq.heappush(self._heap, (max(time_s, self._now_s), self._pushed, action, args))
 
-    def _tell(self, event: Event) -> None:
-        batches: dict[tuple[int, str], list[Dispatch]] = {}
+    def _tell(self, event: events.Event) -> None:
+        batches: dict[tuple[int, str], list[events.Dispatch]] = {}
         for command in self._scheduler.handle(event, self._now_s):
             match command:
-                case Dispatch():
+                case events.Dispatch():
                     batches.setdefault((command.batch, command.prefill), []).append(command)
-                case Refuse():
+                case events.Refuse():
                     record = self._attempts.pop(command.rid)
                     record.refused = command.cause
                     self._follow(record)
-                case WakeAt():
+                case events.WakeAt():
                     self._wake_s = command.time_s
                     self._at(command.time_s, self._wake)
         for batch in batches.values():
@@ -261,21 +230,15 @@ class Simulation:
         self._wakes = self._wakes + 1 if self._woken_s == self._now_s else 1
         self._woken_s = self._now_s
         if self._wakes > _MOST_WAKES:
-            raise RuntimeError(
-                f"the scheduler asks for the time it has, {self._now_s} s, again and again"
-            )
+            asked = f"the scheduler asks for the time it has, {self._now_s} s, again and again"
+            raise RuntimeError(asked)
         self._wake_s = None
-        self._tell(TimerFired())
+        self._tell(events.TimerFired())
 
     def come(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int = 0) -> None:
         """One after the other, from the ``at``-th on."""
         if at < len(arrivals):
-
-            def arrive() -> None:
-                self.come(arrivals, at + 1)
-                self._arrive(arrivals[at])
-
-            self._at(arrivals[at][0], arrive)
+            self._at(arrivals[at][0], self._arrive, arrivals, at)
             self._end_s = max(self._end_s, arrivals[-1][0] + self._drain_s)
 
     def _follow(self, record: RequestRecord) -> None:
@@ -286,7 +249,9 @@ class Simulation:
             for one in self._loop.after(self._arrivals[record.index], self._now_s):
                 self.come([one])
 
-    def _arrive(self, arrival: Arrival | tuple[float, int]) -> None:
+    def _arrive(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int) -> None:
+        self.come(arrivals, at + 1)
+        arrival = arrivals[at]
         index, tokens = len(self._arrivals), arrival[1]
         self._arrivals.append(arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0))
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
@@ -304,7 +269,7 @@ class Simulation:
         blocks = self._blocks_of(record)
         arrival = self._arrivals[record.index]
         self._tell(
-            RequestArrived(
+            events.RequestArrived(
                 rid=rid,
                 prompt_tokens=record.told_tokens,
                 max_new_tokens=self._spec.max_new_tokens,
@@ -321,7 +286,7 @@ class Simulation:
     def _blocks_of(self, record: RequestRecord) -> Blocks:
         return self._arrivals[record.index].blocks if self._spec.block_tokens else ()
 
-    def _send(self, batch: Sequence[Dispatch]) -> None:
+    def _send(self, batch: Sequence[events.Dispatch]) -> None:
         """What leaves for one instance at the same time."""
         for command in batch:
             record = self._attempts[command.rid]
@@ -330,16 +295,14 @@ class Simulation:
             record.decode = (command.decode, command.decode_rank)
             record.predicted_tokens = command.cached_tokens
         for command, at_s in zip(batch, self._network.arrive_s(batch, self._now_s), strict=True):
-            self._at(at_s, lambda rid=command.rid: self._deliver(rid))  # type: ignore[misc]
+            self._at(at_s, self._deliver, command.rid)
 
     def _deliver(self, rid: str) -> None:
         """Both legs have reached their ranks."""
-        record = self._attempts.get(rid)
-        if record is None:
+        if (record := self._attempts.get(rid)) is None:
             return  # it failed on the way
         assert record.prefill is not None and record.decode is not None
-        name, rank = record.prefill
-        at = self._engine_of(name, rank)
+        at = self._engine_of(*record.prefill)
         if at is None:
             self._fail(rid)
             return
@@ -356,14 +319,10 @@ class Simulation:
 
     def _handshake(self, admitted: list[str]) -> None:
         for rid in admitted:
-            self._at(
-                self._now_s + self._spec.handshake_s,
-                lambda r=rid: self._handshaken(r),  # type: ignore[misc]
-            )
+            self._at(self._now_s + self._spec.handshake_s, self._handshaken, rid)
 
     def _handshaken(self, rid: str) -> None:
-        record = self._attempts.get(rid)
-        if record is None:
+        if (record := self._attempts.get(rid)) is None:
             return  # it failed meanwhile
         assert record.prefill is not None
         at = self._engine_of(*record.prefill)
@@ -375,7 +334,7 @@ class Simulation:
     def _step_if_asleep(self, engine: SimulatedPrefill) -> None:
         if engine.asleep:
             engine.asleep = False
-            self._at(self._now_s, lambda: self._step(engine))
+            self._at(self._now_s, self._step, engine)
 
     def _step(self, engine: SimulatedPrefill) -> None:
         """One iteration of the engine's event loop."""
@@ -390,23 +349,20 @@ class Simulation:
             self._outcome.queued_passes += launched is not None and len(engine.device) > 1
             waits_for = engine.waits_for(launched)
             if waits_for is not None:
-                self._at(max(launch_s, waits_for.end_s), lambda: self._finish(engine))
+                self._at(max(launch_s, waits_for.end_s), self._finish, engine)
                 return
             if launched is None:
                 return
             if prepare_s:
-                self._at(launch_s, lambda: self._step(engine))
+                self._at(launch_s, self._step, engine)
                 return
 
     def _wait_for_storage(self, engine: SimulatedPrefill) -> None:
         """What ranks get from storage takes its time."""
         for fetch in engine.take_fetches():
             assert self._spec.tiers is not None
-            tokens = len(fetch.blocks) * self._spec.block_tokens
-            self._at(
-                self._now_s + tokens * self._spec.tiers.storage_load_s,
-                lambda f=fetch: self._fetched(engine, f),  # type: ignore[misc]
-            )
+            load_s = len(fetch.blocks) * self._spec.block_tokens * self._spec.tiers.storage_load_s
+            self._at(self._now_s + load_s, self._fetched, engine, fetch)
 
     def _fetched(self, engine: SimulatedPrefill, fetch: Fetch) -> None:
         engine.fetched(fetch)
@@ -417,41 +373,36 @@ class Simulation:
         if not self._lives(engine):
             return  # dead
         ended, messages = engine.finish()
-        self._outcome.passes.append(
-            PassRecord(engine.name, ended.start_s, ended.end_s, tuple(ended.tokens))
-        )
+        record = PassRecord(engine.name, ended.start_s, ended.end_s, tuple(ended.tokens))
+        self._outcome.passes.append(record)
         self._report(engine.name, messages)
         self._publish(engine)
         first_s = self._now_s + self._spec.first_token_s
         for completed in ended.completed:
             self._complete(engine, completed, first_s)
         pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
-        self._at(self._now_s + pause_s, lambda: self._step(engine))
+        self._at(self._now_s + pause_s, self._step, engine)
 
     def _complete(self, engine: SimulatedPrefill, completed: Completed, first_s: float) -> None:
         """A prompt is computed; ``first_s``: when its KV is at decode."""
-        request = completed.request
+        request, cached_tokens = completed.request, None
         record = self._attempts[request.rid]
         record.prefilled_s = first_s
         record.cached_tokens = request.cached_tokens
         record.loaded_tokens = request.loaded_tokens
         record.fetched_tokens = request.fetched_tokens
         if request.hold is not None:
-            block_tokens = self._spec.block_tokens
-            new = request.blocks[request.cached_tokens // block_tokens :]
+            cached_tokens, block_tokens = request.cached_tokens, self._spec.block_tokens
+            new = request.blocks[cached_tokens // block_tokens :]
             known = sum(block in self._computed for block in new)
             record.recomputed_tokens = known * block_tokens
             self._computed.update(new)
             if self._spec.first_token_s:
-                self._at(first_s, lambda: self._sent(engine, completed))
+                self._at(first_s, self._sent, engine, completed)
             else:
                 engine.sent(completed)
-        self._at(
-            first_s + self._spec.feedback_latency_s,
-            lambda: self._prefilled(
-                request.rid, None if request.hold is None else request.cached_tokens
-            ),
-        )
+        answer_s = first_s + self._spec.feedback_latency_s
+        self._at(answer_s, self._prefilled, request.rid, cached_tokens)
 
     def _sent(self, engine: SimulatedPrefill, completed: Completed) -> None:
         engine.sent(completed)
@@ -460,10 +411,10 @@ class Simulation:
     def _prefilled(self, rid: str, cached_tokens: int | None) -> None:
         if rid not in self._attempts:
             return  # its instance died before the KV was over
-        self._tell(PrefillDone(rid=rid, cached_tokens=cached_tokens))
+        self._tell(events.PrefillDone(rid=rid, cached_tokens=cached_tokens))
         output_tokens = self._output_tokens(self._attempts[rid])
         decode_s = self._spec.decode_s + self._spec.decode_token_s * output_tokens
-        self._at(self._now_s + decode_s, lambda: self._end(rid))
+        self._at(self._now_s + decode_s, self._end, rid)
 
     def _output_tokens(self, record: RequestRecord) -> int:
         if self._spec.decode_token_s:
@@ -473,15 +424,9 @@ class Simulation:
     def _end(self, rid: str) -> None:
         record = self._attempts.pop(rid)
         self._follow(record)
-        assert record.decode is not None
-        decode = self._decode[record.decode[1]]
-        decode.release(rid, record)
-        self._handshake(decode.admit())
-        self._tell(
-            RequestEnded(
-                rid=rid, outcome="completed", completion_tokens=self._output_tokens(record)
-            )
-        )
+        self._leave_decode(rid, record)
+        tokens = self._output_tokens(record)
+        self._tell(events.RequestEnded(rid=rid, outcome="completed", completion_tokens=tokens))
 
     def _report(self, instance: str, messages: list[EndForward], delay_s: float = 0.0) -> None:
         for message in messages:
@@ -489,17 +434,14 @@ class Simulation:
             for at_s in self._feedback.arrivals_s(instance, message.dp_rank, sent_s):
                 # A delay beyond the usual latency is not part of the age: nobody can see it.
                 aged = msgspec.structs.replace(message, age_s=self._spec.feedback_latency_s)
-                event = ForwardEnded(instance=instance, report=aged)
-                self._at(at_s, lambda e=event: self._tell(e))  # type: ignore[misc]
+                self._at(at_s, self._tell, events.ForwardEnded(instance=instance, report=aged))
 
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""
-        for event in block_events(engine):
-            self._at(
-                self._now_s + self._spec.feedback_latency_s,
-                lambda e=event: self._hear_of_blocks(engine, e),  # type: ignore[misc]
-            )
+        heard_s = self._now_s + self._spec.feedback_latency_s
+        for event in boot.block_events(engine):
+            self._at(heard_s, self._hear_of_blocks, engine, event)
 
-    def _hear_of_blocks(self, engine: SimulatedPrefill, event: Event) -> None:
+    def _hear_of_blocks(self, engine: SimulatedPrefill, event: events.Event) -> None:
         if self._lives(engine):
             self._tell(event)

@@ -160,7 +160,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     (:mod:`sglang_sbs.simulator.cluster.arrangements`). 0: all take all."""
     pools: int = 0
     """So many pools of equally many instances, each with a scheduler of its own; decode is divided,
-    too (:mod:`sglang_sbs.simulator.cluster.pools`). 0: one scheduler, of which no time is taken."""
+    too (see the same module). 0: one scheduler, of which no time is taken."""
     pool_balance: PoolBalance = "least"
     """What is before the pools."""
     deflect_tokens: int = 0
@@ -175,17 +175,14 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
         if self.length_error == 1:
             raise ValueError("length_error must be less than 1: a prompt has at least one token")
-        if self.prefix_source not in get_args(PrefixSource):
-            raise ValueError(
-                f"prefix_source must be one of {', '.join(get_args(PrefixSource))}, "
-                f"not {self.prefix_source!r}"
-            )
+        sources = get_args(PrefixSource)
+        if self.prefix_source not in sources:
+            named = ", ".join(sources)
+            raise ValueError(f"prefix_source must be one of {named}, not {self.prefix_source!r}")
         if self.block_tokens < 0:
             raise ValueError(f"block_tokens must be 0 or greater, not {self.block_tokens}")
-        if self.kv_capacity_tokens <= 0:
-            raise ValueError(
-                f"kv_capacity_tokens must be greater than 0, not {self.kv_capacity_tokens}"
-            )
+        if (room := self.kv_capacity_tokens) <= 0:
+            raise ValueError(f"kv_capacity_tokens must be greater than 0, not {room}")
         _check_changes(self.changes, [name for name, _ in self.prefill])
 
     def engines(self, one: InstanceSpec) -> int:
@@ -241,8 +238,6 @@ def _check_changes(changes: Sequence[TopologyChange], names: Sequence[str]) -> N
             raise TopologyError(f"{label}: topology changes must be in the order of time")
         before = last.get(change.instance)
         if before is not None and change.action not in _ALLOWED[before]:
-            raise TopologyError(
-                f"{label}: after {before} comes {' or '.join(_ALLOWED[before])}, "
-                f"not {change.action}"
-            )
+            may = " or ".join(_ALLOWED[before])
+            raise TopologyError(f"{label}: after {before} comes {may}, not {change.action}")
         time_s, last[change.instance] = change.at_s, change.action

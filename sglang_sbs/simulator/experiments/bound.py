@@ -31,25 +31,15 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 
 from sglang_sbs.simulator.cluster.arrival import Arrival
-from sglang_sbs.simulator.cluster.cost import PassCost, cost_name
-from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, Job, run_job, scenario_of
+from sglang_sbs.simulator.cluster.cost import PassCost
+from sglang_sbs.simulator.experiments import sweep
 from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
-from sglang_sbs.simulator.options.common import (
-    add_common,
-    add_overlap,
-    check_outputs,
-    cost_words,
-    names,
-    numbers,
-    open_console,
-    positive,
-    positive_number,
-    run_with_progress,
-    seeds,
-    write_json,
-)
+from sglang_sbs.simulator.options import common
+from sglang_sbs.simulator.options.common import names, run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 
@@ -83,62 +73,47 @@ class Machines:
 
 
 def mean_ttft_bound_s(arrivals: Sequence[Arrival], machines: Machines) -> float:
-    """The largest lower bound of the mean TTFT that was found.
-
-    Args:
-        arrivals: in time order; each prompt is computed in one pass.
-        machines: where.
-    """
+    """The largest lower bound of the mean TTFT that was found. ``arrivals``: in time order; each
+    prompt is computed in one pass."""
     if not arrivals:
         return math.nan
-    relaxed = _Relaxed(arrivals, machines)
+    bound_s = _relaxed(arrivals, machines)
     # Concave in both prices and the share: one after the other, on finer and finer grids.
-    best, at = relaxed.at(0.0, 0.0, 1.0), [0.0, 0.0, 1.0]
+    best, at = bound_s(0.0, 0.0, 1.0), [0.0, 0.0, 1.0]
     grids: list[Callable[[float], list[float]]] = [_around, _around, lambda _: [0.0, 0.5, 0.8, 1.0]]
-    for _ in range(_ROUNDS):
-        for index, grid in enumerate(grids):
-            for value in grid(at[index]):
-                tried = [*at[:index], value, *at[index + 1 :]]
-                bound = relaxed.at(*tried)
-                if bound > best:
-                    best, at = bound, tried
+    for _, (index, grid) in product(range(_ROUNDS), enumerate(grids)):
+        for value in grid(at[index]):
+            tried = [*at[:index], value, *at[index + 1 :]]
+            bound = bound_s(*tried)
+            if bound > best:
+                best, at = bound, tried
     return best / len(arrivals)
 
 
-class _Relaxed:
+def _relaxed(
+    arrivals: Sequence[Arrival], machines: Machines
+) -> Callable[[float, float, float], float]:
     """The Lagrangian, in seconds summed over requests."""
+    cost = machines.cost
+    at_s = [arrival.at_s for arrival in arrivals]
+    machine_s = machines.instances * (at_s[-1] - at_s[0] + _DRAIN_S)
+    waits_s = cache(partial(least_waits_s, at_s))
 
-    def __init__(self, arrivals: Sequence[Arrival], machines: Machines) -> None:
-        self._cost = machines.cost
-        self._dp_size = machines.dp_size
-        self._at_s = [arrival.at_s for arrival in arrivals]
-        self._latency_s = machines.latency_s
-        self._tokens = [arrival.prompt_tokens for arrival in arrivals]
-        time_s = self._at_s[-1] - self._at_s[0] + _DRAIN_S
-        self._machine_s = machines.instances * time_s
-        self._waits: dict[float, float] = {}
-
-    def at(self, wait_price: float, size_price: float, spread: float) -> float:
+    def bound_s(wait_price: float, size_price: float, spread: float) -> float:
         """The bound at these prices of a second of an instance; ``spread`` is how much of the
         slowest rank's time is counted as if its tokens were spread over all, the rest as if it had
         only the longest prompt."""
-        cost = self._cost
         price = wait_price + size_price
-        slope_s = (cost.mean_s + spread * cost.max_s) / self._dp_size
+        slope_s = (cost.mean_s + spread * cost.max_s) / machines.dp_size
         alone_s = (1 - spread) * cost.max_s
-        fixed_s = self._latency_s + cost.fixed_s
-        total_s = len(self._tokens) * fixed_s - price * self._machine_s
-        for tokens in self._tokens:
-            own_s, shared_s = tokens * slope_s, tokens * alone_s
+        total_s = len(arrivals) * (machines.latency_s + cost.fixed_s) - price * machine_s
+        for arrival in arrivals:
+            own_s, shared_s = arrival.prompt_tokens * slope_s, arrival.prompt_tokens * alone_s
             total_s += price * own_s + shared_s
             total_s += _least(own_s, size_price * cost.fixed_s + price * shared_s)
-        return total_s + self._wait_s(wait_price * cost.fixed_s)
+        return total_s + waits_s(wait_price * cost.fixed_s)
 
-    def _wait_s(self, pass_s: float) -> float:
-        """The least sum of waits for the last of each pass, plus ``pass_s`` for every pass."""
-        if pass_s not in self._waits:
-            self._waits[pass_s] = least_waits_s(self._at_s, pass_s)
-        return self._waits[pass_s]
+    return bound_s
 
 
 def least_waits_s(at_s: Sequence[float], pass_s: float) -> float:
@@ -178,21 +153,18 @@ def _around(price: float) -> list[float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate bound",
-        description="How small could the mean TTFT be, whoever schedules?",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "How small could the mean TTFT be, whoever schedules?"
+    parser = common.command("bound", what, _EPILOG)
     parser.add_argument("scenario", choices=_SCENARIOS)
     parser.add_argument("--policies", default="sbs,eta,random_rank", help="held against it (all)")
-    parser.add_argument("--loads", type=numbers, default=[0.6, 0.8, 1.0, 1.2], help="(0.6 to 1.2)")
     parser.add_argument(
-        "--duration", type=positive_number, default=80.0, help="simulated seconds (80)"
+        "--loads", type=common.numbers, default=[0.6, 0.8, 1.0, 1.2], help="(0.6 to 1.2)"
     )
-    parser.add_argument("--prefill", type=positive, default=3, help="prefill instances (3)")
-    add_overlap(parser)
-    add_common(parser)
+    seconds = "simulated seconds (80)"
+    parser.add_argument("--duration", type=common.positive_number, default=80.0, help=seconds)
+    parser.add_argument("--prefill", type=common.positive, default=3, help="prefill instances (3)")
+    common.add_overlap(parser)
+    common.add_common(parser)
     return parser
 
 
@@ -200,48 +172,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    check_outputs(args, parser)
+    common.check_outputs(args, parser)
     if args.duration <= WARM_UP_S:
         parser.error(f"--duration must be longer than the warm-up of {WARM_UP_S:g} s")
-    policies = names(args.policies, POLICY_CONFIGS, "--policies", parser)
-    costs = cost_words(args.cost, parser)
+    policies = names(args.policies, sweep.POLICY_CONFIGS, "--policies", parser)
+    costs = common.cost_words(args.cost, parser)
     spec = {"prefill_instances": args.prefill, "overlap": args.overlap}
     jobs = [
-        Job(args.scenario, policy, load, seed, args.duration, cost, spec)
-        for cost in costs
-        for load in args.loads
-        for seed in seeds(args)
-        for policy in [BOUND, *policies]
+        sweep.Job(args.scenario, policy, load, seed, args.duration, cost, spec)
+        for cost, load, seed, policy in product(
+            costs, args.loads, common.seeds(args), [BOUND, *policies]
+        )
     ]
-    tasks: list[Task] = [(bound_row if job.policy == BOUND else run_job, (job,)) for job in jobs]
-    console = open_console()
+    tasks: list[Task] = [
+        (bound_row if job.policy == BOUND else sweep.run_job, (job,)) for job in jobs
+    ]
+    console = common.open_console()
     rows = run_with_progress(tasks, console, args.workers)
-    for cost in costs:
-        bound_table([row for row in rows if row["cost"] == cost_name(cost)]).print(console)
-    if args.json is not None:
-        write_json(rows, args.json, console)
+    for mine in groups(rows, "cost").values():
+        bound_table(mine).print(console)
+    common.write_json(rows, args.json, console)
     return 0
 
 
-def bound_row(job: Job) -> Row:
+def bound_row(job: sweep.Job) -> Row:
     """The bound for the requests that a run of the job counts."""
-    scenario = scenario_of(job)
+    scenario = sweep.scenario_of(job)
     spec = scenario.spec
     arrivals = scenario.at_load(job.load, job.duration_s, job.seed)
     assert isinstance(arrivals, list)
     counted = [arrival for arrival in arrivals if arrival.at_s >= WARM_UP_S]
-    machines = Machines(
-        spec.cost, len(spec.prefill), spec.prefill[0][1].dp_size, spec.dispatch_latency_s
-    )
+    dp_size = spec.prefill[0][1].dp_size
+    machines = Machines(spec.cost, len(spec.prefill), dp_size, spec.dispatch_latency_s)
     return {
-        "scenario": job.scenario,
-        "policy": BOUND,
-        "cost": cost_name(job.cost),
-        "load": job.load,
-        "qps": job.load * scenario.nominal_qps,
-        "seed": job.seed,
-        "chunk_tokens": spec.chunk_tokens,
-        "prefill_instances": len(spec.prefill),
+        **sweep.row_head(job, scenario),
         "ttft_mean_s": mean_ttft_bound_s(counted, machines),
         "completed": len(counted),
     }
@@ -258,9 +222,6 @@ def bound_table(rows: Sequence[Row]) -> ResultTable:
         ["policy", *(f"load {load:g}" for load in loads)],
     )
     for (policy,) in groups(rows, "policy"):
-        words = [
-            f"{mean_s[policy, load]:.3f}  {mean_s[BOUND, load] / mean_s[policy, load]:.2f}"
-            for load in loads
-        ]
-        table.rows.append([policy, *words])
+        pairs = [(mean_s[policy, load], mean_s[BOUND, load]) for load in loads]
+        table.rows.append([policy, *(f"{mine_s:.3f}  {b_s / mine_s:.2f}" for mine_s, b_s in pairs)])
     return table

@@ -1,17 +1,14 @@
-"""A claim of a paper beside what is simulated, and the verdict.
-
-Must not know which claims there are (:mod:`.paper_claims`), nor how rows are produced or drawn.
-"""
+"""A claim of a paper beside what several seeds say of it, and the verdict."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from sglang_sbs.simulator.experiments.estimate import Estimate
 from sglang_sbs.simulator.experiments.tables import ResultTable
 
 TOLERANCE = 0.10
@@ -19,6 +16,14 @@ TOLERANCE = 0.10
 
 Unit = Literal["", "K", "%", "pp", "T", "x"]
 """``%`` and ``pp``: the figures are shares, 0.15 is 15 %. ``T``: of a forward pass."""
+_FORMS: dict[Unit, Callable[[float], str]] = {
+    "": "{:.1f}".format,
+    "K": lambda value: f"{value / 1e3:.1f}K",
+    "%": "{:.1%}".format,
+    "pp": lambda value: f"{100 * value:.1f} pp",
+    "T": "{:.3f} T".format,
+    "x": "{:.1f} x".format,
+}
 Side = Literal["more", "less", ""]
 Verdict = Literal["reproduced", "better", "sbs only", "open", "not reproduced"]
 VERDICTS: dict[Verdict, str] = {
@@ -29,6 +34,61 @@ VERDICTS: dict[Verdict, str] = {
     "open": "the mean is not, but its interval reaches so far",
     "not reproduced": "see why",
 }
+
+
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571)
+"""Student's t for 95 %, two-sided, with 1 to 5 degrees of freedom."""
+_Z_975 = 1.959964
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over seeds with its 95 % confidence interval."""
+
+    mean: float
+    half: float = math.nan
+    """Half the interval's width (Student's t over seeds); NaN for a single seed."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Of one value per seed; NaN without any."""
+        if not values:
+            return cls(math.nan)
+        mean = statistics.fmean(values)
+        if len(values) == 1:
+            return cls(mean)
+        spread = statistics.stdev(values) / math.sqrt(len(values))
+        return cls(mean, student_t(len(values) - 1) * spread)
+
+    @property
+    def low(self) -> float:
+        """The lower end of the interval; the mean itself for a single seed."""
+        return self.mean if math.isnan(self.half) else self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """The upper end."""
+        return self.mean if math.isnan(self.half) else self.mean + self.half
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t (Cornish and Fisher's expansion above the table)."""
+    if freedom <= len(_T_975):
+        return _T_975[freedom - 1]
+    z = _Z_975
+    first = (z**3 + z) / (4 * freedom)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    return z + first + second + third
+
+
+BySeed = Mapping[int, float]
+"""A figure of each seed."""
+
+
+def change(mine: BySeed, base: BySeed) -> list[float]:
+    """By how much ``mine`` is over ``base``, as a share of it, seed by seed: both had the same
+    arrivals, so what a seed brings to both cancels out."""
+    return [mine[seed] / base[seed] - 1 if base[seed] else math.nan for seed in mine]
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,17 +151,9 @@ def claims_table(claims: Sequence[Claim], title: str) -> ResultTable:
         f"{title}; means over seeds with 95 % intervals (Student's t)",
         ["claim", "against", "paper", "paper's rule, simulated", "sbs", "verdict"],
     )
-    for claim in claims:
-        table.rows.append(
-            [
-                claim.what,
-                claim.baseline or "-",
-                _range(claim),
-                _estimate(claim.literal, claim.unit),
-                "-" if claim.ours is None else _estimate(claim.ours, claim.unit),
-                claim.verdict,
-            ]
-        )
+    for one in claims:
+        found = ["-" if x is None else _estimate(x, one.unit) for x in (one.literal, one.ours)]
+        table.rows.append([one.what, one.baseline or "-", _range(one), *found, one.verdict])
     return table
 
 
@@ -113,13 +165,11 @@ def summary(claims: Sequence[Claim]) -> list[str]:
     for claim in claims:
         if claim.verdict not in ("reproduced", "better"):
             reasons.setdefault((claim.verdict, claim.why), []).append(claim)
-    return [
-        f"{len(claims)} figures: {counted}.",
-        *(
-            f"{verdict}: {'; '.join(map(_named, missed))}. {why}".rstrip()
-            for (verdict, why), missed in reasons.items()
-        ),
-    ]
+    whys = (
+        f"{verdict}: {'; '.join(map(_named, missed))}. {why}".rstrip()
+        for (verdict, why), missed in reasons.items()
+    )
+    return [f"{len(claims)} figures: {counted}.", *whys]
 
 
 def _named(claim: Claim) -> str:
@@ -127,28 +177,12 @@ def _named(claim: Claim) -> str:
 
 
 def _range(claim: Claim) -> str:
-    low, high = (_text(edge, claim.unit) for edge in claim.paper)
+    low, high = (_FORMS[claim.unit](edge) for edge in claim.paper)
     if math.isinf(claim.paper[1]):
         return f"> {low}"
     return low if low == high else f"{low} to {high}"
 
 
 def _estimate(one: Estimate, unit: Unit) -> str:
-    if math.isnan(one.half):
-        return _text(one.mean, unit)
-    return f"{_text(one.mean, unit)} ± {_text(one.half, unit)}"
-
-
-def _text(value: float, unit: Unit) -> str:
-    match unit:
-        case "%":
-            return f"{value:.1%}"
-        case "pp":
-            return f"{100 * value:.1f} pp"
-        case "K":
-            return f"{value / 1e3:.1f}K"
-        case "T":
-            return f"{value:.3f} T"
-        case "x":
-            return f"{value:.1f} x"
-    return f"{value:.1f}"
+    half = "" if math.isnan(one.half) else f" ± {_FORMS[unit](one.half)}"
+    return f"{_FORMS[unit](one.mean)}{half}"

@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sbs.scheduling import SchedulerConfig
-from sglang_sbs.simulator.cluster.decode import (
-    REQUESTS_PER_RANK,
-    STEP_COSTS,
-    DecodeOutcome,
-    DecodeSimulation,
-    DecodeSpec,
-)
+from sglang_sbs.simulator.cluster import decode
 from sglang_sbs.simulator.experiments.sweep import NO_FLOW_CONTROL
 from sglang_sbs.simulator.parallel import Row
 
@@ -34,6 +28,7 @@ class DecodePolicy:
     foresight_steps: int = 0
 
 
+_OF_PREFILL = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "chunk_utilization", "bubble_share")
 DECODE_POLICIES: dict[str, DecodePolicy] = {
     "sbs_potential": DecodePolicy({"policy": "sbs", "decode_rule": "potential"}),
     "sbs_iqr": DecodePolicy({"policy": "sbs", "decode_rule": "iqr"}),
@@ -51,34 +46,31 @@ class DecodeJob:
     policy: str
     seed: int
     cost: str = "h100"
-    steps: int = DecodeSpec().steps
-    warm_up_steps: int = DecodeSpec().warm_up_steps
-    ranks: int = DecodeSpec().ranks
+    steps: int = decode.DecodeSpec().steps
+    warm_up_steps: int = decode.DecodeSpec().warm_up_steps
+    ranks: int = decode.DecodeSpec().ranks
     """``REQUESTS_PER_RANK`` requests each."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the :class:`SchedulerConfig`."""
 
 
-def run_decode_outcome(job: DecodeJob) -> DecodeOutcome:
+def run_decode_outcome(job: DecodeJob) -> decode.DecodeOutcome:
     policy = DECODE_POLICIES[job.policy]
     config = SchedulerConfig(**{**NO_FLOW_CONTROL, **policy.settings, **job.config})
-    spec = DecodeSpec(
+    spec = decode.DecodeSpec(
         seed=job.seed,
-        cost=STEP_COSTS[job.cost],
+        cost=decode.STEP_COSTS[job.cost],
         steps=job.steps,
         warm_up_steps=job.warm_up_steps,
         ranks=job.ranks,
-        concurrency=job.ranks * REQUESTS_PER_RANK,
+        concurrency=job.ranks * decode.REQUESTS_PER_RANK,
     )
-    return DecodeSimulation(spec, config).run(policy.skew, policy.foresight_steps)
+    return decode.DecodeSimulation(spec, config).run(policy.skew, policy.foresight_steps)
 
 
 def run_decode(job: DecodeJob) -> Row:
-    """Simulate and summarise.
-
-    The loop is closed (load 1.0 is its concurrency) and refuses nothing; what belongs to prefill is
-    None.
-    """
+    """Simulate and summarise. The loop is closed (load 1.0 is its concurrency) and refuses nothing;
+    what belongs to prefill is None."""
     outcome = run_decode_outcome(job)
     return {
         "scenario": "paper-decode",
@@ -87,11 +79,7 @@ def run_decode(job: DecodeJob) -> Row:
         "load": 1.0,
         "qps": outcome.completed / outcome.time_s,
         "seed": job.seed,
-        "ttft_mean_s": None,
-        "ttft_p50_s": None,
-        "ttft_p99_s": None,
-        "chunk_utilization": None,
-        "bubble_share": None,
+        **dict.fromkeys(_OF_PREFILL),
         "completed": outcome.completed,
         "rejected": 0,
         **outcome.row(),

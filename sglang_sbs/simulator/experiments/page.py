@@ -1,7 +1,4 @@
-"""One self-contained HTML page with tables and pictures.
-
-Nothing on the page refers to another file or host.
-"""
+"""One HTML page with tables and pictures, which refers to no other file or host."""
 
 from __future__ import annotations
 

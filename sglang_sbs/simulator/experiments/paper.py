@@ -1,51 +1,35 @@
-"""``sglang-sbs simulate paper``: the paper's every claim beside ours, and its figures.
-
-Owns what is run for it and the report. The claims and their verdicts are :mod:`.claims`'s.
-"""
+"""``sglang-sbs simulate paper``: the paper's every claim beside ours, and its figures."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
+from sglang_sbs.simulator.experiments import paper_claims
 from sglang_sbs.simulator.experiments.claims import VERDICTS, Claim, claims_table, summary
 from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
-from sglang_sbs.simulator.experiments.paper_claims import (
-    LABELS,
-    PAPER_POLICIES,
-    TTFT_SHARES,
-    capacity_table,
-    decode_claims,
-    prefill_claims,
-    queueing_claims,
-    ttft_table,
-)
+from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 from sglang_sbs.simulator.experiments.queueing import queueing_job, queueing_row
 from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
 from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, mean_of
-from sglang_sbs.simulator.options.common import (
-    add_common,
-    add_overlap,
-    check_outputs,
-    cost_words,
-    open_console,
-    run_with_progress,
-    seeds,
-    write_json,
-)
+from sglang_sbs.simulator.options import common
+from sglang_sbs.simulator.options.common import run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.scenario import make_scenario
 
-_BASELINE = "random_rank"
 _DECODE_POLICIES = ("skewed", "round_robin", "least_requests", "sbs_iqr", "sbs_potential")
 _KV_PICTURE = ("skewed", "round_robin", "sbs_iqr", "sbs_potential")
-_GANTT_POLICIES = (_BASELINE, "sbs_paper", "sbs")
+_INTRODUCTION = (
+    "The paper's figures (arXiv 2512.16134) beside simulations of them. Everything here is "
+    "simulated; the scheduler is the router's own object."
+)
 
 _VERDICTS = "\n".join(f"  {one:<15} {words}" for one, words in VERDICTS.items())
 _EPILOG = f"""\
@@ -85,33 +69,24 @@ class Effort:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The cluster."""
         return {"prefill_instances": self.prefill_instances, "overlap": self.overlap}
+
+    def seconds(self, scenario: str) -> float:
+        return self.long_s if scenario == "paper-long" else self.short_s
 
 
 QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000, picture_steps=4_000)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``sglang-sbs simulate paper``."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate paper",
-        usage="%(prog)s [options]",
-        description="Simulate every claim of arXiv 2512.16134 and say which reproduce.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_common(
-        parser, default_seeds=3, seeds_help="seeds, of which means and intervals are (default 3)"
-    )
-    add_overlap(parser, default=False)
+    what = "Simulate every claim of arXiv 2512.16134 and say which reproduce."
+    parser = common.command("paper", what, _EPILOG, "[options]")
+    seeds_help = "seeds, of which means and intervals are (default 3)"
+    common.add_common(parser, default_seeds=3, seeds_help=seeds_help)
+    common.add_overlap(parser, default=False)
     parser.add_argument("--quick", action="store_true", help="shorter runs, rougher figures")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/paper"),
-        help="page and pictures (out/paper); wants matplotlib",
-    )
+    out_help = "page and pictures (out/paper); wants matplotlib"
+    parser.add_argument("--out", type=Path, default=Path("out/paper"), help=out_help)
     return parser
 
 
@@ -119,29 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write; exit code 2 for bad arguments."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    check_outputs(args, parser)
-    costs = cost_words(args.cost, parser)
-    return report(
-        costs,
-        seeds(args),
-        replace(QUICK if args.quick else Effort(), overlap=args.overlap),
-        args.out,
-        json=args.json,
-        workers=args.workers,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """What the rows say."""
-
-    claims: list[Claim]
-    tables: list[ResultTable]
-    remarks: list[str]
-
-    def json(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """With the rows it is made of; what has no value is null."""
-        return {"claims": [claim.row() for claim in self.claims], "rows": rows}
+    common.check_outputs(args, parser)
+    costs = common.cost_words(args.cost, parser)
+    effort = replace(QUICK if args.quick else Effort(), overlap=args.overlap)
+    return report(costs, common.seeds(args), effort, args.out, json=args.json, workers=args.workers)
 
 
 def report(
@@ -154,17 +110,19 @@ def report(
     workers: int | None = None,
 ) -> int:
     """All of it; see the module."""
-    console = open_console()
+    console = common.open_console()
     rows = simulate(costs, seeds, effort, lambda t: run_with_progress(t, console, workers))
-    findings = judge(rows, costs)
-    for table in findings.tables:
+    claims, tables = judge(rows, costs)
+    for table in tables:
         table.print(console)
-    for remark in findings.remarks:
+    remarks = summary(claims)
+    for remark in remarks:
         console.print(remark, highlight=False)
-    write_out(out, rows, findings, costs[0], seeds[0], effort)
+    judged = [claim.row() for claim in claims]
+    write_out(out, rows, [_INTRODUCTION, _EPILOG, *remarks, *tables], costs[0], seeds[0], effort)
+    (out / "claims.json").write_bytes(orjson.dumps(judged, option=orjson.OPT_INDENT_2))
     console.print(f"written: {out / 'paper.html'}, pictures and claims.json beside it")
-    if json is not None:
-        write_json(findings.json(rows), json, console)
+    common.write_json({"claims": judged, "rows": rows}, json, console)
     return 0
 
 
@@ -180,73 +138,62 @@ def simulate(
     rows += run(ttft_tasks(rows, costs, seeds, effort))
     for row in rows:
         if "max_qps" not in row:
-            row["peak_share"] = _share_of_peak(
-                row["load"], peak_load(rows, row["scenario"], row["cost"])
-            )
-    others = run([*decode_tasks(seeds, effort), *queueing_tasks(seeds, effort)])
+            share = row["load"] / peak_load(rows, row["scenario"], row["cost"])
+            row["peak_share"] = min(paper_claims.TTFT_SHARES, key=lambda one: abs(one - share))
+    steps = effort.steps, effort.warm_up_steps
+    tasks: list[Task] = [
+        (run_decode, (DecodeJob(policy, seed, "h100", *steps),))
+        for policy, seed in product(_DECODE_POLICIES, seeds)
+    ]
+    counts = effort.queueing_instances
+    for count, policy, seed in product(counts, (paper_claims.BASELINE, *paper_claims.RULES), seeds):
+        tasks.append((queueing_row, (queueing_job(policy, count, seed, effort.short_s),)))
+    others = run(tasks)
     for row in others:
         if "kv_sigma_high" in row:
             row["kv_band"] = row["kv_sigma_high"] - row["kv_sigma_low"]
     return rows + others
 
 
-def judge(rows: Sequence[Row], costs: Sequence[str]) -> Findings:
+def judge(rows: Sequence[Row], costs: Sequence[str]) -> tuple[list[Claim], list[ResultTable]]:
     """Every claim held against the rows."""
     claims: list[Claim] = []
     tables: list[ResultTable] = []
     slos_s = {name: make_scenario(name).slo_ttft_s for name in ("paper-3k", "paper-5k")}
     for cost in map(cost_name, costs):
-        mine = prefill_claims(rows, cost)
+        mine = paper_claims.prefill_claims(rows, cost)
         tables += [
             claims_table(mine, f"prefill, cost {cost}"),
-            capacity_table(rows, slos_s, cost),
-            *(ttft_table(rows, name, cost) for name in LABELS),
+            paper_claims.capacity_table(rows, slos_s, cost),
+            *(paper_claims.ttft_table(rows, name, cost) for name in paper_claims.LABELS),
         ]
         claims += mine
     decode_rows = [r for r in rows if r["scenario"] == "paper-decode"]
     for mine, title in (
-        (queueing_claims(rows), "queueing, passes of one length T"),
-        (decode_claims(decode_rows), "decode, step cost h100"),
+        (paper_claims.queueing_claims(rows), "queueing, passes of one length T"),
+        (paper_claims.decode_claims(decode_rows), "decode, step cost h100"),
     ):
         tables.append(claims_table(mine, title))
         claims += mine
-    tables.append(decode_table(decode_rows))
-    return Findings(claims, tables, summary(claims))
+    return claims, [*tables, decode_table(decode_rows)]
 
 
 def capacity_tasks(costs: Sequence[str], seeds: Sequence[int], effort: Effort) -> list[Task]:
     """The searches for Table 1 and for the baseline's peaks."""
     tasks: list[Task] = []
-    for cost in costs:
-        for seed in seeds:
-            for name, policies, duration_s in (
-                ("paper-3k", PAPER_POLICIES, effort.short_s),
-                ("paper-5k", PAPER_POLICIES, effort.short_s),
-                ("paper-long", (_BASELINE,), effort.long_s),
-            ):
-                slo_s = make_scenario(name).slo_ttft_s
-                low, high = (0.2, 1.2) if name == "paper-long" else effort.search
-                tasks += [
-                    (
-                        max_load,
-                        (
-                            Job(name, policy, 1.0, seed, duration_s, cost, effort.spec),
-                            slo_s,
-                            low,
-                            high,
-                            effort.tolerance,
-                        ),
-                    )
-                    for policy in policies
-                ]
+    for cost, seed, name in product(costs, seeds, ("paper-3k", "paper-5k", "paper-long")):
+        long = name == "paper-long"
+        low, high = (0.2, 1.2) if long else effort.search
+        search = make_scenario(name).slo_ttft_s, low, high, effort.tolerance
+        for policy in (paper_claims.BASELINE,) if long else paper_claims.PAPER_POLICIES:
+            job = Job(name, policy, 1.0, seed, effort.seconds(name), cost, effort.spec)
+            tasks.append((max_load, (job, *search)))
     return tasks
 
 
 def peak_load(rows: Sequence[Row], scenario: str, cost: str) -> float:
     """The baseline's peak as a load of the scenario, mean over seeds."""
-    key = (scenario, cost, _BASELINE)
-    mine = [r for r in rows if (r["scenario"], r["cost"], r["policy"]) == key and "max_qps" in r]
-    return mean_of(mine, "load")
+    return mean_of(paper_claims.capacities(rows, scenario, cost, paper_claims.BASELINE), "load")
 
 
 def ttft_tasks(
@@ -254,86 +201,44 @@ def ttft_tasks(
 ) -> list[Task]:
     """Every policy at shares of the baseline's peak."""
     tasks: list[Task] = []
-    for cost in costs:
-        for name, duration_s in (("paper-3k", effort.short_s), ("paper-long", effort.long_s)):
-            peak = peak_load(rows, name, cost_name(cost))
-            tasks += [
-                (run_job, (Job(name, policy, share * peak, seed, duration_s, cost, effort.spec),))
-                for seed in seeds
-                for share in TTFT_SHARES
-                for policy in PAPER_POLICIES
-            ]
+    for cost, name in product(costs, paper_claims.LABELS):
+        peak = peak_load(rows, name, cost_name(cost))
+        seconds = effort.seconds(name)
+        for seed, share, policy in product(
+            seeds, paper_claims.TTFT_SHARES, paper_claims.PAPER_POLICIES
+        ):
+            job = Job(name, policy, share * peak, seed, seconds, cost, effort.spec)
+            tasks.append((run_job, (job,)))
     return tasks
 
 
-def _share_of_peak(load: float, peak: float) -> float:
-    return min(TTFT_SHARES, key=lambda share: abs(share * peak - load))
-
-
-def decode_tasks(seeds: Sequence[int], effort: Effort) -> list[Task]:
-    """Every decode policy."""
-    return [
-        (run_decode, (DecodeJob(policy, seed, "h100", effort.steps, effort.warm_up_steps),))
-        for policy in _DECODE_POLICIES
-        for seed in seeds
-    ]
-
-
-def queueing_tasks(seeds: Sequence[int], effort: Effort) -> list[Task]:
-    """Section 3.2, with few and with many instances."""
-    return [
-        (queueing_row, (queueing_job(policy, count, seed, effort.short_s),))
-        for count in effort.queueing_instances
-        for policy in (_BASELINE, "sbs_paper", "sbs")
-        for seed in seeds
-    ]
-
-
 def write_out(
-    out: Path, rows: Sequence[Row], findings: Findings, cost: str, seed: int, effort: Effort
+    out: Path, rows: Sequence[Row], told: Sequence[Part], cost: str, seed: int, effort: Effort
 ) -> None:
-    """The page, the pictures (of this cost and seed) and the claims."""
+    """The page with what is told, and the pictures (of this cost and seed)."""
     from sglang_sbs.simulator.experiments import plots
-    from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
 
-    loads = [r for r in rows if "peak_share" in r]
-    gantt: dict[str, Any] = {}
     scenario = make_scenario("paper-3k", cost=find_cost(cost), **effort.spec)
-    for policy in _GANTT_POLICIES:
-        gantt[policy] = run_outcome(scenario, Job("paper-3k", policy, 1.0, seed, 20.0, cost))
-    kv = {
-        policy: run_decode_outcome(
-            DecodeJob(policy, seed, "h100", effort.picture_steps, effort.warm_up_steps)
-        )
-        for policy in _KV_PICTURE
+    gantt = {
+        policy: run_outcome(scenario, Job("paper-3k", policy, 1.0, seed, 20.0, cost))
+        for policy in (paper_claims.BASELINE, *paper_claims.RULES)
     }
-    figures = {
-        "ttft": (
-            "TTFT by load",
-            plots.ttft_by_load(loads, "peak_share", "load (share of random_rank's peak)"),
-        ),
-        "kv-band": ("KV load of the decode DP ranks over time", plots.kv_bands(kv)),
-        "timeline": (
-            f"Forward passes at {scenario.nominal_qps / len(scenario.spec.prefill):g} QPS per "
-            f"instance, cost {cost_name(cost)}",
-            plots.pass_timeline(gantt, dict(scenario.spec.prefill)),
-        ),
-    }
-    parts: list[Part] = [
-        "The paper's figures (arXiv 2512.16134) beside simulations of them. Everything here is "
-        "simulated; the scheduler is the router's own object.",
-        _EPILOG,
-        *findings.remarks,
-        *findings.tables,
-    ]
+    steps = effort.picture_steps, effort.warm_up_steps
+    kv = {one: run_decode_outcome(DecodeJob(one, seed, "h100", *steps)) for one in _KV_PICTURE}
+    loads = [r for r in rows if "peak_share" in r]
+    ttft = plots.ttft_by_load(loads, "peak_share", "load (share of random_rank's peak)")
+    qps = scenario.nominal_qps / len(scenario.spec.prefill)
+    timeline = f"Forward passes at {qps:g} QPS per instance, cost {cost_name(cost)}"
+    parts = list(told)
     out.mkdir(parents=True, exist_ok=True)
-    for name, (caption, figure) in figures.items():
+    for name, caption, figure in (
+        ("ttft", "TTFT by load", ttft),
+        ("kv-band", "KV load of the decode DP ranks over time", plots.kv_bands(kv)),
+        ("timeline", timeline, plots.pass_timeline(gantt, dict(scenario.spec.prefill))),
+    ):
         png = plots.png_of(figure)
         (out / f"{name}.png").write_bytes(png)
         parts.append(Picture(caption, png))
     parts.append(policies_table([*(row["policy"] for row in rows), *kv]))
-    write_page(
-        out / "paper.html", "Staggered Batch Scheduling: the paper's claims, simulated", parts
-    )
-    listed = findings.json(rows)["claims"]
-    (out / "claims.json").write_bytes(orjson.dumps(listed, option=orjson.OPT_INDENT_2))
+    title = "Staggered Batch Scheduling: the paper's claims, simulated"
+    write_page(out / "paper.html", title, parts)

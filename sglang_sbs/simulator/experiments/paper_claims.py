@@ -1,24 +1,24 @@
-"""The figures of arXiv 2512.16134 and what of the simulated rows each is held against.
-
-Owns the paper's figures, and why some do not reproduce. Must not know how rows are produced or
-drawn.
-"""
+"""The figures of arXiv 2512.16134, what of the simulated rows each is held against, and why some do
+not reproduce."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sglang_sbs.simulator.experiments.claims import Claim, Side, Unit
-from sglang_sbs.simulator.experiments.estimate import BySeed, Estimate, change
+from sglang_sbs.simulator.experiments.claims import BySeed, Claim, Estimate, Side, Unit, change
 from sglang_sbs.simulator.experiments.queueing import QUEUEING
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.parallel import Row
 
-BASELINES = ("random_rank", "least_tokens", "eta")
-"""``random_rank`` is SGLang's default placement under PD disaggregation. The paper does not name
-its baseline; the other two are stronger immediate policies."""
-PAPER_POLICIES = ("random_rank", "least_tokens", "eta", "sbs_paper", "sbs")
+BASELINE = "random_rank"
+"""SGLang's default placement under PD disaggregation. The paper does not name its baseline."""
+BASELINES = (BASELINE, "least_tokens", "eta")
+"""The other two are stronger immediate policies."""
+RULES = ("sbs_paper", "sbs")
+"""The paper's rule and the default of this project; of decode below."""
+DECODE_RULES = ("sbs_iqr", "sbs_potential")
+PAPER_POLICIES = (*BASELINES, *RULES)
 TTFT_SHARES = (0.4, 0.6, 0.8, 1.0)
 """Of the baseline's peak (paper section 5.1)."""
 LABELS = {"paper-3k": "0-3K", "paper-long": "3-64K"}
@@ -43,11 +43,16 @@ _ROTATION = (
     "of several chunks, while others are idle."
 )
 _QUEUED = "At its peak the baseline has requests queued on every rank, which fill its chunks."
+_RANDOM = "Ranks chosen at random get more than a chunk now and then: a pass more."
 _UNEQUAL_RANKS = (
     "The paper's baseline band needs ranks that stay unequal (skewed); round robin, which is "
     "SGLang's, is closer to balance, and even perfect balance would not gain 15 % on it."
 )
 _PEAK = "It is the most of any rank in any step, and rises with the time that is looked at."
+
+_Paper = float | tuple[float, float]
+_Values = Sequence[float] | BySeed
+"""One of each seed."""
 
 
 def by_seed(rows: Sequence[Row], key: str, **fields: Any) -> dict[int, float]:
@@ -59,247 +64,155 @@ def by_seed(rows: Sequence[Row], key: str, **fields: Any) -> dict[int, float]:
     }
 
 
-def _estimate(values: BySeed) -> Estimate:
-    return Estimate.of(list(values.values()))
+def _estimate(values: _Values) -> Estimate:
+    return Estimate.of(list(values.values() if isinstance(values, Mapping) else values))
 
 
-def _reduction(mine: BySeed, base: BySeed) -> list[float]:
-    return [-one for one in change(mine, base)]
+def _claim(
+    what: str,
+    source: str,
+    baseline: str,
+    paper: _Paper,
+    found: Iterable[_Values],
+    why: str,
+    *,
+    unit: Unit = "%",
+    good: Side = "more",
+) -> Claim:
+    """``found``: by the paper's configuration, and by ours where the claim is about the method."""
+    literal, *ours = map(_estimate, found)
+    return Claim(
+        what=what,
+        source=source,
+        baseline=baseline,
+        paper=paper if isinstance(paper, tuple) else (paper, paper),
+        literal=literal,
+        ours=ours[0] if ours else None,
+        unit=unit,
+        good=good,
+        why=why,
+    )
 
 
 def prefill_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Sections 3.3, 5.1 and 5.2.1, and of the abstract what is about prefill."""
-    return [
-        *table_1_claims(rows, cost),
-        *ttft_claims(rows, cost),
-        *long_claims(rows, cost),
-        *balance_claims(rows, cost),
-    ]
+    kinds = (table_1_claims, ttft_claims, long_claims, balance_claims)
+    return [claim for kind in kinds for claim in kind(rows, cost)]
 
 
 def table_1_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Table 1: max QPS per prefill instance and chunk utilisation at a mean TTFT."""
     claims: list[Claim] = []
-    gains: dict[str, list[list[float]]] = {"sbs_paper": [], "sbs": []}
+    gains: list[list[list[float]]] = [[] for _ in RULES]
     for scenario, label, off, on, gain in (
         ("paper-3k", "3K, 0.8 s", (57.0, 0.5183), (70.0, 0.887), 0.228),
         ("paper-5k", "5K, 1.0 s", (70.0, 0.530), (79.0, 0.880), 0.129),
     ):
-        mine = [r for r in rows if (r["scenario"], r["cost"]) == (scenario, cost)]
         qps, use = {}, {}
-        for policy in ("random_rank", "sbs_paper", "sbs"):
-            runs = [r for r in mine if r["policy"] == policy and "max_qps" in r]
+        for policy in (BASELINE, *RULES):
+            runs = capacities(rows, scenario, cost, policy)
             qps[policy] = {r["seed"]: r["max_qps"] / r["prefill_instances"] for r in runs}
             use[policy] = by_seed(runs, "chunk_utilization")
-        claims += _off_and_on("max QPS per instance", label, (off[0], on[0]), qps, "")
-        over = {one: change(qps[one], qps["random_rank"]) for one in gains}
-        claims.append(_gain(f"QPS gain ({label})", "Table 1", (gain, gain), over))
-        for one, values in over.items():
-            gains[one].append(values)
-        claims += _off_and_on("chunk utilisation", label, (off[1], on[1]), use, "%")
-        more = on[1] - off[1]
-        claims.append(
-            Claim(
-                what=f"utilisation gain ({label})",
-                source="Table 1",
-                baseline="random_rank",
-                paper=(more, more),
-                literal=_difference(use["sbs_paper"], use["random_rank"]),
-                ours=_difference(use["sbs"], use["random_rank"]),
-                unit="pp",
-                good="more",
-                why=_FULLER_BASELINE,
-            )
-        )
-    both = {
-        one: [sum(pair) / len(pair) for pair in zip(*values, strict=True)]
-        for one, values in gains.items()
-    }
-    return [*claims, _gain("throughput gain, mean of both", "abstract", (0.15, 0.20), both)]
+        over = [change(qps[rule], qps[BASELINE]) for rule in RULES]
+        more = [[use[rule][s] - use[BASELINE][s] for s in use[rule]] for rule in RULES]
+        for so_far, values in zip(gains, over, strict=True):
+            so_far.append(values)
+        claims += [
+            *_off_and_on("max QPS per instance", label, (off[0], on[0]), qps, ""),
+            _gain(f"QPS gain ({label})", gain, over),
+            *_off_and_on("chunk utilisation", label, (off[1], on[1]), use, "%"),
+            _gain(f"utilisation gain ({label})", on[1] - off[1], more, unit="pp"),
+        ]
+    both = [[sum(pair) / len(pair) for pair in zip(*some, strict=True)] for some in gains]
+    mean = _gain("throughput gain, mean of both", (0.15, 0.20), both, source="abstract")
+    return [*claims, mean]
 
 
 def _off_and_on(
     what: str, label: str, paper: tuple[float, float], found: Mapping[str, BySeed], unit: Unit
 ) -> list[Claim]:
     """A line of Table 1 without and with SBS."""
-    off, on = paper
+    off, on = f"{what}, off ({label})", f"{what}, on ({label})"
+    base, rules = [found[BASELINE]], [found[rule] for rule in RULES]
     return [
-        Claim(
-            what=f"{what}, off ({label})",
-            source="Table 1",
-            baseline="random_rank",
-            paper=(off, off),
-            literal=_estimate(found["random_rank"]),
-            unit=unit,
-            why=_FULLER_BASELINE,
-        ),
-        Claim(
-            what=f"{what}, on ({label})",
-            source="Table 1",
-            baseline="",
-            paper=(on, on),
-            literal=_estimate(found["sbs_paper"]),
-            ours=_estimate(found["sbs"]),
-            unit=unit,
-            good="more",
-            why=_OVERSHOOT,
-        ),
+        _claim(off, "Table 1", BASELINE, paper[0], base, _FULLER_BASELINE, unit=unit, good=""),
+        _claim(on, "Table 1", "", paper[1], rules, _OVERSHOOT, unit=unit),
     ]
 
 
 def _gain(
-    what: str, source: str, paper: tuple[float, float], over: dict[str, list[float]]
+    what: str, paper: _Paper, over: Sequence[_Values], *, source: str = "Table 1", unit: Unit = "%"
 ) -> Claim:
-    return Claim(
-        what=what,
-        source=source,
-        baseline="random_rank",
-        paper=paper,
-        literal=Estimate.of(over["sbs_paper"]),
-        ours=Estimate.of(over["sbs"]),
-        unit="%",
-        good="more",
-        why=_FULLER_BASELINE,
-    )
-
-
-def _difference(mine: BySeed, base: BySeed) -> Estimate:
-    return Estimate.of([mine[seed] - base[seed] for seed in mine])
+    return _claim(what, source, BASELINE, paper, over, _FULLER_BASELINE, unit=unit)
 
 
 def ttft_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Section 5.1: mean TTFT at 40-100 % of the baseline's peak, 0-3K."""
+    less = [_less(rows, "paper-3k", cost, share, "ttft_mean_s") for share in TTFT_SHARES]
+    what, source = "TTFT reduction at {:.0%} of the baseline's peak (0-3K)", "abstract, section 5.1"
     claims = [
-        _less(
-            _at(rows, "paper-3k", cost, share),
-            "ttft_mean_s",
-            f"TTFT reduction at {share:.0%} of the baseline's peak (0-3K)",
-            "abstract, section 5.1",
-            (0.30, 0.40),
-            _LATE,
-        )
-        for share in TTFT_SHARES
+        _claim(what.format(share), source, BASELINE, (0.30, 0.40), values, _LATE)
+        for share, values in zip(TTFT_SHARES, less, strict=True)
     ]
-    lighter = [one for one, share in zip(claims, TTFT_SHARES, strict=True) if share < 0.8]
-    best = max(lighter, key=lambda claim: claim.literal.mean)
-    ours = max((one.ours for one in lighter if one.ours), key=lambda one: one.mean)
-    most = Claim(
-        what="most TTFT reduction below 80 % (0-3K)",
-        source="section 5.1",
-        baseline="random_rank",
-        paper=(0.40, 0.40),
-        literal=best.literal,
-        ours=ours,
-        unit="%",
-        good="more",
-        why=_LATE,
-    )
-    return [*claims, most]
+    lighter = [values for share, values in zip(TTFT_SHARES, less, strict=True) if share < 0.8]
+    most = [max(some, key=lambda one: _estimate(one).mean) for some in zip(*lighter, strict=True)]
+    what = "most TTFT reduction below 80 % (0-3K)"
+    return [*claims, _claim(what, "section 5.1", BASELINE, 0.40, most, _LATE)]
 
 
 def long_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Section 5.1, 3-64K: "maintains its performance advantage", "suppresses tail latency"."""
-    return [
-        _less(
-            _at(rows, "paper-long", cost, share),
-            key,
-            f"{name} reduction at {share:.0%} (3-64K)",
-            "section 5.1, Figure 6b",
-            _GAIN,
-            _ROTATION,
-        )
-        for key, name in (("ttft_mean_s", "TTFT"), ("ttft_p99_s", "p99 TTFT"))
-        for share in TTFT_SHARES
-    ]
+    claims, source = [], "section 5.1, Figure 6b"
+    for key, name in (("ttft_mean_s", "TTFT"), ("ttft_p99_s", "p99 TTFT")):
+        for share in TTFT_SHARES:
+            what = f"{name} reduction at {share:.0%} (3-64K)"
+            less = _less(rows, "paper-long", cost, share, key)
+            claims.append(_claim(what, source, BASELINE, _GAIN, less, _ROTATION))
+    return claims
 
 
 def balance_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
     """Figures 3 and 4: SBS has smaller bubbles behind the heaviest rank."""
-    return [
-        _less(
-            _at(rows, "paper-3k", cost, share),
-            "max_over_mean",
-            f"heaviest rank / mean, less by, at {share:.0%} (0-3K)",
-            "section 3.3, Figures 3 and 4",
-            _GAIN,
-            _QUEUED,
-        )
-        for share in (TTFT_SHARES[0], TTFT_SHARES[-1])
-    ]
-
-
-def _at(rows: Sequence[Row], scenario: str, cost: str, share: float) -> list[Row]:
-    wanted = (scenario, cost, share)
-    return [r for r in rows if (r["scenario"], r["cost"], r.get("peak_share")) == wanted]
+    claims, source = [], "section 3.3, Figures 3 and 4"
+    for share in (TTFT_SHARES[0], TTFT_SHARES[-1]):
+        what = f"heaviest rank / mean, less by, at {share:.0%} (0-3K)"
+        less = _less(rows, "paper-3k", cost, share, "max_over_mean")
+        claims.append(_claim(what, source, BASELINE, _GAIN, less, _QUEUED))
+    return claims
 
 
 def _less(
-    rows: Sequence[Row], key: str, what: str, source: str, paper: tuple[float, float], why: str
-) -> Claim:
-    """By how much less SBS has of something than the baseline."""
-    base = by_seed(rows, key, policy="random_rank")
-    return Claim(
-        what=what,
-        source=source,
-        baseline="random_rank",
-        paper=paper,
-        literal=Estimate.of(_reduction(by_seed(rows, key, policy="sbs_paper"), base)),
-        ours=Estimate.of(_reduction(by_seed(rows, key, policy="sbs"), base)),
-        unit="%",
-        good="more",
-        why=why,
-    )
+    rows: Sequence[Row], scenario: str, cost: str, share: float, key: str
+) -> list[list[float]]:
+    """By how much less SBS has of something than the baseline, as a share of it, by rule."""
+    at = {"scenario": scenario, "cost": cost, "peak_share": share}
+    base = by_seed(rows, key, policy=BASELINE, **at)
+    return [_signed(-1, by_seed(rows, key, policy=rule, **at), base) for rule in RULES]
+
+
+def _signed(sign: int, mine: BySeed, base: BySeed) -> list[float]:
+    return [sign * one for one in change(mine, base)]
 
 
 def queueing_claims(rows: Sequence[Row]) -> list[Claim]:
     """Section 3.2: an immediate dispatch waits T/2 in the engine however many instances there are,
     a staggered one T/2N in the scheduler."""
-    mine = [r for r in rows if r["scenario"] == QUEUEING]
-    counts = sorted({r["prefill_instances"] for r in mine})
-    claims: list[Claim] = []
+    source, claims = "section 3.2", []
+    counts = sorted({row["prefill_instances"] for row in rows if row["scenario"] == QUEUEING})
     for count in counts:
-        waits = {
-            policy: by_seed(mine, "wait_passes", policy=policy, prefill_instances=count)
-            for policy in ("random_rank", "sbs_paper", "sbs")
-        }
-        claims += [
-            Claim(
-                what=f"wait, immediate, {count} instances",
-                source="section 3.2",
-                baseline="random_rank",
-                paper=(0.5, 0.5),
-                literal=_estimate(waits["random_rank"]),
-                unit="T",
-                why="Ranks chosen at random get more than a chunk now and then: a pass more.",
-            ),
-            Claim(
-                what=f"wait, staggered, {count} instances",
-                source="section 3.2",
-                baseline="",
-                paper=(0.5 / count, 0.5 / count),
-                literal=_estimate(waits["sbs_paper"]),
-                ours=_estimate(waits["sbs"]),
-                unit="T",
-                good="less",
-                why=_OVERSHOOT,
-            ),
-        ]
-    base = waits["random_rank"]
-    shorter = {one: [base[s] / waits[one][s] for s in base] for one in ("sbs_paper", "sbs")}
-    return [
-        *claims,
-        Claim(
-            what=f"wait shorter by, {counts[-1]} instances",
-            source="section 3.2",
-            baseline="random_rank",
-            paper=(float(counts[-1]), float(counts[-1])),
-            literal=Estimate.of(shorter["sbs_paper"]),
-            ours=Estimate.of(shorter["sbs"]),
-            unit="x",
-            good="more",
-            why=_OVERSHOOT,
-        ),
-    ]
+        at = {"scenario": QUEUEING, "prefill_instances": count}
+        base, *waits = (
+            by_seed(rows, "wait_passes", policy=policy, **at) for policy in (BASELINE, *RULES)
+        )
+        what = f"wait, immediate, {count} instances"
+        claims.append(_claim(what, source, BASELINE, 0.5, [base], _RANDOM, unit="T", good=""))
+        what = f"wait, staggered, {count} instances"
+        claims.append(
+            _claim(what, source, "", 0.5 / count, waits, _OVERSHOOT, unit="T", good="less")
+        )
+    shorter = [[base[seed] / mine[seed] for seed in base] for mine in waits]
+    what, paper = f"wait shorter by, {counts[-1]} instances", float(counts[-1])
+    return [*claims, _claim(what, source, BASELINE, paper, shorter, _OVERSHOOT, unit="x")]
 
 
 def decode_claims(rows: Sequence[Row]) -> list[Claim]:
@@ -308,10 +221,11 @@ def decode_claims(rows: Sequence[Row]) -> list[Claim]:
     def found(policy: str, key: str) -> dict[int, float]:
         return by_seed(rows, key, scenario="paper-decode", policy=policy)
 
+    baselines = ("skewed", "round_robin")
     absolute: list[tuple[str, str, str, float, Side]] = [
         *(
             (f"KV {name}, baseline", baseline, key, figure, "")
-            for baseline in ("skewed", "round_robin")
+            for baseline in baselines
             for name, key, figure in (
                 ("band, lower edge", "kv_sigma_low", 40e3),
                 ("band, upper edge", "kv_sigma_high", 130e3),
@@ -321,81 +235,58 @@ def decode_claims(rows: Sequence[Row]) -> list[Claim]:
         ("KV band, lower edge, SBS", "", "kv_sigma_low", 60e3, "more"),
         ("KV band, upper edge, SBS", "", "kv_sigma_high", 100e3, "less"),
     ]
-    claims = [
-        Claim(
-            what=what,
-            source="section 5.2.2, Figure 7",
-            baseline=baseline,
-            paper=(figure, figure),
-            literal=_estimate(found(baseline or "sbs_iqr", key)),
-            ours=None if baseline else _estimate(found("sbs_potential", key)),
-            unit="K",
-            good=good,
-            why=_PEAK if key == "kv_peak" else _UNEQUAL_RANKS,
-        )
-        for what, baseline, key, figure, good in absolute
-    ]
-    for baseline in ("skewed", "round_robin"):
-        for what, key, paper, sign in (
-            ("KV band narrower by", "kv_band", (0.40, 0.40), -1),
-            ("KV peak lower by", "kv_peak", _GAIN, -1),
-            ("decode throughput gain", "tokens_per_s", (0.15, 0.15), 1),
-        ):
-            base = found(baseline, key)
-            over = {
-                policy: [sign * one for one in change(found(policy, key), base)]
-                for policy in ("sbs_iqr", "sbs_potential")
-            }
-            claims.append(_decode_gain(what, baseline, paper, over))
-    return claims
-
-
-def _decode_gain(
-    what: str, baseline: str, paper: tuple[float, float], over: Mapping[str, list[float]]
-) -> Claim:
-    return Claim(
-        what=what,
-        source="section 5.2.2, Figures 7 and 8",
-        baseline=baseline,
-        paper=paper,
-        literal=Estimate.of(over["sbs_iqr"]),
-        ours=Estimate.of(over["sbs_potential"]),
-        unit="%",
-        good="more",
-        why=_UNEQUAL_RANKS,
+    claims = []
+    for what, baseline, key, figure, good in absolute:
+        values = [found(policy, key) for policy in ([baseline] if baseline else DECODE_RULES)]
+        why, source = _PEAK if key == "kv_peak" else _UNEQUAL_RANKS, "section 5.2.2, Figure 7"
+        claims.append(_claim(what, source, baseline, figure, values, why, unit="K", good=good))
+    gains: tuple[tuple[str, str, _Paper, int], ...] = (
+        ("KV band narrower by", "kv_band", 0.40, -1),
+        ("KV peak lower by", "kv_peak", _GAIN, -1),
+        ("decode throughput gain", "tokens_per_s", 0.15, 1),
     )
+    for baseline in baselines:
+        for what, key, paper, sign in gains:
+            over = [_signed(sign, found(one, key), found(baseline, key)) for one in DECODE_RULES]
+            source = "section 5.2.2, Figures 7 and 8"
+            claims.append(_claim(what, source, baseline, paper, over, _UNEQUAL_RANKS))
+    return claims
 
 
 def ttft_table(rows: Sequence[Row], scenario: str, cost: str) -> ResultTable:
     """Mean TTFT of every policy and the change of both SBS against every baseline."""
     at = {"scenario": scenario, "cost": cost}
 
-    def figures(policy: str, share: float) -> dict[int, float]:
-        return by_seed(rows, "ttft_mean_s", policy=policy, peak_share=share, **at)
+    def figures(policy: str) -> list[dict[int, float]]:
+        """At each share."""
+        return [
+            by_seed(rows, "ttft_mean_s", policy=policy, peak_share=share, **at)
+            for share in TTFT_SHARES
+        ]
 
     table = ResultTable(
         f"mean TTFT in s at shares of random_rank's peak, {LABELS[scenario]}; cost {cost}",
         ["policy", *(f"{share:.0%}" for share in TTFT_SHARES)],
     )
     for policy in PAPER_POLICIES:
-        means = [_estimate(figures(policy, share)).mean for share in TTFT_SHARES]
-        table.rows.append([policy, *(f"{mean:.3f}" for mean in means)])
-    for policy in ("sbs_paper", "sbs"):
+        table.rows.append([policy, *(f"{_estimate(one).mean:.3f}" for one in figures(policy))])
+    for rule in RULES:
         for baseline in BASELINES:
-            over = [
-                Estimate.of(change(figures(policy, share), figures(baseline, share)))
-                for share in TTFT_SHARES
-            ]
-            table.rows.append([f"{policy} vs {baseline}", *(f"{one.mean:+.0%}" for one in over)])
+            over = map(change, figures(rule), figures(baseline))
+            cells = (f"{_estimate(one).mean:+.0%}" for one in over)
+            table.rows.append([f"{rule} vs {baseline}", *cells])
     return table
 
 
-def capacity_table(rows: Sequence[Row], slos_s: dict[str, float], cost: str) -> ResultTable:
-    """Table 1 with the stronger baselines beside it.
+def capacities(rows: Sequence[Row], scenario: str, cost: str, policy: str) -> list[Row]:
+    """The searches for a capacity."""
+    wanted = (scenario, cost, policy)
+    found = [row for row in rows if (row["scenario"], row["cost"], row["policy"]) == wanted]
+    return [row for row in found if "max_qps" in row]
 
-    Args:
-        slos_s: the mean TTFT of each scenario.
-    """
+
+def capacity_table(rows: Sequence[Row], slos_s: dict[str, float], cost: str) -> ResultTable:
+    """Table 1 with the stronger baselines beside it; ``slos_s``: the mean TTFT of each scenario."""
     table = ResultTable(
         f"max QPS per prefill instance and chunk utilisation there; cost {cost}",
         ["policy", *(f"{name}, mean TTFT {slo_s:g} s" for name, slo_s in slos_s.items())],
@@ -403,10 +294,7 @@ def capacity_table(rows: Sequence[Row], slos_s: dict[str, float], cost: str) -> 
     for policy in PAPER_POLICIES:
         cells = []
         for scenario in slos_s:
-            key = (scenario, cost, policy)
-            mine = [
-                r for r in rows if (r["scenario"], r["cost"], r["policy"]) == key and "max_qps" in r
-            ]
+            mine = capacities(rows, scenario, cost, policy)
             qps = mean_of(mine, "max_qps") / mine[0]["prefill_instances"]
             cells.append(f"{qps:.1f} {mean_of(mine, 'chunk_utilization'):.0%}")
         table.rows.append([policy, *cells])

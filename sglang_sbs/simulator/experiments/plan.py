@@ -1,33 +1,19 @@
-"""``sglang-sbs simulate plan``: how many prefill instances, with what chunk, a workload needs.
-
-The capacity search is :mod:`.sweep`'s.
-"""
+"""``sglang-sbs simulate plan``: how many prefill instances, with what chunk, a workload needs."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, EmptyWindowError, Job, max_load
 from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
+from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
-from sglang_sbs.simulator.options.common import (
-    add_common,
-    add_prefill_runs,
-    check_outputs,
-    check_prefill_runs,
-    cost_words,
-    instance_counts,
-    names,
-    numbers,
-    open_console,
-    positive_number,
-    run_with_progress,
-    seeds,
-    write_json,
-)
+from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.arrivals import TraceError
 from sglang_sbs.simulator.workloads.scenario import PREFILL_SCENARIOS, ScenarioError, make_scenario
@@ -36,6 +22,7 @@ TRACE_SEEDS = 5
 """Windows of a trace that are simulated unless told otherwise."""
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,random_rank"
 _CELL = ("policy", "prefill_instances", "chunk_tokens")
+_SPREAD = ("max_qps_least", "max_qps_most")
 
 _EPILOG = """\
 The rate is the workload's own: a trace's mean rate, 171 QPS for paper-3k (57 per instance of the
@@ -51,41 +38,32 @@ examples:
 """
 
 
+# fmt: off
+_FLAGS = (
+    Flag("--prefill", "", common.instance_counts, [2, 3, 4, 5, 6],
+        "prefill instances to try (2..6)", "N..M"),
+    Flag("--qps", "", common.positive_number, None, "the rate to plan for (its own)"),
+    Flag("--growth", "", common.numbers, [2.0], "plan for these multiples of it, too (2)"),
+)
+# fmt: on
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang-sbs simulate plan",
-        usage="%(prog)s (--trace FILE | --scenario NAME) --slo-ttft S [options]",
-        description="How many prefill instances and what chunk a workload needs under each policy.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "How many prefill instances and what chunk a workload needs under each policy."
+    usage = "(--trace FILE | --scenario NAME) --slo-ttft S [options]"
+    parser = common.command("plan", what, _EPILOG, usage)
     workload = parser.add_mutually_exclusive_group(required=True)
     workload.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake jsonl or Azure csv")
     workload.add_argument("--scenario", help=", ".join(PREFILL_SCENARIOS))
-    parser.add_argument(
-        "--slo-ttft",
-        type=positive_number,
-        required=True,
-        help="mean TTFT in seconds, of requests of which none is refused",
+    slo = "mean TTFT in seconds, of requests of which none is refused"
+    parser.add_argument("--slo-ttft", type=common.positive_number, required=True, help=slo)
+    common.add_all(parser, _FLAGS)
+    common.add_prefill_runs(parser, DEFAULT_POLICIES)
+    seeds_help = (
+        "seeds per cell; of a trace each is another window of it (default "
+        f"{TRACE_SEEDS} for traces, else 1)"
     )
-    parser.add_argument(
-        "--prefill",
-        type=instance_counts,
-        default=[2, 3, 4, 5, 6],
-        metavar="N..M",
-        help="prefill instances to try (2..6)",
-    )
-    parser.add_argument("--qps", type=positive_number, help="the rate to plan for (its own)")
-    parser.add_argument(
-        "--growth", type=numbers, default=[2.0], help="plan for these multiples of it, too (2)"
-    )
-    add_prefill_runs(parser, DEFAULT_POLICIES)
-    add_common(
-        parser,
-        default_seeds=None,
-        seeds_help="seeds per cell; of a trace each is another window of it (default "
-        f"{TRACE_SEEDS} for traces, else 1)",
-    )
+    common.add_common(parser, default_seeds=None, seeds_help=seeds_help)
     add_cluster(parser)
     return parser
 
@@ -95,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)
-    costs = cost_words(args.cost, parser)
+    costs = common.cost_words(args.cost, parser)
     if len(costs) != 1:
         parser.error("--cost: a plan is made for one cost model")
-    check_prefill_runs(args, parser)
-    check_outputs(args, parser)
+    common.check_prefill_runs(args, parser)
+    common.check_outputs(args, parser)
     name = args.scenario if args.trace is None else f"trace:{args.trace}"
     try:
         scenario = make_scenario(name, **cluster_fields(args))
@@ -110,16 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.qps is None and math.isnan(scenario.workload_qps):
         parser.error(f"--qps: {name} has no rate of its own")
     args.seeds = args.seeds or (TRACE_SEEDS if name.startswith("trace:") else 1)
+    chunks = args.chunks or [scenario.spec.chunk_tokens]
     tasks: list[Task] = []
-    for chunk in args.chunks or [scenario.spec.chunk_tokens]:
-        for instances in args.prefill:
-            shape = {"prefill_instances": instances, "chunk_tokens": chunk}
-            spec = {**cluster_fields(args), **shape}
-            for seed in seeds(args):
-                for policy in policies:
-                    job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
-                    tasks.append((max_load, (job, args.slo_ttft)))
-    console = open_console()
+    for chunk, count, seed, policy in product(chunks, args.prefill, common.seeds(args), policies):
+        spec = {**cluster_fields(args), "prefill_instances": count, "chunk_tokens": chunk}
+        job = Job(name, policy, 1.0, seed, args.duration, costs[0], spec)
+        tasks.append((max_load, (job, args.slo_ttft)))
+    console = common.open_console()
     try:
         rows = run_with_progress(tasks, console, args.workers)
     except EmptyWindowError as error:
@@ -128,16 +103,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     rates = [("now", own_qps)]
     rates += [(f"x {factor:g}", factor * own_qps) for factor in args.growth if factor != 1.0]
     cells = over_seeds(rows)
-    rows = [{**row, **spread_of(cells, row)} for row in rows]
     tables = [capacity_table(cells, args.slo_ttft), needs_table(cells, rates)]
     for table in tables:
         table.print(console)
     if args.plot is not None:
-        _plot(args.plot, name, cells, rates, tables, args.slo_ttft)
+        from sglang_sbs.simulator.experiments import plots
+
+        figure = plots.capacity_by_instances(cells, rates, args.slo_ttft)
+        title, caption = f"Capacity plan for {name}", "Capacity by prefill instances"
+        plots.write(args.plot, figure, cells, title, caption, *tables)
         console.print(f"written: {args.plot}")
-    if args.json is not None:
-        write_json(rows, args.json, console)
+    spread = {_cell(cell): {key: cell[key] for key in _SPREAD} for cell in cells}
+    common.write_json([{**row, **spread[_cell(row)]} for row in rows], args.json, console)
     return 0
+
+
+def _cell(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in _CELL)
 
 
 def over_seeds(rows: Sequence[Row]) -> list[Row]:
@@ -154,18 +136,9 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def spread_of(cells: Sequence[Row], row: Row) -> Row:
-    """The least and the most of the cell that a row is of."""
-    (cell,) = groups(cells, *_CELL)[tuple(row[key] for key in _CELL)]
-    return {key: cell[key] for key in ("max_qps_least", "max_qps_most")}
-
-
 def best_chunk(cells: Sequence[Row], policy: str, instances: int, capacity: str = "max_qps") -> Row:
-    """The cell with the largest capacity; the smaller chunk if two are equal.
-
-    Args:
-        capacity: the field that is the capacity: its mean over seeds, or the least or the most.
-    """
+    """The cell with the largest ``capacity`` (its mean over seeds, the least, or the most); the
+    smaller chunk if two are equal."""
     mine = [c for c in cells if (c["policy"], c["prefill_instances"]) == (policy, instances)]
     return max(mine, key=lambda c: (c[capacity], -c["chunk_tokens"]))
 
@@ -191,7 +164,6 @@ def _capacity_words(cell: Row) -> str:
 
 
 def _over(cells: Sequence[Row], spread: str) -> str:
-    """What a title says of several seeds."""
     seeds = max(c["seeds"] for c in cells)
     return f": mean over {seeds} seeds, {spread}" if seeds > 1 else ""
 
@@ -217,11 +189,9 @@ def needs_table(cells: Sequence[Row], rates: Sequence[tuple[str, float]]) -> Res
     for policy in dict.fromkeys(c["policy"] for c in cells):
         words = []
         for _, rate in rates:
-            mean, fewest, most = (
-                _count_words(needed(cells, policy, rate, capacity), counts)
-                for capacity in ("max_qps", "max_qps_most", "max_qps_least")
-            )
-            found = needed(cells, policy, rate)
+            capacities = ("max_qps", "max_qps_most", "max_qps_least")
+            found, *ends = (needed(cells, policy, rate, capacity) for capacity in capacities)
+            mean, fewest, most = (_count_words(one, counts) for one in (found, *ends))
             chunk = f" ({found['chunk_tokens']})" if found is not None else ""
             words.append(f"{mean}{chunk}{f', {fewest} - {most}' if fewest != most else ''}")
         table.rows.append([policy, *words])
@@ -234,23 +204,3 @@ def _count_words(found: Row | None, counts: Sequence[int]) -> str:
         return f"more than {counts[-1]}"
     fewest = found["prefill_instances"] == counts[0] > 1
     return f"{found['prefill_instances']}{' or fewer' if fewest else ''}"
-
-
-def _plot(
-    path: Path,
-    name: str,
-    cells: Sequence[Row],
-    rates: Sequence[tuple[str, float]],
-    tables: Sequence[ResultTable],
-    slo_ttft_s: float,
-) -> None:
-    from sglang_sbs.simulator.experiments import plots
-    from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
-
-    figure = plots.capacity_by_instances(cells, rates, slo_ttft_s)
-    if path.suffix != ".html":
-        plots.save(figure, path)
-        return
-    picture = Picture("Capacity by prefill instances", plots.png_of(figure))
-    parts: list[Part] = [*tables, picture, policies_table(row["policy"] for row in cells)]
-    write_page(path, f"Capacity plan for {name}", parts)

@@ -22,7 +22,8 @@ from sglang_sbs.policy_looks import colours_of
 from sglang_sbs.simulator.cluster.decode import DecodeOutcome
 from sglang_sbs.simulator.cluster.outcome import Outcome, PassRecord
 from sglang_sbs.simulator.cluster.spec import InstanceSpec
-from sglang_sbs.simulator.experiments.tables import groups
+from sglang_sbs.simulator.experiments.page import Picture, policies_table, write_page
+from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
 from sglang_sbs.simulator.parallel import Row
 
 Rows = Sequence[Row]
@@ -34,29 +35,37 @@ _BOX = 0.84
 _COMPUTED, _WAITED, _FREE, _IDLE = "tab:blue", "#f4b183", "white", "gainsboro"
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture, in the format of the suffix, and forget the figure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
+def save(figure: Figure, to: Path | io.BytesIO, kind: str | None = None) -> None:
+    """Write a picture, in the format of the suffix or of this kind; forget the figure."""
+    if isinstance(to, Path):
+        to.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(to, dpi=_DPI, format=kind)
     pyplot.close(figure)
 
 
 def png_of(figure: Figure) -> bytes:
     """The picture as PNG; forgets the figure."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    pyplot.close(figure)
+    save(figure, buffer, "png")
     return buffer.getvalue()
 
 
+def write(
+    path: Path, figure: Figure, rows: Rows, title: str, caption: str, *parts: ResultTable | str
+) -> None:
+    """A picture; or, where the name ends in html, a page with it, ``parts``, and a word on each
+    policy of ``rows``."""
+    if path.suffix != ".html":
+        save(figure, path)
+        return
+    policies = policies_table(row["policy"] for row in rows)
+    write_page(path, title, [*parts, Picture(caption, png_of(figure)), policies])
+
+
 def _axes(rows: int, columns: int, width: float, height: float, **more: Any) -> _Panels:
+    size = (width * columns, height * rows)
     figure, axes = pyplot.subplots(
-        rows,
-        columns,
-        figsize=(width * columns, height * rows),
-        squeeze=False,
-        constrained_layout=True,
-        **more,
+        rows, columns, figsize=size, squeeze=False, constrained_layout=True, **more
     )
     return figure, list(axes.flat)
 
@@ -64,11 +73,8 @@ def _axes(rows: int, columns: int, width: float, height: float, **more: Any) -> 
 def ttft_by_load(
     rows: Rows, x: str = "load", x_label: str = "load (share of the nominal rate)"
 ) -> Figure:
-    """Mean TTFT above, p99 below, both by load; a column per scenario, cost and chunk size.
-
-    Args:
-        x: the field that is the load.
-    """
+    """Mean TTFT above, p99 below, both by load (the field ``x``); a column per scenario, cost and
+    chunk size."""
     panels = list(groups(rows, "scenario", "cost", "chunk_tokens").items())
     colours = colours_of(row["policy"] for row in rows)
     figure, axes = _axes(2, len(panels), 6.5, 3.8, sharey="row")
@@ -77,11 +83,9 @@ def ttft_by_load(
         key, name = (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99"))[index // len(panels)]
         for (policy,), mine in groups(shown, "policy").items():
             loads = sorted({r[x] for r in mine})
-            values = [statistics.fmean(r[key] for r in mine if r[x] == load) for load in loads]
+            values = [mean_of([r for r in mine if r[x] == load], key) for load in loads]
             width = 2.5 if policy == "sbs" else 1.3
-            axis.plot(
-                loads, values, marker="o", label=policy, color=colours[policy], linewidth=width
-            )
+            axis.plot(loads, values, "o-", label=policy, color=colours[policy], linewidth=width)
         axis.set_xlabel(x_label)
         axis.set_ylabel(f"{name} TTFT in s")
         axis.yaxis.set_tick_params(labelleft=True)
@@ -98,19 +102,16 @@ def ttft_by_load(
 
 def capacity_by_chunk(rows: Rows) -> Figure:
     """Max QPS at the SLO per policy, grouped by chunk size; a panel per cost model."""
-    costs = list(dict.fromkeys(row["cost"] for row in rows))
+    costs = groups(rows, "cost")
     figure, axes = _axes(1, len(costs), 7, 5, sharey="row")
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     colours = colours_of(policies)
     chunks = sorted({row["chunk_tokens"] for row in rows})
-    cells = groups(rows, "policy", "cost", "chunk_tokens")
-    for axis, cost in zip(axes, costs, strict=True):
+    width = 0.8 / len(policies)
+    for axis, ((cost,), mine) in zip(axes, costs.items(), strict=True):
+        cells = groups(mine, "policy", "chunk_tokens")
         for position, policy in enumerate(policies):
-            heights = [
-                statistics.fmean(r["max_qps"] for r in cells[policy, cost, chunk])
-                for chunk in chunks
-            ]
-            width = 0.8 / len(policies)
+            heights = [mean_of(cells[policy, chunk], "max_qps") for chunk in chunks]
             places = [i - 0.4 + (position + 0.5) * width for i in range(len(chunks))]
             axis.bar(places, heights, width, label=policy, color=colours[policy])
         axis.set_xticks(range(len(chunks)), [str(chunk) for chunk in chunks])
@@ -123,30 +124,26 @@ def capacity_by_chunk(rows: Rows) -> Figure:
 
 def decode_summary(rows: Rows) -> Figure:
     """KV band and throughput per decode policy."""
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    colours = colours_of(policies)
+    policies = groups(rows, "policy")
+    names = [policy for (policy,) in policies]
+    colours = colours_of(names)
     figure, (band, speed) = _axes(1, 2, 7, 4.5)
-    for position, policy in enumerate(policies):
-        mine = [r for r in rows if r["policy"] == policy]
-        low, high, peak, tokens = (
-            statistics.fmean(r[key] for r in mine)
-            for key in ("kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s")
-        )
+    for position, ((policy,), mine) in enumerate(policies.items()):
+        keys = ("kv_sigma_low", "kv_sigma_high", "kv_peak", "tokens_per_s")
+        low, high, peak, tokens = (mean_of(mine, key) for key in keys)
         band.bar(position, (high - low) / 1e3, 0.6, bottom=low / 1e3, color=colours[policy])
         band.plot(position, peak / 1e3, "k_", markersize=20)
         speed.bar(position, tokens, 0.6, color=colours[policy])
     for axis in (band, speed):
-        axis.set_xticks(range(len(policies)), policies, rotation=20)
+        axis.set_xticks(range(len(names)), names, rotation=20)
     band.set_ylabel("KV tokens per rank in K: mean -/+ 1 sd, peak")
     speed.set_ylabel("tokens/s")
     return figure
 
 
 def kv_bands(outcomes: Mapping[str, DecodeOutcome]) -> Figure:
-    """KV load of the decode DP ranks over time: every rank, their mean, and the band of one sd.
-
-    All panels show the same seconds, as many as the fastest run has.
-    """
+    """KV load of the decode DP ranks over time: every rank, their mean, and the band of one sd. All
+    panels show the same seconds, as many as the fastest run has."""
     figure, axes = _axes(len(outcomes), 1, 11, 2.6)
     colours = colours_of(outcomes)
     top = 1.05 * max(max(o.kv_max) for o in outcomes.values()) / 1e3
@@ -154,19 +151,12 @@ def kv_bands(outcomes: Mapping[str, DecodeOutcome]) -> Figure:
     for axis, (name, outcome) in zip(axes, outcomes.items(), strict=True):
         start_s = outcome.bands[0][0]
         times = [time_s - start_s for time_s, _ in outcome.bands]
-        ranks = list(zip(*(kv for _, kv in outcome.bands), strict=True))
-        for rank in ranks:
+        for rank in zip(*(kv for _, kv in outcome.bands), strict=True):
             axis.plot(times, [kv / 1e3 for kv in rank], color="grey", linewidth=0.4, alpha=0.6)
         pairs = list(zip(outcome.kv_mean, outcome.kv_sd, strict=True))
-        colour = colours[name]
-        axis.fill_between(
-            times,
-            [(mean - sd) / 1e3 for mean, sd in pairs],
-            [(mean + sd) / 1e3 for mean, sd in pairs],
-            alpha=0.4,
-            color=colour,
-        )
-        axis.plot(times, [mean / 1e3 for mean in outcome.kv_mean], color=colour)
+        low, high = ([(mean + side * sd) / 1e3 for mean, sd in pairs] for side in (-1, 1))
+        axis.fill_between(times, low, high, alpha=0.4, color=colours[name])
+        axis.plot(times, [mean / 1e3 for mean in outcome.kv_mean], color=colours[name])
         row = outcome.row()
         axis.set_title(
             f"{name}: {row['kv_sigma_low'] / 1e3:.0f}K to {row['kv_sigma_high'] / 1e3:.0f}K, "
@@ -185,9 +175,6 @@ def pass_timeline(outcomes: Mapping[str, Outcome], shapes: Mapping[str, Instance
 
     A box is a forward pass, as high as a full chunk on every DP rank. Filled is what the ranks
     computed on average, above it what they waited for the heaviest rank at the barrier.
-
-    Args:
-        shapes: the instances by name.
     """
     figure, axes = _axes(len(outcomes), 1, 12, 2.4)
     for axis, (name, outcome) in zip(axes, outcomes.items(), strict=True):
@@ -195,46 +182,31 @@ def pass_timeline(outcomes: Mapping[str, Outcome], shapes: Mapping[str, Instance
         from_s = max(0.0, arrived_s / 2)
         for place, (instance, shape) in enumerate(shapes.items()):
             axis.barh(place, _GANTT_S, _BOX, facecolor=_IDLE)
-            shown = [
-                p
-                for p in outcome.passes
-                if p.instance == instance and p.end_s >= from_s and p.start_s <= from_s + _GANTT_S
-            ]
-            for one in shown:
+            for one in outcome.passes:
                 left_s, width_s = one.start_s - from_s, one.end_s - one.start_s
+                if one.instance != instance or left_s + width_s < 0 or left_s > _GANTT_S:
+                    continue
                 mean = one.tokens / shape.capacity_tokens
-                heaviest = one.heaviest_tokens / shape.chunk_tokens
+                heaviest = max(one.rank_tokens) / shape.chunk_tokens
                 for height, colour in ((1.0, _FREE), (heaviest, _WAITED), (mean, _COMPUTED)):
-                    axis.barh(
-                        place + _BOX / 2 * (1 - height),
-                        width_s,
-                        _BOX * height,
-                        left_s,
-                        facecolor=colour,
-                        edgecolor="dimgrey",
-                        linewidth=0.5,
-                    )
+                    box = (place + _BOX / 2 * (1 - height), width_s, _BOX * height, left_s)
+                    axis.barh(*box, facecolor=colour, edgecolor="dimgrey", linewidth=0.5)
         axis.set_yticks(range(len(shapes)), list(shapes))
         axis.set_ylim(len(shapes) - 0.45, -0.55)
         axis.set_xlim(0, _GANTT_S)
         axis.set_title(f"{name}: {_timeline_figures(outcome, len(shapes))}", fontsize=9)
     axes[-1].set_xlabel("time in s")
-    figure.legend(
-        handles=[
-            Patch(facecolor=_COMPUTED, label="computed, mean of the ranks"),
-            Patch(facecolor=_WAITED, label="bubble: ranks wait for the heaviest one"),
-            Patch(facecolor=_FREE, edgecolor="dimgrey", label="rest of the chunk: shorter pass"),
-            Patch(facecolor=_IDLE, label="bubble: instance idle"),
-        ],
-        loc="outside upper center",
-        ncols=4,
-        fontsize=9,
-    )
+    handles = [
+        Patch(facecolor=_COMPUTED, label="computed, mean of the ranks"),
+        Patch(facecolor=_WAITED, label="bubble: ranks wait for the heaviest one"),
+        Patch(facecolor=_FREE, edgecolor="dimgrey", label="rest of the chunk: shorter pass"),
+        Patch(facecolor=_IDLE, label="bubble: instance idle"),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=9)
     return figure
 
 
 def _timeline_figures(outcome: Outcome, instances: int) -> str:
-    """The whole run in numbers."""
     ttft_s = [r.ttft_s for r in outcome.requests if not math.isnan(r.ttft_s)]
     passes: Sequence[PassRecord] = outcome.passes
     busy_s = sum(p.end_s - p.start_s for p in passes)
@@ -261,10 +233,9 @@ def capacity_by_instances(
         by_count = groups(mine, "prefill_instances")
         counts = sorted(count for (count,) in by_count)
         best = [max(by_count[count,], key=lambda r: r["max_qps"]) for count in counts]
-        least, mean, most = (
-            [row[key] for row in best] for key in ("max_qps_least", "max_qps", "max_qps_most")
-        )
-        axis.plot(counts, mean, marker="o", label=policy, color=colours[policy])
+        keys = ("max_qps_least", "max_qps", "max_qps_most")
+        least, mean, most = ([row[key] for row in best] for key in keys)
+        axis.plot(counts, mean, "o-", label=policy, color=colours[policy])
         axis.fill_between(counts, least, most, color=colours[policy], alpha=0.15)
     for label, rate in rates_qps:
         axis.axhline(rate, linestyle="--", color="grey")

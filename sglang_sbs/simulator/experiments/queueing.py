@@ -22,7 +22,6 @@ _WAY_S = 1e-3
 
 
 def queueing_job(policy: str, instances: int, seed: int, duration_s: float) -> Job:
-    """The run of a policy with so many instances."""
     spec = {
         "prefill_instances": instances,
         "overlap": False,

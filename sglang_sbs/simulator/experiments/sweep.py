@@ -14,7 +14,7 @@ from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
-from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord
+from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, mean, quantile
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary, equal
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
@@ -33,28 +33,16 @@ NO_FLOW_CONTROL: dict[str, Any] = {
 
 PARTS = 8
 """Of the time of ``day``, that TTFT is told of one by one."""
+_AT_ONCE = (
+    "eta", "random_rank", "random", "round_robin", "power_of_two", "least_requests",
+    "least_tokens", "stale_tokens", "cache_aware", "session", "sgl_router", "llm_d",
+)  # fmt: skip
 POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_basic": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_equal": {"policy": "sbs", "trigger": "adaptive"},
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
-    **{
-        name: {"policy": name}
-        for name in (
-            "eta",
-            "random_rank",
-            "random",
-            "round_robin",
-            "power_of_two",
-            "least_requests",
-            "least_tokens",
-            "stale_tokens",
-            "cache_aware",
-            "session",
-            "sgl_router",
-            "llm_d",
-        )
-    },
+    **{name: {"policy": name} for name in _AT_ONCE},
 }
 """Policies by the name they have here."""
 SEES_ALL_EQUAL = "sbs_equal"
@@ -80,7 +68,6 @@ class Job:
     classes: Classes = field(default_factory=Classes)
 
     def at_load(self, load: float) -> Job:
-        """The same run at another load."""
         return replace(self, load=load)
 
 
@@ -90,7 +77,6 @@ def scheduler_config(policy: str, seed: int = 0, **more: Any) -> SchedulerConfig
 
 
 def run_job(job: Job) -> Row:
-    """Simulate and summarise."""
     return run(scenario_of(job), job)
 
 
@@ -98,14 +84,7 @@ def scenario_of(job: Job) -> Scenario:
     return make_scenario(job.scenario, cost=find_cost(job.cost), **dict(job.spec))
 
 
-def run(scenario: Scenario, job: Job) -> Row:
-    """As :func:`run_job`, with the scenario at hand."""
-    workload = arrivals_of(scenario, job)
-    outcome = run_arrivals(scenario, job, workload)
-    # Not the outcome's own: of ``sbs_equal`` they are without classes.
-    arrivals = workload if isinstance(workload, list) else outcome.arrivals
-    slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
-    classes = class_summary(_counted(outcome, scenario), arrivals, slo_s)
+def row_head(job: Job, scenario: Scenario) -> Row:
     return {
         "scenario": job.scenario,
         "policy": job.policy,
@@ -115,6 +94,19 @@ def run(scenario: Scenario, job: Job) -> Row:
         "seed": job.seed,
         "chunk_tokens": scenario.spec.chunk_tokens,
         "prefill_instances": len(scenario.spec.prefill),
+    }
+
+
+def run(scenario: Scenario, job: Job) -> Row:
+    """As :func:`run_job`, with the scenario at hand."""
+    workload = arrivals_of(scenario, job)
+    outcome = run_outcome(scenario, job, workload)
+    # Not the outcome's own: of ``sbs_equal`` they are without classes.
+    arrivals = workload if isinstance(workload, list) else outcome.arrivals
+    slo_s = scenario.spec.ttft_slo_s or scenario.slo_ttft_s
+    classes = class_summary(_counted(outcome, scenario), arrivals, slo_s)
+    return {
+        **row_head(job, scenario),
         **summary(outcome, scenario),
         **cache_summary(outcome, arrivals, scenario),
         **(loop_summary(outcome, scenario, job) if scenario.agents else {}),
@@ -138,53 +130,43 @@ def arrivals_of(scenario: Scenario, job: Job) -> Workload:
     return job.classes.of(arrivals, job.seed) if isinstance(arrivals, list) else arrivals
 
 
-def run_outcome(scenario: Scenario, job: Job) -> Outcome:
-    """The simulation itself."""
-    return run_arrivals(scenario, job, arrivals_of(scenario, job))
-
-
-def run_arrivals(scenario: Scenario, job: Job, arrivals: Workload) -> Outcome:
-    """The same, with the arrivals at hand."""
-    spec = msgspec.structs.replace(
-        scenario.spec,
-        seed=job.seed,
-        prefix_source=scenario.spec.prefix_source if job.policy in READS_CACHES else "off",
-    )
+def run_outcome(scenario: Scenario, job: Job, arrivals: Workload | None = None) -> Outcome:
+    """The simulation itself, with the arrivals at hand or those of the job."""
+    if arrivals is None:
+        arrivals = arrivals_of(scenario, job)
     if job.policy == SEES_ALL_EQUAL and isinstance(arrivals, list):
         arrivals = equal(arrivals)
-    return simulate_arranged(
-        arrivals,
-        scheduler_config(job.policy, job.seed, **dict(job.config)),
-        spec,
-        drain_s=LOOP_DRAIN_S if scenario.agents else 120.0,
-    )
+    spec = msgspec.structs.replace(scenario.spec, seed=job.seed)
+    if job.policy not in READS_CACHES:
+        spec = msgspec.structs.replace(spec, prefix_source="off")
+    config = scheduler_config(job.policy, job.seed, **dict(job.config))
+    drain_s = LOOP_DRAIN_S if scenario.agents else 120.0
+    return simulate_arranged(arrivals, config, spec, drain_s=drain_s)
 
 
 def summary(outcome: Outcome, scenario: Scenario) -> Row:
     """Latency of what arrived after the warm-up; passes from then until the last arrival."""
     counted = _counted(outcome, scenario)
     ttft_s = sorted(r.ttft_s for r in counted if not math.isnan(r.ttft_s))
+    spec, warm_s = scenario.spec, scenario.warm_up_s
     last_s = outcome.requests[-1].arrived_s if outcome.requests else 0.0
-    engines = {name: scenario.spec.engines(one) for name, one in scenario.spec.prefill}
+    engines = {name: spec.engines(one) for name, one in spec.prefill}
+    capacity = {name: one.capacity_tokens / engines[name] for name, one in spec.prefill}
     own = [p for p in outcome.passes if p.instance in engines]  # decode's are not prefill's
-    passes = [p for p in own if p.start_s >= scenario.warm_up_s and p.end_s <= last_s]
-    capacity = {name: one.capacity_tokens / engines[name] for name, one in scenario.spec.prefill}
+    passes = [p for p in own if p.start_s >= warm_s and p.end_s <= last_s]
     offered = sum(capacity[p.instance] for p in passes)
     busy_s = sum(p.end_s - p.start_s for p in passes)
-    window_s = sum(
-        count * scenario.spec.up_s(name, scenario.warm_up_s, last_s)
-        for name, count in engines.items()
-        if last_s > scenario.warm_up_s
-    )
-    nan = math.nan
+    window_s = 0.0
+    if last_s > warm_s:
+        window_s = sum(count * spec.up_s(one, warm_s, last_s) for one, count in engines.items())
     return {
-        "ttft_mean_s": sum(ttft_s) / len(ttft_s) if ttft_s else nan,
-        "ttft_p50_s": ttft_s[len(ttft_s) // 2] if ttft_s else nan,
-        "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))] if ttft_s else nan,
-        "chunk_utilization": (sum(p.tokens for p in passes) / offered if passes else nan),
-        "bubble_share": max(0.0, 1 - busy_s / window_s) if window_s > 0 else nan,
-        "active_rank_count": fmean(p.active_ranks for p in passes) if passes else nan,
-        "max_over_mean": fmean(p.max_over_mean for p in passes) if passes else nan,
+        "ttft_mean_s": mean(ttft_s),
+        "ttft_p50_s": quantile(ttft_s, 0.5),
+        "ttft_p99_s": quantile(ttft_s, 0.99),
+        "chunk_utilization": sum(p.tokens for p in passes) / offered if passes else math.nan,
+        "bubble_share": max(0.0, 1 - busy_s / window_s) if window_s > 0 else math.nan,
+        "active_rank_count": fmean(p.active_ranks for p in passes) if passes else math.nan,
+        "max_over_mean": fmean(p.max_over_mean for p in passes) if passes else math.nan,
         "completed": len(ttft_s),
         "rejected": sum(r.refused is not None for r in counted),
         "unfinished": sum(r.ends == 0 for r in counted),
@@ -199,15 +181,13 @@ def pool_summary(outcome: Outcome) -> Row:
     """
     decisions_s = sorted(one for pool in outcome.pools for one in pool.decisions_s)
     requests = [pool.requests for pool in outcome.pools]
+    shares = [sum(one.decisions_s) / one.duration_s for one in outcome.pools if one.duration_s]
     return {
         "pools": len(outcome.pools),
         "pool_max_over_mean": max(requests) / fmean(requests) if any(requests) else math.nan,
-        "decision_p50_s": decisions_s[len(decisions_s) // 2],
-        "decision_p99_s": decisions_s[int(0.99 * len(decisions_s))],
-        "decision_share": max(
-            [sum(one.decisions_s) / one.duration_s for one in outcome.pools if one.duration_s],
-            default=math.nan,
-        ),
+        "decision_p50_s": quantile(decisions_s, 0.5),
+        "decision_p99_s": quantile(decisions_s, 0.99),
+        "decision_share": max(shares, default=math.nan),
     }
 
 
@@ -233,7 +213,7 @@ def loop_summary(outcome: Outcome, scenario: Scenario, job: Job) -> Row:
     return {
         "agents": round(job.load * scenario.agents),
         "qps": len(counted) / window_s,
-        "e2e_mean_s": sum(e2e_s) / len(e2e_s) if e2e_s else math.nan,
+        "e2e_mean_s": mean(e2e_s),
         "tokens_per_s_instance": tokens / window_s / len(scenario.spec.prefill),
         "loaded_share": sum(r.loaded_tokens for r in counted) / prompt_tokens,
         "fetched_share": sum(r.fetched_tokens for r in counted) / prompt_tokens,
@@ -250,9 +230,8 @@ def cache_summary(outcome: Outcome, arrivals: Sequence[Arrival], scenario: Scena
     arrivals.
     """
     spec = scenario.spec
-    best = optimal_cached_tokens(
-        arrivals, spec.block_tokens, spec.cluster_kv_tokens, outcome.history
-    )
+    room = spec.cluster_kv_tokens
+    best = optimal_cached_tokens(arrivals, spec.block_tokens, room, outcome.history)
     counted = [r for r in _counted(outcome, scenario) if not math.isnan(r.prefilled_s)]
     prompt_tokens = sum(r.prompt_tokens for r in counted)
     cached_tokens = sum(r.cached_tokens for r in counted)
@@ -276,23 +255,17 @@ def max_load(
 
     Served within the SLO: none of the requests after the warm-up is refused or left over, and their
     mean TTFT is at most ``slo_ttft_s``. A load that has no such requests says nothing about
-    capacity, and never is the result.
+    capacity, and never is the result. It is looked for between ``low`` and ``high`` first, above
+    only if all of that meets the SLO; ``tolerance``: how close it is, as a share.
 
-    Args:
-        low, high: where to look first; above ``high`` only if all of that meets the SLO.
-        tolerance: how close the result is to the true one, as a share of it.
-
-    Raises:
-        EmptyWindowError: whatever the load, nothing arrives after the warm-up.
+    Raises: EmptyWindowError: whatever the load, nothing arrives after the warm-up.
     """
     scenario = scenario_of(job)
     rows: dict[float, Row] = {}
 
     def meets(load: float) -> bool:
         arrivals = scenario.at_load(load, job.duration_s, job.seed)
-        if isinstance(arrivals, list) and not any(
-            arrival.at_s >= scenario.warm_up_s for arrival in arrivals
-        ):
+        if isinstance(arrivals, list) and all(a.at_s < scenario.warm_up_s for a in arrivals):
             return True
         row = rows[load] = run(scenario, job.at_load(load))
         served = row["unfinished"] == row["rejected"] == 0
@@ -326,6 +299,6 @@ def max_load(
     within = low if low in rows else 0.0
     at_limit = rows[within or min(rows)]
     max_qps = within * scenario.nominal_qps
-    if scenario.agents:
+    if scenario.agents:  # their rate is measured
         max_qps = at_limit["qps"] if within else 0.0
     return {**at_limit, "slo_ttft_s": slo_ttft_s, "max_qps": max_qps}

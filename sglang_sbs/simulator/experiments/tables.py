@@ -53,14 +53,15 @@ def _by_load(
     *,
     first: str = "policy",
     column: Callable[[Row], str] = lambda row: f"load {row['load']:g}",
+    of: str = "{scenario}",
 ) -> list[ResultTable]:
     """A row per policy, a column per load; a table per cost model and chunk size."""
     tables = []
     for (cost, chunk), shown in groups(rows, "cost", "chunk_tokens").items():
         columns = {row["load"]: column(row) for row in shown}
+        subject = of.format(**shown[0])
         table = ResultTable(
-            f"{title}; {shown[0]['scenario']}, cost {cost}, chunk {chunk}",
-            [first, *columns.values()],
+            f"{title}; {subject}, cost {cost}, chunk {chunk}", [first, *columns.values()]
         )
         cells = groups(shown, "policy", "load")
         for (policy,) in groups(shown, "policy"):
@@ -69,21 +70,25 @@ def _by_load(
     return tables
 
 
+def _means(mine: Sequence[Row], form: str, *keys: str) -> str:
+    """Means of these fields, in this form; nothing where the first has no value."""
+    means = [mean_of(mine, key) for key in keys]
+    return "" if math.isnan(means[0]) else form.format(*means)
+
+
 def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Mean and p99 TTFT, chunk utilisation and what was refused."""
     return _by_load(rows, "mean / p99 TTFT in s, chunk use", _load_cell)
 
 
 def _load_cell(mine: Sequence[Row]) -> str:
-    mean_s = mean_of(mine, "ttft_mean_s")
-    if math.isnan(mean_s):
+    if math.isnan(mean_of(mine, "ttft_mean_s")):
         arrived = any(r["rejected"] or r["unfinished"] for r in mine)
         return "nothing completed" if arrived else "no arrivals after warm-up"
     refused = sum(r["rejected"] for r in mine) / sum(r["completed"] + r["rejected"] for r in mine)
-    use = mean_of(mine, "chunk_utilization")
     return (
-        f"{mean_s:.3f}/{mean_of(mine, 'ttft_p99_s'):.2f}"
-        + ("" if math.isnan(use) else f" {use:.0%}")
+        _means(mine, "{:.3f}/{:.2f}", "ttft_mean_s", "ttft_p99_s")
+        + _means(mine, " {:.0%}", "chunk_utilization")
         + (f" ({refused:.0%} refused)" if refused else "")
         + (" (saturated)" if any(r["unfinished"] for r in mine) else "")
     )
@@ -91,40 +96,24 @@ def _load_cell(mine: Sequence[Row]) -> str:
 
 def balance_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """How evenly passes are spread over DP ranks."""
-
-    def cell(mine: Sequence[Row]) -> str:
-        active = mean_of(mine, "active_rank_count")
-        return "" if math.isnan(active) else f"{active:.2f} {mean_of(mine, 'max_over_mean'):.2f}"
-
-    return _by_load(rows, "active DP ranks per pass, tokens of the heaviest rank / mean", cell)
+    keys = "active_rank_count", "max_over_mean"
+    title = "active DP ranks per pass, tokens of the heaviest rank / mean"
+    return _by_load(rows, title, lambda mine: _means(mine, "{:.2f} {:.2f}", *keys))
 
 
 def pool_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """What deciding takes: a row per policy, a column per load; a table per cost model and chunk
-    size. None without ``--pools``."""
-    tables = []
-    with_pools = [row for row in rows if "pools" in row]
-    for cost, chunk in dict.fromkeys((r["cost"], r["chunk_tokens"]) for r in with_pools):
-        shown = [r for r in with_pools if (r["cost"], r["chunk_tokens"]) == (cost, chunk)]
-        loads = list(dict.fromkeys(r["load"] for r in shown))
-        table = ResultTable(
-            "p50 / p99 of one decision in ms of CPU, cores of the busiest scheduler, requests of "
-            f"the largest pool / mean; {shown[0]['pools']} pools, cost {cost}, chunk {chunk}",
-            ["policy", *(f"load {load:g}" for load in loads)],
-        )
-        for policy in dict.fromkeys(r["policy"] for r in shown):
-            cells = []
-            for load in loads:
-                mine = [r for r in shown if (r["policy"], r["load"]) == (policy, load)]
-                cells.append(
-                    f"{1e3 * mean_of(mine, 'decision_p50_s'):.2f}/"
-                    f"{1e3 * mean_of(mine, 'decision_p99_s'):.2f} "
-                    f"{mean_of(mine, 'decision_share'):.2f} "
-                    f"{mean_of(mine, 'pool_max_over_mean'):.2f}"
-                )
-            table.rows.append([policy, *cells])
-        tables.append(table)
-    return tables
+    """What deciding takes, and how even the pools are. None without ``--pools``."""
+    title = (
+        "p50 / p99 of one decision in ms of CPU, cores of the busiest scheduler, requests of the "
+        "largest pool / mean"
+    )
+
+    def cell(mine: Sequence[Row]) -> str:
+        p50_s, p99_s = mean_of(mine, "decision_p50_s"), mean_of(mine, "decision_p99_s")
+        shares = _means(mine, "{:.2f} {:.2f}", "decision_share", "pool_max_over_mean")
+        return f"{1e3 * p50_s:.2f}/{1e3 * p99_s:.2f} {shares}"
+
+    return _by_load([row for row in rows if "pools" in row], title, cell, of="{pools} pools")
 
 
 def cache_tables(rows: Sequence[Row]) -> list[ResultTable]:
@@ -132,9 +121,8 @@ def cache_tables(rows: Sequence[Row]) -> list[ResultTable]:
     anything."""
 
     def cell(mine: Sequence[Row]) -> str:
-        computed, optimal = (
-            sum(r[key] for r in mine) for key in ("computed_tokens", "optimal_tokens")
-        )
+        optimal = sum(r["optimal_tokens"] for r in mine)
+        computed = sum(r["computed_tokens"] for r in mine)
         return f"{mean_of(mine, 'hit_rate'):.0%} {computed / optimal:.2f}" if optimal else ""
 
     found = any(row["hit_rate"] > 0 for row in rows)
@@ -154,8 +142,8 @@ def day_tables(rows: Sequence[Row]) -> list[ResultTable]:
         )
         for (policy, load), mine in groups(shown, "policy", "load").items():
             columns = zip(*(r["ttft_by_part_s"] for r in mine), strict=True)
-            means = [statistics.fmean(column) for column in columns]
-            table.rows.append([f"{policy}, {load:g}", *(f"{mean_s:.3f}" for mean_s in means)])
+            cells = [f"{statistics.fmean(column):.3f}" for column in columns]
+            table.rows.append([f"{policy}, {load:g}", *cells])
         tables.append(table)
     return tables
 
@@ -163,16 +151,18 @@ def day_tables(rows: Sequence[Row]) -> list[ResultTable]:
 def loop_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Mean end-to-end latency, tokens per second and instance, and active ranks per pass. None
     without a closed loop."""
-    return _by_load(
-        [row for row in rows if "agents" in row],
+    title = (
         "mean until the last token in s, thousand tokens per second and instance, active ranks per "
-        "pass",
-        lambda mine: (
-            f"{mean_of(mine, 'e2e_mean_s'):.1f} "
-            f"{mean_of(mine, 'tokens_per_s_instance') / 1e3:.1f}K "
-            f"{mean_of(mine, 'active_rank_count'):.2f}"
-        ),
-        column=lambda row: f"load {row['load']:g}, {row['agents']} agents",
+        "pass"
+    )
+
+    def cell(mine: Sequence[Row]) -> str:
+        e2e_s, tokens = mean_of(mine, "e2e_mean_s"), mean_of(mine, "tokens_per_s_instance")
+        return f"{e2e_s:.1f} {tokens / 1e3:.1f}K {mean_of(mine, 'active_rank_count'):.2f}"
+
+    of_agents = [row for row in rows if "agents" in row]
+    return _by_load(
+        of_agents, title, cell, column=lambda row: f"load {row['load']:g}, {row['agents']} agents"
     )
 
 
@@ -189,32 +179,38 @@ def class_tables(rows: Sequence[Row]) -> list[ResultTable]:
 
     def cell(mine: Sequence[Row]) -> str:
         some = [row["of_class"] for row in mine if row["of_class"] is not None]
-        return (
-            f"{mean_of(some, 'ttft_mean_s'):.3f}/{mean_of(some, 'ttft_p99_s'):.2f} "
-            f"{mean_of(some, 'goodput'):.1%}"
-        )
+        ttft_s, p99_s = mean_of(some, "ttft_mean_s"), mean_of(some, "ttft_p99_s")
+        return f"{ttft_s:.3f}/{p99_s:.2f} {mean_of(some, 'goodput'):.1%}"
 
     title = f"by class: mean / p99 TTFT in s, share within {split[0]['slo_s']:g} s"
     return _by_load(split, title, cell, first="policy, class")
 
 
+def result_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """All that there is to say of runs at some loads."""
+    kinds = (load_tables, day_tables, balance_tables, loop_tables)
+    more = (class_tables, cache_tables, pool_tables)
+    return [table for kind in (*kinds, *more) for table in kind(rows)]
+
+
 def capacity_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Max QPS at the SLO: a row per policy, a column per chunk size; a table per cost model."""
     tables = []
+    slo_s, scenario = rows[0]["slo_ttft_s"], rows[0]["scenario"]
     for (cost,), shown in groups(rows, "cost").items():
         chunks = sorted({r["chunk_tokens"] for r in shown})
         table = ResultTable(
-            f"max QPS of the cluster at mean TTFT {rows[0]['slo_ttft_s']:g} s, chunk use there; "
-            f"{rows[0]['scenario']}, cost {cost}",
+            f"max QPS of the cluster at mean TTFT {slo_s:g} s, chunk use there; {scenario}, "
+            f"cost {cost}",
             ["policy", *(f"chunk {chunk}" for chunk in chunks)],
         )
         cells = groups(shown, "policy", "chunk_tokens")
         for (policy,) in groups(shown, "policy"):
-            words = []
-            for mine in (cells[policy, chunk] for chunk in chunks):
-                use = mean_of(mine, "chunk_utilization")
-                qps = f"{mean_of(mine, 'max_qps'):.1f}"
-                words.append(qps if math.isnan(use) else f"{qps} {use:.0%}")
+            places = [cells[policy, chunk] for chunk in chunks]
+            words = [
+                f"{mean_of(mine, 'max_qps'):.1f}{_means(mine, ' {:.0%}', 'chunk_utilization')}"
+                for mine in places
+            ]
             table.rows.append([policy, *words])
         tables.append(table)
     return tables
@@ -229,19 +225,19 @@ def decode_table(rows: Sequence[Row]) -> ResultTable:
     def gains(speed: float) -> list[str]:
         return [f"{speed / speeds[name] - 1:+.1%}" for name in references]
 
+    columns = ["policy", "band (-/+ 1 sd)", "CV", "peak", "largest batch", "tokens/s"]
     table = ResultTable(
         f"KV tokens per decode rank and throughput; step cost {rows[0]['cost']}",
-        ["policy", "band (-/+ 1 sd)", "CV", "peak", "largest batch", "tokens/s"],
+        [*columns, *(f"vs {name}" for name in references)],
     )
-    table.columns += [f"vs {name}" for name in references]
     for policy, mine in by_policy.items():
         low, high, peak = (
             f"{mean_of(mine, key) / 1e3:.0f}K"
             for key in ("kv_sigma_low", "kv_sigma_high", "kv_peak")
         )
-        batch, speed = mean_of(mine, "batch_max"), speeds[policy]
-        cells = [f"{low}-{high}", f"{mean_of(mine, 'kv_cv'):.1%}", peak, f"{batch:.1f}"]
-        table.rows.append([policy, *cells, f"{speed:.0f}", *gains(speed)])
+        even = _means(mine, "{:.1%}", "kv_cv")
+        cells = [f"{low}-{high}", even, peak, f"{mean_of(mine, 'batch_max'):.1f}"]
+        table.rows.append([policy, *cells, f"{speeds[policy]:.0f}", *gains(speeds[policy])])
     bound = mean_of(rows, "balanced_tokens_per_s")
     table.rows.append(["perfect balance", *[""] * 4, f"{bound:.0f}", *gains(bound)])
     return table

@@ -1,7 +1,4 @@
-"""The flags that describe a simulated prefill cluster, and what they say as a cluster.
-
-What they mean is documented where it is simulated (:mod:`sglang_sbs.simulator.cluster.spec`).
-"""
+"""The flags that describe a simulated prefill cluster (see :mod:`..cluster.spec`)."""
 
 from __future__ import annotations
 
@@ -12,15 +9,9 @@ from typing import Any, cast, get_args
 import msgspec
 
 from sglang_sbs.scheduling.events import PrefixSource
+from sglang_sbs.simulator.cluster import spec
 from sglang_sbs.simulator.cluster.arrangements import DEFLECT_CHUNK_TOKENS
 from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
-from sglang_sbs.simulator.cluster.spec import (
-    ACTIONS,
-    KV_CAPACITY_TOKENS,
-    POOL_BALANCES,
-    Action,
-    TopologyChange,
-)
 from sglang_sbs.simulator.options.common import (
     Flag,
     add_all,
@@ -34,13 +25,11 @@ from sglang_sbs.simulator.options.common import (
 from sglang_sbs.simulator.workloads.scenario import AGENTIC, LOAD_COUNTS, NETWORK
 
 _INSTANCE_KEYS: dict[str, tuple[str, Callable[[str], float], str]] = {
+    "count": ("count", positive, "a positive integer, as in count=2"),
     "dp": ("dp_size", positive, "a positive integer, as in dp=4"),
     "chunk": ("chunk_tokens", positive, "a positive integer, as in chunk=4096"),
     "speed": ("speed", positive_number, "a positive number, as in speed=0.5"),
 }
-_COUNT_KEY = ("count", positive, "a positive integer, as in count=2")
-
-
 _share = checked(not_negative, lambda share: share < 1, "a share below 1, as in 0.3")
 _share_or_all = checked(
     not_negative, lambda share: share <= 1, "a share between 0 and 1, as in 0.1"
@@ -53,57 +42,42 @@ _graphs = checked(
 )
 
 
-def _check_pools(args: argparse.Namespace, instances: int, parser: argparse.ArgumentParser) -> None:
-    if not args.pools:
-        return
-    if instances % args.pools:
-        parser.error(f"--pools {args.pools}: {instances} instances cannot be divided so")
-    if args.short_pool or args.deflect_tokens or args.at:
-        parser.error("--pools: leave --short-pool, --deflect-tokens and --at out")
-    if getattr(args, "scenario", "") == AGENTIC:
-        parser.error(f"--pools: {AGENTIC} is a closed loop, whose agents are not divided")
-
-
 def _instances(text: str) -> list[dict[str, float]]:
     """``count=2,dp=8,chunk=3072,speed=0.5``: that many times the fields of an InstanceSpec."""
-    count, fields = 1, {}
+    fields: dict[str, float] = {"count": 1}
     for word in text.split(","):
         key, equals, value = word.partition("=")
-        if not equals or (key != "count" and key not in _INSTANCE_KEYS):
+        if not equals or key not in _INSTANCE_KEYS:
             raise argparse.ArgumentTypeError(
-                f"{word!r}: write count=, {'=, '.join(_INSTANCE_KEYS)}=, as in dp=4,speed=0.5"
+                f"{word!r}: write {'=, '.join(_INSTANCE_KEYS)}=, as in dp=4,speed=0.5"
             )
-        name, parse, expected = _INSTANCE_KEYS.get(key, _COUNT_KEY)
+        name, parse, expected = _INSTANCE_KEYS[key]
         try:
-            number = parse(value)
+            fields[name] = parse(value)
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{word!r}: write {expected}") from error
-        if key == "count":
-            count = int(number)
-        else:
-            fields[name] = number
-    return [fields] * count
+    return [fields] * int(fields.pop("count"))
 
 
-def _changes(text: str) -> tuple[TopologyChange, ...]:
+def _changes(text: str) -> tuple[spec.TopologyChange, ...]:
     """``30:drain:p1,50:down:p1``, in the order of time."""
     changes = []
     for word in text.split(","):
         second, _, rest = word.partition(":")
         action, _, instance = rest.partition(":")
-        if action not in ACTIONS or not instance:
+        if action not in spec.ACTIONS or not instance:
             raise argparse.ArgumentTypeError(
-                f"{word!r}: write SECOND:ACTION:INSTANCE with {', '.join(ACTIONS)}, as in "
+                f"{word!r}: write SECOND:ACTION:INSTANCE with {', '.join(spec.ACTIONS)}, as in "
                 "30:drain:p1"
             )
-        changes.append(TopologyChange(not_negative(second), cast(Action, action), instance))
+        changes.append(
+            spec.TopologyChange(not_negative(second), cast(spec.Action, action), instance)
+        )
     return tuple(sorted(changes, key=lambda change: change.at_s))
 
 
-_Flags = tuple[Flag, ...]
-
 # fmt: off
-_CLUSTER: _Flags = (
+_CLUSTER = (
     Flag("--dp", "dp_size", positive, 8, "DP ranks per prefill instance (8)"),
     Flag("--latency-ms", "dispatch_latency_s", not_negative, 5.0, "dispatch latency (5)", per=1e3),
     Flag("--page-size", "page_size", positive, 1,
@@ -131,7 +105,9 @@ _CLUSTER: _Flags = (
     Flag("--gap-ms", "launch_gap_s", not_negative, 0.0,
         "engine work between a pass and the next (0)", per=1e3),
 )
-_DECODE: _Flags = (
+_DECODE = (
+    Flag("--no-barrier", "", bool, False,
+        "DP ranks make passes of their own, as under DWDP; an idle rank costs nothing"),
     Flag("--decode-kv-tokens", "decode_kv_capacity_tokens", _tokens, 0,
         "KV capacity of each of the 32 decode ranks; policies that hold requests keep back what "
         "does not fit, with the others it waits in the engine (0: unbounded)", "TOKENS"),
@@ -140,10 +116,10 @@ _DECODE: _Flags = (
     Flag("--decode-seconds", "decode_s", positive_number, 1.0,
         "how long a request keeps its place in decode (1)", "S"),
 )
-_CACHES: _Flags = (
-    Flag("--kv-tokens", "", _tokens, KV_CAPACITY_TOKENS,
+_CACHES = (
+    Flag("--kv-tokens", "", _tokens, spec.KV_CAPACITY_TOKENS,
         "KV capacity of each prefill DP rank; 0: no prefix caches, and unbounded KV "
-        f"({KV_CAPACITY_TOKENS})", "TOKENS"),
+        f"({spec.KV_CAPACITY_TOKENS})", "TOKENS"),
     Flag("--host-kv-tokens", "", _tokens, None,
         "host memory below each rank's KV cache (HiCache); 0: none, and no storage "
         f"(agentic: {TierSpec().host_kv_tokens}, else 0)", "TOKENS"),
@@ -159,7 +135,7 @@ _CACHES: _Flags = (
         "what load 1.0 is: full chunks of all prompt tokens, or the most that can be served if "
         "nothing is computed twice and all ranks are equally busy (prompt)"),
 )
-_ROBUSTNESS: _Flags = (
+_ROBUSTNESS = (
     Flag("--burstiness", "burstiness", positive_number, 1.0,
         "arrivals with gamma gaps of this coefficient of variation; 1: Poisson, 3: bursts and "
         "lulls, below 1: more even. A trace has its own (1)", "CV"),
@@ -175,16 +151,16 @@ _ROBUSTNESS: _Flags = (
     Flag("--endforward-duplicates", "endforward_duplicates", _share_or_all, 0.0,
         "share of EndForward messages that arrive twice (0)", "SHARE"),
 )
-_INSTANCES: _Flags = (
+_INSTANCES = (
     Flag("--prefill", "", positive, None, "equal prefill instances (3)", "N"),
     Flag("--instance", "", _instances, None,
         "instead of --prefill, repeated: prefill instances that differ, as in count=2,dp=8 or "
         "dp=4,chunk=4096,speed=0.5. What is left out is --dp, --chunks, 1. Load 1.0 counts an "
         "instance by what its full chunks are worth", "SPEC", repeated=True),
     Flag("--at", "changes", _changes, (),
-        f"topology changes, {', '.join(ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. drain: no "
-        "new requests, the old ones end. down: it dies, its requests fail and are sent again "
-        "elsewhere. up: it is back; an instance whose first change is up joins then",
+        f"topology changes, {', '.join(spec.ACTIONS)}, as in 30:drain:p1,50:down:p1,70:up:p1. "
+        "drain: no new requests, the old ones end. down: it dies, its requests fail and are sent "
+        "again elsewhere. up: it is back; an instance whose first change is up joins then",
         "SECOND:ACTION:INSTANCE,..."),
     Flag("--short-pool", "short_pool", _tokens, 0,
         "so many instances take short prompts only, the others long ones, with as much to compute "
@@ -192,7 +168,7 @@ _INSTANCES: _Flags = (
     Flag("--pools", "pools", _tokens, 0,
         "so many pools of equally many instances, each with a scheduler of its own, whose CPU time "
         "per decision is shown; 1: one, and shown, too (0)", "N"),
-    Flag("--pool-balance", "pool_balance", POOL_BALANCES, "least",
+    Flag("--pool-balance", "pool_balance", spec.POOL_BALANCES, "least",
         "the load balancer before pools sends a request to the one with the fewest in flight, to "
         "any, or to that of the conversation (least)"),
     Flag("--deflect-tokens", "deflect_tokens", _tokens, 0,
@@ -205,55 +181,41 @@ _INSTANCES: _Flags = (
 def add_cluster(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Flags for latencies, faults and decode room; equal instances of ``--dp`` ranks."""
     group = parser.add_argument_group("cluster")
-    caches = parser.add_argument_group(
-        "prefix caches", "of scenarios whose prompts share prefixes: sessions, Mooncake traces"
-    )
-    robustness = parser.add_argument_group(
-        "robustness", "what the scheduler is told wrong, late, twice or not at all"
-    )
-    return [
-        *add_all(group, _CLUSTER),
-        add_overlap(group),
-        group.add_argument(
-            "--no-barrier",
-            action="store_true",
-            help="DP ranks make passes of their own, as under DWDP; an idle rank costs nothing",
-        ),
-        *add_all(group, _DECODE),
-        *add_all(caches, _CACHES),
-        *add_all(robustness, _ROBUSTNESS),
-    ]
+    added = [*add_all(group, _CLUSTER), add_overlap(group), *add_all(group, _DECODE)]
+    what = "of scenarios whose prompts share prefixes: sessions, Mooncake traces"
+    added += add_all(parser.add_argument_group("prefix caches", what), _CACHES)
+    what = "what the scheduler is told wrong, late, twice or not at all"
+    return [*added, *add_all(parser.add_argument_group("robustness", what), _ROBUSTNESS)]
 
 
 def add_topology(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Flags for how many instances there are, which differ, and what happens to them."""
-    group = parser.add_argument_group(
-        "instances", "they are called p0, p1, ... in the order of the flags"
-    )
-    return add_all(group, _INSTANCES)
+    what = "they are called p0, p1, ... in the order of the flags"
+    return add_all(parser.add_argument_group("instances", what), _INSTANCES)
 
 
 def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
     """What :func:`add_cluster` was given, as keywords of ``make_scenario``."""
-    return {
-        **fields_of(args, (*_CLUSTER, *_DECODE, *_CACHES, *_ROBUSTNESS)),
-        "overlap": args.overlap,
-        "barrier": not args.no_barrier,
-        **({"block_tokens": args.block_tokens} if args.block_tokens else {}),
-        **({"kv_capacity_tokens": args.kv_tokens} if args.kv_tokens else {"block_tokens": 0}),
-        **_tiers(args),
-    }
+    fields = fields_of(args, (*_CLUSTER, *_DECODE, *_CACHES, *_ROBUSTNESS))
+    fields |= {"overlap": args.overlap, "barrier": not args.no_barrier}
+    if args.block_tokens and args.kv_tokens:
+        fields["block_tokens"] = args.block_tokens
+    if args.kv_tokens:
+        fields["kv_capacity_tokens"] = args.kv_tokens
+    else:
+        fields["block_tokens"] = 0
+    # Agents have tiers without being told; others if anything is said of them.
+    without = args.storage is False and _is_agentic(args)
+    if args.host_kv_tokens is not None or args.storage or without:
+        tiers = TierSpec(storage=args.storage is not False)
+        if args.host_kv_tokens is not None:
+            tiers = msgspec.structs.replace(tiers, host_kv_tokens=args.host_kv_tokens)
+        fields["tiers"] = tiers
+    return fields
 
 
-def _tiers(args: argparse.Namespace) -> dict[str, Any]:
-    """Tiers below the caches, if anything is said of them."""
-    has_tiers = getattr(args, "scenario", "") == AGENTIC  # without being told
-    if args.host_kv_tokens is None and not (args.storage or (has_tiers and args.storage is False)):
-        return {}
-    tiers = TierSpec(storage=args.storage is not False)
-    if args.host_kv_tokens is not None:
-        tiers = msgspec.structs.replace(tiers, host_kv_tokens=args.host_kv_tokens)
-    return {"tiers": tiers}
+def _is_agentic(args: argparse.Namespace) -> bool:
+    return getattr(args, "scenario", "") == AGENTIC
 
 
 def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -263,11 +225,16 @@ def topology_fields(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     instances = len(args.instance or ()) or args.prefill or 3
     if args.short_pool >= instances:
         parser.error(f"--short-pool {args.short_pool}: long prompts need one of {instances}, too")
+    if args.pools and instances % args.pools:
+        parser.error(f"--pools {args.pools}: {instances} instances cannot be divided so")
+    if args.pools and (args.short_pool or args.deflect_tokens or args.at):
+        parser.error("--pools: leave --short-pool, --deflect-tokens and --at out")
     if args.short_pool and (args.deflect_tokens or args.at):
         parser.error("--short-pool: leave --deflect-tokens and --at out")
-    if args.short_pool and getattr(args, "scenario", "") == AGENTIC:
+    if args.short_pool and _is_agentic(args):
         parser.error(f"--short-pool: {AGENTIC} is a closed loop, in which lengths are not known")
-    _check_pools(args, instances, parser)
+    if args.pools and _is_agentic(args):
+        parser.error(f"--pools: {AGENTIC} is a closed loop, whose agents are not divided")
     fields = fields_of(args, _INSTANCES)
     if args.instance:
         return {"instances": args.instance, **fields}

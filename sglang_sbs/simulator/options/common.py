@@ -24,8 +24,6 @@ _MOST_INSTANCES = 64
 PLOT_SUFFIXES = (".png", ".svg", ".html")
 _FILE_WIDTH = 130
 """Columns where the output is no terminal: wide enough for every table."""
-
-
 _Value = TypeVar("_Value")
 
 
@@ -77,7 +75,7 @@ class Flag(NamedTuple):
     field: str
     """Empty: more than its value decides."""
     type: Callable[[str], Any] | type[argparse.Action] | tuple[str, ...]
-    """What reads its value, or its action, or what it may be."""
+    """What reads its value, or what it may be; ``bool``: it has none."""
     default: Any
     help: str
     metavar: str | None = None
@@ -98,6 +96,8 @@ def add_all(group: argparse._ActionsContainer, flags: Iterable[Flag]) -> list[ar
             words["choices"] = flag.type
         elif flag.type is argparse.BooleanOptionalAction:
             words["action"] = flag.type
+        elif flag.type is bool:
+            words["action"] = "store_true"
         else:
             words["type"] = flag.type
         if flag.repeated:
@@ -144,15 +144,44 @@ def cost_words(text: str, parser: argparse.ArgumentParser) -> list[str]:
 
 def add_overlap(group: argparse._ActionsContainer, *, default: bool = True) -> argparse.Action:
     """``--overlap``, ``--no-overlap``: how the simulated engines launch their passes."""
-    return group.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=default,
-        help="engines look one batch ahead, as SGLang does by default: what waits when a pass "
+    text = (
+        "engines look one batch ahead, as SGLang does by default: what waits when a pass "
         "starts is the next one, without what arrives while it runs. --no-overlap, SGLang's "
         "--disable-overlap-schedule: a pass takes all that waits when it starts "
-        f"(--{'' if default else 'no-'}overlap)",
+        f"(--{'' if default else 'no-'}overlap)"
     )
+    return add_all(group, [Flag("--overlap", "", argparse.BooleanOptionalAction, default, text)])[0]
+
+
+def command(
+    name: str, description: str, epilog: str, usage: str | None = None
+) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"sglang-sbs simulate {name}".rstrip(),
+        usage=usage and f"%(prog)s {usage}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+# fmt: off
+_COMMON = (
+    Flag("--first-seed", "", int, 1, "(default 1)"),
+    Flag("--cost", "", str, "mixed",
+        f"cost models of a pass, comma-separated: {', '.join(COSTS)}, or FILE.json with one "
+        "fitted to an engine's EndForward reports, called by its stem (default mixed)"),
+    Flag("--json", "", Path, None, "write the rows here", "FILE"),
+    Flag("--workers", "", positive, None, "processes (default: cores)", "N"),
+)
+_PREFILL_RUNS = (
+    Flag("--chunks", "", integers, None, "C_chunk per rank, comma-separated (the scenario's)"),
+    Flag("--duration", "", positive_number, 80.0,
+        f"simulated seconds, {WARM_UP_S:g} of them warm-up (80)"),
+    Flag("--plot", "", Path, None,
+        "picture (png, svg) or page with tables (html); wants matplotlib", "FILE"),
+)
+# fmt: on
 
 
 def add_common(
@@ -161,37 +190,13 @@ def add_common(
     default_seeds: int | None = 1,
     seeds_help: str = "seeds per cell (default 1)",
 ) -> None:
-    """Flags every simulation has."""
-    parser.add_argument("--seeds", type=positive, default=default_seeds, help=seeds_help)
-    parser.add_argument("--first-seed", type=int, default=1, help="(default 1)")
-    parser.add_argument(
-        "--cost",
-        default="mixed",
-        help=f"cost models of a pass, comma-separated: {', '.join(COSTS)}, or FILE.json with one "
-        "fitted to an engine's EndForward reports, called by its stem (default mixed)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: cores)")
+    add_all(parser, [Flag("--seeds", "", positive, default_seeds, seeds_help), *_COMMON])
 
 
 def add_prefill_runs(parser: argparse.ArgumentParser, policies: str) -> None:
     """Flags of the commands that run prefill scenarios under policies."""
     parser.add_argument("--policies", help=f"comma-separated (default {policies})")
-    parser.add_argument(
-        "--chunks", type=integers, help="C_chunk per rank, comma-separated (the scenario's)"
-    )
-    parser.add_argument(
-        "--duration",
-        type=positive_number,
-        default=80.0,
-        help=f"simulated seconds, {WARM_UP_S:g} of them warm-up (80)",
-    )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="picture (png, svg) or page with tables (html); wants matplotlib",
-    )
+    add_all(parser, _PREFILL_RUNS)
 
 
 def check_prefill_runs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -226,9 +231,8 @@ def given(
 ) -> set[str]:
     """What of the parsed ``args`` stands on the command line, be it the default or not."""
     blank = argparse.Namespace(**dict.fromkeys(vars(args)))
-    return {
-        name for name, value in vars(parser.parse_args(words, blank)).items() if value is not None
-    }
+    said = vars(parser.parse_args(words, blank))
+    return {name for name, value in said.items() if value is not None}
 
 
 def seeds(args: argparse.Namespace) -> range:
@@ -241,20 +245,17 @@ def open_console() -> Console:
 
 
 def run_with_progress(tasks: Sequence[Task], console: Console, workers: int | None) -> list[Row]:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
+    words = TextColumn("{task.description}")
+    columns = (words, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("simulating", total=len(tasks))
         return run_all(tasks, lambda _row: progress.advance(task), workers)
 
 
-def write_json(content: Sequence[Row] | Row, path: Path, console: Console) -> None:
-    """The rows as a JSON list, or an object; what has no value is null."""
+def write_json(content: Sequence[Row] | Row, path: Path | None, console: Console) -> None:
+    """The rows as a JSON list, or an object, if they are wanted; what has no value is null."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
     console.print(f"written: {path}")

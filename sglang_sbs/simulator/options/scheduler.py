@@ -1,6 +1,7 @@
-"""The router's scheduling flags, for a simulated router: the same names, units and meaning.
+"""The router's scheduling flags, for a simulated router, and who sends it requests.
 
-Their defaults are those of the simulation: nothing is refused unless a limit is set
+Flags of the router have its names, units and meaning. Their defaults are those of the simulation:
+nothing is refused unless a limit is set
 (:data:`~sglang_sbs.simulator.experiments.sweep.NO_FLOW_CONTROL`).
 """
 
@@ -13,11 +14,16 @@ from sglang_sbs.scheduling.queue.fairness import parse_weights
 from sglang_sbs.simulator.options.common import (
     Flag,
     add_all,
+    checked,
     fields_of,
     not_negative,
     positive,
     positive_number,
 )
+from sglang_sbs.simulator.workloads.classes import Classes
+
+_MOST_TENANTS = 16
+_share = checked(float, lambda share: 0 <= share <= 1, "a share between 0 and 1, as in 0.2")
 
 
 def _weights(text: str) -> dict[str, float]:
@@ -25,6 +31,18 @@ def _weights(text: str) -> dict[str, float]:
         return parse_weights(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _tenants(text: str) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for word in text.split(","):
+        name, equals, part = word.partition("=")
+        if not (name and equals) or name in parts:
+            raise argparse.ArgumentTypeError(f"{word!r}: write NAME=PART, each once, as in a=9,b=1")
+        parts[name] = positive_number(part)
+    if len(parts) > _MOST_TENANTS:
+        raise argparse.ArgumentTypeError(f"{len(parts)} tenants: write at most {_MOST_TENANTS}")
+    return parts
 
 
 # fmt: off
@@ -49,24 +67,46 @@ _FLAGS = (
         "k of Algorithm 3, for sbs_paper, sbs_iqr (1.5)", "K"),
     Flag("--sbs-tenant-weights", "tenant_weights", _weights, None,
         "sbs: shares of the passes of --tenants; 1 for those that are not named", "NAME=W,..."),
+    Flag("--sbs-refuse-missed-slo", "refuse_missed_slo", bool, None,
+        "refuse what cannot meet --ttft-slo-ms as things are when it arrives"),
+)
+_CLASSES = (
+    Flag("--priority-share", "", _share, 0.0,
+        "share of the requests that have a high priority, drawn from the seed (0)", "SHARE"),
+    Flag("--low-share", "", _share, 0.0,
+        "share of the requests that have a low priority (0)", "SHARE"),
+    Flag("--tenants", "", _tenants, {},
+        "who sends how much, as in a=9,b=1; their weights are --sbs-tenant-weights",
+        "NAME=PART,..."),
+    Flag("--ttft-slo-ms", "ttft_slo_s", positive_number, None,
+        "every request brings this SLO for its first token; goodput is what meets it (no SLO; "
+        "goodput by the scenario's)", "MS", 1e3),
 )
 # fmt: on
 
 
 def add_scheduler(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "scheduler", "flags of the router that policies are run with, where they have a meaning"
-    )
-    add_all(group, _FLAGS)
-    group.add_argument(
-        "--sbs-refuse-missed-slo",
-        action="store_true",
-        default=None,
-        help="refuse what cannot meet --ttft-slo-ms as things are when it arrives",
-    )
+    what = "flags of the router that policies are run with, where they have a meaning"
+    add_all(parser.add_argument_group("scheduler", what), _FLAGS)
 
 
 def scheduler_fields(args: argparse.Namespace) -> dict[str, Any]:
     """What :func:`add_scheduler` was given, as keywords of a ``SchedulerConfig``."""
-    said = {name: value for name, value in fields_of(args, _FLAGS).items() if value is not None}
-    return {**said, **({"refuse_missed_slo": True} if args.sbs_refuse_missed_slo else {})}
+    return {name: value for name, value in fields_of(args, _FLAGS).items() if value is not None}
+
+
+def add_classes(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    what = "who sends the requests; sbs_equal is sbs that is told of no priorities and no tenants"
+    return add_all(parser.add_argument_group("classes", what), _CLASSES)
+
+
+def classes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Classes:
+    """What :func:`add_classes` was given; ends the program with code 2 if it is too much."""
+    if args.priority_share + args.low_share > 1:
+        parser.error("--priority-share and --low-share: write shares that are at most 1 together")
+    return Classes(args.priority_share, args.low_share, args.tenants)
+
+
+def slo_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The SLO as a keyword of ``make_scenario``."""
+    return fields_of(args, _CLASSES)

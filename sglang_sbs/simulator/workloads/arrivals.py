@@ -1,7 +1,4 @@
-"""Arrivals: synthetic workloads and traces.
-
-Conversations are in :mod:`.conversations`.
-"""
+"""Arrivals: synthetic workloads and traces. Conversations are in :mod:`.conversations`."""
 
 from __future__ import annotations
 
@@ -78,21 +75,15 @@ def on_off(
     qps: float, duration_s: float, length_of: LengthOf, seed: int, *, phase_s: float
 ) -> list[Arrival]:
     """Poisson arrivals at twice the rate for a phase, then none for another, and so on."""
-    steady = synthetic(qps, duration_s, length_of, seed)
     # Time of the steady arrivals runs only while the source is on, at twice the speed.
-    return [
-        arrival._replace(at_s=arrival.at_s / 2 + phase_s * (arrival.at_s / 2 // phase_s))
-        for arrival in steady
-    ]
+    steady = [(a, a.at_s / 2) for a in synthetic(qps, duration_s, length_of, seed)]
+    return [a._replace(at_s=on_s + phase_s * (on_s // phase_s)) for a, on_s in steady]
 
 
 def day(qps: float, duration_s: float, length_of: LengthOf, seed: int) -> list[Arrival]:
     """Poisson arrivals whose rate rises and falls as a squared sine; ``qps`` is the mean."""
     steady = synthetic(qps, duration_s, length_of, seed)
-    return [
-        arrival._replace(at_s=duration_s * time_of_day(arrival.at_s / duration_s))
-        for arrival in steady
-    ]
+    return [a._replace(at_s=duration_s * time_of_day(a.at_s / duration_s)) for a in steady]
 
 
 def time_of_day(share: float) -> float:
@@ -137,21 +128,17 @@ def read_trace(path: Path) -> list[Arrival]:
     trace does not name conversations; requests are taken to be turns of one if they share the first
     block that less than half of all requests have, that is, the one after the common system prompt.
 
-    Raises:
-        TraceError: it cannot be read, unknown format, a bad line, or no requests.
+    Raises: TraceError: it cannot be read, unknown format, a bad line, or no requests.
     """
     if not path.is_file():
         raise TraceError(f"{path}: no such file")
-    readers = {".jsonl": _read_mooncake, ".csv": _read_azure}
-    reader = readers.get(path.suffix.lower())
+    reader = {".jsonl": _read_mooncake, ".csv": _read_azure}.get(path.suffix.lower())
     if reader is None:
         raise TraceError(f"{path}: expected a Mooncake .jsonl or an Azure .csv trace")
-    arrivals = sorted(reader(path, _text_of(path)))
+    arrivals = _with_sessions(sorted(reader(path, _text_of(path))))
     if not arrivals:
         raise TraceError(f"{path}: no requests in it")
-    start_s = arrivals[0].at_s
-    arrivals = _with_sessions(arrivals)
-    return [a._replace(at_s=a.at_s - start_s) for a in arrivals]
+    return [a._replace(at_s=a.at_s - arrivals[0].at_s) for a in arrivals]
 
 
 def _text_of(path: Path) -> str:
@@ -176,14 +163,11 @@ def _read_mooncake(path: Path, text: str) -> list[Arrival]:
             continue
         try:
             entry = json.loads(line)
-            arrivals.append(
-                Arrival(
-                    _finite(entry["timestamp"], "timestamp") / 1e3,
-                    max(1, _tokens(entry["input_length"], "input_length")),
-                    _tokens(entry["output_length"], "output_length"),
-                    _full_blocks(entry),
-                )
-            )
+            at_s = _finite(entry["timestamp"], "timestamp") / 1e3
+            tokens = max(1, _tokens(entry["input_length"], "input_length"))
+            answer = _tokens(entry["output_length"], "output_length")
+            names = entry.get("hash_ids", ())[: int(entry["input_length"]) // MOONCAKE_BLOCK_TOKENS]
+            arrivals.append(Arrival(at_s, tokens, answer, tuple(map(int, names))))
         except _BAD_LINE as error:
             raise TraceError(f"{path}:{number}: not a Mooncake request ({error})") from error
     return arrivals
@@ -202,19 +186,12 @@ def _tokens(value: Any, name: str) -> int:
     return int(number)
 
 
-def _full_blocks(entry: dict[str, Any]) -> tuple[int, ...]:
-    full = int(entry["input_length"]) // MOONCAKE_BLOCK_TOKENS
-    return tuple(int(name) for name in entry.get("hash_ids", ())[:full])
-
-
 def _with_sessions(arrivals: list[Arrival]) -> list[Arrival]:
     users = Counter(block for arrival in arrivals for block in arrival.blocks)
     common = {block for block, count in users.items() if 2 * count >= len(arrivals)}
     firsts = (next((b for b in a.blocks if b not in common), None) for a in arrivals)
-    return [
-        arrival if first is None else arrival._replace(session=str(first))
-        for arrival, first in zip(arrivals, firsts, strict=True)
-    ]
+    pairs = zip(arrivals, firsts, strict=True)
+    return [a if first is None else a._replace(session=str(first)) for a, first in pairs]
 
 
 def _read_azure(path: Path, text: str) -> list[Arrival]:
@@ -227,13 +204,9 @@ def _read_azure(path: Path, text: str) -> list[Arrival]:
                 return arrivals
             # Seven decimals, one more than datetime reads.
             at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            arrivals.append(
-                Arrival(
-                    at_s,
-                    max(1, _tokens(int(row["ContextTokens"]), "ContextTokens")),
-                    _tokens(int(row["GeneratedTokens"]), "GeneratedTokens"),
-                )
-            )
+            tokens = max(1, _tokens(int(row["ContextTokens"]), "ContextTokens"))
+            answer = _tokens(int(row["GeneratedTokens"]), "GeneratedTokens")
+            arrivals.append(Arrival(at_s, tokens, answer))
         except (*_BAD_LINE, csv.Error) as error:
             number = rows.reader.line_num
             raise TraceError(f"{path}:{number}: not an Azure request ({error})") from error
@@ -266,7 +239,5 @@ def replayed(
 def _of_lap(arrival: Arrival, lap: int, names: int) -> Arrival:
     if not lap or not (arrival.blocks or arrival.session):
         return arrival
-    return arrival._replace(
-        blocks=tuple(block + lap * names for block in arrival.blocks),
-        session=arrival.session and f"{arrival.session}.{lap}",
-    )
+    blocks = tuple(block + lap * names for block in arrival.blocks)
+    return arrival._replace(blocks=blocks, session=arrival.session and f"{arrival.session}.{lap}")

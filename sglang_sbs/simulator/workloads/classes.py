@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from sglang_sbs.scheduling.queue.priority import CLASSES, class_of
 from sglang_sbs.simulator.cluster.arrival import Arrival
-from sglang_sbs.simulator.cluster.outcome import RequestRecord
+from sglang_sbs.simulator.cluster.outcome import RequestRecord, mean, quantile
 from sglang_sbs.simulator.parallel import Row
 
 
@@ -51,11 +51,9 @@ def equal(arrivals: Sequence[Arrival]) -> list[Arrival]:
 def class_summary(
     records: Sequence[RequestRecord], arrivals: Sequence[Arrival], slo_s: float
 ) -> Row:
-    """TTFT and goodput of each class and each tenant, by name.
-
-    ``goodput`` is the share of requests whose first token came within ``slo_s``, of all that
-    arrived. Empty where all are of one kind.
-    """
+    """TTFT and goodput of each class and each tenant, by name; empty where all are of one kind.
+    ``goodput``: the share of requests whose first token came within ``slo_s``, of all that
+    arrived."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in records:
         arrival = arrivals[record.index]
@@ -72,8 +70,8 @@ def class_summary(
 def _summary(records: Sequence[RequestRecord], slo_s: float) -> Row:
     ttft_s = sorted(r.ttft_s for r in records if not math.isnan(r.ttft_s))
     return {
-        "ttft_mean_s": sum(ttft_s) / len(ttft_s) if ttft_s else math.nan,
-        "ttft_p99_s": ttft_s[int(0.99 * len(ttft_s))] if ttft_s else math.nan,
+        "ttft_mean_s": mean(ttft_s),
+        "ttft_p99_s": quantile(ttft_s, 0.99),
         "goodput": sum(one <= slo_s for one in ttft_s) / len(records),
         "completed": len(ttft_s),
         "rejected": sum(r.refused is not None for r in records),

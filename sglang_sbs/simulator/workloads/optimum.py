@@ -22,16 +22,11 @@ def optimal_cached_tokens(
     capacity_tokens: int,
     history: Sequence[int] = (),
 ) -> list[int]:
-    """Tokens of each prompt that need not be computed, in the order of the arrivals.
+    """Tokens of each prompt that need not be computed, in the order of the arrivals (by time).
 
     As in the engine (:mod:`sglang_sbs.simulator.cluster.kv_cache`), full blocks only, and the last
-    token is always computed.
-
-    Args:
-        arrivals: in time order.
-        block_tokens: 0: no cache.
-        capacity_tokens: of all ranks.
-        history: blocks that are there at the beginning.
+    token is always computed. ``block_tokens``: 0: no cache. ``capacity_tokens``: of all ranks.
+    ``history``: blocks that are there at the beginning.
     """
     if not block_tokens:
         return [0] * len(arrivals)

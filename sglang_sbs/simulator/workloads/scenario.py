@@ -1,7 +1,4 @@
-"""The named scenarios of ``sglang-sbs simulate``: a cluster shape, a workload, a scale of load.
-
-Owns what load 1.0 means in each. Must not know policies.
-"""
+"""The named scenarios: a cluster shape, a workload, and what load 1.0 is. They know no policies."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cache_tiers import TierSpec
 from sglang_sbs.simulator.cluster.cost import COSTS, PassCost
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
-from sglang_sbs.simulator.workloads.agentic import LONGEST_TOKENS as LONGEST_CONTEXT_TOKENS
-from sglang_sbs.simulator.workloads.agentic import PAGE_TOKENS as AGENT_PAGE_TOKENS
+from sglang_sbs.simulator.workloads import agentic
 from sglang_sbs.simulator.workloads.agentic import AgentLoop
 from sglang_sbs.simulator.workloads.arrivals import (
     MOONCAKE_BLOCK_TOKENS,
@@ -42,24 +38,10 @@ DECODE = "paper-decode"
 (:mod:`sglang_sbs.simulator.cluster.decode`)."""
 AGENTIC = "agentic"
 """The closed loop: load is a number of agents."""
-PREFILL_SCENARIOS = (
-    "paper-3k",
-    "paper-5k",
-    "paper-long",
-    "fixed:TOKENS",
-    "uniform:LEAST-MOST",
-    "one-long",
-    "onoff",
-    "day",
-    "sessions",
-    AGENTIC,
-    "trace:FILE",
-)
-SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
 WARM_UP_S = 20.0
 """Of a run, in which nothing is counted yet."""
 _PAPER_INSTANCES = 3
-_PAPER_3K_QPS, _PAPER_5K_QPS = 57.0, 70.0
+_PAPER_3K_QPS = 57.0
 """Of the baseline, per instance (Table 1)."""
 LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
@@ -93,6 +75,8 @@ or two milliseconds."""
 
 Workload = list[Arrival] | AgentLoop
 """Requests that come when they come, or each after an answer."""
+Arrivals = Callable[[float, float, int], Workload]
+"""(qps, duration_s, seed) -> requests."""
 
 
 class ScenarioError(ValueError):
@@ -107,8 +91,7 @@ class Scenario:
     spec: ClusterSpec
     nominal_qps: float
     """Requests per second of the whole cluster at load 1.0."""
-    arrivals: Callable[[float, float, int], Workload]
-    """(qps, duration_s, seed) -> requests."""
+    arrivals: Arrivals
     slo_ttft_s: float
     """Mean time to first token of the capacity search."""
     workload_qps: float
@@ -170,17 +153,20 @@ def make_scenario(
             f"{DECODE} has no prefill instances; those that have: {', '.join(PREFILL_SCENARIOS)}"
         )
     kind, colon, text = name.partition(":")
-    build = (_WITH_TEXT if colon else _PLAIN).get(kind)
+    known = {label.partition(":")[:2]: build for label, build in _BUILDERS.items()}
+    build = known.get((kind, colon))
     if build is None or (kind == "trace" and not text):
         raise ScenarioError(f"no scenario {name!r}; one of {', '.join(SCENARIOS)}")
-    wanted = _Wanted(cost, prefill_instances, instances, burstiness, load_counts, spec)
-    return build(name, wanted, text)
+    return build(
+        _Wanted(name, cost, prefill_instances, instances, burstiness, load_counts, spec), text
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The keywords of :func:`make_scenario`."""
+    """What :func:`make_scenario` is given."""
 
+    name: str
     cost: PassCost
     prefill_instances: int
     instances: Sequence[Mapping[str, Any]]
@@ -188,20 +174,22 @@ class _Wanted:
     load_counts: LoadCounts
     spec: Mapping[str, Any]
 
-    def cluster(self, chunk_tokens: int, block_tokens: int = 0) -> ClusterSpec:
-        shape = {
-            "chunk_tokens": chunk_tokens,
-            "block_tokens": block_tokens,
-            **NETWORK,
-            **self.spec,
-        }
+    def cluster(
+        self, chunk_tokens: int, longest_tokens: int = 0, block_tokens: int = 0
+    ) -> ClusterSpec:
+        """Raises: ScenarioError: a rank has no KV for the longest prompt."""
+        shape = {"chunk_tokens": chunk_tokens, "block_tokens": block_tokens, **NETWORK, **self.spec}
         equal = {name: shape[name] for name in ("dp_size", "chunk_tokens") if name in shape}
-        return ClusterSpec(
+        spec = ClusterSpec(
             cost=self.cost,
             prefill_instances=len(self.instances) or self.prefill_instances,
             instances=tuple(InstanceSpec(**(equal | dict(one))) for one in self.instances),
             **shape,
         )
+        room = spec.kv_capacity_tokens
+        if spec.block_tokens and room < longest_tokens:
+            raise ScenarioError(f"--kv-tokens {room}: the longest prompt has {longest_tokens}")
+        return spec
 
     def worth(self, shape: ClusterSpec) -> float:
         """How many equal instances its instances count as."""
@@ -209,6 +197,19 @@ class _Wanted:
             return self.prefill_instances
         one = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
         return full_chunk_tokens_per_s(shape) / full_chunk_tokens_per_s(one)
+
+    def of(
+        self, shape: ClusterSpec, qps: float, arrivals: Arrivals, slo_s: float, **more: float
+    ) -> Scenario:
+        """Its own rate is that of the paper's three instances, unless ``more`` says otherwise."""
+        own = {"workload_qps": qps * _PAPER_INSTANCES / self.worth(shape), **more}
+        return Scenario(self.name, shape, qps, arrivals, slo_s, **own)
+
+    def per_instance(
+        self, shape: ClusterSpec, qps: float, arrivals: Arrivals, slo_s: float
+    ) -> Scenario:
+        own_qps = qps * _PAPER_INSTANCES
+        return self.of(shape, qps * self.worth(shape), arrivals, slo_s, workload_qps=own_qps)
 
     def bursty(self, length_of: LengthOf) -> Callable[[float, float, int], list[Arrival]]:
         return lambda qps, duration_s, seed: with_own_blocks(
@@ -227,147 +228,107 @@ class _Wanted:
             raise ScenarioError(f"{why} own bursts; leave the burstiness out")
 
 
-def _check_room(shape: ClusterSpec, longest_tokens: int) -> None:
-    if shape.block_tokens and shape.kv_capacity_tokens < longest_tokens:
-        raise ScenarioError(
-            f"--kv-tokens {shape.kv_capacity_tokens}: the longest prompt has {longest_tokens}"
-        )
+def _paper_3k(wanted: _Wanted, _text: str) -> Scenario:
+    shape = wanted.cluster(3072)
+    return wanted.per_instance(shape, _PAPER_3K_QPS, wanted.bursty(_SHORT), 0.8)
 
 
-def _paper_3k(name: str, wanted: _Wanted, _text: str) -> Scenario:
-    return _paper_short(name, wanted, wanted.cluster(3072), _PAPER_3K_QPS, 0.8)
+def _paper_5k(wanted: _Wanted, _text: str) -> Scenario:
+    shape = wanted.cluster(5120)
+    return wanted.per_instance(shape, 70.0, wanted.bursty(_SHORT), 1.0)
 
 
-def _paper_5k(name: str, wanted: _Wanted, _text: str) -> Scenario:
-    return _paper_short(name, wanted, wanted.cluster(5120), _PAPER_5K_QPS, 1.0)
-
-
-def _paper_short(
-    name: str, wanted: _Wanted, shape: ClusterSpec, instance_qps: float, slo_s: float
-) -> Scenario:
-    qps = instance_qps * wanted.worth(shape)
-    return Scenario(name, shape, qps, wanted.bursty(_SHORT), slo_s, instance_qps * _PAPER_INSTANCES)
-
-
-def _paper_long(name: str, wanted: _Wanted, _text: str) -> Scenario:
+def _paper_long(wanted: _Wanted, _text: str) -> Scenario:
     shape = wanted.cluster(16384)
-    qps = full_chunk_tokens_per_s(shape) / 6700.0
-    own_qps = qps * _PAPER_INSTANCES / wanted.worth(shape)
-    return Scenario(name, shape, qps, wanted.bursty(_LONG), 4.0, own_qps)
+    return wanted.of(shape, full_chunk_tokens_per_s(shape) / 6700.0, wanted.bursty(_LONG), 4.0)
 
 
-def _one_long(name: str, wanted: _Wanted, text: str) -> Scenario:
-    short = _paper_3k(name, wanted, text)
-    _check_room(short.spec, _LONG_TOKENS)
+def _one_long(wanted: _Wanted, text: str) -> Scenario:
+    wanted.cluster(3072, _LONG_TOKENS)  # has room for them
 
     def some_long(qps: float, duration_s: float, seed: int) -> list[Arrival]:
         arrivals = wanted.bursty(_SHORT)(qps, duration_s, seed)
         return with_long(arrivals, duration_s, _LONG_TOKENS, _LONG_EVERY_S)
 
-    return replace(short, arrivals=some_long)
+    return replace(_paper_3k(wanted, text), arrivals=some_long)
 
 
-def _onoff(name: str, wanted: _Wanted, text: str) -> Scenario:
-    wanted.refuse_bursts(f"{name} has its")
+def _onoff(wanted: _Wanted, text: str) -> Scenario:
+    wanted.refuse_bursts(f"{wanted.name} has its")
     return replace(
-        _paper_3k(name, wanted, text),
-        arrivals=lambda qps, duration_s, seed: on_off(
-            qps, duration_s, _SHORT, seed, phase_s=_PHASE_S
-        ),
+        _paper_3k(wanted, text), arrivals=lambda q, d, s: on_off(q, d, _SHORT, s, phase_s=_PHASE_S)
     )
 
 
-def _day(name: str, wanted: _Wanted, text: str) -> Scenario:
-    wanted.refuse_bursts(f"{name} has its")
-    return replace(
-        _paper_3k(name, wanted, text),
-        arrivals=lambda qps, duration_s, seed: day(qps, duration_s, _SHORT, seed),
-    )
+def _day(wanted: _Wanted, text: str) -> Scenario:
+    wanted.refuse_bursts(f"{wanted.name} has its")
+    return replace(_paper_3k(wanted, text), arrivals=lambda q, d, s: day(q, d, _SHORT, s))
 
 
-def _fixed(name: str, wanted: _Wanted, text: str) -> Scenario:
+def _fixed(wanted: _Wanted, text: str) -> Scenario:
     tokens = _length(text)
-    shape = wanted.cluster(3072)
-    _check_room(shape, tokens)
+    shape = wanted.cluster(3072, tokens)
     rate = _PAPER_3K_QPS * _SHORT_MEAN_TOKENS / tokens
-    some_length = wanted.bursty(lambda _: tokens)
-    return Scenario(
-        name, shape, rate * wanted.worth(shape), some_length, 0.8, rate * _PAPER_INSTANCES
-    )
+    return wanted.per_instance(shape, rate, wanted.bursty(lambda _: tokens), 0.8)
 
 
-def _uniform(name: str, wanted: _Wanted, text: str) -> Scenario:
+def _uniform(wanted: _Wanted, text: str) -> Scenario:
     least, most = _lengths(text)
-    shape = wanted.cluster(3072)
-    _check_room(shape, most)
+    shape = wanted.cluster(3072, most)
     rate = full_passes_per_s(shape, (least + most) / 2)
-    between = wanted.bursty(lambda rng: rng.randint(least, most))
-    own_qps = rate * _PAPER_INSTANCES / wanted.worth(shape)
-    return Scenario(name, shape, rate, between, 0.8, own_qps)
+    return wanted.of(shape, rate, wanted.bursty(lambda rng: rng.randint(least, most)), 0.8)
 
 
-def _sessions(name: str, wanted: _Wanted, _text: str) -> Scenario:
+def _sessions(wanted: _Wanted, _text: str) -> Scenario:
     wanted.refuse_bursts("sessions have their")
-    shape = wanted.cluster(16384, PAGE_TOKENS)
-    some = conversations(*_SAMPLE)
-    _check_room(shape, LONGEST_TOKENS)
-    qps = wanted.nominal_qps(shape, some)
-    own_qps = qps * _PAPER_INSTANCES / wanted.worth(shape)
-    return Scenario(name, shape, qps, conversations, 4.0, own_qps)
+    shape = wanted.cluster(16384, LONGEST_TOKENS, PAGE_TOKENS)
+    return wanted.of(shape, wanted.nominal_qps(shape, conversations(*_SAMPLE)), conversations, 4.0)
 
 
-def _agentic(name: str, wanted: _Wanted, _text: str) -> Scenario:
+def _agentic(wanted: _Wanted, _text: str) -> Scenario:
     if wanted.burstiness != 1.0 or wanted.load_counts != "prompt":
         raise ScenarioError("agentic: agents send after an answer; load is their number")
     tiers = {"tiers": TierSpec(), "decode_token_s": DECODE_TOKEN_S}
     wanted = replace(wanted, spec={**tiers, **wanted.spec, "decode_s": 0.0})
-    shape = wanted.cluster(2048, AGENT_PAGE_TOKENS)
-    _check_room(shape, LONGEST_CONTEXT_TOKENS)
-    return Scenario(
-        name,
-        shape,
-        math.nan,
-        lambda agents, d, s: AgentLoop(max(1, round(agents)), d, s),
-        6.0,
-        math.nan,
-        AGENTS_PER_INSTANCE * wanted.worth(shape),
-        AGENT_WARM_UP_S,
-    )
+    shape = wanted.cluster(2048, agentic.LONGEST_TOKENS, agentic.PAGE_TOKENS)
+    agents = AGENTS_PER_INSTANCE * wanted.worth(shape)
+
+    def loop(agents: float, duration_s: float, seed: int) -> AgentLoop:
+        return AgentLoop(max(1, round(agents)), duration_s, seed)
+
+    return wanted.of(shape, math.nan, loop, 6.0, agents=agents, warm_up_s=AGENT_WARM_UP_S)
 
 
-def _trace(name: str, wanted: _Wanted, file: str) -> Scenario:
+def _trace(wanted: _Wanted, file: str) -> Scenario:
     wanted.refuse_bursts("a trace has its")
     trace = read_trace(Path(file))
-    has_blocks = any(arrival.blocks for arrival in trace)
-    shape = wanted.cluster(
-        4096 if file.lower().endswith(".csv") else 16384,
-        MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
-    )
-    _check_room(shape, max(arrival.prompt_tokens for arrival in trace))
+    chunk_tokens = 4096 if file.lower().endswith(".csv") else 16384
+    block_tokens = MOONCAKE_BLOCK_TOKENS if any(arrival.blocks for arrival in trace) else 0
+    longest = max(arrival.prompt_tokens for arrival in trace)
+    shape = wanted.cluster(chunk_tokens, longest, block_tokens)
     rate = len(trace) / max(1e-9, trace[-1].at_s)
-    return Scenario(
-        name,
-        shape,
-        wanted.nominal_qps(shape, trace),
-        lambda q, d, s: replayed(trace, q / rate, d, s),
-        4.0,
-        rate,
+    qps = wanted.nominal_qps(shape, trace)
+    return wanted.of(
+        shape, qps, lambda q, d, s: replayed(trace, q / rate, d, s), 4.0, workload_qps=rate
     )
 
 
-_Builder = Callable[[str, _Wanted, str], Scenario]
-"""(name, keywords, what stands after the colon)."""
-_PLAIN: dict[str, _Builder] = {
+_BUILDERS: dict[str, Callable[[_Wanted, str], Scenario]] = {
     "paper-3k": _paper_3k,
     "paper-5k": _paper_5k,
     "paper-long": _paper_long,
+    "fixed:TOKENS": _fixed,
+    "uniform:LEAST-MOST": _uniform,
     "one-long": _one_long,
     "onoff": _onoff,
     "day": _day,
     "sessions": _sessions,
     AGENTIC: _agentic,
+    "trace:FILE": _trace,
 }
-_WITH_TEXT: dict[str, _Builder] = {"fixed": _fixed, "uniform": _uniform, "trace": _trace}
+"""By name and what stands after the colon, which a builder is given."""
+PREFILL_SCENARIOS = tuple(_BUILDERS)
+SCENARIOS = (*PREFILL_SCENARIOS, DECODE)
 
 
 def _length(text: str) -> int:
@@ -380,7 +341,6 @@ def _length(text: str) -> int:
 
 
 def _lengths(text: str) -> tuple[int, int]:
-    """``LEAST-MOST`` of ``uniform:``."""
     try:
         least, most = map(_length, text.split("-"))
     except ValueError:
@@ -406,10 +366,9 @@ def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
 
 def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
     """What the cluster computes when every pass has a full chunk on every rank."""
-    return sum(
-        one.capacity_tokens * one.speed / spec.cost.full_chunk_s(one.chunk_tokens)
-        for _, one in spec.prefill
-    )
+    full_s = spec.cost.full_chunk_s
+    each = (one for _, one in spec.prefill)
+    return sum(one.capacity_tokens * one.speed / full_s(one.chunk_tokens) for one in each)
 
 
 def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
@@ -420,8 +379,9 @@ def uncached_qps(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> float:
     policy serves more for long.
     """
     cached = optimal_cached_tokens(arrivals, spec.block_tokens, spec.cluster_kv_tokens)
-    tokens = sum(a.prompt_tokens - hit for a, hit in zip(arrivals, cached, strict=True))
-    pairs = sum((a.prompt_tokens**2 - hit**2) / 2 for a, hit in zip(arrivals, cached, strict=True))
+    sizes = [(a.prompt_tokens, hit) for a, hit in zip(arrivals, cached, strict=True)]
+    tokens = sum(size - hit for size, hit in sizes)
+    pairs = sum((size**2 - hit**2) / 2 for size, hit in sizes)
     rate = 0.0
     for _, one in spec.prefill:
         token_s = spec.cost.full_chunk_s(one.chunk_tokens) / one.chunk_tokens

@@ -18,17 +18,10 @@ LAST_LINES = 15
 def main() -> None:
     """Exit 0 if the engine's modules import; otherwise exit 1 with the end of the traceback."""
     # A nursery whose stdin has ended imports SGLang, says so, and ends.
+    command = [sys.executable, "-m", "sglang_sbs.testing.cpu_engine.nursery"]
+    added = cpu_engine_environment(1, inherited=os.environ) | {"PYTHONDONTWRITEBYTECODE": ""}
     finished = subprocess.run(
-        [sys.executable, "-m", "sglang_sbs.testing.cpu_engine.nursery"],
-        env={
-            **os.environ,
-            **cpu_engine_environment(1, inherited=os.environ),
-            "PYTHONDONTWRITEBYTECODE": "",
-        },
-        input="",
-        capture_output=True,
-        text=True,
-        check=False,
+        command, env=os.environ | added, input="", capture_output=True, text=True, check=False
     )
     if finished.returncode != 0 or "ready" not in finished.stdout:
         last_lines = "\n".join(finished.stderr.splitlines()[-LAST_LINES:])

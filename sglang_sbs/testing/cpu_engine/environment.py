@@ -1,7 +1,4 @@
-"""Environment variables and flags that make SGLang run on CPU with this package's plugin.
-
-Imports neither torch nor SGLang.
-"""
+"""Environment and flags that make SGLang run on CPU with our plugin; SGLang is not imported."""
 
 from __future__ import annotations
 
@@ -40,17 +37,14 @@ def cpu_engine_environment(
     `num_ranks` is the engine's number of scheduler processes (`--tp`); `virtual_gpu` None means
     real compute; `inherited` is the environment they are added to.
     """
-    inherited_path = (inherited or {}).get("PYTHONPATH")
+    paths = [str(SITE_DIRECTORY), (inherited or {}).get("PYTHONPATH")]
     cores = sorted(os.sched_getaffinity(0))
+    cores_by_rank = (str(cores[rank % len(cores)]) for rank in range(num_ranks))
     environment = {
-        "PYTHONPATH": os.pathsep.join(
-            [str(SITE_DIRECTORY), *([inherited_path] if inherited_path else [])]
-        ),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "SGLANG_USE_CPU_ENGINE": "1",
         # One entry per rank; without it SGLang wants a NUMA node for each.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
-            str(cores[rank % len(cores)]) for rank in range(num_ranks)
-        ),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores_by_rank),
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
         # The early send records a CUDA event.
         "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",

@@ -26,17 +26,12 @@ RING_WAIT_MS = 1000
 
 
 def install() -> None:
-    """Register the hooks with SGLang."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
-        run_controller_loop,
-        HookType.REPLACE,
-    )
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.on_idle", wait_on_idle, HookType.AROUND
-    )
+    managers = "sglang.srt.managers"
+    controller_loop = f"{managers}.data_parallel_controller.DataParallelController.event_loop"
+    HookRegistry.register(controller_loop, run_controller_loop, HookType.REPLACE)
+    HookRegistry.register(f"{managers}.scheduler.Scheduler.on_idle", wait_on_idle, HookType.AROUND)
 
 
 def run_controller_loop(controller: Any) -> None:
@@ -85,7 +80,6 @@ class RingBell:
         return self._read_end
 
     def listen(self) -> None:
-        """Ring for the next request."""
         self._wanted.set()
 
     def silence(self) -> None:

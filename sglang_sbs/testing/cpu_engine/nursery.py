@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,6 @@ def die_with_parent(signal_number: int) -> None:
 
 def preload() -> None:
     """Import what every engine process needs, and keep the garbage collector off those objects."""
-    from importlib import import_module
-
     for module in PRELOADED_MODULES:
         import_module(module)
     from setproctitle import getproctitle
@@ -83,7 +82,8 @@ def serve() -> EngineRequest | None:
                 name, pid = engines.pop(key.fd)
                 selector.unregister(key.fd)
                 os.close(key.fd)
-                _report_exit(name, pid)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                _send({"event": "exited", "name": name, "returncode": code})
                 continue
             received = os.read(key.fd, 1 << 16)
             if not received:
@@ -110,15 +110,12 @@ def run_engine(request: EngineRequest) -> None:
     die_with_parent(signal.SIGTERM)
     devnull = os.open(os.devnull, os.O_RDONLY)
     log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(devnull, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for source, target in ((devnull, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
     os.close(devnull)
     os.close(log)
-    for handled in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            handled, signal.default_int_handler if handled == signal.SIGINT else signal.SIG_DFL
-        )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request.environment)
     module, *arguments = request.argv
@@ -128,11 +125,6 @@ def run_engine(request: EngineRequest) -> None:
 
 def _send(message: dict[str, Any]) -> None:
     os.write(1, json.dumps(message).encode() + b"\n")
-
-
-def _report_exit(name: str, pid: int) -> None:
-    _pid, status = os.waitpid(pid, 0)
-    _send({"event": "exited", "name": name, "returncode": os.waitstatus_to_exitcode(status)})
 
 
 def _stop(engines: dict[int, tuple[str, int]]) -> None:
@@ -150,7 +142,6 @@ def _stop(engines: dict[int, tuple[str, int]]) -> None:
 
 
 def main() -> None:
-    """Entry point of `python -m sglang_sbs.testing.cpu_engine.nursery`."""
     if sys.stdin.isatty():
         sys.exit(f"{Path(__file__).stem} is started by sglang_sbs.cluster, not by hand")
     # Ctrl-C goes to the supervisor, which ends this process by closing stdin.

@@ -16,24 +16,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
 
+@dataclass(slots=True, eq=False)
 class VirtualEvent:
     """Has the interface of a device event; completes at a deadline of `time.monotonic()`."""
 
-    __slots__ = ("deadline_s",)
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
+    deadline_s: float
 
     def record(self, *_args: object, **_kwargs: object) -> None:
         """A no-op: the deadline is known at launch."""
 
     def query(self) -> bool:
-        """True once the pass has ended."""
         return time.monotonic() >= self.deadline_s
 
     def synchronize(self) -> None:
@@ -87,13 +85,11 @@ def install(cost: VirtualGpuCost) -> None:
         result.copy_done = device.launch(batch, batch.launch_ts)
         return result
 
+    managers, around = "sglang.srt.managers", HookType.AROUND
+    forward = f"{managers}.tp_worker.TpModelWorker.forward_batch_generation"
+    HookRegistry.register(forward, virtual_forward, around)
     HookRegistry.register(
-        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
-        virtual_forward,
-        HookType.AROUND,
-    )
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.run_batch", run_on_virtual_device, HookType.AROUND
+        f"{managers}.scheduler.Scheduler.run_batch", run_on_virtual_device, around
     )
 
 
@@ -127,20 +123,13 @@ def _zero_log_probabilities(batch: Any) -> dict[str, Any]:
     import torch
 
     top_counts = batch.top_logprobs_nums or [0] * len(batch.reqs)
-    fields: dict[str, Any] = {
-        "next_token_logprobs": torch.zeros(len(batch.reqs)),
-        "next_token_top_logprobs_val": [torch.zeros(count) for count in top_counts],
-        "next_token_top_logprobs_idx": [
-            torch.zeros(count, dtype=torch.int64) for count in top_counts
-        ],
-    }
+    fields: dict[str, Any] = {"next_token_logprobs": torch.zeros(len(batch.reqs))}
+    for field, kind in (("val", torch.float32), ("idx", torch.int64)):
+        zeros = [torch.zeros(count, dtype=kind) for count in top_counts]
+        fields[f"next_token_top_logprobs_{field}"] = zeros
     if batch.forward_mode.is_extend():
-        prompt_counts = [
-            max(0, extended - start)
-            for extended, start in zip(
-                batch.extend_lens, batch.extend_logprob_start_lens, strict=True
-            )
-        ]
+        spans = zip(batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
+        prompt_counts = [max(0, extended - start) for extended, start in spans]
         fields["input_token_logprobs"] = torch.zeros(sum(prompt_counts))
         for field, value in (("val", 0.0), ("idx", 0)):
             fields[f"input_top_logprobs_{field}"] = [

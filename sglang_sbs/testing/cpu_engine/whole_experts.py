@@ -14,7 +14,6 @@ _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 def install() -> None:
-    """Put it in the place of SGLang's own."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     ModelRunner.maybe_init_dwdp = gather_experts

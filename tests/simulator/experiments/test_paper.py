@@ -8,8 +8,13 @@ import math
 import pytest
 
 from sglang_sbs.simulator.cluster.cost import COSTS, save_cost
-from sglang_sbs.simulator.experiments.claims import Claim, claims_table, summary
-from sglang_sbs.simulator.experiments.estimate import Estimate, student_t
+from sglang_sbs.simulator.experiments.claims import (
+    Claim,
+    Estimate,
+    claims_table,
+    student_t,
+    summary,
+)
 from sglang_sbs.simulator.experiments.paper import Effort, report
 from sglang_sbs.simulator.experiments.paper_claims import (
     decode_claims,

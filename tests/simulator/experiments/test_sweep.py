@@ -129,9 +129,7 @@ def test_utilisation_and_bubbles_are_of_what_each_instance_offers():
     """p1 is half as wide, and is up for half of the window of 20 s."""
     instances = (InstanceSpec(dp_size=2, chunk_tokens=100), InstanceSpec(dp_size=1))
     spec = ClusterSpec(
-        cost=COSTS["mixed"],
-        instances=instances,
-        changes=(TopologyChange(30.0, "down", "p1"),),
+        cost=COSTS["mixed"], instances=instances, changes=(TopologyChange(30.0, "down", "p1"),)
     )
     scenario = replace(make_scenario("paper-3k"), spec=spec)
     requests = [RequestRecord("r0", 100, 21.0, prefilled_s=22.0), RequestRecord("r1", 1, 40.0)]

@@ -137,9 +137,7 @@ def test_a_trace_has_its_own_bursts(tmp_path):
         make_scenario(f"trace:{trace}", burstiness=2.0)
 
 
-def test_a_trace_with_hash_ids_has_caches_of_its_blocks(
-    tmp_path,
-):
+def test_a_trace_with_hash_ids_has_caches_of_its_blocks(tmp_path):
     plain = make_scenario(f"trace:{write_mooncake(tmp_path / 'plain.jsonl', lengths(50))}")
     turns = make_scenario(f"trace:{write_turns(tmp_path / 'turns.jsonl', 3, 4)}")
     block_tokens = [
