@@ -158,10 +158,7 @@ async def schedule(options: RouterOptions) -> int:
     )
     stopping = _stop_signal()
     orphaned = asyncio.Event()
-    facts = {
-        "prometheus_port": process.prometheus_port,
-        "endforward": process.endforward_endpoint,
-    }
+    facts = {"prometheus_port": process.prometheus_port, "endforward": process.endforward_endpoint}
     _tell_parent(options, facts, gone=orphaned.set, let_go=process.let_go)
     _settle_memory()
     alone = asyncio.create_task(_outlast_front_ends(process, orphaned, options.shutdown_grace_s))

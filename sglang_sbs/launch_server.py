@@ -232,10 +232,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> None:
     on_cpu = own.cpu or own.virtual_gpu is not None
     if (lacking := without_sglang("server", on_cpu=on_cpu)) is not None:
         sys.exit(lacking)
-    for flag, port in (
-        ("--port", own.port),
-        ("--router-prometheus-port", router.prometheus_port),
-    ):
+    for flag, port in (("--port", own.port), ("--router-prometheus-port", router.prometheus_port)):
         if not is_port_free(port):
             sys.exit(f"port {port} is in use: choose another with {flag}")
     sys.exit(asyncio.run(serve_until_stopped(plan, own.startup_timeout, _say_ready)))

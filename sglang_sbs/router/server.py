@@ -223,12 +223,7 @@ class RouterServer:
         if options.role == "front-end":
             return RemoteScheduler(options, metrics, session, self._abort, self._silenced)
         return OwnScheduler(
-            options,
-            self._scheduler,
-            self._find_owner,
-            metrics,
-            session,
-            self._silenced,
+            options, self._scheduler, self._find_owner, metrics, session, self._silenced
         )
 
     async def stop(self, grace_s: float | None = None) -> None:

@@ -14,14 +14,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from sglang_sbs.router.election.candidate import (
-    Candidate,
-    ElectionTimes,
-    Read,
-    Renew,
-    Sleep,
-    Take,
-)
+from sglang_sbs.router.election.candidate import Candidate, ElectionTimes, Read, Renew, Sleep, Take
 from sglang_sbs.router.election.store import LockStore, Refused, StoreError
 
 logger = logging.getLogger(__name__)

@@ -59,10 +59,7 @@ class EtcdLock:
                     _is_at(self._lock_key, lock_revision or _ABSENT),
                     _is_at(self._term_key, term_revision or _ABSENT),
                 ],
-                "success": [
-                    _put(self._lock_key, holder, lease),
-                    _put(self._term_key, str(term)),
-                ],
+                "success": [_put(self._lock_key, holder, lease), _put(self._term_key, str(term))],
             },
         )
         if not answer.get("succeeded"):

@@ -10,16 +10,10 @@ from typing import Any
 
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.arguments import FlagError, build_parser
-from sglang_sbs.router.options.config import (
-    BreakerConfig,
-    MonitorConfig,
-    RelayConfig,
-)
+from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig, RelayConfig
 from sglang_sbs.router.options.keys import ControlKey, parse_control_key
 from sglang_sbs.router.options.platform import discovery_of, jwt_of
-from sglang_sbs.router.options.router_options import (
-    RouterOptions,
-)
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import is_local, keys_of_file, several_of
 from sglang_sbs.router.options.stock import (
     IGNORED_FLAGS,

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sglang_sbs import extras
-from sglang_sbs.router.options.config import (
-    DiscoveryConfig,
-    parse_selector,
-)
+from sglang_sbs.router.options.config import DiscoveryConfig, parse_selector
 from sglang_sbs.router.options.keys import JwtConfig, check_provider_url, parse_roles
 
 

@@ -63,7 +63,7 @@ REFUSED_FLAGS: dict[str, str] = {
     "worker-urls": (
         "this router serves PD-disaggregated clusters: list workers with --prefill URL "
         "[BOOTSTRAP_PORT] and --decode URL"
-    ),
+    )
 }
 """Flags that change what is served: ignoring them would be worse than stopping."""
 

@@ -315,10 +315,7 @@ class Hub:
                     self._end_session(earlier, "began anew")
             session.open = True
             welcome = Welcome(
-                scheduler=self.boot_id,
-                workers=self._states(),
-                version=version,
-                release=__version__,
+                scheduler=self.boot_id, workers=self._states(), version=version, release=__version__
             )
             self.tell(identity, welcome)
             logger.info("front end %s connected; %d now", session.name, self.front_ends)

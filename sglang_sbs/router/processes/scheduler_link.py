@@ -200,10 +200,7 @@ class SchedulerLink(Assigner):
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""
         self._pump = pump = SchedulerPump(
-            self._fallback(),
-            decided=self._decided,
-            failed=self._fail,
-            counts=self._observer,
+            self._fallback(), decided=self._decided, failed=self._fail, counts=self._observer
         )
         try:
             for up in self._registry.announcements():

@@ -41,11 +41,7 @@ from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.scheduling.events import (
-    Event,
-    InstanceDown,
-    InstanceUp,
-)
+from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
 
 logger = logging.getLogger(__name__)
 

@@ -99,9 +99,7 @@ class Monitor:
     def start(self, worker: Worker) -> None:
         """Wait for the worker and watch it from then on."""
         self._doubts[worker.url] = asyncio.Event()
-        self._tasks[worker.url] = [
-            _in_background(self._keep(worker, lambda: self._watch(worker))),
-        ]
+        self._tasks[worker.url] = [_in_background(self._keep(worker, lambda: self._watch(worker)))]
         if self._config.load_poll_interval_s is not None:
             interval_s = self._config.load_poll_interval_s
             polls = self._keep(worker, lambda: self._poll_loads(worker, interval_s))

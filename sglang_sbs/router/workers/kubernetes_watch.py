@@ -106,11 +106,7 @@ class PodDiscovery:
         added = total("smg_discovery_registrations", "Pods that became workers", "source", "result")
         for result, count in self._membership.registrations.items():
             added.add_metric([_SOURCE, result], count)
-        removed = total(
-            "smg_discovery_deregistrations",
-            "Workers whose pod went",
-            "source",
-        )
+        removed = total("smg_discovery_deregistrations", "Workers whose pod went", "source")
         removed.add_metric([_SOURCE], self._membership.deregistrations)
         current = gauge("sbs_discovery_current", "Pods of the role are listed and watched", "role")
         lists = total("sbs_discovery_lists", "Complete lists of a role's pods", "role")

@@ -16,11 +16,7 @@ from msgspec import field
 from sglang_sbs.router.engines.urls import bracketed, respelled, split_worker_url
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
-from sglang_sbs.router.workers.server_info import (
-    WorkerInfo,
-    ranks_in_reach,
-    server_url,
-)
+from sglang_sbs.router.workers.server_info import WorkerInfo, ranks_in_reach, server_url
 from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource, RankChoice
 
 SILENT_AFTER_S = 5.0
