@@ -138,11 +138,11 @@ class Candidate:
         """The term in which this candidate leads, or ``None``. A lead that has lapsed is over."""
         if self._lead is not None and now_s >= self._lead.until_s:
             self._lead = None
-        return self._lead.record.term if self._lead is not None else None
+        return self._lead.record.term if self._lead else None
 
     def until(self) -> float | None:
         """When the lead lapses, unless it is renewed."""
-        return self._lead.until_s if self._lead is not None else None
+        return self._lead.until_s if self._lead else None
 
     def leader_at(self, now_s: float) -> str | None:
         """Who holds the lock, as far as this candidate knows."""
