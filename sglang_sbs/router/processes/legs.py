@@ -1,7 +1,4 @@
-"""Legs in flight at each worker, over all front ends.
-
-Must not know whose request it is.
-"""
+"""Legs in flight at each worker, over all front ends."""
 
 from __future__ import annotations
 

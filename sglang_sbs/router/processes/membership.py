@@ -1,20 +1,13 @@
-"""What front ends say of workers: that one is to come, to change or to go, and which failed.
-
-Owns whose word counts on which workers there are. Must not know sessions or sockets.
-"""
+"""What front ends say of workers: that one is to come, to change or to go, and which failed."""
 
 from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.processes.messages import (
-    AddWorker,
-    Hello,
-    LegFailed,
-    RemoveWorker,
-    UpdateWorker,
-)
+from sglang_sbs.router.processes.messages import AddWorker, Change, Hello, LegFailed, RemoveWorker
 from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
 from sglang_sbs.router.workers.worker import Worker
 
@@ -58,22 +51,19 @@ class Membership:
                 )
                 self._members.remove_worker(worker)
         for state in hello.workers:
-            known = self.registry.get(state.url)
+            port, known = state.configured_bootstrap_port, self.registry.get(state.url)
             try:
                 if known is None:
-                    known = self._members.add_worker(
-                        state.url, state.role, state.configured_bootstrap_port
-                    )
+                    known = self._members.add_worker(state.url, state.role, port)
                     self._new_s = now_s
             except ValueError as error:
                 logger.error("cannot take over worker %s: %s", state.url, error)
                 continue
-            known.id = state.id
+            known.id, known.spelling = state.id, state.spelling
             known.priority, known.cost = state.priority, state.cost
             known.labels = state.labels | known.labels
-            known.spelling = state.spelling
 
-    def change(self, message: AddWorker | RemoveWorker | UpdateWorker, term: int) -> Worker:
+    def change(self, message: Change, term: int) -> Worker:
         """What a client wants of this scheduler. Raises: ValueError, it cannot be."""
         self._known_of = max(self._known_of, term)
         if isinstance(message, AddWorker):
@@ -90,14 +80,4 @@ class Membership:
 
     def leg_failed(self, failed: LegFailed) -> None:
         """Passive health."""
-        self.registry.leg_failed(
-            LegFailure(
-                failed.leg,
-                failed.worker,
-                failed.status,
-                failed.code,
-                failed.message,
-                transport=failed.transport,
-                unreachable=failed.unreachable,
-            )
-        )
+        self.registry.leg_failed(LegFailure(**msgspec.structs.asdict(failed)))

@@ -1,7 +1,5 @@
-"""Workers on the wire: what the scheduler process tells of them, and a front end's copy of it.
-
-Owns what is told besides :class:`WorkerFacts`, and the registry of a front end, which follows the
-scheduler's while there is one and stands on its own while there is none. Must not know sockets.
+"""Workers on the wire: what the scheduler process tells of them, and the registry of a front end,
+which follows the scheduler's while there is one and stands on its own while there is none.
 """
 
 from __future__ import annotations
@@ -100,18 +98,9 @@ class MirroredRegistry(Registry):
                 self.remove(worker)
 
     def leg_failed(self, failure: LegFailure) -> None:
-        if not failure.counts_against_worker:
-            return
-        failed = LegFailed(
-            worker=failure.worker,
-            leg=failure.leg,
-            status=failure.status,
-            code=failure.code,
-            message=failure.message[:2048],
-            transport=failure.transport,
-            unreachable=failure.unreachable,
-        )
-        if not self._report(failed):
+        if failure.counts_against_worker and not self._report(
+            msgspec.convert(failure, LegFailed, from_attributes=True)
+        ):
             super().leg_failed(failure)
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:

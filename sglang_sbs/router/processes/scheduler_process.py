@@ -1,8 +1,7 @@
 """The scheduler process of a router with several front ends, put together.
 
-Owns construction and lifetime of its parts: the scheduler, everything that hears from engines, the
-sockets front ends come to, and the metrics port, which shows the sum over all processes. Must not
-know what the parts do. It serves no clients.
+Its parts: the scheduler, everything that hears from engines, the sockets front ends come to, and
+the metrics port, which shows the sum over all processes. It serves no clients.
 """
 
 from __future__ import annotations
@@ -29,15 +28,14 @@ from sglang_sbs.router.processes.dashboard_leases import Leases
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
-from sglang_sbs.router.processes.leading.line import Line
-from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, WatchDashboard
+from sglang_sbs.router.processes.leading.scouts import Line
+from sglang_sbs.router.processes.messages import FromScheduler
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
 from sglang_sbs.router.telemetry.metrics_port import MetricsPort
 from sglang_sbs.router.telemetry.worker_metrics import model_name
-from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
@@ -92,11 +90,18 @@ class SchedulerProcess:
         self.lead = Lead(election, several.advertise, told)
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._session = worker_session(options)
+        # What is made later is looked up when it is called.
         self._watch = Watch(
-            *(options, self._submit, self._find_owner, self.metrics, self._session),
-            silenced=self._silenced,
+            options,
+            self._submit,
+            lambda rid, role: self._hub.find_owner(rid, role),  # noqa: PLW0108
+            self.metrics,
+            self._session,
+            silenced=lambda worker: self._hub.silenced(worker),  # noqa: PLW0108
         )
-        self._sockets = SchedulerSocket(self._received)
+        self._sockets = SchedulerSocket(
+            lambda who, message: self._hub.receive(who, message)  # noqa: PLW0108
+        )
         self._hub = Hub(
             self._watch,
             self._sockets.tell,
@@ -104,7 +109,7 @@ class SchedulerProcess:
             lead=self.lead,
             observer=self.metrics,
             event_log=log,
-            watch_dashboard=self._watch_dashboard,
+            watch_dashboard=lambda who, asked: self._leases.ask(who, asked),  # noqa: PLW0108
             retire_page=self._retire,
         )
         registry = self._watch.registry
@@ -195,20 +200,8 @@ class SchedulerProcess:
         if isinstance(event, InstanceUp | InstanceDown):
             self._hub.workers_changed()
 
-    def _received(self, identity: bytes, message: ToScheduler) -> None:
-        self._hub.receive(identity, message)
-
-    def _find_owner(self, rid: str, role: str) -> str | None:
-        return self._hub.find_owner(rid, role)
-
     def _knows(self, worker_url: str) -> bool:
         return self._watch.registry.get(worker_url) is not None
-
-    def _silenced(self, worker: Worker) -> None:
-        self._hub.silenced(worker)
-
-    def _watch_dashboard(self, identity: bytes, asked: WatchDashboard) -> None:
-        self._leases.ask(identity, asked)
 
     async def _flush_log(self) -> None:
         while True:
@@ -286,15 +279,13 @@ class SchedulerProcess:
         yield from lag_families(self._hub.lag)
         yield from self.lead.families()
         yield from self._watch.families()
-        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
-        errors.add_metric([], self._hub.pump.errors)
-        front_ends = gauge("sbs_front_ends", "Front ends connected to the scheduler")
-        front_ends.add_metric([], self._hub.front_ends)
-        messages = total("sbs_front_end_messages", "Messages of front ends by fate", "fate")
-        for fate, count in self._sockets.counts.items():
-            messages.add_metric([fate], count)
-        messages.add_metric(["foreign"], self._hub.foreign)
-        yield from (errors, front_ends, messages)
+        about = "Events the scheduler failed on: a defect"
+        yield total("sbs_scheduler_errors", about, values=self._hub.pump.errors)
+        about = "Front ends connected to the scheduler"
+        yield gauge("sbs_front_ends", about, values=self.front_ends)
+        fates = self._sockets.counts | {"foreign": self._hub.foreign}
+        about = "Messages of front ends by fate"
+        yield total("sbs_front_end_messages", about, "fate", values=fates)
         yield self.metrics.selections(model_name(self._watch.registry))
 
 

@@ -1,8 +1,7 @@
 """The ZMQ sockets between front ends and the scheduler process.
 
-Owns framing, identities, authentication and the event loop's side of ZMQ. Must not know what a
-message means: frames that are none are counted, logged once and dropped. An ``ipc`` socket is
-protected by the directory it lies in, a ``tcp`` one by CURVE keys.
+Frames that are no message are counted, logged once and dropped. An ``ipc`` socket is protected by
+the directory it lies in, a ``tcp`` one by CURVE keys.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ class _Socket:
             self._socket.set_hwm(_HWM)
             # A network that swallows everything breaks no connection; this does.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _UNHEARD_MS)
-            self._socket.setsockopt(zmq.HANDSHAKE_IVL, _UNHEARD_MS)
-            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _UNHEARD_MS)
+            for patience in (zmq.HEARTBEAT_TIMEOUT, zmq.HANDSHAKE_IVL, zmq.CONNECT_TIMEOUT):
+                self._socket.setsockopt(patience, _UNHEARD_MS)
         except BaseException:
             _Socket.close(self)
             self.end()
