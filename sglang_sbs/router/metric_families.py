@@ -7,20 +7,21 @@ from typing import Any, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-Values = float | Mapping[Any, float]
-"""The value of a family without labels; else values by their label, or by a tuple of several."""
+Values = float | Mapping[Any, float] | None
+"""Of a family without labels one; else by the label, or by a tuple of several. ``None``: they are
+added one by one."""
 _F = TypeVar("_F", GaugeMetricFamily, CounterMetricFamily)
 
 
-def gauge(name: str, text: str, *labels: str, values: Values | None = None) -> GaugeMetricFamily:
+def gauge(name: str, text: str, values: Values = None, *labels: str) -> GaugeMetricFamily:
     return _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
 
-def total(name: str, text: str, *labels: str, values: Values | None = None) -> CounterMetricFamily:
+def total(name: str, text: str, values: Values = None, *labels: str) -> CounterMetricFamily:
     return _filled(CounterMetricFamily(name, text, labels=labels), values)
 
 
-def _filled(family: _F, values: Values | None) -> _F:
+def _filled(family: _F, values: Values) -> _F:
     if isinstance(values, Mapping):
         for of, value in values.items():
             family.add_metric([of] if isinstance(of, str) else of, float(value))

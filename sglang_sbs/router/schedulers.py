@@ -96,7 +96,7 @@ class Schedulers(ABC):
     def families(self) -> Iterator[Metric]:
         """Metrics read when scraped."""
         about = "Events the scheduler failed on: a defect"
-        yield total("sbs_scheduler_errors", about, values=self.dispatcher.scheduler_errors)
+        yield total("sbs_scheduler_errors", about, self.dispatcher.scheduler_errors)
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -248,15 +248,14 @@ class RemoteScheduler(Schedulers):
         yield from super().families()
         lead = self.lead()
         about = "Front ends without the scheduler now"
-        yield gauge("sbs_front_ends_alone", about, values=not lead.connected)
+        yield gauge("sbs_front_ends_alone", about, not lead.connected)
         about, served = "Front ends that a scheduler serves", {lead.address: lead.connected}
-        yield gauge("sbs_front_ends_served", about, "scheduler", values=served)
-        about = "Times a front end lost the scheduler"
-        yield total("sbs_scheduler_losses", about, values=lead.losses)
+        yield gauge("sbs_front_ends_served", about, served, "scheduler")
+        yield total("sbs_scheduler_losses", "Times a front end lost the scheduler", lead.losses)
         about = "Times a front end found another lead than before"
-        yield total("sbs_scheduler_changes", about, values=lead.changes)
+        yield total("sbs_scheduler_changes", about, lead.changes)
         about = "Of schedulers that were replaced; dropped"
-        yield total("sbs_scheduler_messages_fenced", about, values=self._link.fenced)
+        yield total("sbs_scheduler_messages_fenced", about, self._link.fenced)
 
     async def close(self) -> None:
         self.feed.close()

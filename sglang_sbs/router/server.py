@@ -374,24 +374,17 @@ class RouterServer:
 
     def _collect(self) -> Iterator[Metric]:
         yield from self._schedulers.families()
-        ratio = gauge("sbs_prompt_bytes_per_token", "Calibrated, for estimated prompt lengths")
-        ratio.add_metric([], self.lengths.bytes_per_token)
-        yield ratio
-        counted = total("sbs_prompts", "By where their length is from", "counted")
-        for how, prompts in self.prompts.counts.items():
-            counted.add_metric([how], prompts)
-        yield counted
-        wrong = total("sbs_prompts_contradicted", "Of exact length, but engines reported another")
-        wrong.add_metric([], self.lengths.contradicted)
-        yield wrong
-        as_ids = total("sbs_requests_sent_as_ids", "Their text was not sent, or not needed")
-        as_ids.add_metric([], self.relay.attempts.sent_as_ids)
-        yield as_ids
-        sessions = gauge("smg_worker_routing_keys_active", "Conversations in flight", "worker")
+        about = "Calibrated, for estimated prompt lengths"
+        yield gauge("sbs_prompt_bytes_per_token", about, self.lengths.bytes_per_token)
+        yield total("sbs_prompts", "By where their length is from", self.prompts.counts, "counted")
+        about = "Of exact length, but engines reported another"
+        yield total("sbs_prompts_contradicted", about, self.lengths.contradicted)
+        about = "Their text was not sent, or not needed"
+        yield total("sbs_requests_sent_as_ids", about, self.relay.attempts.sent_as_ids)
         held = self.in_flight.sessions()
-        for worker in self.registry:
-            sessions.add_metric([worker.url], held.get(worker.url, 0))
-        yield sessions
+        sessions = {worker.url: held.get(worker.url, 0) for worker in self.registry}
+        about = "Conversations in flight"
+        yield gauge("smg_worker_routing_keys_active", about, sessions, "worker")
 
     async def _flush_log(self) -> None:
         while True:

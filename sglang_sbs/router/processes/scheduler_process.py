@@ -280,12 +280,10 @@ class SchedulerProcess:
         yield from self.lead.families()
         yield from self._watch.families()
         about = "Events the scheduler failed on: a defect"
-        yield total("sbs_scheduler_errors", about, values=self._hub.pump.errors)
-        about = "Front ends connected to the scheduler"
-        yield gauge("sbs_front_ends", about, values=self.front_ends)
+        yield total("sbs_scheduler_errors", about, self._hub.pump.errors)
+        yield gauge("sbs_front_ends", "Front ends connected to the scheduler", self.front_ends)
         fates = self._sockets.counts | {"foreign": self._hub.foreign}
-        about = "Messages of front ends by fate"
-        yield total("sbs_front_end_messages", about, "fate", values=fates)
+        yield total("sbs_front_end_messages", "Messages of front ends by fate", fates, "fate")
         yield self.metrics.selections(model_name(self._watch.registry))
 
 

@@ -130,14 +130,10 @@ class Watch:
 
     def families(self) -> Iterator[Metric]:
         """What is known of workers and their messages, for a scrape."""
-        fates = total("sbs_endforward_received", "Messages by what became of them", "fate")
-        for fate, count in self._listener.counts.items():
-            fates.add_metric([fate], count)
-        busy = total(
-            "sbs_endforward_seconds", "Time spent on taking messages in, the scheduler's included"
-        )
-        busy.add_metric([], self._listener.busy_s)
-        yield from (fates, busy)
+        fates, about = self._listener.counts, "Messages by what became of them"
+        yield total("sbs_endforward_received", about, fates, "fate")
+        about = "Time spent on taking messages in, the scheduler's included"
+        yield total("sbs_endforward_seconds", about, self._listener.busy_s)
         if self._discovery is not None:
             yield from self._discovery.families()
         yield from self._kv_events.families()

@@ -204,28 +204,26 @@ class KvEventSubscriber:
 
     def families(self) -> Iterator[Metric]:
         """What arrived, for a scrape."""
-        labels = ("worker", "dp_rank")
-        families = {
-            "events": total("sbs_prefix_events", "Batches of KV events taken", *labels),
-            "gaps": total("sbs_prefix_event_gaps", "Missing batches noticed", *labels),
-            "replays": total("sbs_prefix_replays", "Replays asked for", *labels),
-            "lost": total("sbs_prefix_losses", "A rank's blocks forgotten for a loss", *labels),
-            "malformed": total("sbs_prefix_events_malformed", "Messages that are none", *labels),
-            "foreign": total("sbs_prefix_events_foreign", "Batches of another rank", *labels),
+        for kind, name, text in (
+            ("events", "sbs_prefix_events", "Batches of KV events taken"),
+            ("gaps", "sbs_prefix_event_gaps", "Missing batches noticed"),
+            ("replays", "sbs_prefix_replays", "Replays asked for"),
+            ("lost", "sbs_prefix_losses", "A rank's blocks forgotten for a loss"),
+            ("malformed", "sbs_prefix_events_malformed", "Messages that are none"),
+            ("foreign", "sbs_prefix_events_foreign", "Batches of another rank"),
+        ):
+            found = {(one, str(rank)): counts[kind] for (one, rank), counts in self._counts.items()}
+            yield total(name, text, found, "worker", "dp_rank")
+        blocks = {
+            (instance, str(rank), change): counts[change]
+            for (instance, rank), counts in self._counts.items()
+            for change in ("stored", "removed")
         }
-        blocks = total("sbs_prefix_blocks", "Blocks by what became of them", *labels, "change")
-        for (instance, rank), counts in self._counts.items():
-            for kind, family in families.items():
-                family.add_metric([instance, str(rank)], counts[kind])
-            for change in ("stored", "removed"):
-                blocks.add_metric([instance, str(rank), change], counts[change])
-        source = gauge(
-            "sbs_prefix_source", "1 for how an instance's cache is known", "worker", "source"
-        )
-        for worker in self._registry:
-            source.add_metric([worker.url, self._registry.prefix_source_of(worker)], 1)
-        yield from families.values()
-        yield from (blocks, source)
+        about = "Blocks by what became of them"
+        yield total("sbs_prefix_blocks", about, blocks, "worker", "dp_rank", "change")
+        sources = {(w.url, self._registry.prefix_source_of(w)): 1 for w in self._registry}
+        about = "1 for how an instance's cache is known"
+        yield gauge("sbs_prefix_source", about, sources, "worker", "source")
 
 
 class _Subscription:

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 500
 """Pods per answer of the API server to a list."""
-_SOURCE = "kubernetes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +100,21 @@ class PodDiscovery:
 
     def families(self) -> Iterator[Metric]:
         """For a scrape; the first three as ``sglang_router`` names them."""
-        workers = gauge("smg_discovery_workers_discovered", "Workers that are pods", "source")
-        workers.add_metric([_SOURCE], self._membership.workers)
-        added = total("smg_discovery_registrations", "Pods that became workers", "source", "result")
-        for result, count in self._membership.registrations.items():
-            added.add_metric([_SOURCE, result], count)
-        removed = total("smg_discovery_deregistrations", "Workers whose pod went", "source")
-        removed.add_metric([_SOURCE], self._membership.deregistrations)
-        current = gauge("sbs_discovery_current", "Pods of the role are listed and watched", "role")
-        lists = total("sbs_discovery_lists", "Complete lists of a role's pods", "role")
-        errors = total("sbs_discovery_errors", "Lists and watches that failed", "role")
-        for stream in self._streams:
-            current.add_metric([stream.role], float(stream.current))
-            lists.add_metric([stream.role], stream.lists)
-            errors.add_metric([stream.role], stream.errors)
-        yield from (workers, added, removed, current, lists, errors)
+        workers, by = self._membership, "kubernetes"
+        about = "Workers that are pods"
+        yield gauge("smg_discovery_workers_discovered", about, {by: workers.workers}, "source")
+        added = {(by, result): count for result, count in workers.registrations.items()}
+        about = "Pods that became workers"
+        yield total("smg_discovery_registrations", about, added, "source", "result")
+        gone = {by: workers.deregistrations}
+        yield total("smg_discovery_deregistrations", "Workers whose pod went", gone, "source")
+        current = {one.role: one.current for one in self._streams}
+        about = "Pods of the role are listed and watched"
+        yield gauge("sbs_discovery_current", about, current, "role")
+        lists = {one.role: one.lists for one in self._streams}
+        yield total("sbs_discovery_lists", "Complete lists of a role's pods", lists, "role")
+        errors = {one.role: one.errors for one in self._streams}
+        yield total("sbs_discovery_errors", "Lists and watches that failed", errors, "role")
 
 
 class PodStream:

@@ -109,11 +109,10 @@ class Lead:
     def families(self) -> Iterator[Metric]:
         """For a scrape."""
         about = "1 if this process schedules, 0 if it is a standby"
-        yield gauge("sbs_scheduler_active", about, values=self.active)
+        yield gauge("sbs_scheduler_active", about, self.active)
         about = "Latest term that this scheduler process knows of"
-        yield gauge("sbs_scheduler_term", about, values=self.term)
-        about = "Times this process has begun to schedule"
-        yield total("sbs_scheduler_leads", about, values=self.begun)
+        yield gauge("sbs_scheduler_term", about, self.term)
+        yield total("sbs_scheduler_leads", "Times this process has begun to schedule", self.begun)
 
 
 class Unopposed(Election):
