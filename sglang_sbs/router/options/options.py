@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from sglang_sbs.router.engines.urls import normalise_worker_url
@@ -15,18 +17,14 @@ from sglang_sbs.router.options.keys import ControlKey, parse_control_key
 from sglang_sbs.router.options.platform import discovery_of, jwt_of
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import is_local, keys_of_file, several_of
-from sglang_sbs.router.options.stock import (
-    IGNORED_FLAGS,
-    NEAREST_POLICY,
-    REFUSED_FLAGS,
-    WHY_NEAREST,
-)
+from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
-from sglang_sbs.router.options.tenants import tenant_header_of, tenant_weights_of
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import POLICIES, Policy, facts_of
+from sglang_sbs.scheduling.queue.fairness import parse_weights
 
-_DEFAULT_HEALTH_ENDPOINT = "/health"
+_HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "connection"})
 
 
 def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
@@ -36,7 +34,7 @@ def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
         FlagError: naming the flag and what to write instead.
         SystemExit: after ``--help``.
     """
-    parser = build_parser(prog) if prog else build_parser()
+    parser = build_parser(prog)
     _check_known(parser, argv)
     return options_of(parser.parse_args(list(argv)))
 
@@ -64,7 +62,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
             warnings.append(f"--{name} has no effect here: {IGNORED_FLAGS[name][1]}")
     prefill = tuple(_prefill(entry) for entry in args.prefill or ())
     decode = tuple(_url("--decode", entry[0]) for entry in args.decode or ())
-    _check_workers([url for url, _ in prefill], list(decode))
+    _check_workers([*(url for url, _ in prefill), *decode])
     _check_health_endpoint(args.health_check_endpoint, warnings)
     _check_pairs(args)
     bind = _endforward_bind(args, warnings)
@@ -79,7 +77,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         several = several_of(args, warnings)
         endforward_keys = keys_of_file("--sbs-endforward-key-file", args.sbs_endforward_key_file)
         discovery, jwt = discovery_of(args, warnings), jwt_of(args)
-        weights, tenant_header = tenant_weights_of(args), tenant_header_of(args, warnings)
+        weights, tenant_header = _tenant_weights(args), _tenant_header(args, warnings)
     except ValueError as error:
         raise FlagError(str(error)) from None
     starts_empty = args.pd_disaggregation and not (prefill or decode or discovery)
@@ -118,16 +116,15 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
 def _fields(args: argparse.Namespace) -> defaultdict[str, dict[str, Any]]:
     """What the table says, by the part of the options it belongs to (empty: to none)."""
     found: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for options in GROUPS.values():
-        for option in options:
-            for path in option.fields.split():
-                part, _, name = path.rpartition(".")
-                found[part][name] = option.value_in(args)
+    for option in chain(*GROUPS.values()):
+        for path in option.fields.split():
+            part, _, name = path.rpartition(".")
+            found[part][name] = option.value_in(args)
     return found
 
 
 def _check_health_endpoint(endpoint: str | None, warnings: list[str]) -> None:
-    if endpoint == _DEFAULT_HEALTH_ENDPOINT:
+    if endpoint == "/health":
         warnings.append(
             "--health-check-endpoint /health runs a forward pass on DP rank 0 of an idle engine; "
             "leave the flag out for a check that costs nothing"
@@ -194,8 +191,7 @@ def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
 def _policy(name: str, warnings: list[str]) -> Policy:
     normal = name.lower().replace("-", "_")
     if normal in NEAREST_POLICY:
-        nearest = NEAREST_POLICY[normal]
-        why = WHY_NEAREST[normal]
+        nearest, why = NEAREST_POLICY[normal]
         warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}: {why}")
         return nearest
     if normal in POLICIES:
@@ -229,9 +225,30 @@ def _url(flag: str, text: str) -> str:
         raise FlagError(f"{flag}: {error}") from error
 
 
-def _check_workers(prefill: list[str], decode: list[str]) -> None:
-    seen: set[str] = set()
-    for url in [*prefill, *decode]:
-        if url in seen:
+def _check_workers(urls: Sequence[str]) -> None:
+    for url, times in Counter(urls).items():
+        if times > 1:
             raise FlagError(f"worker {url} is listed twice")
-        seen.add(url)
+
+
+def _tenant_weights(args: argparse.Namespace) -> dict[str, float]:
+    """Raises: ValueError."""
+    try:
+        return parse_weights(args.sbs_tenant_weights) if args.sbs_tenant_weights is not None else {}
+    except ValueError as error:
+        raise ValueError(f"--sbs-tenant-weights: {error}") from None
+
+
+def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
+    """Its name in lower case. Raises: ValueError."""
+    name = args.sbs_tenant_header
+    if name is None:
+        if args.sbs_tenant_weights is not None and args.sbs_role != "scheduler":
+            warnings.append("--sbs-tenant-weights has no effect without --sbs-tenant-header")
+        return None
+    lower: str = name.lower()
+    if not _HEADER_NAME.fullmatch(lower) or lower in _TAKEN:
+        raise ValueError(
+            f"--sbs-tenant-header {name!r}: write the name of a header of its own, e.g. x-tenant-id"
+        )
+    return lower
