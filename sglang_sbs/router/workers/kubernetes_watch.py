@@ -1,9 +1,8 @@
 """Workers found as Kubernetes pods: listing and watching them through the API server.
 
-Owns the list/watch protocol: one stream per role, filtered by the API server, taken up again after
-it ends, breaks or has become too old (410 Gone). Must not know what makes a pod a worker
-(:mod:`.kubernetes_pods`). Needs the package of the extra ``kubernetes`` and imports it only when
-asked to.
+One stream per role, filtered by the API server, is taken up again after it ends, breaks or has
+become too old (410 Gone). What makes a pod a worker is in :mod:`.kubernetes_pods`. Needs the
+package of the extra ``kubernetes`` and imports it only when asked to.
 
 While the API server cannot be reached the workers stay as they are: their health is checked anyway.
 Only a complete list, or a deletion that was seen, takes a worker away.
@@ -52,8 +51,8 @@ class PodDiscovery:
     def __init__(
         self, config: DiscoveryConfig, members: Members, timing: WatchTiming | None = None
     ) -> None:
-        self._config = config
-        self._timing = timing or WatchTiming()
+        self.config = config
+        self.timing = timing or WatchTiming()
         self._membership = PodMembership(members)
         self._streams = [PodStream(self, role, selector) for role, selector in config.selectors()]
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,9 +63,8 @@ class PodDiscovery:
         self._api = api = await open_api("--service-discovery")
         logger.info(
             "watching pods in %s at %s: %s",
-            self._config.namespace or "all namespaces",
-            api.configuration.host,
-            "; ".join(f"{role} {selector}" for role, selector in self._config.selectors()),
+            *(self.config.namespace or "all namespaces", api.configuration.host),
+            "; ".join(f"{role} {selector}" for role, selector in self.config.selectors()),
         )
         self._tasks = [asyncio.create_task(stream.run(api)) for stream in self._streams]
 
@@ -78,24 +76,16 @@ class PodDiscovery:
         if self._api is not None:
             await self._api.close()
 
-    @property
-    def config(self) -> DiscoveryConfig:
-        return self._config
-
-    @property
-    def timing(self) -> WatchTiming:
-        return self._timing
-
     def changed(self) -> None:
         """The pods of a stream may be others now."""
-        prefill = {
-            uid for s in self._streams if s.role == "prefill" for uid in s.pods
-        }  # matched by both selectors: prefill
-        found: list[Found] = []
-        for stream in self._streams:
-            for uid, pod in stream.pods.items():
-                if pod is not None and (stream.role == "prefill" or uid not in prefill):
-                    found.append(pod)
+        # Matched by both selectors: prefill.
+        prefill = {uid for s in self._streams if s.role == "prefill" for uid in s.pods}
+        found = [
+            pod
+            for stream in self._streams
+            for uid, pod in stream.pods.items()
+            if pod is not None and (stream.role == "prefill" or uid not in prefill)
+        ]
         self._membership.follow(found, complete=all(s.listed for s in self._streams))
 
     def families(self) -> Iterator[Metric]:
@@ -175,19 +165,14 @@ class PodStream:
 
     async def _list(self, api: ApiClient) -> None:
         pods: dict[str, Found | None] = {}
-        token: str | None = None
+        query: dict[str, Any] = {"limit": PAGE_SIZE}
         while True:
-            query: dict[str, Any] = {"limit": PAGE_SIZE}
-            if token:
-                query["_continue"] = token
             page = await self._ask(api, **query)
             metadata = page.get("metadata") or {}
-            for pod in page.get("items") or ():
-                uid, found = self._read(pod)
-                pods[uid] = found
-            token = metadata.get("continue")
-            if not token:
+            pods.update(map(self._read, page.get("items") or ()))
+            if not (token := metadata.get("continue")):
                 break
+            query["_continue"] = token
         self.pods, self.listed = pods, True
         self._version = str(metadata.get("resourceVersion") or "")
         self.lists += 1

@@ -1,8 +1,5 @@
 """How an SGLang release is told the DP ranks of a request, and which of them can be chosen.
 
-Owns the fields that name ranks and the choice of the bootstrap room. Must not know the rest of a
-body, or who chose the ranks.
-
 From 0.5.10 on each leg names its own rank (``routed_dp_rank``), decode is told prefill's in
 ``disagg_prefill_dp_rank``, and the two are independent. Before, ranks are *coupled*: a rank in
 decode's body (``data_parallel_rank``) is taken for prefill's as well (``disaggregation/decode.py``:

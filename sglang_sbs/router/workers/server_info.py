@@ -1,7 +1,5 @@
-"""What an engine says about itself in ``GET /server_info``.
-
-Owns the meaning of SGLang's fields across versions, and the check that an engine can be used at
-all. Must not know how the answer was fetched.
+"""What an engine says about itself in ``GET /server_info``, by any version of SGLang, and whether
+it can be used at all.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
 _MAX_GRAPHS = 256
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
-
-
 NO_DP_ATTENTION = "no --enable-dp-attention"
 
 
@@ -167,30 +163,34 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     dp_size = _dp_size(data)
     sbs = _sbs_block(data.get("sbs"))
     no_barrier = _why_no_barrier(data, dp_size, sbs)
-    warnings = [_why_independent(dp_size)] if no_barrier == NO_DP_ATTENTION else []
+    warnings: list[str] = []
+    if no_barrier == NO_DP_ATTENTION:
+        warnings.append(
+            f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
+            "replicas, so batching them into one forward pass gains nothing"
+        )
     method = _text(data.get("load_balance_method"))
     choice = rank_choice_of(numbers, method) if role == "decode" else "free"
     if choice == "engine" and dp_size > 1:
         warnings.append(_why_engine(version, method, numbers))
-    model = data.get("served_model_name") or data.get("model_path") or ""
+    allocation = data.get("disaggregation_decode_allocation_policy")
+    model = data.get("served_model_name") or data.get("model_path")
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     return WorkerInfo(
         dp_size=dp_size,
         nodes=_nodes(data),
         chunk_tokens=_chunk_tokens(data),
         max_prefill_tokens=_int(data.get("max_prefill_tokens")),
-        kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
+        kv_capacity_tokens=_count(data.get("max_total_num_tokens")),
         max_running_requests=_max_running_requests(data, dp_size),
-        prefill_max_requests=max(0, _int(data.get("prefill_max_requests"))),
+        prefill_max_requests=_count(data.get("prefill_max_requests")),
         captured_tokens=_captured_tokens(data.get("cuda_graph_config")),
         page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
         # The Rust server passes over the field, and no answer would read as nothing cached.
-        cached_details=(
-            numbers is not None and numbers >= CACHED_DETAILS_VERSION and not rust_server
-        ),
+        cached_details=(numbers or ()) >= CACHED_DETAILS_VERSION and not rust_server,
         completion_template=bool(data.get("completion_template")),
-        max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
+        max_request_tokens=_count(data.get("max_req_input_len")),
         cuts_prompts=data.get("allow_auto_truncate") is True,
         version=version,
         model_id=_text(model),
@@ -198,10 +198,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         load_balance_method=method,
         coupled=is_coupled(numbers),
         rank_choice=choice,
-        allocates_late=(
-            role == "decode"
-            and data.get("disaggregation_decode_allocation_policy") == "prefill_complete"
-        ),
+        allocates_late=role == "decode" and allocation == "prefill_complete",
         overlap=data.get("disable_overlap_schedule") is not True,
         rust_server=rust_server,
         sbs=sbs,
@@ -212,17 +209,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     )
 
 
-def _why_independent(dp_size: int) -> str:
-    return (
-        f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
-        "replicas, so batching them into one forward pass gains nothing"
-    )
-
-
 def _check_usable(
     data: dict[str, Any], role: InstanceRole, version: str, numbers: tuple[int, ...] | None
 ) -> None:
-    """Raises: UnusableWorker."""
     # Builds from source call themselves 0.0.0: they are given the benefit of the doubt.
     if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
@@ -255,7 +244,7 @@ def _dp_size(data: dict[str, Any]) -> int:
 def _chunk_tokens(data: dict[str, Any]) -> int:
     """Without chunking a rank takes whole prompts up to ``--max-prefill-tokens`` per pass."""
     chunk = _int(data.get("chunked_prefill_size"))
-    return chunk if chunk > 0 else max(0, _int(data.get("max_prefill_tokens")))
+    return chunk if chunk > 0 else _count(data.get("max_prefill_tokens"))
 
 
 def _has_radix_cache(data: dict[str, Any], role: InstanceRole) -> bool:
@@ -359,17 +348,15 @@ def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
         for name in ("effective_max_running_requests_per_dp", "max_running_requests_per_dp"):
             if _int(states[0].get(name)) > 0:
                 return _int(states[0].get(name))
-    return max(0, _int(data.get("max_running_requests"))) // dp_size
+    return _count(data.get("max_running_requests")) // dp_size
 
 
 def _captured_tokens(config: object) -> tuple[int, ...]:
     """``cuda_graph_config`` (SGLang's ``model_executor/cuda_graph_config.py``) of the prefill
     phase, whose ``bs`` are token counts."""
     prefill = config.get("prefill") if isinstance(config, dict) else None
-    if not isinstance(prefill, dict) or prefill.get("backend") in (None, "disabled"):
-        return ()
-    sizes = prefill.get("bs")
-    if not isinstance(sizes, list):
+    sizes = prefill.get("bs") if isinstance(prefill, dict) else None
+    if not isinstance(sizes, list) or not prefill or prefill.get("backend") in (None, "disabled"):
         return ()
     return tuple(sorted({_int(size) for size in sizes[:_MAX_GRAPHS] if _int(size) > 0}))
 
@@ -394,9 +381,7 @@ def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEven
         _int(value.get("endpoint_port_base")),
         value.get("replay_endpoint_port_base"),
     )
-    block_tokens = _int(value.get("block_size"))
-    ranks = _int(value.get("dp_size")) or dp_size
-    topic, host = value.get("topic"), value.get("endpoint_host")
+    block_tokens, ranks = _int(value.get("block_size")), _int(value.get("dp_size")) or dp_size
     if not _is_port_range(port, dp_size) or block_tokens < 1 or ranks != dp_size:
         warnings.append(
             f"its KV events cannot be subscribed to: port {port}, block_size {block_tokens}, "
@@ -404,21 +389,17 @@ def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEven
         )
         return None
     replay = _int(replay_port)
-    if replay_port is not None and (
-        not _is_port_range(replay, dp_size) or abs(replay - port) < dp_size
-    ):
+    apart = _is_port_range(replay, dp_size) and abs(replay - port) >= dp_size
+    if replay_port is not None and not apart:
         warnings.append(
             f"lost KV events cannot be had again: its replay ports from {replay_port} on are "
             f"those of its KV events or none; let replay_endpoint in --kv-events-config begin at "
             f"port {port + dp_size} or later"
         )
         replay = 0
+    topic, host = _text(value.get("topic")), _text(value.get("endpoint_host"))
     return KvEventsBlock(
-        port=port,
-        replay_port=replay or None,
-        topic=_text(topic),
-        block_tokens=block_tokens,
-        host=_text(host),
+        port=port, replay_port=replay or None, topic=topic, block_tokens=block_tokens, host=host
     )
 
 
@@ -428,6 +409,10 @@ def _is_port_range(first: int, ports: int) -> bool:
 
 def _int(value: object) -> int:
     return min(value, _MAX_COUNT) if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _count(value: object) -> int:
+    return max(0, _int(value))
 
 
 def _text(value: object) -> str:

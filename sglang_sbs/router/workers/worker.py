@@ -1,6 +1,6 @@
 """One worker: what is known of an engine instance, and what follows from it alone.
 
-Every change of a worker goes through :class:`~.registry.Registry`. Must not know who is told.
+Every change of a worker goes through :class:`~.registry.Registry`.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         """What the scheduler is told of it."""
         info = self.info
         assert info is not None, "only described workers are announced"
+        prefill = self.role == "prefill"
         return InstanceUp(
             instance=self.url,
             role=self.role,
@@ -161,13 +162,13 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
             chunk_tokens=info.chunk_tokens,
             kv_capacity_tokens=info.kv_capacity_tokens,
             max_running_requests=info.max_running_requests,
-            prefill_max_requests=info.prefill_max_requests if self.role == "prefill" else 0,
+            prefill_max_requests=info.prefill_max_requests if prefill else 0,
             page_size=info.page_size,
             prefix_source=prefix_source,
-            rank_choice=info.rank_choice if self.role == "decode" else "free",
-            overlap=info.overlap and self.role == "prefill",
-            barrier=not info.no_barrier or self.role != "prefill",
-            captured_tokens=info.captured_tokens if self.role == "prefill" else (),
+            rank_choice="free" if prefill else info.rank_choice,
+            overlap=info.overlap and prefill,
+            barrier=not info.no_barrier or not prefill,
+            captured_tokens=info.captured_tokens if prefill else (),
             allocates_late=info.allocates_late,
         )
 
@@ -184,8 +185,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         return age_s is not None and age_s < SILENT_AFTER_S
 
 
-def _nobody(_worker: Worker) -> None:
-    """Nobody wants to know."""
+def _nobody(_worker: Worker) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
