@@ -1,7 +1,5 @@
-"""Everything that hears from engines: the registry, EndForward, KV events, health and load polls.
-
-Owns putting them together, in whichever process has the scheduler. Must not know requests: what it
-needs of them it is given (``find_owner``).
+"""Everything that hears from engines: the registry, EndForward, KV events, health and load polls,
+in whichever process has the scheduler.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from sglang_sbs.router.telemetry.worker_metrics import Drift, worker_families
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
 from sglang_sbs.scheduling.policy_names import facts_of
@@ -47,25 +44,22 @@ class Watch:
         session: aiohttp.ClientSession,
         silenced: Callable[[Worker], None],
     ) -> None:
-        """``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._options = options
         self._metrics = metrics
         self._drift = Drift()
         self._submit = submit
+        reads_reports = facts_of(options.scheduler.policy).reads_reports
         self.registry = Registry(
             WorkerEvents(self._emit, self._doubted, silenced, self._removed),
             options.breaker,
-            expects_endforward=(
-                facts_of(options.scheduler.policy).reads_reports
-                and options.endforward_bind is not None
-            ),
+            expects_endforward=reads_reports and options.endforward_bind is not None,
             asks_cheaply=options.monitor.health_endpoint is None,
             prefix_source=options.prefix_source,
         )
         self._kv_events = KvEventSubscriber(self.registry, submit)
         self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
         self._monitor = Monitor(
-            *(self.registry, session, options.monitor, submit, self._described),
+            *(self.registry, session, options.monitor, submit, self._listener.described),
             tls=worker_ssl(options),
         )
         found = options.discovery
@@ -149,12 +143,11 @@ class Watch:
     def _emit(self, event: Event) -> None:
         """What the registry says of instances; their KV events are followed while they are up."""
         self._submit(event)
-        if isinstance(event, InstanceUp | InstanceDown):
-            worker = self.registry.get(event.instance)
-            if worker is not None and isinstance(event, InstanceUp):
-                self._kv_events.up(worker)
-            elif worker is not None:
-                self._kv_events.down(worker)
+        if isinstance(event, InstanceUp | InstanceDown) and (
+            worker := self.registry.get(event.instance)
+        ):
+            up = isinstance(event, InstanceUp)
+            (self._kv_events.up if up else self._kv_events.down)(worker)
 
     def _doubted(self, worker: Worker) -> None:
         self._monitor.doubt(worker)
@@ -162,9 +155,6 @@ class Watch:
     def _removed(self, worker: Worker) -> None:
         self._metrics.forget(worker.url)
         self._drift.forget(worker.url)
-
-    def _described(self, worker: Worker, info: WorkerInfo) -> None:
-        self._listener.described(worker, info)
 
     def _reported(self, worker: Worker, report: EndForward) -> None:
         chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)

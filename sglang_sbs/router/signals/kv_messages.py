@@ -1,7 +1,7 @@
 """SGLang's KV events as they arrive: which blocks a rank's cache gained and lost.
 
-Owns reading one published batch, in both shapes SGLang has used, and the frames of its replay
-protocol (``disaggregation/kv_events.py``). Must not know sockets, nor what blocks are good for.
+Of ``disaggregation/kv_events.py``: a published batch, in both shapes SGLang has used, and the
+frames of its replay protocol.
 
 A batch is the frames ``topic``, sequence number (signed 64-bit big-endian) and the msgpack array
 ``[ts, [event, ...], attn_dp_rank]``. Since SGLang 0.5.20 an event is a map with the key ``type``,
@@ -45,13 +45,8 @@ END_OF_REPLAY = -1
 
 _SEQ = struct.Struct(">q")
 _TIERS: dict[str | None, CacheTier] = {
-    None: "device",
-    "GPU": "device",
-    "CPU": "host",
-    "CPU_PINNED": "host",
-    "CPU_TIER1": "host",
-    "CPU_TIER2": "host",
-    "DISK": "host",
+    **dict.fromkeys((None, "GPU"), "device"),
+    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "CPU_TIER2", "DISK"), "host"),
 }
 """``StorageMedium``, also of older releases. ``EXTERNAL`` is no rank's own and is skipped."""
 

@@ -43,6 +43,12 @@ _AT_ONCE_BYTES = 64 << 10
 """A larger message is decoded in parts."""
 _LIVE_HWM = 2_000
 _REPLAY_HWM = 1_000
+_OF_SOCKETS = {
+    **{zmq.LINGER: 0, zmq.IPV6: 1, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES},
+    **{zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2_000},
+    # A host that vanished closes no connection.
+    **{zmq.HEARTBEAT_IVL: 5_000, zmq.HEARTBEAT_TIMEOUT: 15_000},
+}
 _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
@@ -73,15 +79,9 @@ class RankOwner(Protocol):
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, hwm: int) -> zmq.Socket[bytes]:
     """Not connected yet."""
     sock = context.socket(kind)
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.IPV6, 1)
+    for option, value in _OF_SOCKETS.items():
+        sock.setsockopt(option, value)
     sock.setsockopt(zmq.RCVHWM, hwm)
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    sock.setsockopt(zmq.RECONNECT_IVL, 100)
-    sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
-    # A host that vanished closes no connection.
-    sock.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
     return sock
 
 
