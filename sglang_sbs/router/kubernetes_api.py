@@ -55,7 +55,7 @@ async def read_answer(response: Any) -> dict[str, Any]:
         ApiError: the status is none of success.
         ValueError: it holds no JSON object.
     """
-    async with contextlib.AsyncExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(response.release)
         raw = await response.read()
         if not 200 <= response.status < 300:
@@ -67,11 +67,8 @@ async def read_answer(response: Any) -> dict[str, Any]:
 
 
 def _kubeconfig() -> str | None:
-    named = os.environ.get("KUBECONFIG")
-    if named:
-        return named
     usual = Path.home() / ".kube" / "config"
-    return str(usual) if usual.exists() else None
+    return os.environ.get("KUBECONFIG") or (str(usual) if usual.exists() else None)
 
 
 def _message(raw: bytes) -> str:

@@ -34,12 +34,8 @@ def discovery_of(args: argparse.Namespace, warnings: list[str]) -> DiscoveryConf
         raise ValueError("--prefill-selector and --decode-selector are the same")
     if install := extras.without_kubernetes():
         raise ValueError(f"--service-discovery needs a Kubernetes client: {install}")
-    return DiscoveryConfig(
-        prefill_selector=selectors["prefill"],
-        decode_selector=selectors["decode"],
-        port=args.service_discovery_port,
-        namespace=args.service_discovery_namespace or None,
-    )
+    port, namespace = args.service_discovery_port, args.service_discovery_namespace or None
+    return DiscoveryConfig(selectors["prefill"], selectors["decode"], port, namespace)
 
 
 def jwt_of(args: argparse.Namespace) -> JwtConfig | None:

@@ -162,8 +162,7 @@ def _control_key(text: str) -> tuple[str, str, str, str]:
 def _labels(words: Sequence[str]) -> dict[str, str]:
     if not words:
         return {}
-    labels = (label.partition("=") for label in parse_selector(words).split(","))
-    return {key: value for key, _, value in labels}
+    return dict(label.split("=", 1) for label in parse_selector(words).split(","))
 
 
 def _texts(name: str, value: Any) -> Iterable[str]:

@@ -102,27 +102,14 @@ def _scheduler(
             f"--sbs-scheduler {','.join(named)}: this scheduler ({advertise}) is not in the list; "
             "write all of them there, the same on each, or --sbs-advertise as it is written there"
         )
-    return SeveralProcesses(
-        "scheduler",
-        named if args.sbs_election is None else (),
-        listen,
-        advertise,
-        _election(args),
-        _keys(args, "--sbs-listen", (listen, *named), warnings),
-    )
-
-
-def _election(args: argparse.Namespace) -> ElectionFlags | None:
+    keys = _keys(args, "--sbs-listen", (listen, *named), warnings)
     if args.sbs_election is None:
-        return None
+        return SeveralProcesses("scheduler", named, listen, advertise, None, keys)
     if args.sbs_election.startswith("k8s:") and (install := without_kubernetes()):
         raise ValueError(f"--sbs-election {args.sbs_election} needs a Kubernetes client: {install}")
-    return ElectionFlags(
-        args.sbs_election,
-        args.sbs_election_lease_secs,
-        args.sbs_election_renew_secs,
-        args.sbs_election_retry_secs,
-    )
+    times = (getattr(args, f"sbs_election_{kind}_secs") for kind in ("lease", "renew", "retry"))
+    election = ElectionFlags(args.sbs_election, *times)
+    return SeveralProcesses("scheduler", (), listen, advertise, election, keys)
 
 
 def _check(flag: str, endpoint: str) -> None:

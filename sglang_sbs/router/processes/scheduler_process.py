@@ -34,7 +34,7 @@ from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
-from sglang_sbs.router.telemetry.metrics_port import MetricsPort
+from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.worker_metrics import model_name
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
@@ -211,11 +211,9 @@ class SchedulerProcess:
     # Metrics ----------------------------------------------------------------------------------
 
     async def _listen_for_metrics(self) -> None:
-        port = MetricsPort(
-            *(self._metrics, self.metrics.malformed_request, 1.0),
-            {"/readiness": self._readiness, "/active": self._active},
-        )
-        self._metrics_port = port
+        pages = {"/readiness": self._readiness, "/active": self._active}
+        malformed = self.metrics.malformed_request
+        self._metrics_port = port = MetricsPort(self._metrics, malformed, 1.0, pages)
         host, number = self.options.prometheus_host, self.options.prometheus_port
         if self.options.take_over:
             waiting = port.open_when_free(host, number, self._opened)
@@ -238,10 +236,7 @@ class SchedulerProcess:
             if time.monotonic() - since_s > _SCRAPE_TURN_S:
                 await asyncio.sleep(0)  # decisions first
                 since_s = time.monotonic()
-        return web.Response(
-            body="".join(parts).encode(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return page_of("".join(parts).encode())
 
     async def _readiness(self, _request: web.Request) -> web.Response:
         """A standby is ready, too: it can take over."""
@@ -250,18 +245,13 @@ class SchedulerProcess:
 
     async def _active(self, _request: web.Request) -> web.Response:
         """For who wants the one that schedules."""
-        active = self.lead.active
-        return self._standing("active" if active else "standby", good=active)
+        return self._standing("active" if self.lead.active else "standby", good=self.lead.active)
 
     def _standing(self, status: str, *, good: bool) -> web.Response:
-        shown = {
-            "status": status,
-            "scheduler": "active" if self.lead.active else "standby",
-            "term": self.lead.term,
-            "leader": self.lead.leader,
-            "front_ends": self.front_ends,
-        }
-        return web.json_response(shown, status=200 if good else 503)
+        lead = self.lead
+        shown = {"status": status, "scheduler": "active" if lead.active else "standby"}
+        known = {"term": lead.term, "leader": lead.leader, "front_ends": self.front_ends}
+        return web.json_response(shown | known, status=200 if good else 503)
 
     def _retire(self, page: str) -> None:
         """What a dead front end counted still happened."""

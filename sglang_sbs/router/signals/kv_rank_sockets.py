@@ -44,10 +44,14 @@ _AT_ONCE_BYTES = 64 << 10
 _LIVE_HWM = 2_000
 _REPLAY_HWM = 1_000
 _OF_SOCKETS = {
-    **{zmq.LINGER: 0, zmq.IPV6: 1, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES},
-    **{zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2_000},
+    zmq.LINGER: 0,
+    zmq.IPV6: 1,
+    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 2_000,
     # A host that vanished closes no connection.
-    **{zmq.HEARTBEAT_IVL: 5_000, zmq.HEARTBEAT_TIMEOUT: 15_000},
+    zmq.HEARTBEAT_IVL: 5_000,
+    zmq.HEARTBEAT_TIMEOUT: 15_000,
 }
 _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
