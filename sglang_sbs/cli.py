@@ -41,7 +41,6 @@ VERBS = {
 
 
 def usage() -> str:
-    """What ``sglang-sbs --help`` prints."""
     verbs = "\n".join(f"  {name:<9} {verb.help}" for name, verb in VERBS.items())
     return f"""\
 usage: sglang-sbs [--version] VERB [flags]

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class ApiError(RuntimeError):
-    """The API server refused."""
-
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text}")
         self.status = status
@@ -72,7 +70,6 @@ def _kubeconfig() -> str | None:
 
 
 def _message(raw: bytes) -> str:
-    """What a Status object of the API says, or what came instead."""
     try:
         return str(json.loads(raw)["message"])
     except (ValueError, KeyError, TypeError):

@@ -103,8 +103,6 @@ class Schedulers(ABC):
 
 
 class OwnScheduler(Schedulers):
-    """Everything in this process."""
-
     def __init__(
         self,
         options: RouterOptions,

@@ -145,7 +145,6 @@ class Candidate:
         return self._lead.until_s if self._lead else None
 
     def leader_at(self, now_s: float) -> str | None:
-        """Who holds the lock, as far as this candidate knows."""
         if self.term_at(now_s) is not None:
             return self.holder
         seen = self._seen
@@ -159,7 +158,6 @@ class Candidate:
         return seen if seen is not None and seen.holder == self.holder else None
 
     def next_step(self, now_s: float) -> Step:
-        """What to do now."""
         if now_s < self._not_before_s:
             return Sleep(self._not_before_s - now_s)
         if self.term_at(now_s) is not None and self._lead is not None:
@@ -209,7 +207,6 @@ class Candidate:
         self._not_before_s = now_s if led else now_s + self._times.retry_s
 
     def unreachable(self, asked_s: float, now_s: float) -> None:
-        """The store gave no answer, or none that can be used."""
         self._not_before_s = max(now_s, asked_s + self._times.retry_s)
 
     def exceed(self, term: int, now_s: float) -> None:
@@ -232,7 +229,6 @@ class Candidate:
         self._lead = self._seen = None
 
     def resign(self) -> None:
-        """The process ends: lead no more."""
         self._lead = None
 
     # ----------------------------------------------------------------------------------------------

@@ -120,7 +120,6 @@ class DiscoveryConfig:
     """``None``: all namespaces."""
 
     def selectors(self) -> list[tuple[InstanceRole, str]]:
-        """The roles that are looked for."""
         both: list[tuple[InstanceRole, str]] = [
             ("prefill", self.prefill_selector),
             ("decode", self.decode_selector),

@@ -48,7 +48,6 @@ class Option:
         return self.flag.replace("-", "_")
 
     def value_in(self, args: argparse.Namespace) -> Any:
-        """What its fields become."""
         value = getattr(args, self.dest)
         if self.per_s != 1:
             return value / self.per_s

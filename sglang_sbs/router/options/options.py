@@ -232,7 +232,6 @@ def _check_workers(urls: Sequence[str]) -> None:
 
 
 def _tenant_weights(args: argparse.Namespace) -> dict[str, float]:
-    """Raises: ValueError."""
     try:
         return parse_weights(args.sbs_tenant_weights) if args.sbs_tenant_weights is not None else {}
     except ValueError as error:

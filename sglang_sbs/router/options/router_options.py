@@ -113,5 +113,4 @@ class RouterOptions:
 
     @property
     def worker_key(self) -> str | None:
-        """The key for engines' admin endpoints (``/abort_request``)."""
         return self.admin_api_key or self.api_key

@@ -49,7 +49,6 @@ class Calls(Generic[_A]):
             future.set_result(answer)
 
     def give_up(self) -> None:
-        """Whoever was asked is lost."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(no_scheduler())

@@ -88,7 +88,6 @@ class RemoteFeed:
             own.close()
 
     def received(self, frame: DashboardFrame) -> None:
-        """What a :class:`~.messages.WatchDashboard` brings."""
         if self._own is None:
             self._deliver(frame.payload, frame.full)
 

@@ -133,7 +133,6 @@ class Hub:
     # The lead ---------------------------------------------------------------------------------
 
     def lead(self, term: int) -> None:
-        """Schedule from now on."""
         self._lead.begin(term, self._loop.time())
         logger.info("this process schedules from now on: term %d", term)
 
@@ -168,12 +167,10 @@ class Hub:
 
     @property
     def looked(self) -> bool:
-        """Whether every worker has answered, or is known not to."""
         return self._membership.looked
 
     @property
     def settled(self) -> bool:
-        """Whether the workers have been looked at."""
         return self._membership.settled(self._loop.time())
 
     @property
@@ -219,7 +216,6 @@ class Hub:
     # Messages ---------------------------------------------------------------------------------
 
     def receive(self, identity: bytes, message: messages.ToScheduler) -> None:
-        """Handle one message of a front end."""
         if isinstance(message, messages.Look):
             self.tell(identity, self._lead.looked(message, ready=self.settled and self.stands))
             return
@@ -369,7 +365,6 @@ class Hub:
         return [state_of(worker, now_s) for worker in self._registry]
 
     def silenced(self, worker: Worker) -> None:
-        """See :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._flush()
         self._tell_all(messages.Silenced(worker=worker.url))
 

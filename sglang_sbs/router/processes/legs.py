@@ -39,7 +39,6 @@ class Legs:
             decode.active = max(0, decode.active + step)
 
     def prefill_over(self, placed: Placed) -> None:
-        """Prefill has answered."""
         prefill = self._registry.get(placed.prefill)
         if placed.prefill_open and prefill is not None:
             prefill.active = max(0, prefill.active - 1)

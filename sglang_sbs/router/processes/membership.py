@@ -18,8 +18,6 @@ SETTLE_S = 3.0
 
 
 class Membership:
-    """The workers of a scheduler process."""
-
     def __init__(self, members: Members, now_s: float) -> None:
         self.registry = members.registry
         self._members = members
@@ -79,5 +77,4 @@ class Membership:
         return worker
 
     def leg_failed(self, failed: LegFailed) -> None:
-        """Passive health."""
         self.registry.leg_failed(LegFailure(**msgspec.structs.asdict(failed)))

@@ -29,7 +29,6 @@ _MAX_PROBLEM_CHARS = 512
 
 
 def state_of(worker: Worker, now_s: float) -> WorkerState:
-    """What a front end is told of a worker."""
     facts: dict[str, Any] = {name: getattr(worker, name) for name in WorkerFacts.__struct_fields__}
     problems = {kind: text[:_MAX_PROBLEM_CHARS] for kind, text in worker.problems.items()}
     return WorkerState(

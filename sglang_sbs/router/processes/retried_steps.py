@@ -31,7 +31,6 @@ class Undone:
             self._steps.append(step)
 
     def clear(self) -> None:
-        """What is left is not needed any more."""
         self._steps.clear()
         self._logged.clear()
 

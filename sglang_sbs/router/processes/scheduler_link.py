@@ -404,7 +404,6 @@ class SchedulerLink(Assigner):
         return self._snapshot if self._pump is None else self._pump.snapshot()
 
     def lead(self) -> LeadView:
-        """Who schedules, for people."""
         return self._followed.view(
             *(self._choice.target, self._choice.term, self.times_alone - 1),
             connected=self.connected,
@@ -414,7 +413,6 @@ class SchedulerLink(Assigner):
         """The scheduler process keeps the log."""
 
     def close(self) -> None:
-        """Part from the scheduler."""
         if self._ticker is not None:
             self._ticker.cancel()
         self.tell(messages.Bye())

@@ -138,7 +138,6 @@ class SchedulerProcess:
 
     @property
     def front_ends(self) -> int:
-        """Connected now."""
         return self._hub.front_ends
 
     def let_go(self) -> None:
@@ -244,7 +243,6 @@ class SchedulerProcess:
         return self._standing("ready" if ready else "looking at the workers", good=ready)
 
     async def _active(self, _request: web.Request) -> web.Response:
-        """For who wants the one that schedules."""
         return self._standing("active" if self.lead.active else "standby", good=self.lead.active)
 
     def _standing(self, status: str, *, good: bool) -> web.Response:
@@ -278,7 +276,6 @@ class SchedulerProcess:
 
 
 def _election_of(several: SeveralProcesses) -> Election:
-    """How it is decided who schedules. Raises: ValueError."""
     flags = several.election
     if flags is not None:
         try:

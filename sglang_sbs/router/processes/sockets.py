@@ -37,8 +37,6 @@ _UNHEARD_MS = 4000
 
 
 class _Socket:
-    """A ZMQ socket in an event loop."""
-
     def __init__(self, kind: int, take: Callable[[list[bytes]], None]) -> None:
         """Raises: zmq.ZMQError, there is no room for another one."""
         self._take = take
@@ -63,7 +61,6 @@ class _Socket:
             raise
 
     def watch(self) -> None:
-        """Take messages from now on, in the event loop."""
         assert self._socket is not None
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self.drain)
@@ -88,7 +85,6 @@ class _Socket:
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Take what is there."""
         self._again = False
         for _ in range(_DRAIN_LIMIT):
             if self._socket is None:
@@ -142,7 +138,6 @@ class FrontEndSocket(_Socket):
             raise
 
     def tell(self, message: ToScheduler) -> bool:
-        """Send one message; False if no scheduler takes it."""
         return self.send(encode(message))
 
     def _received(self, frames: list[bytes]) -> None:
@@ -191,7 +186,6 @@ class SchedulerSocket(_Socket):
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def tell(self, identity: bytes, message: FromScheduler) -> bool:
-        """Send one message; False if that front end is gone."""
         return self.send([identity, *encode(message)])
 
     @property

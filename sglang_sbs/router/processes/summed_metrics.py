@@ -57,7 +57,6 @@ def page_parts(
 
 
 def _sum(same: Sequence[Metric]) -> Metric:
-    """One family of what several processes say of it."""
     values: defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = defaultdict(list)
     for family in same:
         for sample in family.samples:
@@ -70,8 +69,6 @@ def _sum(same: Sequence[Metric]) -> Metric:
 
 
 class _One(Collector):
-    """A collector of one family."""
-
     def __init__(self, family: Metric) -> None:
         self._family = family
 

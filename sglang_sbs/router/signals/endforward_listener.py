@@ -86,8 +86,6 @@ FindOwner = Callable[[str, str], str | None]
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """An unread message."""
-
     report: EndForward
     peer: str
     key: tuple[str, int] | None = None
@@ -212,7 +210,6 @@ class EndForwardListener:
         self._follow(worker.url, frozenset(endpoints))
 
     def removed(self, worker_url: str) -> None:
-        """Nothing of it is wanted any more."""
         for boot_id in [boot_id for boot_id, url in self._boots.items() if url == worker_url]:
             del self._boots[boot_id]
         self._follow(worker_url, frozenset())

@@ -104,7 +104,6 @@ class Watch:
         return worker
 
     def add_configured(self) -> None:
-        """The workers of the command line."""
         for url, port in self._options.prefill:
             self.add_worker(url, "prefill", port)
         for url in self._options.decode:
@@ -123,7 +122,6 @@ class Watch:
         self._kv_events.removed(worker.url)
 
     def families(self) -> Iterator[Metric]:
-        """What is known of workers and their messages, for a scrape."""
         fates, about = self._listener.counts, "Messages by what became of them"
         yield total("sbs_endforward_received", about, fates, "fate")
         about = "Time spent on taking messages in, the scheduler's included"

@@ -105,7 +105,6 @@ class RankFeed:
     # Live batches -----------------------------------------------------------------------------
 
     def live(self, seq: int, message: Message) -> None:
-        """A published batch."""
         self._follow(seq, self._read(message))
 
     def _follow(self, seq: int, batch: KvBatch | None) -> None:
@@ -187,7 +186,6 @@ class RankFeed:
             _apply(batch.changes, self._survivors)
 
     def replay_failed(self) -> None:
-        """Nothing (more) comes of the replay."""
         if self._replaying:
             self._broken = True
             self._replay_ended()

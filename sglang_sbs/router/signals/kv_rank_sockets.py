@@ -81,7 +81,6 @@ class RankOwner(Protocol):
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, hwm: int) -> zmq.Socket[bytes]:
-    """Not connected yet."""
     sock = context.socket(kind)
     for option, value in _OF_SOCKETS.items():
         sock.setsockopt(option, value)
@@ -152,7 +151,6 @@ class RankSockets:
         self.feed.disconnected()
 
     def tick(self, now_s: float) -> None:
-        """Notice a replay that stopped."""
         if self._replay is not None and now_s - self._replay_heard_s >= _REPLAY_SILENCE_S:
             self._close_replay()
             self.feed.replay_failed()

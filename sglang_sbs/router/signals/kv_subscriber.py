@@ -121,7 +121,6 @@ class KvEventSubscriber:
     # For its parts ----------------------------------------------------------------------------
 
     def counts_of(self, instance: InstanceId, rank: int) -> Counter[str]:
-        """They outlive the connections."""
         return self._counts.setdefault((instance, rank), Counter())
 
     def submit(self, instance: InstanceId, event: BlockEvent) -> None:
@@ -156,11 +155,9 @@ class KvEventSubscriber:
 
     @property
     def behind(self) -> bool:
-        """The scheduler has much to be told of what came: no more is to be read."""
         return len(self._untold) >= _MOST_UNTOLD
 
     def may_replay(self, rank: RankSockets) -> bool:
-        """Whether it may send its request now; else it is called back."""
         if rank in self._replaying:
             return True
         if len(self._replaying) < _MAX_REPLAYS:
@@ -171,7 +168,6 @@ class KvEventSubscriber:
         return False
 
     def replay_over(self, rank: RankSockets) -> None:
-        """Let the next one begin."""
         self._replaying.discard(rank)
         with suppress(ValueError):
             self._waiting.remove(rank)
@@ -197,13 +193,11 @@ class KvEventSubscriber:
                     logger.exception("watching KV events of a worker failed")
 
     def missing(self, worker: Worker, why: str) -> None:
-        """Some ranks cannot be heard (empty: all can)."""
         self._registry.set_kv_events_missing(worker, why)
 
     # Metrics ----------------------------------------------------------------------------------
 
     def families(self) -> Iterator[Metric]:
-        """What arrived, for a scrape."""
         for kind, name, text in (
             ("events", "sbs_prefix_events", "Batches of KV events taken"),
             ("gaps", "sbs_prefix_event_gaps", "Missing batches noticed"),
@@ -265,13 +259,11 @@ class _Subscription:
             rank.close()
 
     def resume(self) -> None:
-        """It is used (again)."""
         if self.down_s is not None:
             self.down_s = None
             self._heard_s = time.monotonic()
 
     def tick(self, now_s: float) -> None:
-        """Notice ranks that cannot be heard."""
         silent = [rank for rank in self.ranks if not rank.connected]
         foreign = [rank for rank in self.ranks if rank.foreign]
         if not silent and not foreign:
@@ -295,7 +287,6 @@ class _Subscription:
             )
 
     def _why(self, dp_rank: int) -> str:
-        """What to do about a rank that cannot be heard."""
         worker = self._worker
         node = node_of_rank(worker.info, dp_rank) if worker.info is not None else 0
         refused = worker.kv_refused.get(dp_rank)

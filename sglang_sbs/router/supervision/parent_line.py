@@ -29,7 +29,6 @@ class Parent:
         self._socket.setblocking(False)
 
     def ready(self, facts: dict[str, Any]) -> None:
-        """Tell that this process serves now."""
         self._socket.send(orjson.dumps(facts) + b"\n")
 
     def listen(self, *, let_go: Callable[[], None], gone: Callable[[], None]) -> None:

@@ -381,6 +381,5 @@ def _describe(code: int) -> str:
 
 
 async def supervise(argv: Sequence[str], options: RouterOptions) -> int:
-    """Run the processes of ``options``; ``argv`` is the command line they are from."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     return await Supervisor(argv, options).run()

@@ -198,7 +198,6 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
     def collect_with(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        """Add state that is read when scraped."""
         self.registry.register(_ScrapeTime(collect))
 
     def forget(self, worker_url: str) -> None:
@@ -268,7 +267,6 @@ class RouterMetrics:
         yield gauge(name, about, ages, "gt", "le")
 
     def door(self, allowed: bool) -> None:
-        """A request was let in by ``--max-concurrent-requests``, or not."""
         self._rate_limit.labels("allowed" if allowed else "rejected").inc()
         if not allowed:
             self.refusals.labels("front_door").inc()
@@ -280,7 +278,6 @@ class RouterMetrics:
     # Inference --------------------------------------------------------------------------------
 
     def served(self, path: str, model: str, streaming: bool, seconds: float) -> None:
-        """An inference request is over, however it ended."""
         requests, durations = self._served(path, model, streaming)
         requests.inc()
         durations.observe(seconds)
@@ -297,11 +294,9 @@ class RouterMetrics:
         self._retries.labels(failure.leg, _ENDPOINTS[path]).inc()
 
     def backs_off(self, attempt: int, seconds: float) -> None:
-        """Before the attempt after ``attempt`` (the first is 1)."""
         self._backoff_seconds.labels(str(attempt)).observe(seconds)
 
     def gave_up(self, failure: LegFailure, path: str) -> None:
-        """The last attempt failed too."""
         self._retries_exhausted.labels(failure.leg, _ENDPOINTS[path]).inc()
 
     # Others -----------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ Page = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def page_of(metrics: bytes) -> web.Response:
-    """In Prometheus's text format."""
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return web.Response(body=metrics, headers={"Content-Type": kind})
 

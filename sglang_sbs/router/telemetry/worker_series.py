@@ -37,6 +37,5 @@ class WorkerSeries:
         return one
 
     def forget(self, worker_url: str) -> None:
-        """Remove all of a worker."""
         for metric, labels in self._series.pop(worker_url, {}):
             metric.remove(*labels)

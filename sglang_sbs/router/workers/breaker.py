@@ -23,7 +23,6 @@ class Breaker:
 
     @property
     def consecutive(self) -> tuple[int, int]:
-        """Failures and successes in a row, as far as they count."""
         return self._failures, self._successes
 
     def failed(self, now_s: float, *, may_open: bool) -> bool:

@@ -123,7 +123,6 @@ class Monitor:
         await asyncio.gather(*self.stop_all(), return_exceptions=True)
 
     def doubt(self, worker: Worker) -> None:
-        """Probe it now."""
         if worker.url in self._doubts:
             self._doubts[worker.url].set()
 

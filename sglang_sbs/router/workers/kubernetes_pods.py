@@ -94,7 +94,6 @@ def by_url(found: Iterable[Found]) -> dict[str, Found]:
 
 
 def is_discovered(worker: Worker) -> bool:
-    """Whether it is here because of a pod."""
     return worker.labels.get(DISCOVERED) == _BY
 
 
@@ -120,7 +119,6 @@ class PodMembership:
 
     @property
     def workers(self) -> int:
-        """Discovered ones in use."""
         return sum(map(is_discovered, self._members.registry))
 
     def follow(self, found: Iterable[Found], *, complete: bool) -> None:

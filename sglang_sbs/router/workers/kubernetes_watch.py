@@ -125,7 +125,6 @@ class PodStream:
         self._complaint = ""
 
     async def run(self, api: ApiClient) -> None:
-        """Until cancelled."""
         timing = self._discovery.timing
         pause_s = 0.0
         loop = asyncio.get_running_loop()
@@ -180,7 +179,6 @@ class PodStream:
         self._discovery.changed()
 
     async def _watch(self, api: ApiClient) -> None:
-        """One stream, to its end."""
         from kubernetes_asyncio.client import ApiException
         from kubernetes_asyncio.watch import Watch
 

@@ -42,7 +42,6 @@ def is_coupled(version: tuple[int, ...] | None) -> bool:
 
 
 def rank_choice_of(version: tuple[int, ...] | None, load_balance_method: str) -> RankChoice:
-    """What is left to choose of a decode instance's ranks."""
     if version is None or not is_coupled(version):
         return "free"
     if version < _NAMED_METHODS_VERSION:
@@ -51,14 +50,12 @@ def rank_choice_of(version: tuple[int, ...] | None, load_balance_method: str) ->
 
 
 def prefill_members(prefill_rank: int, *, coupled: bool) -> dict[str, int]:
-    """What prefill's body says of ranks."""
     if coupled:
         return {"data_parallel_rank": prefill_rank}
     return {"disagg_prefill_dp_rank": prefill_rank, "routed_dp_rank": prefill_rank}
 
 
 def decode_members(prefill_rank: int, decode_rank: int, *, coupled: bool) -> dict[str, int]:
-    """What decode's body says of ranks."""
     if coupled:
         return {}
     return {"disagg_prefill_dp_rank": prefill_rank, "routed_dp_rank": decode_rank}

@@ -47,8 +47,6 @@ MUTE_AFTER_DISPATCHES = 3
 
 
 class Registry:
-    """Every change of a worker goes through here."""
-
     def __init__(
         self,
         events: WorkerEvents = WorkerEvents(),  # noqa: B008 - it is frozen
@@ -107,7 +105,6 @@ class Registry:
 
     @property
     def ready(self) -> bool:
-        """At least one real prefill/decode pair can take a request."""
         return bool(self.usable("prefill")) and bool(self.usable("decode"))
 
     # Membership -------------------------------------------------------------------------------
@@ -423,7 +420,6 @@ class Registry:
                 self.refresh(worker)
 
     def _announce_anew(self, worker: Worker) -> None:
-        """What was told of it has changed."""
         if worker.announced:
             self._emit(self._instance_up(worker))
 

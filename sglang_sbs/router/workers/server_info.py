@@ -118,7 +118,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> str:
-        """The DP ranks in words."""
         count = f"{self.dp_size} rank{'s' if self.dp_size > 1 else ''}"
         return f"{count}, no barrier ({self.no_barrier})" if self.no_barrier else count
 
@@ -129,7 +128,6 @@ def node_of_rank(info: WorkerInfo, dp_rank: int) -> int:
 
 
 def server_url(url: str, info: WorkerInfo, dp_rank: int) -> str:
-    """Where requests for a DP rank of the worker at ``url`` go."""
     if not info.rust_server:
         return url
     node = node_of_rank(info, dp_rank)
@@ -276,7 +274,6 @@ def _nodes(data: dict[str, Any]) -> int:
 
 
 def not_a_rank(url: str, rank: int, why: str) -> str:
-    """What to tell of a DP rank that is not where requests for it would be sent."""
     return (
         f"DP rank {rank} does not serve at {url}: {why}. With SGLANG_RUST_SERVER=1 every rank "
         "serves HTTP at the engine's --port plus its number: open those ports to the router, or "

@@ -118,7 +118,6 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         return self.info is not None and self.info.rust_server
 
     def url_of(self, rank: int) -> str:
-        """Where requests for that DP rank go."""
         return server_url(self.url, self.info, rank) if self.info is not None else self.url
 
     @property
@@ -151,7 +150,6 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         )
 
     def instance_up(self, prefix_source: PrefixSource) -> InstanceUp:
-        """What the scheduler is told of it."""
         info = self.info
         assert info is not None, "only described workers are announced"
         prefill = self.role == "prefill"

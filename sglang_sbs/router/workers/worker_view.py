@@ -56,5 +56,4 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
 
 
 def problems_of(registry: Registry) -> list[tuple[str, str]]:
-    """What is wrong with workers, as URL and text."""
     return [(worker.url, text) for worker in registry for text in worker.problems.values()]

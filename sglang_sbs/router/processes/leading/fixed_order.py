@@ -64,7 +64,6 @@ class Order:
         self._ready_since_s: float | None = None
 
     def told(self, look: Look, now_s: float) -> None:
-        """By a front end."""
         self._highest = max(self._highest, look.term)
         self._served.pop(look.who, None)
         if len(self._served) >= _MOST_FRONT_ENDS:
@@ -121,7 +120,6 @@ class Order:
         return len(others) == count - 1 or now_s - self._knows_nothing_since_s >= START_S
 
     def _forget(self, now_s: float) -> None:
-        """Those that have not said for long that they are served."""
         self._served = {who: at for who, at in self._served.items() if now_s - at < SERVED_S}
 
 

@@ -107,7 +107,6 @@ class Lead:
         return {"address": self.address, "term": self.term, "for_s": for_s, "begun": self.begun}
 
     def families(self) -> Iterator[Metric]:
-        """For a scrape."""
         about = "1 if this process schedules, 0 if it is a standby"
         yield gauge("sbs_scheduler_active", about, self.active)
         about = "Latest term that this scheduler process knows of"

@@ -58,7 +58,6 @@ class Scouts:
         return standing if self._now() - at_s <= within_s else None
 
     def close(self) -> None:
-        """No answers any more."""
         lines, self._lines = self._lines, {}
         for line in lines.values():
             line.close()
