@@ -1,7 +1,6 @@
 """``sglang-sbs``: one command with a verb for each thing to do.
 
-Owns the list of verbs. Each verb's own module parses its flags; nothing heavy is imported for a
-verb that was not asked for.
+Each verb's own module parses its flags; nothing heavy is imported for one that was not asked for.
 """
 
 from __future__ import annotations

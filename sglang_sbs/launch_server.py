@@ -126,10 +126,8 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
                 router.append("--" + word.removeprefix(ROUTER_PREFIX))
                 target = router
                 continue
-            is_router_flag = name in UNPREFIXED_ROUTER_FLAGS or name.startswith(
-                UNPREFIXED_ROUTER_PREFIX
-            )
-            target = router if is_router_flag else engine
+            bare = name in UNPREFIXED_ROUTER_FLAGS or name.startswith(UNPREFIXED_ROUTER_PREFIX)
+            target = router if bare else engine
         elif target is None:
             raise PlanError(f"{word!r} belongs to no flag: write --FLAG {word}")
         target.append(word)
@@ -178,11 +176,8 @@ def _router_tokenizer(model: str, engine_flags: Sequence[str], router: RouterOpt
     except ValueError as error:
         if router.tokenizer_path is not None or router.chat_template is not None:
             raise PlanError(str(error)) from error
-        print(
-            f"the router will estimate prompt lengths: {error}. Give it a tokenizer with "
-            "--router-tokenizer-path",
-            file=sys.stderr,
-        )
+        how = "Give it a tokenizer with --router-tokenizer-path"
+        print(f"the router will estimate prompt lengths: {error}. {how}", file=sys.stderr)
         return ""
     return named
 
@@ -194,10 +189,8 @@ def _new_log_dir(dry_run: bool) -> Path:
 
 
 def _virtual_gpu(text: str | None) -> VirtualGpuCost | None:
-    if text is None:
-        return None
     try:
-        return VirtualGpuCost.from_json(text)
+        return VirtualGpuCost.from_json(text) if text is not None else None
     except ValueError as error:
         raise PlanError(f"--virtual-gpu: {error}") from None
 
@@ -206,11 +199,7 @@ def describe(plan: ClusterPlan) -> str:
     """Every process as a shell command, with the variables it gets beyond the inherited ones."""
     commands = []
     for process in plan.servers:
-        added = {
-            name: value
-            for name, value in process.environment.items()
-            if os.environ.get(name) != value
-        }
+        added = dict(process.environment.items() - os.environ.items())
         variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(added.items())]
         commands.append(f"# {process.name}\n" + " ".join([*variables, shlex.join(process.argv)]))
     return "\n\n".join(commands)

@@ -49,9 +49,8 @@ class ElectionTimes:
         if not 0 < self.renew_s < self.lease_s:
             raise ValueError("the renew deadline must be shorter than the lease")
         if not 0.05 <= self.retry_s <= self.renew_s / 2:
-            raise ValueError(
-                "the retry period must be 0.05 s or more, and fit twice into the renew deadline"
-            )
+            wanted = "0.05 s or more, and fit twice into the renew deadline"
+            raise ValueError(f"the retry period must be {wanted}")
 
     @property
     def ask_s(self) -> float:

@@ -75,21 +75,19 @@ class Watch:
         self._waiting = asyncio.create_task(self._open_when_free())
 
     async def _open_when_free(self) -> None:
-        logged = False
+        said = ""
         while True:
             try:
-                endpoint = self.open()
+                logger.info("EndForward at %s", self.open() or "nothing")
+                return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     logger.error("no EndForward: %s", error)
                     return
-                if not logged:
-                    logged = True
-                    logger.info("%s: waiting for it, load polls until then", error)
-                await asyncio.sleep(_TAKEN_AGAIN_S)
-            else:
-                logger.info("EndForward at %s", endpoint or "nothing")
-                return
+                if not said:
+                    said = f"{error}: waiting for it, load polls until then"
+                    logger.info("%s", said)
+            await asyncio.sleep(_TAKEN_AGAIN_S)
 
     def let_go(self) -> None:
         """No new requests come: leave the EndForward endpoint to a successor."""

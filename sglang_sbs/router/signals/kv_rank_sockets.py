@@ -1,7 +1,7 @@
 """The sockets to one DP rank that publishes KV events: connections, reading, replays.
 
-Says whether the rank can be heard, and hands what it publishes to its :class:`.RankFeed`, which
-knows in what order events belong. Whatever arrives is bounded, counted, and read in turns.
+What the rank publishes goes to its :class:`.RankFeed`, which knows in what order events belong.
+Whatever arrives is bounded, counted, and read in turns.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -29,6 +28,9 @@ from sglang_sbs.router.signals.kv_rank_feed import Message, RankFeed
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored, InstanceId
 from sglang_sbs.wire import MalformedMessage
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
 
 logger = logging.getLogger(__name__)
 
@@ -58,28 +60,6 @@ _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
-class RankOwner(Protocol):
-    """Who holds the sockets of all ranks."""
-
-    context: zmq.Context[zmq.Socket[bytes]]
-
-    def counts_of(self, instance: InstanceId, rank: int) -> Counter[str]:
-        """They outlive the connections."""
-
-    def submit(self, instance: InstanceId, event: BlockEvent) -> None:
-        """For the scheduler."""
-
-    @property
-    def behind(self) -> bool:
-        """The scheduler has much to be told of what came: no more is to be read."""
-
-    def may_replay(self, rank: RankSockets) -> bool:
-        """Whether it may send its request now; else its ``request_replay`` is called later."""
-
-    def replay_over(self, rank: RankSockets) -> None:
-        """It needs no replay, or no longer."""
-
-
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, hwm: int) -> zmq.Socket[bytes]:
     sock = context.socket(kind)
     for option, value in _OF_SOCKETS.items():
@@ -93,7 +73,7 @@ class RankSockets:
 
     def __init__(
         self,
-        owner: RankOwner,
+        owner: KvEventSubscriber,
         instance: InstanceId,
         endpoints: KvEndpoints,
         topic: str,
@@ -143,11 +123,9 @@ class RankSockets:
         live, self._live = self._live, None
         monitor, self._monitor = self._monitor, None
         if monitor is not None and live is not None:
-            self._loop.remove_reader(int(monitor.getsockopt(zmq.FD)))
-            self._loop.remove_reader(int(live.getsockopt(zmq.FD)))
+            self._end(monitor)
             live.disable_monitor()
-            monitor.close(0)
-            live.close(0)
+            self._end(live)
         self.feed.disconnected()
 
     def tick(self, now_s: float) -> None:
@@ -160,6 +138,10 @@ class RankSockets:
         self._loop.add_reader(int(sock.getsockopt(zmq.FD)), drain)
         # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
         self._loop.call_soon(drain)
+
+    def _end(self, sock: zmq.Socket[bytes]) -> None:
+        self._loop.remove_reader(int(sock.getsockopt(zmq.FD)))
+        sock.close(0)
 
     # Publisher --------------------------------------------------------------------------------
 
@@ -267,9 +249,8 @@ class RankSockets:
     def _malformed(self, error: MalformedMessage) -> None:
         self.feed.counts["malformed"] += 1
         if self.feed.counts["malformed"] == 1:
-            logger.warning(
-                "malformed KV events at %s (counted from now on): %s", self.endpoint, error
-            )
+            text = "malformed KV events at %s (counted from now on): %s"
+            logger.warning(text, self.endpoint, error)
 
     # Replay -----------------------------------------------------------------------------------
 
@@ -290,8 +271,7 @@ class RankSockets:
     def _close_replay(self) -> None:
         sock, self._replay = self._replay, None
         if sock is not None:
-            self._loop.remove_reader(int(sock.getsockopt(zmq.FD)))
-            sock.close(0)
+            self._end(sock)
 
     def _after_replay(self) -> None:
         if not self.feed.replaying:
