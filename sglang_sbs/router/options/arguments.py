@@ -128,13 +128,10 @@ def _field_defaults() -> dict[str, Any]:
     """By path, as the table names fields."""
     scheduler = msgspec.structs.asdict(SchedulerConfig())
     found: dict[str, Any] = {f"scheduler.{name}": value for name, value in scheduler.items()}
-    for part, config in (
-        ("", RouterOptions),
-        ("breaker.", BreakerConfig),
-        ("monitor.", MonitorConfig),
-        ("relay.", RelayConfig),
-    ):
-        found |= {f"{part}{one.name}": one.default for one in fields(config)}
+    found |= {one.name: one.default for one in fields(RouterOptions)}
+    parts = {"breaker": BreakerConfig, "monitor": MonitorConfig, "relay": RelayConfig}
+    for part, config in parts.items():
+        found |= {f"{part}.{one.name}": one.default for one in fields(config)}
     return found
 
 

@@ -120,11 +120,9 @@ class DiscoveryConfig:
     """``None``: all namespaces."""
 
     def selectors(self) -> list[tuple[InstanceRole, str]]:
-        both: list[tuple[InstanceRole, str]] = [
-            ("prefill", self.prefill_selector),
-            ("decode", self.decode_selector),
-        ]
-        return [(role, selector) for role, selector in both if selector]
+        both: dict[InstanceRole, str]
+        both = {"prefill": self.prefill_selector, "decode": self.decode_selector}
+        return [(role, selector) for role, selector in both.items() if selector]
 
 
 def parse_selector(words: Sequence[str]) -> str:

@@ -56,10 +56,9 @@ def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 def options_of(args: argparse.Namespace) -> RouterOptions:
     """Check what the parser cannot. Raises: FlagError."""
     warnings: list[str] = []
-    for key in vars(args):
-        if key.startswith("ignored:"):
-            name = key.removeprefix("ignored:")
-            warnings.append(f"--{name} has no effect here: {IGNORED_FLAGS[name][1]}")
+    for name, (_, why) in IGNORED_FLAGS.items():
+        if hasattr(args, f"ignored:{name}"):
+            warnings.append(f"--{name} has no effect here: {why}")
     prefill = tuple(_prefill(entry) for entry in args.prefill or ())
     decode = tuple(_url("--decode", entry[0]) for entry in args.decode or ())
     _check_workers([*(url for url, _ in prefill), *decode])
@@ -90,11 +89,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         fields["relay"]["max_attempts"] = 1
     if not facts_of(policy).reads_reports:
         fields["monitor"]["load_poll_interval_s"] = None
-    own = fields[""] | {
-        "several": several,
-        "endforward_bind": bind,
-        "otlp_endpoint": args.otlp_traces_endpoint if args.enable_trace else None,
-    }
+    fields[""]["endforward_bind"] = bind
     return RouterOptions(
         prefill=prefill,
         decode=decode,
@@ -108,8 +103,10 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         control_plane_keys=_control_keys(args.control_plane_api_keys),
         jwt=jwt,
         endforward_keys=endforward_keys,
+        several=several,
+        otlp_endpoint=args.otlp_traces_endpoint if args.enable_trace else None,
         warnings=tuple(warnings),
-        **own,
+        **fields[""],
     )
 
 
@@ -146,10 +143,8 @@ def _endforward_bind(args: argparse.Namespace, warnings: list[str]) -> str | Non
     if bind.lower() == "none":
         return None
     if not bind.startswith(("tcp://", "ipc://")):
-        raise FlagError(
-            f"--sbs-endforward-bind {bind!r}: write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, "
-            "or none"
-        )
+        how = "write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, or none"
+        raise FlagError(f"--sbs-endforward-bind {bind!r}: {how}")
     if not is_local(bind) and args.sbs_endforward_key_file is None:
         warnings.append(
             f"--sbs-endforward-bind {bind} takes messages from whoever can reach it, without "
@@ -169,10 +164,8 @@ def _check_limits(args: argparse.Namespace, warnings: list[str]) -> None:
             f"--workers {args.workers}: write at least {args.workers}, or fewer workers"
         )
     if args.rate_limit_tokens_per_second and args.max_concurrent_requests < 1:
-        warnings.append(
-            "--rate-limit-tokens-per-second has no effect without --max-concurrent-requests, which "
-            "is the size of the bucket"
-        )
+        missing = "--max-concurrent-requests, which is the size of the bucket"
+        warnings.append(f"--rate-limit-tokens-per-second has no effect without {missing}")
 
 
 def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
@@ -204,17 +197,13 @@ def _policy(name: str, warnings: list[str]) -> Policy:
 def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
     url = _url("--prefill", entry[0])
     if len(entry) > 2:
-        raise FlagError(
-            f"--prefill {' '.join(entry)}: one URL and one port per --prefill; repeat the flag for "
-            "further instances"
-        )
+        how = "one URL and one port per --prefill; repeat the flag for further instances"
+        raise FlagError(f"--prefill {' '.join(entry)}: {how}")
     if len(entry) == 1 or entry[1].lower() == "none":
         return url, None
     if not (entry[1].isascii() and entry[1].isdigit() and 1 <= int(entry[1]) <= 65535):
-        raise FlagError(
-            f"--prefill {entry[0]} {entry[1]}: the bootstrap port must be a number in 1..65535 or "
-            "'none'"
-        )
+        wanted = "the bootstrap port must be a number in 1..65535 or 'none'"
+        raise FlagError(f"--prefill {entry[0]} {entry[1]}: {wanted}")
     return url, int(entry[1])
 
 
@@ -247,7 +236,6 @@ def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
         return None
     lower: str = name.lower()
     if not _HEADER_NAME.fullmatch(lower) or lower in _TAKEN:
-        raise ValueError(
-            f"--sbs-tenant-header {name!r}: write the name of a header of its own, e.g. x-tenant-id"
-        )
+        how = "write the name of a header of its own, e.g. x-tenant-id"
+        raise ValueError(f"--sbs-tenant-header {name!r}: {how}")
     return lower

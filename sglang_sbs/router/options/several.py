@@ -81,10 +81,8 @@ def _scheduler(
         if not named:
             raise ValueError(f"a scheduler needs --sbs-listen: {_HOW}")
         if len(named) > 1:
-            raise ValueError(
-                "--sbs-scheduler names several schedulers: say which of them this one is, with "
-                f"--sbs-listen {named[0]}"
-            )
+            how = f"say which of them this one is, with --sbs-listen {named[0]}"
+            raise ValueError(f"--sbs-scheduler names several schedulers: {how}")
         listen, named = named[0], ()
     _check("--sbs-listen", listen)
     advertise: str = args.sbs_advertise or ""
@@ -93,10 +91,8 @@ def _scheduler(
     elif not _is_wildcard(listen):
         advertise = listen
     if (named or args.sbs_election) and not advertise:
-        raise ValueError(
-            f"--sbs-listen {listen}: the others must know this scheduler by one address: give it "
-            "--sbs-advertise tcp://HOST:PORT"
-        )
+        why = "the others must know this scheduler by one address"
+        raise ValueError(f"--sbs-listen {listen}: {why}: give it --sbs-advertise tcp://HOST:PORT")
     if args.sbs_election is None and named and advertise not in named:
         raise ValueError(
             f"--sbs-scheduler {','.join(named)}: this scheduler ({advertise}) is not in the list; "
@@ -143,10 +139,8 @@ def _keys(
 
 def keys_of_file(flag: str, path: Path | None) -> CurveKeys | None:
     """The keys of the secret in a file. Raises: ValueError."""
-    if path is None:
-        return None
     try:
-        return keys_in(path)
+        return keys_in(path) if path is not None else None
     except SecretError as error:
         raise ValueError(f"{flag}: {error}") from error
 

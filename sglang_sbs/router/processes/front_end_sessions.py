@@ -38,8 +38,7 @@ from sglang_sbs.router.assignment.scheduler_driver import (
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
-from sglang_sbs.router.processes.legs import Legs, Placed
-from sglang_sbs.router.processes.membership import Membership
+from sglang_sbs.router.processes.membership import Legs, Membership, Placed
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import state_of
 from sglang_sbs.router.workers.kubernetes_pods import Members
@@ -185,9 +184,7 @@ class Hub:
     def find_owner(self, rid: str, role: str) -> str | None:
         """Where the leg of that role went, for binding EndForward messages."""
         session = self._owners.get(rid)
-        if session is None:
-            return None
-        placed = session.requests[rid]
+        placed = session.requests[rid] if session is not None else Placed()
         return (placed.prefill if role == "prefill" else placed.decode) or None
 
     async def metrics_pages(self) -> list[str]:
@@ -216,17 +213,19 @@ class Hub:
     # Messages ---------------------------------------------------------------------------------
 
     def receive(self, identity: bytes, message: messages.ToScheduler) -> None:
+        session = self._sessions.get(identity)
         if isinstance(message, messages.Look):
             self.tell(identity, self._lead.looked(message, ready=self.settled and self.stands))
-            return
-        if isinstance(message, Hello):
+        elif isinstance(message, Hello):
             self._hello(identity, message)
-            return
-        session = self._sessions.get(identity)
-        if session is None or not session.open:
+        elif session is None or not session.open:
             unknown = messages.Unwelcome() if self._lead.active else self._lead.turned_away()
             self.tell(identity, unknown)
-            return
+        else:
+            self._heard(session, message)
+
+    def _heard(self, session: _Session, message: messages.ToScheduler) -> None:
+        identity = session.identity
         session.heard_s = self._loop.time()
         match message:
             case RequestArrived():
@@ -267,10 +266,8 @@ class Hub:
             self.tell(identity, self._lead.turned_away())
             return
         now_s = self._loop.time()
-        session = self._sessions.get(identity)
-        if session is None:
-            session = _Session(identity, hello.front_end, hello.name, now_s)
-            self._sessions[identity] = session
+        new = _Session(identity, hello.front_end, hello.name, now_s)
+        session = self._sessions.setdefault(identity, new)
         session.heard_s = now_s
         if hello.scheduler not in ("", self.boot_id):
             self._membership.inherit(hello, now_s)

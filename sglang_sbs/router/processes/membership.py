@@ -1,20 +1,62 @@
-"""What front ends say of workers: that one is to come, to change or to go, and which failed."""
+"""What front ends say of workers: that one is to come, to change or to go, which failed, and the
+legs in flight at each.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import msgspec
 
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.processes.messages import AddWorker, Change, Hello, LegFailed, RemoveWorker
 from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
 """Longest time before front ends are served although some workers were not heard of yet."""
+
+
+@dataclass(slots=True)
+class Placed:
+    """Where a request went; empty while it waits."""
+
+    prefill: str = ""
+    decode: str = ""
+    prefill_open: bool = False
+    """Prefill has not answered yet."""
+
+
+class Legs:
+    """In flight, over all front ends, counted at the workers themselves."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def dispatched(self, placed: Placed) -> None:
+        """One more request was sent to both."""
+        for url in (placed.prefill, placed.decode):
+            if worker := self._registry.get(url):
+                worker.dispatches += 1
+
+    def count(self, placed: Placed, step: int) -> None:
+        """One more of each that is open, or one less."""
+        if placed.prefill_open:
+            self._add(placed.prefill, step)
+        self._add(placed.decode, step)
+
+    def prefill_over(self, placed: Placed) -> None:
+        if placed.prefill_open:
+            self._add(placed.prefill, -1)
+        placed.prefill_open = False
+
+    def _add(self, url: str, step: int) -> None:
+        if worker := self._registry.get(url):
+            worker.active = max(0, worker.active + step)
 
 
 class Membership:

@@ -87,9 +87,8 @@ class MirroredRegistry(Registry):
             worker.active_everywhere = state.active
             worker.problems = state.problems | own
             worker.reports = {0: state.reports}
-            worker.last_report_s = (
-                {0: now_s - state.report_age_s} if state.report_age_s is not None else {}
-            )
+            age_s = state.report_age_s
+            worker.last_report_s = {0: now_s - age_s} if age_s is not None else {}
             worker.announced = worker.usable
         for worker in self:
             if worker.url not in known:

@@ -30,6 +30,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from sglang_sbs import __version__
@@ -200,12 +201,9 @@ class SchedulerLink(Assigner):
             self._fallback(), decided=self._decided, failed=self._fail, counts=self._observer
         )
         try:
-            for up in self._registry.announcements():
-                pump.submit(up)
-            for adopted in self._placed():
-                pump.submit(adopted)
-            for arrival in self._undecided():
-                pump.submit(arrival)
+            known = chain[Event](self._registry.announcements(), self._placed())
+            for event in chain[Event](known, self._undecided()):
+                pump.submit(event)
         except BaseException:
             self._leave_pump()  # the next one gets it all again
             raise
@@ -383,8 +381,7 @@ class SchedulerLink(Assigner):
             case messages.DashboardFrame():
                 self._dashboard_frame(message)
             case messages.Silenced():
-                worker = self._registry.get(message.worker)
-                if worker is not None:
+                if worker := self._registry.get(message.worker):
                     self._registry.silenced(worker)
 
     # Views and end ----------------------------------------------------------------------------

@@ -276,8 +276,7 @@ class SchedulerProcess:
 
 
 def _election_of(several: SeveralProcesses) -> Election:
-    flags = several.election
-    if flags is not None:
+    if (flags := several.election) is not None:
         try:
             times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
             return parse_election(flags.url, several.advertise, times)

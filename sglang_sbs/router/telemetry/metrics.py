@@ -12,15 +12,15 @@ from collections import Counter as Multiset
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.metric_families import gauge, total
-from sglang_sbs.router.telemetry.worker_series import WorkerSeries
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.scheduling.queue.priority import PriorityClass
@@ -351,6 +351,37 @@ class RouterMetrics:
                 if chunk_tokens > 0:
                     filled = sum(report.tokens_per_rank) / (chunk_tokens * ranks)
                     self.batch_fill.observe(min(1.0, filled))
+
+
+_M = TypeVar("_M", bound=MetricWrapperBase)
+
+
+class WorkerSeries:
+    """Series of workers that are counted as things happen, by worker URL, and their end: with
+    service discovery every pod has a URL of its own, and what stayed of each would be exported for
+    ever. A worker that is not known has none: what its last requests still bring is not counted."""
+
+    def __init__(self, knows: Callable[[str], bool]) -> None:
+        """``knows``: whether there is such a worker now."""
+        self._knows = knows
+        self._series: dict[str, dict[tuple[Any, ...], Any]] = {}
+
+    def of(self, metric: _M, worker_url: str, *labels: str | int) -> _M | None:
+        """The series of ``metric`` with ``labels`` (all of them, in its order), which is kept:
+        looking it up there costs more than counting. ``None``: the worker is not known."""
+        own = self._series.get(worker_url)
+        if own is None:
+            if not self._knows(worker_url):
+                return None
+            own = self._series[worker_url] = {}
+        one: _M | None = own.get((metric, labels))
+        if one is None:
+            one = own[metric, labels] = metric.labels(*labels)
+        return one
+
+    def forget(self, worker_url: str) -> None:
+        for metric, labels in self._series.pop(worker_url, {}):
+            metric.remove(*labels)
 
 
 class _ScrapeTime(Collector):

@@ -14,9 +14,14 @@ from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.diagnosis import AS_REPORTED, as_reported, why_mute
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
-from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
+from sglang_sbs.router.workers.server_info import (
+    AS_REPORTED,
+    WorkerInfo,
+    as_reported,
+    node_of_rank,
+    why_mute,
+)
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
 from sglang_sbs.wire import EndForward
