@@ -69,32 +69,29 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model-path", "--model", required=True, help="as for SGLang")
-    parser.add_argument("--prefill-instances", type=int, default=1, metavar="N")
-    parser.add_argument("--decode-instances", type=int, default=1, metavar="N")
-    parser.add_argument("--host", default="127.0.0.1", help="address of the router (%(default)s)")
-    parser.add_argument("--port", type=int, default=30000, help="port of the router (%(default)s)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model-path", "--model", required=True, help="as for SGLang")
+    add("--prefill-instances", type=int, default=1, metavar="N")
+    add("--decode-instances", type=int, default=1, metavar="N")
+    add("--host", default="127.0.0.1", help="address of the router (%(default)s)")
+    add("--port", type=int, default=30000, help="port of the router (%(default)s)")
+    add(
         "--prefill-args",
         default="",
         metavar="FLAGS",
         help='flags of prefill engines only: --prefill-args="--max-running-requests 64"',
     )
-    parser.add_argument("--decode-args", default="", metavar="FLAGS", help="the same for decode")
-    parser.add_argument(
-        "--log-dir", type=Path, help="where each process writes its log (a new temporary folder)"
-    )
-    parser.add_argument(
+    add("--decode-args", default="", metavar="FLAGS", help="the same for decode")
+    add("--log-dir", type=Path, help="where each process writes its log (a new temporary folder)")
+    add(
         "--startup-timeout",
         type=float,
         default=DEFAULT_STARTUP_TIMEOUT_S,
         metavar="SECONDS",
         help="until all instances and the router must be ready (%(default).0f)",
     )
-    parser.add_argument(
-        "--cpu", action="store_true", help="engines on CPU, with the model really computed there"
-    )
-    parser.add_argument(
+    add("--cpu", action="store_true", help="engines on CPU, with the model really computed there")
+    add(
         "--virtual-gpu",
         nargs="?",
         const="{}",
@@ -102,9 +99,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
         help="engines on CPU, forward passes only take the time of a GPU; JSON with fields of "
         "sglang_sbs.testing.virtual_gpu.VirtualGpuCost overrides its cost model",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the exact command lines and exit"
-    )
+    add("--dry-run", action="store_true", help="print the exact command lines and exit")
     return parser
 
 

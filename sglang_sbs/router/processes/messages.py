@@ -197,21 +197,10 @@ class Bye(_Message, frozen=True):
     """The front end ends; nothing of it is in flight any more."""
 
 
+_OfSessions = Hello | Look | Alive | Adopted | Bye
+_OfRequests = RequestArrived | PrefillDone | RequestEnded | BlocksCleared
 ToScheduler = (
-    Hello
-    | Look
-    | Alive
-    | Adopted
-    | LegFailed
-    | Question
-    | Aborted
-    | MetricsPage
-    | WatchDashboard
-    | Bye
-    | RequestArrived
-    | PrefillDone
-    | RequestEnded
-    | BlocksCleared
+    _OfSessions | _OfRequests | Question | LegFailed | Aborted | MetricsPage | WatchDashboard
 )
 
 
@@ -302,19 +291,9 @@ class DashboardFrame(_Said, frozen=True):
     """A history: whoever follows already has it."""
 
 
-FromScheduler = (
-    Welcome
-    | Standing
-    | Unwelcome
-    | Alive
-    | Cluster
-    | Silenced
-    | Decisions
-    | Abort
-    | Done
-    | AskMetrics
-    | DashboardFrame
-)
+_Asked = Abort | AskMetrics
+_News = Cluster | Silenced | Decisions | DashboardFrame
+FromScheduler = Welcome | Standing | Unwelcome | Alive | Done | _Asked | _News
 
 
 _encoder = msgspec.msgpack.Encoder()

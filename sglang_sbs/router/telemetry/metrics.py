@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Multiset
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -72,23 +72,20 @@ class _Declared(NamedTuple):
         return self.kind(self.name, self.text, self.labels.split(), registry=registry, **more)
 
 
-def _counter(name: str, text: str, labels: str = "") -> Counter:
-    return cast(Counter, _Declared(Counter, name, text, labels, None))
+_K = TypeVar("_K")
 
 
-def _gauge(name: str, text: str) -> Gauge:
-    return cast(Gauge, _Declared(Gauge, name, text, "", None))
+def _declared(
+    kind: type[_K], name: str, text: str, labels: str = "", buckets: _Buckets | None = None
+) -> _K:
+    """Typed as what it becomes. A histogram without ``buckets`` has those of durations."""
+    return cast(_K, _Declared(kind, name, text, labels, buckets))
 
 
-def _summary(name: str, text: str, labels: str) -> Summary:
-    return cast(Summary, _Declared(Summary, name, text, labels, None))
-
-
-def _histogram(
-    name: str, text: str, labels: str = "", buckets: _Buckets | None = None
-) -> Histogram:
-    """Without ``buckets``: those of durations."""
-    return cast(Histogram, _Declared(Histogram, name, text, labels, buckets))
+_counter = partial(_declared, Counter)
+_gauge = partial(_declared, Gauge)
+_summary = partial(_declared, Summary)
+_histogram = partial(_declared, Histogram)
 
 
 class RouterMetrics:

@@ -97,10 +97,8 @@ class Registry:
             normalised = normalise_worker_url(url)
         except ValueError:
             return None
-        known = self._workers.get(normalised)
-        if known is not None:
-            return known
-        return self._workers.get(self._aliases.get(alias_key(normalised), ""))
+        alias = self._aliases.get(alias_key(normalised), "")
+        return self._workers.get(normalised) or self._workers.get(alias)
 
     def of_role(self, role: InstanceRole) -> list[Worker]:
         return [w for w in self._workers.values() if w.role == role]
@@ -210,8 +208,7 @@ class Registry:
             self.doubted(worker)
 
     def leg_succeeded(self, url: str) -> None:
-        worker = self._workers.get(url)
-        if worker is not None:
+        if worker := self._workers.get(url):
             worker.successes += 1
             worker.breaker.succeeded()
 
@@ -298,12 +295,9 @@ class Registry:
     def listens_to_events(self, worker: Worker) -> bool:
         """Whether its KV events are wanted and, as far as it says, to be had."""
         info = worker.info
-        return (
-            info is not None
-            and info.radix_cache
-            and info.kv_events is not None
-            and self._prefix_source in ("auto", "events")
-        )
+        if info is None or not info.radix_cache or info.kv_events is None:
+            return False
+        return self._prefix_source in ("auto", "events")
 
     def prefix_source_of(self, worker: Worker) -> PrefixSource:
         """How the scheduler learns what the worker has cached."""
@@ -455,15 +449,12 @@ class Registry:
                 text = f"{mute}, falling back to load polls and timers; {why_mute(worker.info)}"
                 self.report_problem(worker, "signal", text)
             return
-        silent = [
-            rank
-            for rank in range(worker.info.dp_size)
-            if now_s - worker.last_report_s.get(rank, -1e9) >= SILENT_AFTER_S
-        ]
+        last_s, ranks = worker.last_report_s, range(worker.info.dp_size)
+        silent = [r for r in ranks if now_s - last_s.get(r, -1e9) >= SILENT_AFTER_S]
         if silent:
-            ranks = ", ".join(map(str, silent[:16])) + (" …" if len(silent) > 16 else "")
-            self.report_problem(worker, "signal", f"no EndForward from rank {ranks}")
-            if len(silent) == worker.info.dp_size:
+            shown = ", ".join(map(str, silent[:16])) + (" …" if len(silent) > 16 else "")
+            self.report_problem(worker, "signal", f"no EndForward from rank {shown}")
+            if len(silent) == len(ranks):
                 self.doubted(worker)
         else:
             worker.problems.pop("signal", None)
