@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -85,7 +85,7 @@ class RankSockets:
         self._topic = topic.encode()
         self._loop = asyncio.get_running_loop()
         self._delay: asyncio.TimerHandle | None = None
-        self._going_on: set[Callable[..., None]] = set()
+        self._going_on: set[zmq.Socket[bytes]] = set()
         self._reading: Generator[None, None, KvBatch] | None = None
         """A large message being decoded; no other is taken meanwhile."""
         self._replay_seq = 0
@@ -103,7 +103,7 @@ class RankSockets:
         self._live.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._monitor: zmq.Socket[bytes] | None = self._live.get_monitor_socket(_CONNECTION_EVENTS)
         self._watch(self._monitor, self._drain_monitor)
-        self._watch(self._live, self._drain_live)
+        self._watch(self._live, partial(self._drain, self._live))
         self._live.connect(self.endpoint)
 
     @property
@@ -174,27 +174,31 @@ class RankSockets:
         self._delay = None
         self.feed.connected()
 
-    def _drain_live(self) -> None:
+    def _drain(self, sock: zmq.Socket[bytes]) -> None:
+        """Take what came on one of the two sockets, for a turn."""
         until_s = time.monotonic() + TURN_S
-        while self._live is not None:
+        while sock in (self._live, self._replay):
             if self._owner.behind or self._reading is not None:
-                self._soon(self._drain_live)
+                self._soon(sock)
                 return
             try:
-                frames = self._live.recv_multipart(zmq.NOBLOCK)
+                frames = sock.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            # The publisher of this message may be another one than that of the message before.
-            self._drain_monitor()
+            is_live = sock is self._live
+            if is_live:  # its publisher may be another one than that of the message before
+                self._drain_monitor()
+            else:
+                self._replay_heard_s = time.monotonic()
             try:
-                seq, payload = live_frames(frames, self._topic)
+                read = live_frames(frames, self._topic) if is_live else replay_frames(frames)
             except MalformedMessage as error:
                 self._malformed(error)
                 continue
-            if self._delay is None:
-                self._read(self._live, seq, payload)
+            if not is_live or self._delay is None:
+                self._read(sock, *read)
             if time.monotonic() >= until_s:
-                self._soon(self._drain_live)
+                self._soon(sock)
                 return
 
     def _read(self, sock: zmq.Socket[bytes], seq: int, payload: bytes) -> None:
@@ -235,16 +239,16 @@ class RankSockets:
             self.feed.replayed(seq, message)
             self._after_replay()
 
-    def _soon(self, drain: Callable[..., None], *args: Any) -> None:
+    def _soon(self, sock: zmq.Socket[bytes]) -> None:
         """Go on in the next turn of the loop; once, however often it is asked for: the socket's
         descriptor calls too while anything is left."""
-        if drain not in self._going_on:
-            self._going_on.add(drain)
-            self._loop.call_soon(self._go_on, drain, args)
+        if sock not in self._going_on:
+            self._going_on.add(sock)
+            self._loop.call_soon(self._go_on, sock)
 
-    def _go_on(self, drain: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self._going_on.discard(drain)
-        drain(*args)
+    def _go_on(self, sock: zmq.Socket[bytes]) -> None:
+        self._going_on.discard(sock)
+        self._drain(sock)
 
     def _malformed(self, error: MalformedMessage) -> None:
         self.feed.counts["malformed"] += 1
@@ -266,7 +270,7 @@ class RankSockets:
         self._replay_heard_s = time.monotonic()
         sock.connect(self.endpoints.replay)
         sock.send_multipart(replay_request(self._replay_seq))
-        self._watch(sock, partial(self._drain_replay, sock))
+        self._watch(sock, partial(self._drain, sock))
 
     def _close_replay(self) -> None:
         sock, self._replay = self._replay, None
@@ -277,24 +281,3 @@ class RankSockets:
         if not self.feed.replaying:
             self._close_replay()
             self._owner.replay_over(self)
-
-    def _drain_replay(self, sock: zmq.Socket[bytes]) -> None:
-        until_s = time.monotonic() + TURN_S
-        while sock is self._replay:
-            if self._owner.behind or self._reading is not None:
-                self._soon(self._drain_replay, sock)
-                return
-            try:
-                frames = sock.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._replay_heard_s = time.monotonic()
-            try:
-                seq, payload = replay_frames(frames)
-            except MalformedMessage as error:
-                self._malformed(error)
-                continue
-            self._read(sock, seq, payload)
-            if self._replay_heard_s >= until_s:
-                self._soon(self._drain_replay, sock)
-                return

@@ -306,10 +306,14 @@ class Supervisor:
         for task in tasks:
             task.add_done_callback(self._kept)
         self._tasks += tasks
-        serving = asyncio.gather(*(child.serving.wait() for child in children))
+
+        async def all_serve() -> None:
+            for child in children:
+                await child.serving.wait()
+
+        serving = asyncio.create_task(all_serve())
         stopping = asyncio.create_task(self._stopping.wait())
-        first: list[asyncio.Future[Any]] = [serving, stopping, *tasks]
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
         stopping.cancel()
         for task in tasks:
