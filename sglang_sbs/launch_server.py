@@ -161,10 +161,7 @@ def plan_from_command_line(
 
 def _router_tokenizer(model: str, engine_flags: Sequence[str], router: RouterOptions) -> str:
     """What the router can count tokens with; empty, and said, if the model has no such thing.
-
-    Raises:
-        PlanError: the user named a tokenizer or template for the router that it cannot use.
-    """
+    Raises: PlanError, the user named a tokenizer or template for the router that it cannot use."""
     named = str(router.tokenizer_path or text_flag(engine_flags, "--tokenizer-path") or model)
     try:
         ChatTokenizer.load(tokenizer_folder(Path(named)), router.chat_template)

@@ -48,11 +48,7 @@ async def open_api(flag: str) -> ApiClient:
 
 async def read_answer(response: Any) -> dict[str, Any]:
     """The object in an answer that was asked for with ``_preload_content=False``.
-
-    Raises:
-        ApiError: the status is none of success.
-        ValueError: it holds no JSON object.
-    """
+    Raises: ApiError, the status is none of success; ValueError, it holds no JSON object."""
     with contextlib.ExitStack() as stack:
         stack.callback(response.release)
         raw = await response.read()

@@ -66,12 +66,8 @@ class Schedulers(ABC):
 
     @abstractmethod
     async def start(self) -> str | None:
-        """Returns the EndForward endpoint, if it is here.
-
-        Raises:
-            OSError: it is taken.
-            ValueError: no way to look for workers (``--service-discovery``).
-        """
+        """Returns the EndForward endpoint, if it is here. Raises: OSError, it is taken; ValueError,
+        no way to look for workers (``--service-discovery``)."""
 
     @abstractmethod
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:

@@ -104,12 +104,8 @@ class RouterServer:
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
 
     async def start(self) -> None:
-        """Listen; workers are waited for in the background.
-
-        Raises:
-            OSError: a port or the EndForward endpoint is taken.
-            ValueError: the tokenizer cannot be loaded.
-        """
+        """Listen; workers are waited for in the background. Raises: OSError, a port or the
+        EndForward endpoint is taken; ValueError, the tokenizer cannot be loaded."""
         self._file_limit = raise_file_limit()
         sys.setswitchinterval(_SWITCH_S)
         give_back_large_blocks()

@@ -127,10 +127,7 @@ class DiscoveryConfig:
 
 def parse_selector(words: Sequence[str]) -> str:
     """``["app=sglang", "role=leader"]``, or the same in one word with spaces or commas.
-
-    Raises:
-        ValueError: not labels.
-    """
+    Raises: ValueError, not labels."""
     labels: dict[str, str] = {}
     for item in re.split(r"[\s,]+", " ".join(words).strip()):
         key, equals, value = item.partition("=")

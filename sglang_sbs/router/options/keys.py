@@ -58,10 +58,7 @@ class JwtConfig:
 
 def check_provider_url(url: str) -> str:
     """The URL, if keys may be fetched from there.
-
-    Raises:
-        ValueError: anybody on the way could replace them.
-    """
+    Raises: ValueError, anybody on the way could replace them."""
     parts = urlsplit(url)
     if parts.hostname in _LOOPBACK and parts.scheme == "http":
         return url

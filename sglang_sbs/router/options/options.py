@@ -29,11 +29,7 @@ _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "
 
 def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
     """Parse and check a command line (without the program name).
-
-    Raises:
-        FlagError: naming the flag and what to write instead.
-        SystemExit: after ``--help``.
-    """
+    Raises: FlagError, naming the flag and what to write instead; SystemExit, after ``--help``."""
     parser = build_parser(prog)
     _check_known(parser, argv)
     return options_of(parser.parse_args(list(argv)))

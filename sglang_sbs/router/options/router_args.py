@@ -98,11 +98,7 @@ class RouterArgs:
         return cls(**values)
 
     def command_line(self) -> list[str]:
-        """The flags that say the same.
-
-        Raises:
-            FlagError: a field that no flag can say.
-        """
+        """The flags that say the same. Raises: FlagError, a field that no flag can say."""
         if self.bootstrap_port_annotation != BOOTSTRAP_PORT_ANNOTATION:
             raise FlagError(
                 f"bootstrap_port_annotation {self.bootstrap_port_annotation!r}: pods are annotated "

@@ -26,11 +26,8 @@ class Calls(Generic[_A]):
 
     async def ask(self, tell: Callable[[_Q], bool], question: _Q, limit_s: float) -> _A | None:
         """``tell`` sends the question, whose ``call`` is its number. ``None``: nobody takes it.
-
-        Raises:
-            TimeoutError: no answer came.
-            RouterError: 503, it will not come any more (:meth:`give_up`).
-        """
+        Raises: TimeoutError, no answer came; RouterError, 503, it will not come any more
+        (:meth:`give_up`)."""
         number = next(self._numbers)
         future: asyncio.Future[_A] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future

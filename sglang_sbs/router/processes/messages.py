@@ -307,11 +307,8 @@ def encode(message: ToScheduler | FromScheduler) -> list[bytes]:
 
 
 def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
-    """Parse what a front end sent.
-
-    Raises:
-        MalformedMessage: wrong topic, frame count or types, or numbers no front end can mean.
-    """
+    """Parse what a front end sent. Raises: MalformedMessage, wrong topic, frame count or types, or
+    numbers no front end can mean."""
     message: ToScheduler = _decode(_to_scheduler, frames)
     if isinstance(message, RequestArrived) and message.deadline_s is not None:
         raise MalformedMessage("deadline_s is a time of the sender's clock")

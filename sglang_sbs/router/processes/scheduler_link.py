@@ -161,12 +161,8 @@ class SchedulerLink(Assigner):
         return self.connected and self._line is not None and self._line.tell(message)
 
     async def ask(self, question: messages.Question) -> messages.Done:
-        """What only the scheduler can do.
-
-        Raises:
-            RouterError: 503, there is no scheduler, or no answer of it.
-            ValueError: as the scheduler says, it cannot be.
-        """
+        """What only the scheduler can do. Raises: RouterError, 503, there is no scheduler, or no
+        answer of it; ValueError, as the scheduler says, it cannot be."""
         try:
             done = await self._calls.ask(self.tell, question, CALL_S)
         except TimeoutError:

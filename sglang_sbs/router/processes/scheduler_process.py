@@ -77,11 +77,8 @@ class SchedulerProcess:
 
     async def start(self) -> None:
         """Listen for front ends; workers are waited for in the background.
-
-        Raises:
-            OSError: an endpoint or the metrics port is taken.
-            ValueError: no way to look for workers (``--service-discovery``).
-        """
+        Raises: OSError, an endpoint or the metrics port is taken; ValueError, no way to look for
+        workers (``--service-discovery``)."""
         options = self.options
         several = options.several
         assert several.listen is not None, "checked with the command line"

@@ -149,11 +149,8 @@ def decode_seq(frame: bytes) -> int:
 
 
 def live_frames(frames: Sequence[bytes], topic: bytes) -> tuple[int, bytes]:
-    """Sequence number and payload of a published message.
-
-    Raises:
-        MalformedMessage: wrong topic or frames; nothing is known of the batch, not even its number.
-    """
+    """Sequence number and payload of a published message. Raises: MalformedMessage, wrong topic or
+    frames; nothing is known of the batch, not even its number."""
     if len(frames) != 3 or frames[0] != topic:
         raise MalformedMessage(f"expected 3 frames starting with {topic[:64]!r}")
     seq = decode_seq(frames[1])
@@ -169,10 +166,7 @@ def replay_request(start_seq: int) -> list[bytes]:
 
 def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
     """Sequence number and payload of a message of a replay; ``END_OF_REPLAY`` and nothing at last.
-
-    Raises:
-        MalformedMessage: not of that form.
-    """
+    Raises: MalformedMessage, not of that form."""
     if len(frames) != 4 or frames[0] != b"":
         raise MalformedMessage("expected 4 frames starting with an empty one")
     seq = decode_seq(frames[2])
@@ -183,10 +177,7 @@ def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
 
 def decode_kv_batch(payload: bytes) -> KvBatch:
     """Read one batch; neighbouring changes of one kind and tier become one.
-
-    Raises:
-        MalformedMessage: not a batch, or an event of a known type that is none.
-    """
+    Raises: MalformedMessage, not a batch, or an event of a known type that is none."""
     parts = decode_in_parts(payload)
     while True:
         try:

@@ -50,10 +50,7 @@ def check_free(host: str, port: int) -> None:
 
 def listen(host: str, port: int) -> list[socket.socket]:
     """One listening socket per address of ``host``, of many that share the port.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    Raises: OSError, the address cannot be used."""
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as unless_all:
         for family, address in _addresses(host, port):

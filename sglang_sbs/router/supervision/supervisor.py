@@ -199,10 +199,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal or a successor ends it; the exit code.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        Raises: OSError, the port is taken."""
         end_on_signals(self._stopping)
         place = self._options.host, self._options.port
         predecessor = Predecessor.call(*place) if self._options.take_over else None

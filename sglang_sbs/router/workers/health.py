@@ -287,10 +287,7 @@ class Monitor:
     async def _with_node_hosts(self, worker: Worker, info: WorkerInfo) -> WorkerInfo:
         """With the addresses of its other nodes, where DP ranks there serve HTTP themselves. Who
         has just started waits for their EndForward, which comes every second.
-
-        Raises:
-            RankOutOfReach: nobody says where one of them is.
-        """
+        Raises: RankOutOfReach, nobody says where one of them is."""
         self._registry.check_boot(worker, info)  # a restart may have moved them
         self._registry.asks_peers = True
         known = worker.info.node_hosts if worker.info is not None else ()
@@ -312,10 +309,7 @@ class Monitor:
 
     async def _check_rank_servers(self, worker: Worker, info: WorkerInfo) -> None:
         """Each DP rank that serves HTTP itself must be where requests for it will be sent.
-
-        Raises:
-            RankOutOfReach: a rank is not.
-        """
+        Raises: RankOutOfReach, a rank is not."""
         own_boot_id = info.sbs.boot_id if info.sbs is not None else ""
 
         async def check(rank: int) -> None:

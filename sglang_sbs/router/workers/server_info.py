@@ -152,10 +152,7 @@ def parse_version(text: str) -> tuple[int, ...] | None:
 
 def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     """Read ``/server_info``.
-
-    Raises:
-        UnusableWorker: too old, or launched in another disaggregation mode than ``role``.
-    """
+    Raises: UnusableWorker, too old, or launched in another disaggregation mode than ``role``."""
     version = _text(data.get("version"))
     numbers = parse_version(version)
     _check_usable(data, role, version, numbers)
@@ -230,10 +227,7 @@ def _check_usable(
 
 def _dp_size(data: dict[str, Any]) -> int:
     """From SGLang 0.5.22 on, ``dp_size`` is 1 under DP attention and ``attn_dp_size`` has it.
-
-    Raises:
-        UnusableWorker: nobody has so many.
-    """
+    Raises: UnusableWorker, nobody has so many."""
     attn_dp_size = _int(data.get("attn_dp_size"))
     dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
     if dp_size > MAX_DP_SIZE:
@@ -295,10 +289,7 @@ def not_heard(rank: int, node: int, url: str) -> str:
 
 def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
     """Whether what answered at the address of ``rank`` is that DP rank, of the engine ``boot_id``.
-
-    Raises:
-        RankOutOfReach: it is not.
-    """
+    Raises: RankOutOfReach, it is not."""
     if not _check_rust_server(data, rank):
         raise RankOutOfReach("what answers is no DP rank of an engine with SGLANG_RUST_SERVER=1")
     sbs = _sbs_block(data.get("sbs"))
@@ -308,11 +299,8 @@ def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
 
 def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
     """Whether SGLang's Rust server wrote this ``/server_info``: it alone names the DP rank that
-    answers (``deployment_info``, ``srt/rust_server/config.py``).
-
-    Raises:
-        RankOutOfReach: it answers for another rank than ``rank``, or does not say of how many.
-    """
+    answers (``deployment_info``, ``srt/rust_server/config.py``). Raises: RankOutOfReach, it answers
+    for another rank than ``rank``, or does not say of how many."""
     told = data.get("deployment_info")
     if not isinstance(told, dict) or "dp_rank" not in told:
         states = data.get("internal_states")
