@@ -122,7 +122,7 @@ class Hub:
         self._ticked_s = self._loop.time()
         self._told_s = 0.0
         self.stands = True  # for the lead; who does not yet is not ready either
-        self._membership = Membership(members, self._ticked_s)
+        self.membership = Membership(members, self._ticked_s)
         unopposed = Unopposed()
         self._lead = lead or Lead(unopposed)
         if lead is None:
@@ -165,12 +165,8 @@ class Hub:
         return len(self._owners)
 
     @property
-    def looked(self) -> bool:
-        return self._membership.looked
-
-    @property
     def settled(self) -> bool:
-        return self._membership.settled(self._loop.time())
+        return self.membership.settled(self._loop.time())
 
     @property
     def _open(self) -> list[_Session]:
@@ -238,7 +234,7 @@ class Hub:
                 for request in message.requests:
                     self._adopt(session, request)
             case messages.LegFailed():
-                self._membership.leg_failed(message)
+                self.membership.leg_failed(message)
             case messages.AddWorker() | messages.RemoveWorker() | messages.UpdateWorker():
                 self.tell(identity, self._change(message))
             case messages.AbortElsewhere():
@@ -270,7 +266,7 @@ class Hub:
         session = self._sessions.setdefault(identity, new)
         session.heard_s = now_s
         if hello.scheduler not in ("", self.boot_id):
-            self._membership.inherit(hello, now_s)
+            self.membership.inherit(hello, now_s)
         if not session.open and self.settled:
             for earlier in list(self._sessions.values()):
                 if earlier is not session and earlier.front_end == session.front_end:
@@ -290,7 +286,7 @@ class Hub:
 
     def _change(self, message: messages.Change) -> messages.Done:
         try:
-            worker = self._membership.change(message, self._lead.term)
+            worker = self.membership.change(message, self._lead.term)
         except ValueError as error:
             return messages.Done(call=message.call, error=str(error))
         # Before the answer, so that the front end knows it when its client asks again.

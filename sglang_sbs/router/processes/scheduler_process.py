@@ -187,7 +187,7 @@ class SchedulerProcess:
 
     def _has_looked(self) -> bool:
         found = len(self._watch.registry) > 0 or self.options.discovery is None
-        return found and self._hub.looked
+        return found and self._hub.membership.looked
 
     # Between the parts ------------------------------------------------------------------------
 

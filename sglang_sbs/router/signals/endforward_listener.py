@@ -188,8 +188,7 @@ class EndForwardListener:
             self._context = None
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
-        """``/server_info`` was read: learn its boot id, connect to a publisher that binds, and no
-        longer to where it was before."""
+        """``/server_info`` was read: connect to a publisher that binds, and to no earlier one."""
         if self._registry.get(worker.url) is not worker:
             return  # removed while it was asked
         if info.nodes > 1 and self._registry.listens_to_events(worker):
