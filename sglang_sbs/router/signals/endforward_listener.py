@@ -337,10 +337,10 @@ class EndForwardListener:
         self._unread.append(slot)
 
     def _bind(self, report: EndForward) -> Worker | None:
-        url, warned = self._boots.get(report.boot_id), self._unbound_warned
+        url = self._boots.get(report.boot_id)
         if url is not None and (worker := self._registry.get(url)) is not None:
             return worker
-        worker = self._identify(report)
+        worker, warned = self._identify(report), self._unbound_warned
         if worker is not None:
             if len(self._boots) >= _MAX_BOOTS:
                 self._boots.clear()
@@ -424,8 +424,10 @@ def implausible(report: EndForward) -> str | None:
         return f"dp_size is {report.dp_size}"
     if not 0 < len(report.boot_id) <= 128 or len(report.instance_id) > 512:
         return "boot_id or instance_id is empty or too long"
-    if max(len(report.rids), len(report.started)) > MAX_RIDS:
-        return f"{len(report.rids)} request ids, {len(report.started)} in their first pass"
+    if len(report.rids) > MAX_RIDS:
+        return f"{len(report.rids)} request ids"
+    if len(report.started) > MAX_RIDS:
+        return f"{len(report.started)} requests in their first pass"
     per_rank = report.tokens_per_rank
     if per_rank is not None and (
         len(per_rank) > MAX_DP_SIZE or not all(0 <= count <= _MAX_COUNT for count in per_rank)
