@@ -1,7 +1,6 @@
 """``sglang-sbs``: one command with a verb for each thing to do.
 
-Owns the list of verbs. Each verb's own module parses its flags; nothing heavy is imported for a
-verb that was not asked for.
+Each verb's own module parses its flags; nothing heavy is imported for one that was not asked for.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ VERBS = {
 
 
 def usage() -> str:
-    """What ``sglang-sbs --help`` prints."""
     verbs = "\n".join(f"  {name:<9} {verb.help}" for name, verb in VERBS.items())
     return f"""\
 usage: sglang-sbs [--version] VERB [flags]

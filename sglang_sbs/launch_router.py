@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     except FlagError as error:
         print(f"launch_router: {error}", file=sys.stderr)
         return 2
-    set_up_logging(
-        options.log_level, options.log_dir, as_json=options.log_json, process=_process(options)
-    )
+    # Who speaks, where several processes write to one log.
+    who, as_json = options.role if options.parent_fd is not None else "", options.log_json
+    set_up_logging(options.log_level, options.log_dir, as_json=as_json, process=who)
     if options.parent_fd is None:  # its children say nothing that it has said
         for warning in options.warnings:
             logger.warning("%s", warning)
@@ -111,17 +111,11 @@ async def serve(options: RouterOptions) -> int:
     """Serve until a signal; a second one ends at once. Raises: OSError, ValueError."""
     server = RouterServer(options)
     await server.start()
-    stopping = _stop_signal()
+    stopping = asyncio.Event()
+    end_on_signals(stopping)
     if options.parent_fd is None:  # else the supervisor says so for all
-        logger.info(
-            "sglang-sbs %s: policy %s at %s:%d, metrics at :%d, EndForward at %s",
-            __version__,
-            options.scheduler.policy,
-            options.host,
-            server.port,
-            server.prometheus_port,
-            server.endforward_endpoint or "nothing",
-        )
+        place = f"policy {options.scheduler.policy} at {options.host}:{server.port}"
+        logger.info("sglang-sbs %s: %s, %s", __version__, place, _heard_at(server))
     _tell_parent(options, {}, gone=stopping.set)
     _settle_memory()
     await stopping.wait()
@@ -148,20 +142,11 @@ async def schedule(options: RouterOptions) -> int:
     """Be the scheduler process until a signal. Raises: OSError."""
     process = SchedulerProcess(options)
     await process.start()
-    logger.info(
-        "scheduler: policy %s at %s%s, metrics at :%d, EndForward at %s",
-        options.scheduler.policy,
-        process.endpoint,
-        _elected_by(options),
-        process.prometheus_port,
-        process.endforward_endpoint or "nothing",
-    )
-    stopping = _stop_signal()
-    orphaned = asyncio.Event()
-    facts = {
-        "prometheus_port": process.prometheus_port,
-        "endforward": process.endforward_endpoint,
-    }
+    place = f"policy {options.scheduler.policy} at {process.endpoint}{_elected_by(options)}"
+    logger.info("scheduler: %s, %s", place, _heard_at(process))
+    stopping, orphaned = asyncio.Event(), asyncio.Event()
+    end_on_signals(stopping)
+    facts = {"prometheus_port": process.prometheus_port, "endforward": process.endforward_endpoint}
     _tell_parent(options, facts, gone=orphaned.set, let_go=process.let_go)
     _settle_memory()
     alone = asyncio.create_task(_outlast_front_ends(process, orphaned, options.shutdown_grace_s))
@@ -185,6 +170,11 @@ async def _outlast_front_ends(
                 await asyncio.sleep(0.1)
 
 
+def _heard_at(process: RouterServer | SchedulerProcess) -> str:
+    endforward = process.endforward_endpoint or "nothing"
+    return f"metrics at :{process.prometheus_port}, EndForward at {endforward}"
+
+
 def _elected_by(options: RouterOptions) -> str:
     several = options.several
     if several.election is not None:
@@ -192,12 +182,6 @@ def _elected_by(options: RouterOptions) -> str:
     if len(several.schedulers) > 1:
         return f" (known as {several.advertise}, the first of {len(several.schedulers)} schedules)"
     return ""
-
-
-def _stop_signal() -> asyncio.Event:
-    stopping = asyncio.Event()
-    end_on_signals(stopping)
-    return stopping
 
 
 def _tell_parent(
@@ -219,11 +203,6 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-
-
-def _process(options: RouterOptions) -> str:
-    """Who speaks, where several processes write to one log."""
-    return options.role if options.parent_fd is not None else ""
 
 
 if __name__ == "__main__":

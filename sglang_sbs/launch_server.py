@@ -69,32 +69,29 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model-path", "--model", required=True, help="as for SGLang")
-    parser.add_argument("--prefill-instances", type=int, default=1, metavar="N")
-    parser.add_argument("--decode-instances", type=int, default=1, metavar="N")
-    parser.add_argument("--host", default="127.0.0.1", help="address of the router (%(default)s)")
-    parser.add_argument("--port", type=int, default=30000, help="port of the router (%(default)s)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model-path", "--model", required=True, help="as for SGLang")
+    add("--prefill-instances", type=int, default=1, metavar="N")
+    add("--decode-instances", type=int, default=1, metavar="N")
+    add("--host", default="127.0.0.1", help="address of the router (%(default)s)")
+    add("--port", type=int, default=30000, help="port of the router (%(default)s)")
+    add(
         "--prefill-args",
         default="",
         metavar="FLAGS",
         help='flags of prefill engines only: --prefill-args="--max-running-requests 64"',
     )
-    parser.add_argument("--decode-args", default="", metavar="FLAGS", help="the same for decode")
-    parser.add_argument(
-        "--log-dir", type=Path, help="where each process writes its log (a new temporary folder)"
-    )
-    parser.add_argument(
+    add("--decode-args", default="", metavar="FLAGS", help="the same for decode")
+    add("--log-dir", type=Path, help="where each process writes its log (a new temporary folder)")
+    add(
         "--startup-timeout",
         type=float,
         default=DEFAULT_STARTUP_TIMEOUT_S,
         metavar="SECONDS",
         help="until all instances and the router must be ready (%(default).0f)",
     )
-    parser.add_argument(
-        "--cpu", action="store_true", help="engines on CPU, with the model really computed there"
-    )
-    parser.add_argument(
+    add("--cpu", action="store_true", help="engines on CPU, with the model really computed there")
+    add(
         "--virtual-gpu",
         nargs="?",
         const="{}",
@@ -102,9 +99,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
         help="engines on CPU, forward passes only take the time of a GPU; JSON with fields of "
         "sglang_sbs.testing.virtual_gpu.VirtualGpuCost overrides its cost model",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the exact command lines and exit"
-    )
+    add("--dry-run", action="store_true", help="print the exact command lines and exit")
     return parser
 
 
@@ -126,10 +121,8 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
                 router.append("--" + word.removeprefix(ROUTER_PREFIX))
                 target = router
                 continue
-            is_router_flag = name in UNPREFIXED_ROUTER_FLAGS or name.startswith(
-                UNPREFIXED_ROUTER_PREFIX
-            )
-            target = router if is_router_flag else engine
+            bare = name in UNPREFIXED_ROUTER_FLAGS or name.startswith(UNPREFIXED_ROUTER_PREFIX)
+            target = router if bare else engine
         elif target is None:
             raise PlanError(f"{word!r} belongs to no flag: write --FLAG {word}")
         target.append(word)
@@ -168,21 +161,15 @@ def plan_from_command_line(
 
 def _router_tokenizer(model: str, engine_flags: Sequence[str], router: RouterOptions) -> str:
     """What the router can count tokens with; empty, and said, if the model has no such thing.
-
-    Raises:
-        PlanError: the user named a tokenizer or template for the router that it cannot use.
-    """
+    Raises: PlanError, the user named a tokenizer or template for the router that it cannot use."""
     named = str(router.tokenizer_path or text_flag(engine_flags, "--tokenizer-path") or model)
     try:
         ChatTokenizer.load(tokenizer_folder(Path(named)), router.chat_template)
     except ValueError as error:
         if router.tokenizer_path is not None or router.chat_template is not None:
             raise PlanError(str(error)) from error
-        print(
-            f"the router will estimate prompt lengths: {error}. Give it a tokenizer with "
-            "--router-tokenizer-path",
-            file=sys.stderr,
-        )
+        how = "Give it a tokenizer with --router-tokenizer-path"
+        print(f"the router will estimate prompt lengths: {error}. {how}", file=sys.stderr)
         return ""
     return named
 
@@ -194,10 +181,8 @@ def _new_log_dir(dry_run: bool) -> Path:
 
 
 def _virtual_gpu(text: str | None) -> VirtualGpuCost | None:
-    if text is None:
-        return None
     try:
-        return VirtualGpuCost.from_json(text)
+        return VirtualGpuCost.from_json(text) if text is not None else None
     except ValueError as error:
         raise PlanError(f"--virtual-gpu: {error}") from None
 
@@ -206,11 +191,7 @@ def describe(plan: ClusterPlan) -> str:
     """Every process as a shell command, with the variables it gets beyond the inherited ones."""
     commands = []
     for process in plan.servers:
-        added = {
-            name: value
-            for name, value in process.environment.items()
-            if os.environ.get(name) != value
-        }
+        added = dict(process.environment.items() - os.environ.items())
         variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(added.items())]
         commands.append(f"# {process.name}\n" + " ".join([*variables, shlex.join(process.argv)]))
     return "\n\n".join(commands)
@@ -232,10 +213,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> None:
     on_cpu = own.cpu or own.virtual_gpu is not None
     if (lacking := without_sglang("server", on_cpu=on_cpu)) is not None:
         sys.exit(lacking)
-    for flag, port in (
-        ("--port", own.port),
-        ("--router-prometheus-port", router.prometheus_port),
-    ):
+    for flag, port in (("--port", own.port), ("--router-prometheus-port", router.prometheus_port)):
         if not is_port_free(port):
             sys.exit(f"port {port} is in use: choose another with {flag}")
     sys.exit(asyncio.run(serve_until_stopped(plan, own.startup_timeout, _say_ready)))

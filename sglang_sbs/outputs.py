@@ -7,10 +7,7 @@ from pathlib import Path
 
 def try_to_write(path: Path) -> None:
     """Make its folder if there is none. Leaves a file as it is, and none where there was none.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    Raises: OSError, it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     if new or path.is_dir() or path.is_file():

@@ -9,15 +9,12 @@ from aiohttp import web
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole response."""
-
     status: int
     body: bytes | bytearray
     content_type: str
     headers: dict[str, str] = field(default_factory=dict)
 
     def response(self) -> web.Response:
-        """The same for aiohttp."""
         return web.Response(
             status=self.status,
             body=self.body,

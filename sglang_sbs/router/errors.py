@@ -1,7 +1,5 @@
-"""Errors a client can see, and their JSON shape.
-
-Owns the error codes and bodies (those of ``sglang_router``: ``{"error": {type, code, message,
-param}}`` plus ``X-SMG-Error-Code``). Must not know who raises them or when.
+"""Errors a client can see, with the codes and bodies of ``sglang_router``: ``{"error": {type, code,
+message, param}}`` plus ``X-SMG-Error-Code``.
 """
 
 from __future__ import annotations
@@ -80,19 +78,13 @@ class RouterError(Exception):
         return headers
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "type": reason_phrase(self.status),
-                "code": self.code,
-                "message": self.message,
-                "param": None,
-            }
-        }
+        kind = reason_phrase(self.status)
+        error = {"type": kind, "code": self.code, "message": self.message, "param": None}
+        return {"error": error}
 
     def answer(self) -> Answer:
-        return Answer(
-            self.status, orjson.dumps(self.body()), "application/json", headers=self.headers()
-        )
+        body = orjson.dumps(self.body())
+        return Answer(self.status, body, "application/json", headers=self.headers())
 
     def response(self) -> web.Response:
         return self.answer().response()
@@ -121,9 +113,8 @@ class Refused(RouterError):
 
     def __init__(self, cause: RefuseCause, message: str, retry_after_s: float) -> None:
         status, code = _REFUSALS[cause]
-        super().__init__(
-            status, code, message, retry_after_s=None if status == 400 else retry_after_s
-        )
+        later_s = None if status == 400 else retry_after_s
+        super().__init__(status, code, message, retry_after_s=later_s)
         self.cause = cause
 
 
@@ -169,16 +160,9 @@ def transport_failure(
     leg: Leg, worker: str, detail: str, *, unreachable: bool, broke_off: bool = False
 ) -> LegFailure:
     """A leg could not be reached or broke off: 502 ``prefill_server_error`` or ``decode_…``."""
-    return LegFailure(
-        leg,
-        worker,
-        502,
-        f"{leg}_server_error",
-        f"{leg.capitalize()} server error: {detail} ({worker})",
-        transport=True,
-        unreachable=unreachable,
-        broke_off=broke_off,
-    )
+    code, message = f"{leg}_server_error", f"{leg.capitalize()} server error: {detail} ({worker})"
+    how = {"transport": True, "unreachable": unreachable, "broke_off": broke_off}
+    return LegFailure(leg, worker, 502, code, message, **how)
 
 
 def answer_too_large(leg: Leg, worker: str, detail: str) -> LegFailure:
@@ -233,10 +217,7 @@ def _message_in(body: bytes) -> str | None:
     except orjson.JSONDecodeError:
         return None
     inner = value.get("error", value) if isinstance(value, dict) else None
-    if isinstance(inner, str):
-        return inner
-    if isinstance(inner, dict):
-        for key in ("message", "detail"):
-            if isinstance(inner.get(key), str):
-                return str(inner[key])
-    return None
+    found = (
+        [inner.get(key) for key in ("message", "detail")] if isinstance(inner, dict) else [inner]
+    )
+    return next((text for text in found if isinstance(text, str)), None)

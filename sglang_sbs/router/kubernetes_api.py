@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class ApiError(RuntimeError):
-    """The API server refused."""
-
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text}")
         self.status = status
@@ -50,12 +48,8 @@ async def open_api(flag: str) -> ApiClient:
 
 async def read_answer(response: Any) -> dict[str, Any]:
     """The object in an answer that was asked for with ``_preload_content=False``.
-
-    Raises:
-        ApiError: the status is none of success.
-        ValueError: it holds no JSON object.
-    """
-    async with contextlib.AsyncExitStack() as stack:
+    Raises: ApiError, the status is none of success; ValueError, it holds no JSON object."""
+    with contextlib.ExitStack() as stack:
         stack.callback(response.release)
         raw = await response.read()
         if not 200 <= response.status < 300:
@@ -67,15 +61,11 @@ async def read_answer(response: Any) -> dict[str, Any]:
 
 
 def _kubeconfig() -> str | None:
-    named = os.environ.get("KUBECONFIG")
-    if named:
-        return named
     usual = Path.home() / ".kube" / "config"
-    return str(usual) if usual.exists() else None
+    return os.environ.get("KUBECONFIG") or (str(usual) if usual.exists() else None)
 
 
 def _message(raw: bytes) -> str:
-    """What a Status object of the API says, or what came instead."""
     try:
         return str(json.loads(raw)["message"])
     except (ValueError, KeyError, TypeError):

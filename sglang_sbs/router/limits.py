@@ -1,15 +1,10 @@
-"""The most that clients and engines may say, before it is sent on or kept.
-
-What is larger nobody can mean. Must not know who says it.
-"""
+"""The most that clients and engines may say, before it is sent on or kept."""
 
 from __future__ import annotations
 
-MAX_RID_CHARS = 128
-MAX_BLOCKS = 65_536
-MAX_SESSION_CHARS = 256
-MAX_COUNT = 1 << 40
-"""Of tokens and ranks; what is larger nobody can mean."""
+from sglang_sbs.scheduling.events import MAX_BLOCKS, MAX_COUNT, MAX_SESSION_CHARS
+
+__all__ = ["MAX_BLOCKS", "MAX_COUNT", "MAX_SESSION_CHARS", "clamped_count"]
 
 
 def clamped_count(value: int) -> int:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+Values = float | Mapping[Any, float] | None
+"""Of a family without labels one; else by the label, or by a tuple of several. ``None``: they are
+added one by one."""
+_F = TypeVar("_F", GaugeMetricFamily, CounterMetricFamily)
 
-def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, labels=labels)
+
+def gauge(name: str, text: str, values: Values = None, *labels: str) -> GaugeMetricFamily:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
 
-def total(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(name, text, labels=labels)
+def total(name: str, text: str, values: Values = None, *labels: str) -> CounterMetricFamily:
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(family: _F, values: Values) -> _F:
+    if isinstance(values, Mapping):
+        for of, value in values.items():
+            family.add_metric([of] if isinstance(of, str) else of, float(value))
+    elif values is not None:
+        family.add_metric([], float(values))
+    return family

@@ -1,7 +1,4 @@
-"""Where the scheduler is: in this process, or in another one.
-
-Owns the two ways to give a router its scheduler and its workers. Must not know HTTP.
-"""
+"""The two ways to give a router its scheduler and its workers: in this process, or in another."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import logging
 import os
 import socket
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import aiohttp
 import msgspec
@@ -26,9 +23,15 @@ from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.processes.dashboard_feed import RemoteFeed
 from sglang_sbs.router.processes.leading.followed import LeadView
-from sglang_sbs.router.processes.leading.line import Line
 from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
-from sglang_sbs.router.processes.messages import DashboardFrame, FromScheduler, LegFailed
+from sglang_sbs.router.processes.leading.scouts import Line
+from sglang_sbs.router.processes.messages import (
+    AbortElsewhere,
+    AddWorker,
+    FromScheduler,
+    RemoveWorker,
+    UpdateWorker,
+)
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.router.processes.sockets import FrontEndSocket
@@ -42,7 +45,7 @@ from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.scheduling.events import Event, InstanceRole
+from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.scheduling.policy_names import facts_of
 
 logger = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ _FIND_S = 15.0
 """A front end that starts waits so long for the scheduler before it takes requests without."""
 
 
-class Schedulers(Protocol):
+class Schedulers(ABC):
     """What the router needs of either."""
 
     registry: Registry
@@ -61,38 +64,41 @@ class Schedulers(Protocol):
     feed: Feed
     """What the dashboard shows."""
 
+    @abstractmethod
     async def start(self) -> str | None:
-        """Returns the EndForward endpoint, if it is here.
+        """Returns the EndForward endpoint, if it is here. Raises: OSError, it is taken; ValueError,
+        no way to look for workers (``--service-discovery``)."""
 
-        Raises:
-            OSError: it is taken.
-            ValueError: no way to look for workers (``--service-discovery``).
-        """
-
+    @abstractmethod
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
         """Raises: ValueError, it cannot be one; RouterError, nobody to tell."""
 
+    @abstractmethod
     async def remove_worker(self, worker: Worker) -> None:
         """Raises: RouterError."""
 
+    @abstractmethod
     async def update_worker(self, worker: Worker) -> None:
         """Its priority, cost or labels were set. Raises: RouterError."""
 
     async def abort_elsewhere(self, rid: str) -> int:
         """End requests of other processes by their client's id (empty: all); how many."""
+        return 0
 
     def lead(self) -> LeadView | None:
         """Who schedules; ``None``: this process, and there is no other."""
+        return None
 
     def families(self) -> Iterator[Metric]:
         """Metrics read when scraped."""
+        about = "Events the scheduler failed on: a defect"
+        yield total("sbs_scheduler_errors", about, self.dispatcher.scheduler_errors)
 
+    @abstractmethod
     async def close(self) -> None: ...
 
 
-class OwnScheduler:
-    """Everything in this process."""
-
+class OwnScheduler(Schedulers):
     def __init__(
         self,
         options: RouterOptions,
@@ -112,23 +118,21 @@ class OwnScheduler:
             event_log=log,
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self.dispatcher: Assigner = dispatcher
+        self.dispatcher = dispatcher
         self._times = dispatcher.pump.times
-        self._watch = Watch(options, self.dispatcher.submit, find_owner, metrics, session, silenced)
-        self.registry: Registry = self._watch.registry
-        self.feed: Feed = LocalFeed(
+        self._watch = Watch(options, dispatcher.submit, find_owner, metrics, session, silenced)
+        self.registry = self._watch.registry
+        self.feed = LocalFeed(
             dispatcher.pump, options.scheduler, problems=lambda: problems_of(self.registry)
         )
 
     async def start(self) -> str | None:
-        """See :class:`Schedulers`."""
         endpoint = self._watch.open()
         self._watch.add_configured()
         await self._watch.discover()
         return endpoint
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """See :class:`Schedulers`."""
         return self._watch.add_worker(url, role, bootstrap_port)
 
     async def remove_worker(self, worker: Worker) -> None:
@@ -137,22 +141,11 @@ class OwnScheduler:
     async def update_worker(self, worker: Worker) -> None:
         """It is what everybody sees already."""
 
-    async def abort_elsewhere(self, rid: str) -> int:
-        """There is no other process."""
-        return 0
-
-    def lead(self) -> LeadView | None:
-        """See :class:`Schedulers`."""
-        return None
-
     def families(self) -> Iterator[Metric]:
-        """See :class:`Schedulers`."""
+        yield from super().families()
         yield from snapshot_families(self.dispatcher.snapshot(), self.registry)
         yield from self._times.families()
         yield from self._watch.families()
-        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
-        errors.add_metric([], self.dispatcher.scheduler_errors)
-        yield errors
         yield self._metrics.selections(model_name(self.registry))
 
     async def close(self) -> None:
@@ -160,7 +153,7 @@ class OwnScheduler:
         await self._watch.close()
 
 
-class RemoteScheduler:
+class RemoteScheduler(Schedulers):
     """The scheduler process decides; this one falls back to itself while that cannot be reached."""
 
     def __init__(
@@ -182,87 +175,81 @@ class RemoteScheduler:
         def dial(endpoint: str, receive: Callable[[FromScheduler], None]) -> Line:
             return FrontEndSocket(endpoint, options.several.keys, receive)
 
-        mirror = MirroredRegistry(
+        # What is made later is looked up when it is called.
+        self.registry = MirroredRegistry(
             WorkerEvents(
-                self._found_out,
+                lambda event: self._link.submit(event),  # noqa: PLW0108
                 self._doubted,
                 silenced,
                 removed=lambda worker: metrics.forget(worker.url),
             ),
             options.breaker,
-            report=self._report,
+            report=lambda failed: self._link.tell(failed),  # noqa: PLW0108
             asks_cheaply=options.monitor.health_endpoint is None,
         )
-        self._link = SchedulerLink(
+        self.dispatcher = self._link = SchedulerLink(
             # Containers may share a host's name, and each has a process 1.
             SchedulerChoice(options.several.schedulers, dial, f"{name}/{uuid.uuid4().hex[:8]}"),
-            mirror,
+            self.registry,
             name=name,
             fallback=lambda: Scheduler(_alone(options)),
             observer=metrics,
             metrics_page=lambda: metrics.render().decode(),
             abort=abort,
             alone_changed=self._alone_changed,
-            dashboard_frame=self._framed,
+            dashboard_frame=lambda frame: feed.received(frame),  # noqa: PLW0108
             give_up_s=options.scheduler.default_timeout_s + OVERDUE_S,
         )
-        self.registry: Registry = mirror
-        self.dispatcher: Assigner = self._link
-        self._remote_feed = RemoteFeed(self._link, _alone(options))
-        self.feed: Feed = self._remote_feed
+        self.feed = feed = RemoteFeed(self._link, _alone(options))
 
     async def start(self) -> str | None:
-        """See :class:`Schedulers`."""
         await self._link.start(_FIND_S)
         return None
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """See :class:`Schedulers`."""
-        worker = self.registry.by_id(await self._link.calls.add_worker(url, role, bootstrap_port))
+        wanted = AddWorker(url=url, role=role, bootstrap_port=bootstrap_port)
+        worker = self.registry.by_id((await self._link.ask(wanted)).worker_id)
         if worker is None:
             raise RouterError(503, "scheduler_unavailable", "the scheduler was lost meanwhile")
         return worker
 
     async def remove_worker(self, worker: Worker) -> None:
-        try:
-            await self._link.calls.remove_worker(worker.id)
-        except ValueError:
-            logger.info("worker %s was removed by somebody else", worker.url)
+        await self._change(worker, RemoveWorker(worker_id=worker.id))
 
     async def update_worker(self, worker: Worker) -> None:
+        id_, priority, cost, labels = worker.id, worker.priority, worker.cost, worker.labels
+        now = UpdateWorker(worker_id=id_, priority=priority, cost=cost, labels=labels)
+        await self._change(worker, now)
+
+    async def _change(self, worker: Worker, change: RemoveWorker | UpdateWorker) -> None:
         try:
-            await self._link.calls.update_worker(worker)
+            await self._link.ask(change)
         except ValueError:
             logger.info("worker %s was removed by somebody else", worker.url)
 
     async def abort_elsewhere(self, rid: str) -> int:
-        """See :class:`Schedulers`."""
         try:
-            return await self._link.calls.abort_elsewhere(rid)
+            return (await self._link.ask(AbortElsewhere(rid=rid))).count
         except RouterError:
             logger.warning("without the scheduler only this front end's requests are aborted")
             return 0
 
-    def lead(self) -> LeadView | None:
-        """See :class:`Schedulers`."""
+    def lead(self) -> LeadView:
         return self._link.lead()
 
     def families(self) -> Iterator[Metric]:
-        """See :class:`Schedulers`; the scheduler process has the rest."""
-        alone = gauge("sbs_front_ends_alone", "Front ends without the scheduler now")
-        alone.add_metric([], float(not self._link.connected))
-        times = total("sbs_scheduler_losses", "Times a front end lost the scheduler")
-        times.add_metric([], self._link.times_alone - 1)
-        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
-        errors.add_metric([], self._link.scheduler_errors)
-        lead = self._link.lead()
-        changes = total("sbs_scheduler_changes", "Times a front end found another lead than before")
-        changes.add_metric([], lead.changes)
-        followed = gauge("sbs_front_ends_served", "Front ends that a scheduler serves", "scheduler")
-        followed.add_metric([lead.address], float(lead.connected))
-        fenced = total("sbs_scheduler_messages_fenced", "Of schedulers that were replaced; dropped")
-        fenced.add_metric([], self._link.fenced)
-        yield from (alone, followed, times, errors, changes, fenced)
+        """The scheduler process has the rest."""
+        yield from super().families()
+        lead = self.lead()
+        about = "Front ends without the scheduler now"
+        yield gauge("sbs_front_ends_alone", about, not lead.connected)
+        about, served = "Front ends that a scheduler serves", {lead.address: lead.connected}
+        yield gauge("sbs_front_ends_served", about, served, "scheduler")
+        yield total("sbs_scheduler_losses", "Times a front end lost the scheduler", lead.losses)
+        about = "Times a front end found another lead than before"
+        yield total("sbs_scheduler_changes", about, lead.changes)
+        about = "Of schedulers that were replaced; dropped"
+        yield total("sbs_scheduler_messages_fenced", about, self._link.fenced)
 
     async def close(self) -> None:
         self.feed.close()
@@ -271,18 +258,9 @@ class RemoteScheduler:
         if monitor is not None:
             await monitor.close()
 
-    def _found_out(self, event: Event) -> None:
-        self._link.submit(event)
-
     def _doubted(self, worker: Worker) -> None:
         if self._monitor is not None:
             self._monitor.doubt(worker)
-
-    def _report(self, failed: LegFailed) -> bool:
-        return self._link.report(failed)
-
-    def _framed(self, frame: DashboardFrame) -> None:
-        self._remote_feed.received(frame)
 
     def _alone_changed(self, alone: bool) -> None:
         """While nobody else watches the workers, this process does."""

@@ -1,7 +1,4 @@
-"""The router process put together: parts, start, graceful end.
-
-Owns construction and lifetime of every part. Must not know what the parts do.
-"""
+"""The router process put together: parts, start, graceful end."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.relay import Relay
 from sglang_sbs.router.schedulers import OwnScheduler, RemoteScheduler, Schedulers
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
-from sglang_sbs.router.telemetry.metrics_port import MetricsPort
+from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.tracing import open_traces
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
@@ -102,18 +99,13 @@ class RouterServer:
         self._file_limit = 0
         self._runner: web.AppRunner | None = None
         self._metrics_port: MetricsPort | None = None
-        self._metrics_opening: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._listening: list[asyncio.Server] = []
-        self._flusher: asyncio.Task[None] | None = None
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
 
     async def start(self) -> None:
-        """Listen; workers are waited for in the background.
-
-        Raises:
-            OSError: a port or the EndForward endpoint is taken.
-            ValueError: the tokenizer cannot be loaded.
-        """
+        """Listen; workers are waited for in the background. Raises: OSError, a port or the
+        EndForward endpoint is taken; ValueError, the tokenizer cannot be loaded."""
         self._file_limit = raise_file_limit()
         sys.setswitchinterval(_SWITCH_S)
         give_back_large_blocks()
@@ -143,15 +135,12 @@ class RouterServer:
             await self.stop(grace_s=0.0)
             raise
         self.tokenizers.start()
-        self._flusher = asyncio.create_task(self._flush_log())
+        self._tasks.append(asyncio.create_task(self._flush_log()))
 
     def _build(self) -> None:
         options = self.options
-        self.tokenizer = (
-            ChatTokenizer.load(options.tokenizer_path, options.chat_template)
-            if options.tokenizer_path
-            else None
-        )
+        path, template = options.tokenizer_path, options.chat_template
+        self.tokenizer = ChatTokenizer.load(path, template) if path else None
         self.session = worker_session(options)
         self.pool = Pool(asyncio.get_running_loop(), ssl_context=worker_ssl(options))
         self._schedulers = self._make_schedulers()
@@ -222,14 +211,8 @@ class RouterServer:
         options, metrics, session = self.options, self.metrics, self.session
         if options.role == "front-end":
             return RemoteScheduler(options, metrics, session, self._abort, self._silenced)
-        return OwnScheduler(
-            options,
-            self._scheduler,
-            self._find_owner,
-            metrics,
-            session,
-            self._silenced,
-        )
+        owner, silenced = self._find_owner, self._silenced
+        return OwnScheduler(options, self._scheduler, owner, metrics, session, silenced)
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Stop accepting, let requests in flight end, abort those that do not in time."""
@@ -252,13 +235,11 @@ class RouterServer:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self.in_flight.wait_idle()
                     await self.in_flight.aborts.wait_idle()
-        if self._flusher is not None:
-            self._flusher.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._schedulers.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        if self._metrics_opening is not None:
-            self._metrics_opening.cancel()
         if self._metrics_port is not None:
             await self._metrics_port.close()
         await self.tokenizers.close()
@@ -282,31 +263,25 @@ class RouterServer:
         await self.in_flight.wait_idle()
 
     def _connections(self) -> int:
-        """Of clients, now."""
         web_server = self._runner.server if self._runner is not None else None
         return len(web_server.connections) if web_server is not None else 0
 
     # Workers ----------------------------------------------------------------------------------
 
     async def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """See :class:`~.api.served_router.Router`."""
         return await self._schedulers.add_worker(url, role, bootstrap_port)
 
     async def remove_worker(self, worker: Worker) -> None:
-        """See :class:`~.api.served_router.Router`."""
         await self._schedulers.remove_worker(worker)
 
     async def update_worker(self, worker: Worker) -> None:
-        """See :class:`~.api.served_router.Router`."""
         await self._schedulers.update_worker(worker)
 
     def scheduled_by(self) -> dict[str, Any]:
-        """See :class:`~.api.served_router.Router`."""
         lead = self._schedulers.lead()
         return {} if lead is None else {"scheduler": msgspec.to_builtins(lead)}
 
     async def abort(self, rid: str) -> int:
-        """See :class:`~.api.served_router.Router`."""
         return self._abort(rid) + await self._schedulers.abort_elsewhere(rid)
 
     def _abort(self, rid: str) -> int:
@@ -336,10 +311,8 @@ class RouterServer:
         assert runner.server is not None
         self.doorman = Doorman(most=self._file_limit // 2)
         gate = partial(Gate, self.doorman, runner.server)
-        tls = server_ssl(self.options)
-        open_port = partial(
-            asyncio.get_running_loop().create_server, gate, ssl=tls, backlog=_BACKLOG
-        )
+        create, tls = asyncio.get_running_loop().create_server, server_ssl(options)
+        open_port = partial(create, gate, ssl=tls, backlog=_BACKLOG)
         if options.listen_fds:
             for fd in options.listen_fds:
                 self._listening.append(await open_port(sock=socket.socket(fileno=fd)))
@@ -360,10 +333,10 @@ class RouterServer:
         if self.options.several.apart:
             # After the scheduler's, which may be on this machine, and asks nobody to make room.
             number = self.prometheus_port = min(number + 1, 65535) if number else 0
-            opening = port.open_when_free(host, number, self._metrics_opened)
-            self._metrics_opening = asyncio.create_task(opening)
+            opening = asyncio.create_task(port.open_when_free(host, number, self._metrics_opened))
+            self._tasks.append(opening)
             # It is said at the start where they are.
-            await asyncio.wait({self._metrics_opening}, timeout=_SOON_S)
+            await asyncio.wait({opening}, timeout=_SOON_S)
         elif self.options.role != "front-end":
             with naming_port("--prometheus-port", host, number):
                 self._metrics_opened(await port.open(host, number))
@@ -372,31 +345,21 @@ class RouterServer:
         self.prometheus_port = port
 
     async def _metrics_page(self, _request: web.Request) -> web.Response:
-        return web.Response(
-            body=self.metrics.render(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return page_of(self.metrics.render())
 
     def _collect(self) -> Iterator[Metric]:
         yield from self._schedulers.families()
-        ratio = gauge("sbs_prompt_bytes_per_token", "Calibrated, for estimated prompt lengths")
-        ratio.add_metric([], self.lengths.bytes_per_token)
-        yield ratio
-        counted = total("sbs_prompts", "By where their length is from", "counted")
-        for how, prompts in self.prompts.counts.items():
-            counted.add_metric([how], prompts)
-        yield counted
-        wrong = total("sbs_prompts_contradicted", "Of exact length, but engines reported another")
-        wrong.add_metric([], self.lengths.contradicted)
-        yield wrong
-        as_ids = total("sbs_requests_sent_as_ids", "Their text was not sent, or not needed")
-        as_ids.add_metric([], self.relay.attempts.sent_as_ids)
-        yield as_ids
-        sessions = gauge("smg_worker_routing_keys_active", "Conversations in flight", "worker")
+        about = "Calibrated, for estimated prompt lengths"
+        yield gauge("sbs_prompt_bytes_per_token", about, self.lengths.bytes_per_token)
+        yield total("sbs_prompts", "By where their length is from", self.prompts.counts, "counted")
+        about = "Of exact length, but engines reported another"
+        yield total("sbs_prompts_contradicted", about, self.lengths.contradicted)
+        about = "Their text was not sent, or not needed"
+        yield total("sbs_requests_sent_as_ids", about, self.relay.attempts.sent_as_ids)
         held = self.in_flight.sessions()
-        for worker in self.registry:
-            sessions.add_metric([worker.url], held.get(worker.url, 0))
-        yield sessions
+        sessions = {worker.url: held.get(worker.url, 0) for worker in self.registry}
+        about = "Conversations in flight"
+        yield gauge("smg_worker_routing_keys_active", about, sessions, "worker")
 
     async def _flush_log(self) -> None:
         while True:

@@ -9,12 +9,21 @@ All types are tagged msgspec structs, so an event log is the events themselves.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.gangs import GangPart
+
+MAX_BLOCKS = 65_536
+MAX_SESSION_CHARS = 256
+MAX_TENANT_CHARS = 64
+MAX_COUNT = 1 << 40
+"""Of tokens and ranks. What is larger than these nobody can mean; they hold for what is decoded."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Rid = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+BlockName = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 InstanceId = str
 """How the driver names an engine instance (the router: its worker URL)."""
@@ -42,29 +51,29 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 class RequestArrived(_Message, frozen=True):
     """A request waits for an assignment. ``rid`` is unique and never reused, also by retries."""
 
-    rid: str
-    prompt_tokens: int
+    rid: Rid
+    prompt_tokens: Count
     """L(r)."""
     estimated: bool = False
     """Nobody has counted ``prompt_tokens``: no reason to refuse the request as too long."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
     deadline_s: float | None = None
     """Absolute time after which it is refused instead of dispatched."""
-    exclude: tuple[InstanceId, ...] = ()
+    exclude: Annotated[tuple[InstanceId, ...], msgspec.Meta(max_length=4096)] = ()
     """Instances a retry should avoid while there are others."""
-    blocks: list[int] = []
+    blocks: Annotated[list[BlockName], msgspec.Meta(max_length=MAX_BLOCKS)] = []
     """Names of its full KV pages from the first on, as KV events publish them: equal names mean
     equal tokens, and equal everything before them, in the same namespace (salt, LoRA). Empty: no
     prefix of it will be found."""
-    block_tokens: int = 0
+    block_tokens: Count = 0
     """Tokens per block; instances with another page size are taken to hold none of it."""
-    session: str = ""
+    session: Annotated[str, msgspec.Meta(max_length=MAX_SESSION_CHARS)] = ""
     """What the client calls its conversation, for policies that pin one to an instance."""
     priority: int = 0
     """Larger is more urgent."""
     ttft_slo_s: float | None = None
     """The client wants its first token within this time."""
-    tenant: str = ""
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)] = ""
     """Who shares the cluster with others by weight; empty: nobody in particular."""
 
 
@@ -74,18 +83,18 @@ class PrefillDone(_Message, frozen=True):
     Sent at most once per leg; a second one for the same request changes nothing.
     """
 
-    rid: str
-    prompt_tokens: int | None = None
+    rid: Rid
+    prompt_tokens: Count | None = None
     """As the engine counted them."""
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class RequestEnded(_Message, frozen=True):
     """The request is over on both legs, whatever state it was in (queued ones are dropped)."""
 
-    rid: str
+    rid: Rid
     outcome: Outcome
-    completion_tokens: int | None = None
+    completion_tokens: Count | None = None
 
 
 class RequestAdopted(_Message, frozen=True):
@@ -95,13 +104,13 @@ class RequestAdopted(_Message, frozen=True):
     a restarted one knows what the engines are busy with. An instance need not be up yet.
     """
 
-    rid: str
-    prompt_tokens: int
+    rid: Rid
+    prompt_tokens: Count
     prefill: InstanceId
-    prefill_rank: int
+    prefill_rank: Count
     decode: InstanceId
-    decode_rank: int
-    max_new_tokens: int | None = None
+    decode_rank: Count
+    max_new_tokens: Count | None = None
     prefilled: bool = False
     """Prefill has answered already: only decode still works on it."""
 

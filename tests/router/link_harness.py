@@ -242,7 +242,7 @@ class FrontEnd:
         self.link.submit(event)
 
     def _report(self, failed: LegFailed) -> bool:
-        return self.link.report(failed)
+        return self.link.tell(failed)
 
     def _abort(self, rid: str) -> int:
         self.aborted.append(rid)

@@ -73,11 +73,11 @@ class DecisionTimes:
             "Time the scheduler took for an event: of a request, a report, its timer",
             labels=["event"],
         )
-        longest = gauge("sbs_decision_longest_seconds", "The longest so far", "event")
         for kind, times in self._kinds.items():
             times.add_to(spread, kind)
-            longest.add_metric([kind], times.longest_s)
-        yield from (spread, longest)
+        yield spread
+        longest = {kind: times.longest_s for kind, times in self._kinds.items()}
+        yield gauge("sbs_decision_longest_seconds", "The longest so far", longest, "event")
 
 
 def lag_families(lag: Spread) -> Iterator[Metric]:
@@ -86,6 +86,5 @@ def lag_families(lag: Spread) -> Iterator[Metric]:
         "sbs_scheduler_lag_seconds", "How late the scheduler process ran, ten times a second"
     )
     lag.add_to(spread)
-    longest = gauge("sbs_scheduler_lag_longest_seconds", "The longest so far")
-    longest.add_metric([], lag.longest_s)
-    yield from (spread, longest)
+    yield spread
+    yield gauge("sbs_scheduler_lag_longest_seconds", "The longest so far", lag.longest_s)

@@ -1,8 +1,7 @@
 """A candidate and the store it asks: the election as a running process sees it.
 
 Whether this process leads is never a matter of a timer having fired: :meth:`Campaign.leads` looks
-at the clock. A process that was stopped (SIGSTOP, a paused machine) and goes on finds its lead
-over before it does anything else, if it asks first.
+at the clock.
 """
 
 from __future__ import annotations
@@ -14,14 +13,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-from sglang_sbs.router.election.candidate import (
-    Candidate,
-    ElectionTimes,
-    Read,
-    Renew,
-    Sleep,
-    Take,
-)
+from sglang_sbs.router.election.candidate import Candidate, ElectionTimes, Read, Renew, Sleep, Take
+from sglang_sbs.router.election.election import Election
 from sglang_sbs.router.election.store import LockStore, Refused, StoreError
 
 logger = logging.getLogger(__name__)
@@ -36,8 +29,8 @@ def boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Campaign:
-    """Implements :class:`~sglang_sbs.router.election.Election` with any store."""
+class Campaign(Election):
+    """With any store."""
 
     def __init__(
         self,
@@ -47,49 +40,39 @@ class Campaign:
         clock: Callable[[], float] = boot_clock,
     ) -> None:
         """``identity``: the address under which this process is known."""
+        super().__init__()
         self._store = store
         self._times = times
         self._clock = clock
         self._candidate = Candidate(f"{identity}{_MARK}{secrets.token_hex(4)}", times)
-        self._lead: Callable[[int], None] = lambda _term: None
-        self._follow: Callable[[], None] = lambda: None
-        self._told: int | None = None
         self._lapse: asyncio.TimerHandle | None = None
         self._sooner = asyncio.Event()
         self.complaint = ""
         """Why the store cannot be asked; empty: it can."""
 
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
-        """Until cancelled; see :class:`~sglang_sbs.router.election.Election`.
-
-        Raises:
-            ValueError: there is no way to the store at all.
-        """
         self._lead, self._follow = lead, follow
         try:
             await self._store.open()
             while True:
                 await self._step()
-                self._tell()
+                self._look()
         finally:
             await self._leave()
 
     @property
     def leader(self) -> str | None:
-        """The address of who is known to lead."""
         holder = self._candidate.leader_at(self._clock())
         return holder.rpartition(_MARK)[0] or holder if holder else None
 
     def leads(self) -> bool:
-        """Whether this process leads now. If the lead has just lapsed, ``follow`` was called."""
-        self._tell()
+        self._look()
         return self._told is not None
 
     def exceed(self, term: int) -> None:
-        """Another has led in this term; a lead in it or in an earlier one ends at once."""
         self._candidate.exceed(term, self._clock())
         self._sooner.set()
-        self._tell()
+        self._look()
 
     async def _step(self) -> None:
         asked_s = self._clock()
@@ -129,7 +112,7 @@ class Campaign:
             self.complaint = text
             logger.warning("election: the store cannot be asked: %s", text)
 
-    def _tell(self) -> None:
+    def _look(self) -> None:
         """Say what has changed, and be here again when the lead lapses."""
         now_s = self._clock()
         term = self._candidate.term_at(now_s)
@@ -138,23 +121,14 @@ class Campaign:
             self._lapse = None
         until_s = self._candidate.until()
         if until_s is not None:
-            self._lapse = asyncio.get_running_loop().call_later(until_s - now_s, self._tell)
-        if term == self._told:
-            return
-        told, self._told = self._told, None
-        if told is not None:
-            logger.warning("election: this scheduler leads no more (term %d)", told)
-            self._follow()
-        if term is not None:
-            self._told = term
-            logger.info("election: this scheduler leads in term %d", term)
-            self._lead(term)
+            self._lapse = asyncio.get_running_loop().call_later(until_s - now_s, self._look)
+        self._tell(term)
 
     async def _leave(self) -> None:
         """Follow first, then let somebody else lead at once."""
         mine = self._candidate.mine()
         self._candidate.resign()
-        self._tell()
+        self._look()
         try:
             if mine is not None:
                 async with asyncio.timeout(_RELEASE_S):

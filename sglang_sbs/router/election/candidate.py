@@ -49,9 +49,8 @@ class ElectionTimes:
         if not 0 < self.renew_s < self.lease_s:
             raise ValueError("the renew deadline must be shorter than the lease")
         if not 0.05 <= self.retry_s <= self.renew_s / 2:
-            raise ValueError(
-                "the retry period must be 0.05 s or more, and fit twice into the renew deadline"
-            )
+            wanted = "0.05 s or more, and fit twice into the renew deadline"
+            raise ValueError(f"the retry period must be {wanted}")
 
     @property
     def ask_s(self) -> float:
@@ -138,14 +137,13 @@ class Candidate:
         """The term in which this candidate leads, or ``None``. A lead that has lapsed is over."""
         if self._lead is not None and now_s >= self._lead.until_s:
             self._lead = None
-        return self._lead.record.term if self._lead is not None else None
+        return self._lead.record.term if self._lead else None
 
     def until(self) -> float | None:
         """When the lead lapses, unless it is renewed."""
-        return self._lead.until_s if self._lead is not None else None
+        return self._lead.until_s if self._lead else None
 
     def leader_at(self, now_s: float) -> str | None:
-        """Who holds the lock, as far as this candidate knows."""
         if self.term_at(now_s) is not None:
             return self.holder
         seen = self._seen
@@ -159,7 +157,6 @@ class Candidate:
         return seen if seen is not None and seen.holder == self.holder else None
 
     def next_step(self, now_s: float) -> Step:
-        """What to do now."""
         if now_s < self._not_before_s:
             return Sleep(self._not_before_s - now_s)
         if self.term_at(now_s) is not None and self._lead is not None:
@@ -209,7 +206,6 @@ class Candidate:
         self._not_before_s = now_s if led else now_s + self._times.retry_s
 
     def unreachable(self, asked_s: float, now_s: float) -> None:
-        """The store gave no answer, or none that can be used."""
         self._not_before_s = max(now_s, asked_s + self._times.retry_s)
 
     def exceed(self, term: int, now_s: float) -> None:
@@ -232,7 +228,6 @@ class Candidate:
         self._lead = self._seen = None
 
     def resign(self) -> None:
-        """The process ends: lead no more."""
         self._lead = None
 
     # ----------------------------------------------------------------------------------------------

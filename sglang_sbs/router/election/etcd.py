@@ -44,27 +44,16 @@ class EtcdLock:
         self._session = aiohttp.ClientSession(connector=connector)
 
     async def read(self) -> Record:
-        lock, term = await self._values()
-        return _record(lock, term)
+        return _record(*await self._values())
 
     async def take(self, seen: Record, holder: str, term: int) -> Record:
         # If this comes second the lease expires by itself.
         with _understood():
             lease = str((await self._ask("lease/grant", {"TTL": str(self._lasts_s)}))["ID"])
-        lock_revision, _, term_revision = seen.version.partition("/")
-        answer = await self._ask(
-            "kv/txn",
-            {
-                "compare": [
-                    _is_at(self._lock_key, lock_revision or _ABSENT),
-                    _is_at(self._term_key, term_revision or _ABSENT),
-                ],
-                "success": [
-                    _put(self._lock_key, holder, lease),
-                    _put(self._term_key, str(term)),
-                ],
-            },
-        )
+        lock_at, _, term_at = seen.version.partition("/")
+        unchanged = [_is_at(self._lock_key, lock_at), _is_at(self._term_key, term_at)]
+        writes = [_put(self._lock_key, holder, lease), _put(self._term_key, str(term))]
+        answer = await self._ask("kv/txn", {"compare": unchanged, "success": writes})
         if not answer.get("succeeded"):
             raise Refused
         self._lease = lease
@@ -144,7 +133,7 @@ def _record(lock: dict[str, Any], term: dict[str, Any]) -> Record:
 
 
 def _is_at(key: str, revision: str) -> dict[str, Any]:
-    return {"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
+    return {"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": revision or _ABSENT}
 
 
 def _put(key: str, value: str, lease: str = "0") -> dict[str, Any]:

@@ -80,13 +80,9 @@ class KubernetesLease:
         if version:
             metadata["resourceVersion"] = version
         lasts = {"leaseDurationSeconds": self._lasts_s, "renewTime": now}
-        body = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            **seen,
-            "metadata": metadata,
-            "spec": {**seen.get("spec", {}), **lasts, **changes},
-        }
+        spec = {**seen.get("spec", {}), **lasts, **changes}
+        kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+        body = {**kind, **seen, "metadata": metadata, "spec": spec}
         async with self._asking("create and update"):
             try:
                 if not version:
@@ -113,12 +109,10 @@ class KubernetesLease:
         try:
             yield
         except ApiError as error:
+            role = f"the service account needs a Role in namespace {self._namespace}"
             hint = ""
             if error.status in (401, 403):
-                hint = (
-                    f"; the service account needs a Role in namespace {self._namespace} to "
-                    f"{verbs} leases of coordination.k8s.io"
-                )
+                hint = f"; {role} to {verbs} leases of coordination.k8s.io"
             elif error.status == _NOT_FOUND:
                 hint = f"; is there a namespace {self._namespace}?"
             raise StoreError(f"{error}{hint}") from error
@@ -132,15 +126,10 @@ class KubernetesLease:
         lasts_s = float(spec.get("leaseDurationSeconds") or 0)
         if not 0 <= term <= MAX_TERM or not math.isfinite(lasts_s):
             raise ValueError(f"leaseTransitions {term}, leaseDurationSeconds {lasts_s:g}")
-        record = Record(
-            holder=str(spec.get("holderIdentity") or ""),
-            term=term,
-            sign=str(spec.get("renewTime") or ""),
-            lasts_s=min(max(lasts_s, 1.0), LONGEST_LEASE_S),
-            version=str(metadata["resourceVersion"]),
-        )
+        holder, sign = (str(spec.get(name) or "") for name in ("holderIdentity", "renewTime"))
+        lasts_s, version = min(max(lasts_s, 1.0), LONGEST_LEASE_S), str(metadata["resourceVersion"])
         self._seen = lease
-        return record
+        return Record(holder, term, sign, lasts_s, version)
 
 
 def _now() -> str:

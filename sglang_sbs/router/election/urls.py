@@ -26,10 +26,7 @@ _MAX_KEY = 512
 
 def parse_election(url: str, identity: str, times: ElectionTimes) -> Campaign:
     """The election at ``url`` for the process known as ``identity``. Nothing is asked yet.
-
-    Raises:
-        ValueError: the URL cannot be meant, or a file it names cannot be used.
-    """
+    Raises: ValueError, the URL cannot be meant, or a file it names cannot be used."""
     parts = urlsplit(url)
     if parts.scheme == "k8s":
         return Campaign(_lease(parts, times), identity, times)

@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         raise FlagError(message)
 
 
-def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.ArgumentParser:
+def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser; both spellings of every flag, the second one hidden from ``--help``."""
     usage, example = _USAGE, _EXAMPLE
     description = "Router for PD-disaggregated SGLang clusters with staggered batch scheduling."
@@ -75,7 +75,7 @@ def build_parser(prog: str = "python -m sglang_sbs.launch_router") -> argparse.A
         usage, example = _SCHEDULER_USAGE, _SCHEDULER_EXAMPLE
         description = "The scheduler alone, for routers that are given --sbs-scheduler."
     parser = Parser(
-        prog=prog,
+        prog=prog or "python -m sglang_sbs.launch_router",
         usage=usage,
         description=description,
         epilog=example,
@@ -128,25 +128,21 @@ def _field_defaults() -> dict[str, Any]:
     """By path, as the table names fields."""
     scheduler = msgspec.structs.asdict(SchedulerConfig())
     found: dict[str, Any] = {f"scheduler.{name}": value for name, value in scheduler.items()}
-    for part, config in (
-        ("", RouterOptions),
-        ("breaker.", BreakerConfig),
-        ("monitor.", MonitorConfig),
-        ("relay.", RelayConfig),
-    ):
-        found |= {f"{part}{one.name}": one.default for one in fields(config)}
+    found |= {one.name: one.default for one in fields(RouterOptions)}
+    parts = {"breaker": BreakerConfig, "monitor": MonitorConfig, "relay": RelayConfig}
+    for part, config in parts.items():
+        found |= {f"{part}.{one.name}": one.default for one in fields(config)}
     return found
 
 
 def _add_unused(
     parser: argparse.ArgumentParser, name: str, arity: Arity, prefix: str | None
 ) -> None:
-    specs: dict[Arity, dict[str, Any]] = {
-        "flag": {"action": "store_true"},
-        "one": {"nargs": None},
-        "many": {"nargs": "*"},
-    }
-    options = specs[arity] | {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    if arity == "flag":
+        options["action"] = "store_true"
+    elif arity == "many":
+        options["nargs"] = "*"
     if prefix is None:
         spellings = (f"--{name}", f"--router-{name}")
         parser.add_argument(*spellings, dest=f"ignored:{name}", **options)

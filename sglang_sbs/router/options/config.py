@@ -120,20 +120,14 @@ class DiscoveryConfig:
     """``None``: all namespaces."""
 
     def selectors(self) -> list[tuple[InstanceRole, str]]:
-        """The roles that are looked for."""
-        both: list[tuple[InstanceRole, str]] = [
-            ("prefill", self.prefill_selector),
-            ("decode", self.decode_selector),
-        ]
-        return [(role, selector) for role, selector in both if selector]
+        both: dict[InstanceRole, str]
+        both = {"prefill": self.prefill_selector, "decode": self.decode_selector}
+        return [(role, selector) for role, selector in both.items() if selector]
 
 
 def parse_selector(words: Sequence[str]) -> str:
     """``["app=sglang", "role=leader"]``, or the same in one word with spaces or commas.
-
-    Raises:
-        ValueError: not labels.
-    """
+    Raises: ValueError, not labels."""
     labels: dict[str, str] = {}
     for item in re.split(r"[\s,]+", " ".join(words).strip()):
         key, equals, value = item.partition("=")

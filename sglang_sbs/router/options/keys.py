@@ -8,6 +8,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 Role = Literal["admin", "user"]
+_ROLES: dict[str, Role] = {"admin": "admin", "user": "user"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ def parse_control_key(text: str) -> ControlKey:
     parts = text.split(":", 3)
     if len(parts) != 4 or not parts[0] or not parts[3]:
         raise ValueError("write ID:NAME:ROLE:KEY, e.g. ops:Operations:admin:SECRET")
-    role = parts[2].lower()
-    if role not in ("admin", "user"):
+    role = _ROLES.get(parts[2].lower())
+    if role is None:
         raise ValueError(f"the role of key {parts[0]!r} must be admin or user, not {parts[2]!r}")
-    return ControlKey(parts[0], parts[1], "admin" if role == "admin" else "user", parts[3])
+    return ControlKey(parts[0], parts[1], role, parts[3])
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -57,14 +58,11 @@ class JwtConfig:
 
 def check_provider_url(url: str) -> str:
     """The URL, if keys may be fetched from there.
-
-    Raises:
-        ValueError: anybody on the way could replace them.
-    """
+    Raises: ValueError, anybody on the way could replace them."""
     parts = urlsplit(url)
-    if parts.scheme == "https" and parts.hostname:
+    if parts.hostname in _LOOPBACK and parts.scheme == "http":
         return url
-    if parts.scheme == "http" and parts.hostname in _LOOPBACK:
+    if parts.hostname and parts.scheme == "https":
         return url
     raise ValueError(f"{url!r} must be an https:// URL (http:// only on this machine)")
 
@@ -73,10 +71,9 @@ def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
     """``PROVIDER_ROLE=admin`` or ``=user``. Raises: ValueError."""
     roles: dict[str, Role] = {}
     for text in texts:
-        name, equals, role = text.rpartition("=")
-        if not equals or not name or role.lower() not in ("admin", "user"):
-            raise ValueError(
-                f"{text!r}: write PROVIDER_ROLE=admin or =user, e.g. Gateway.Admin=admin"
-            )
-        roles[name] = "admin" if role.lower() == "admin" else "user"
+        name, _, written = text.rpartition("=")
+        if not name or (role := _ROLES.get(written.lower())) is None:
+            how = "write PROVIDER_ROLE=admin or =user, e.g. Gateway.Admin=admin"
+            raise ValueError(f"{text!r}: {how}")
+        roles[name] = role
     return roles

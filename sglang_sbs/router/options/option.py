@@ -6,6 +6,7 @@ The flags themselves are in :mod:`.table`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,6 @@ class Option:
         return self.flag.replace("-", "_")
 
     def value_in(self, args: argparse.Namespace) -> Any:
-        """What its fields become."""
         value = getattr(args, self.dest)
         if self.per_s != 1:
             return value / self.per_s
@@ -77,13 +77,10 @@ class Option:
 
 
 def _number(text: str, low: float, high: float, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
+    with contextlib.suppress(ValueError):
+        if low <= (value := float(text)) <= high:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
 
 def seconds(text: str) -> float:

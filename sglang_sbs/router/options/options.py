@@ -4,45 +4,33 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.arguments import FlagError, build_parser
-from sglang_sbs.router.options.config import (
-    BreakerConfig,
-    MonitorConfig,
-    RelayConfig,
-)
+from sglang_sbs.router.options.config import BreakerConfig, MonitorConfig, RelayConfig
 from sglang_sbs.router.options.keys import ControlKey, parse_control_key
 from sglang_sbs.router.options.platform import discovery_of, jwt_of
-from sglang_sbs.router.options.router_options import (
-    RouterOptions,
-)
+from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.options.several import is_local, keys_of_file, several_of
-from sglang_sbs.router.options.stock import (
-    IGNORED_FLAGS,
-    NEAREST_POLICY,
-    REFUSED_FLAGS,
-    WHY_NEAREST,
-)
+from sglang_sbs.router.options.stock import IGNORED_FLAGS, NEAREST_POLICY, REFUSED_FLAGS
 from sglang_sbs.router.options.table import GROUPS
-from sglang_sbs.router.options.tenants import tenant_header_of, tenant_weights_of
 from sglang_sbs.scheduling.config import SchedulerConfig
 from sglang_sbs.scheduling.policy_names import POLICIES, Policy, facts_of
+from sglang_sbs.scheduling.queue.fairness import parse_weights
 
-_DEFAULT_HEALTH_ENDPOINT = "/health"
+_HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "connection"})
 
 
 def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
     """Parse and check a command line (without the program name).
-
-    Raises:
-        FlagError: naming the flag and what to write instead.
-        SystemExit: after ``--help``.
-    """
-    parser = build_parser(prog) if prog else build_parser()
+    Raises: FlagError, naming the flag and what to write instead; SystemExit, after ``--help``."""
+    parser = build_parser(prog)
     _check_known(parser, argv)
     return options_of(parser.parse_args(list(argv)))
 
@@ -64,13 +52,12 @@ def _check_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 def options_of(args: argparse.Namespace) -> RouterOptions:
     """Check what the parser cannot. Raises: FlagError."""
     warnings: list[str] = []
-    for key in vars(args):
-        if key.startswith("ignored:"):
-            name = key.removeprefix("ignored:")
-            warnings.append(f"--{name} has no effect here: {IGNORED_FLAGS[name][1]}")
+    for name, (_, why) in IGNORED_FLAGS.items():
+        if hasattr(args, f"ignored:{name}"):
+            warnings.append(f"--{name} has no effect here: {why}")
     prefill = tuple(_prefill(entry) for entry in args.prefill or ())
     decode = tuple(_url("--decode", entry[0]) for entry in args.decode or ())
-    _check_workers([url for url, _ in prefill], list(decode))
+    _check_workers([*(url for url, _ in prefill), *decode])
     _check_health_endpoint(args.health_check_endpoint, warnings)
     _check_pairs(args)
     bind = _endforward_bind(args, warnings)
@@ -85,7 +72,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         several = several_of(args, warnings)
         endforward_keys = keys_of_file("--sbs-endforward-key-file", args.sbs_endforward_key_file)
         discovery, jwt = discovery_of(args, warnings), jwt_of(args)
-        weights, tenant_header = tenant_weights_of(args), tenant_header_of(args, warnings)
+        weights, tenant_header = _tenant_weights(args), _tenant_header(args, warnings)
     except ValueError as error:
         raise FlagError(str(error)) from None
     starts_empty = args.pd_disaggregation and not (prefill or decode or discovery)
@@ -98,11 +85,7 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         fields["relay"]["max_attempts"] = 1
     if not facts_of(policy).reads_reports:
         fields["monitor"]["load_poll_interval_s"] = None
-    own = fields[""] | {
-        "several": several,
-        "endforward_bind": bind,
-        "otlp_endpoint": args.otlp_traces_endpoint if args.enable_trace else None,
-    }
+    fields[""]["endforward_bind"] = bind
     return RouterOptions(
         prefill=prefill,
         decode=decode,
@@ -116,24 +99,25 @@ def options_of(args: argparse.Namespace) -> RouterOptions:
         control_plane_keys=_control_keys(args.control_plane_api_keys),
         jwt=jwt,
         endforward_keys=endforward_keys,
+        several=several,
+        otlp_endpoint=args.otlp_traces_endpoint if args.enable_trace else None,
         warnings=tuple(warnings),
-        **own,
+        **fields[""],
     )
 
 
 def _fields(args: argparse.Namespace) -> defaultdict[str, dict[str, Any]]:
     """What the table says, by the part of the options it belongs to (empty: to none)."""
     found: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for options in GROUPS.values():
-        for option in options:
-            for path in option.fields.split():
-                part, _, name = path.rpartition(".")
-                found[part][name] = option.value_in(args)
+    for option in chain(*GROUPS.values()):
+        for path in option.fields.split():
+            part, _, name = path.rpartition(".")
+            found[part][name] = option.value_in(args)
     return found
 
 
 def _check_health_endpoint(endpoint: str | None, warnings: list[str]) -> None:
-    if endpoint == _DEFAULT_HEALTH_ENDPOINT:
+    if endpoint == "/health":
         warnings.append(
             "--health-check-endpoint /health runs a forward pass on DP rank 0 of an idle engine; "
             "leave the flag out for a check that costs nothing"
@@ -155,10 +139,8 @@ def _endforward_bind(args: argparse.Namespace, warnings: list[str]) -> str | Non
     if bind.lower() == "none":
         return None
     if not bind.startswith(("tcp://", "ipc://")):
-        raise FlagError(
-            f"--sbs-endforward-bind {bind!r}: write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, "
-            "or none"
-        )
+        how = "write tcp://HOST:PORT, e.g. tcp://0.0.0.0:7600, or none"
+        raise FlagError(f"--sbs-endforward-bind {bind!r}: {how}")
     if not is_local(bind) and args.sbs_endforward_key_file is None:
         warnings.append(
             f"--sbs-endforward-bind {bind} takes messages from whoever can reach it, without "
@@ -178,10 +160,8 @@ def _check_limits(args: argparse.Namespace, warnings: list[str]) -> None:
             f"--workers {args.workers}: write at least {args.workers}, or fewer workers"
         )
     if args.rate_limit_tokens_per_second and args.max_concurrent_requests < 1:
-        warnings.append(
-            "--rate-limit-tokens-per-second has no effect without --max-concurrent-requests, which "
-            "is the size of the bucket"
-        )
+        missing = "--max-concurrent-requests, which is the size of the bucket"
+        warnings.append(f"--rate-limit-tokens-per-second has no effect without {missing}")
 
 
 def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
@@ -200,8 +180,7 @@ def _control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
 def _policy(name: str, warnings: list[str]) -> Policy:
     normal = name.lower().replace("-", "_")
     if normal in NEAREST_POLICY:
-        nearest = NEAREST_POLICY[normal]
-        why = WHY_NEAREST[normal]
+        nearest, why = NEAREST_POLICY[normal]
         warnings.append(f"--policy {name} is not built here; using the nearest, {nearest}: {why}")
         return nearest
     if normal in POLICIES:
@@ -214,17 +193,13 @@ def _policy(name: str, warnings: list[str]) -> Policy:
 def _prefill(entry: Sequence[str]) -> tuple[str, int | None]:
     url = _url("--prefill", entry[0])
     if len(entry) > 2:
-        raise FlagError(
-            f"--prefill {' '.join(entry)}: one URL and one port per --prefill; repeat the flag for "
-            "further instances"
-        )
+        how = "one URL and one port per --prefill; repeat the flag for further instances"
+        raise FlagError(f"--prefill {' '.join(entry)}: {how}")
     if len(entry) == 1 or entry[1].lower() == "none":
         return url, None
     if not (entry[1].isascii() and entry[1].isdigit() and 1 <= int(entry[1]) <= 65535):
-        raise FlagError(
-            f"--prefill {entry[0]} {entry[1]}: the bootstrap port must be a number in 1..65535 or "
-            "'none'"
-        )
+        wanted = "the bootstrap port must be a number in 1..65535 or 'none'"
+        raise FlagError(f"--prefill {entry[0]} {entry[1]}: {wanted}")
     return url, int(entry[1])
 
 
@@ -235,9 +210,28 @@ def _url(flag: str, text: str) -> str:
         raise FlagError(f"{flag}: {error}") from error
 
 
-def _check_workers(prefill: list[str], decode: list[str]) -> None:
-    seen: set[str] = set()
-    for url in [*prefill, *decode]:
-        if url in seen:
+def _check_workers(urls: Sequence[str]) -> None:
+    for url, times in Counter(urls).items():
+        if times > 1:
             raise FlagError(f"worker {url} is listed twice")
-        seen.add(url)
+
+
+def _tenant_weights(args: argparse.Namespace) -> dict[str, float]:
+    try:
+        return parse_weights(args.sbs_tenant_weights) if args.sbs_tenant_weights is not None else {}
+    except ValueError as error:
+        raise ValueError(f"--sbs-tenant-weights: {error}") from None
+
+
+def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
+    """Its name in lower case. Raises: ValueError."""
+    name = args.sbs_tenant_header
+    if name is None:
+        if args.sbs_tenant_weights is not None and args.sbs_role != "scheduler":
+            warnings.append("--sbs-tenant-weights has no effect without --sbs-tenant-header")
+        return None
+    lower: str = name.lower()
+    if not _HEADER_NAME.fullmatch(lower) or lower in _TAKEN:
+        how = "write the name of a header of its own, e.g. x-tenant-id"
+        raise ValueError(f"--sbs-tenant-header {name!r}: {how}")
+    return lower

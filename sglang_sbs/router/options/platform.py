@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sglang_sbs import extras
-from sglang_sbs.router.options.config import (
-    DiscoveryConfig,
-    parse_selector,
-)
+from sglang_sbs.router.options.config import DiscoveryConfig, parse_selector
 from sglang_sbs.router.options.keys import JwtConfig, check_provider_url, parse_roles
 
 
@@ -37,12 +34,8 @@ def discovery_of(args: argparse.Namespace, warnings: list[str]) -> DiscoveryConf
         raise ValueError("--prefill-selector and --decode-selector are the same")
     if install := extras.without_kubernetes():
         raise ValueError(f"--service-discovery needs a Kubernetes client: {install}")
-    return DiscoveryConfig(
-        prefill_selector=selectors["prefill"],
-        decode_selector=selectors["decode"],
-        port=args.service_discovery_port,
-        namespace=args.service_discovery_namespace or None,
-    )
+    port, namespace = args.service_discovery_port, args.service_discovery_namespace or None
+    return DiscoveryConfig(selectors["prefill"], selectors["decode"], port, namespace)
 
 
 def jwt_of(args: argparse.Namespace) -> JwtConfig | None:

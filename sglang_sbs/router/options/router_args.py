@@ -98,11 +98,7 @@ class RouterArgs:
         return cls(**values)
 
     def command_line(self) -> list[str]:
-        """The flags that say the same.
-
-        Raises:
-            FlagError: a field that no flag can say.
-        """
+        """The flags that say the same. Raises: FlagError, a field that no flag can say."""
         if self.bootstrap_port_annotation != BOOTSTRAP_PORT_ANNOTATION:
             raise FlagError(
                 f"bootstrap_port_annotation {self.bootstrap_port_annotation!r}: pods are annotated "
@@ -162,8 +158,7 @@ def _control_key(text: str) -> tuple[str, str, str, str]:
 def _labels(words: Sequence[str]) -> dict[str, str]:
     if not words:
         return {}
-    labels = (label.partition("=") for label in parse_selector(words).split(","))
-    return {key: value for key, _, value in labels}
+    return dict(label.split("=", 1) for label in parse_selector(words).split(","))
 
 
 def _texts(name: str, value: Any) -> Iterable[str]:

@@ -103,15 +103,10 @@ class RouterOptions:
     def roles_without_workers(self) -> list[str]:
         """Those of which there is no instance, and none may come."""
         found = self.discovery or DiscoveryConfig()
-        if self.starts_empty:
-            return []
-        known = {
-            "prefill": self.prefill or found.prefill_selector,
-            "decode": self.decode or found.decode_selector,
-        }
-        return [role for role, workers in known.items() if not workers]
+        prefill = self.prefill or found.prefill_selector or self.starts_empty
+        decode = self.decode or found.decode_selector or self.starts_empty
+        return [role for role, any_ in (("prefill", prefill), ("decode", decode)) if not any_]
 
     @property
     def worker_key(self) -> str | None:
-        """The key for engines' admin endpoints (``/abort_request``)."""
         return self.admin_api_key or self.api_key

@@ -81,10 +81,8 @@ def _scheduler(
         if not named:
             raise ValueError(f"a scheduler needs --sbs-listen: {_HOW}")
         if len(named) > 1:
-            raise ValueError(
-                "--sbs-scheduler names several schedulers: say which of them this one is, with "
-                f"--sbs-listen {named[0]}"
-            )
+            how = f"say which of them this one is, with --sbs-listen {named[0]}"
+            raise ValueError(f"--sbs-scheduler names several schedulers: {how}")
         listen, named = named[0], ()
     _check("--sbs-listen", listen)
     advertise: str = args.sbs_advertise or ""
@@ -93,36 +91,21 @@ def _scheduler(
     elif not _is_wildcard(listen):
         advertise = listen
     if (named or args.sbs_election) and not advertise:
-        raise ValueError(
-            f"--sbs-listen {listen}: the others must know this scheduler by one address: give it "
-            "--sbs-advertise tcp://HOST:PORT"
-        )
+        why = "the others must know this scheduler by one address"
+        raise ValueError(f"--sbs-listen {listen}: {why}: give it --sbs-advertise tcp://HOST:PORT")
     if args.sbs_election is None and named and advertise not in named:
         raise ValueError(
             f"--sbs-scheduler {','.join(named)}: this scheduler ({advertise}) is not in the list; "
             "write all of them there, the same on each, or --sbs-advertise as it is written there"
         )
-    return SeveralProcesses(
-        "scheduler",
-        named if args.sbs_election is None else (),
-        listen,
-        advertise,
-        _election(args),
-        _keys(args, "--sbs-listen", (listen, *named), warnings),
-    )
-
-
-def _election(args: argparse.Namespace) -> ElectionFlags | None:
+    keys = _keys(args, "--sbs-listen", (listen, *named), warnings)
     if args.sbs_election is None:
-        return None
+        return SeveralProcesses("scheduler", named, listen, advertise, None, keys)
     if args.sbs_election.startswith("k8s:") and (install := without_kubernetes()):
         raise ValueError(f"--sbs-election {args.sbs_election} needs a Kubernetes client: {install}")
-    return ElectionFlags(
-        args.sbs_election,
-        args.sbs_election_lease_secs,
-        args.sbs_election_renew_secs,
-        args.sbs_election_retry_secs,
-    )
+    times = (getattr(args, f"sbs_election_{kind}_secs") for kind in ("lease", "renew", "retry"))
+    election = ElectionFlags(args.sbs_election, *times)
+    return SeveralProcesses("scheduler", (), listen, advertise, election, keys)
 
 
 def _check(flag: str, endpoint: str) -> None:
@@ -156,10 +139,8 @@ def _keys(
 
 def keys_of_file(flag: str, path: Path | None) -> CurveKeys | None:
     """The keys of the secret in a file. Raises: ValueError."""
-    if path is None:
-        return None
     try:
-        return keys_in(path)
+        return keys_in(path) if path is not None else None
     except SecretError as error:
         raise ValueError(f"{flag}: {error}") from error
 

@@ -27,10 +27,7 @@ from sglang_sbs.router.options.option import (
     share,
     switch,
 )
-from sglang_sbs.router.options.router_options import (
-    REQUEST_ID_HEADERS,
-    ForwardTokenIds,
-)
+from sglang_sbs.router.options.router_options import REQUEST_ID_HEADERS, ForwardTokenIds
 from sglang_sbs.router.options.several import Role
 from sglang_sbs.router.options.stock import NEAREST_POLICY
 from sglang_sbs.scheduling.config import DECODE_RULES, TRIGGERS

@@ -1,5 +1,5 @@
 """Questions with a number, and the answer that brings it back: both ways between front end and
-scheduler process. Must not know what is asked.
+scheduler process.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import itertools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import msgspec
+
 from sglang_sbs.router.errors import RouterError
 
+_Q = TypeVar("_Q", bound=msgspec.Struct)
 _A = TypeVar("_A")
 
 
@@ -18,21 +21,18 @@ class Calls(Generic[_A]):
     """Those under way. Must be used from one event loop only."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[_A]] = {}
 
-    async def ask(self, tell: Callable[[int], bool], limit_s: float) -> _A | None:
-        """``tell`` sends the question with its number. ``None``: nobody takes it.
-
-        Raises:
-            TimeoutError: no answer came.
-            RouterError: 503, it will not come any more (:meth:`give_up`).
-        """
+    async def ask(self, tell: Callable[[_Q], bool], question: _Q, limit_s: float) -> _A | None:
+        """``tell`` sends the question, whose ``call`` is its number. ``None``: nobody takes it.
+        Raises: TimeoutError, no answer came; RouterError, 503, it will not come any more
+        (:meth:`give_up`)."""
         number = next(self._numbers)
         future: asyncio.Future[_A] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            if not tell(number):
+            if not tell(msgspec.structs.replace(question, call=number)):
                 return None
             async with asyncio.timeout(limit_s):
                 return await future
@@ -46,7 +46,6 @@ class Calls(Generic[_A]):
             future.set_result(answer)
 
     def give_up(self) -> None:
-        """Whoever was asked is lost."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(no_scheduler())

@@ -1,33 +1,21 @@
 """Frames of a scheduler in another process, at a front end.
 
-Owns which of this front end's watchers wait for a history and which follow. Must not know sockets
-or HTTP. While the front end is without the scheduler process its own fallback scheduler is shown,
-marked as such.
+While the front end is without the scheduler process its own fallback scheduler is shown, marked as
+such.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
 
 from sglang_sbs.dashboard.feed import LocalFeed, Stop, Take
 from sglang_sbs.router.assignment.scheduler_driver import SchedulerPump
 from sglang_sbs.router.processes.messages import DashboardFrame, WatchDashboard
+from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 from sglang_sbs.scheduling import SchedulerConfig
 
 RENEW_S = 0.5
-
-
-class Link(Protocol):
-    """What is needed of :class:`~sglang_sbs.router.processes.scheduler_link.SchedulerLink`."""
-
-    @property
-    def fallback_pump(self) -> SchedulerPump | None:
-        """While alone."""
-
-    def ask_dashboard(self, question: WatchDashboard) -> bool:
-        """False if there is no scheduler to ask."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +28,7 @@ class _Watcher:
 class RemoteFeed:
     """A :class:`~sglang_sbs.dashboard.feed.Feed`. Must be used from one event loop only."""
 
-    def __init__(self, link: Link, config: SchedulerConfig) -> None:
+    def __init__(self, link: SchedulerLink, config: SchedulerConfig) -> None:
         """``config`` is the fallback's."""
         self._link = link
         self._config = config
@@ -50,7 +38,7 @@ class RemoteFeed:
         self._own_pump: SchedulerPump | None = None
 
     def watch(self, take: Take) -> Stop:
-        """See :class:`~sglang_sbs.dashboard.feed.Feed`; the history comes with the answer."""
+        """The history comes with the answer."""
         watcher = _Watcher(take)
         self._watchers.append(watcher)
         self._renew()
@@ -64,7 +52,6 @@ class RemoteFeed:
         return stop
 
     def close(self) -> None:
-        """See :class:`~sglang_sbs.dashboard.feed.Feed`."""
         self._watchers.clear()
         renewer, self._renewer = self._renewer, None
         if renewer is not None:
@@ -87,7 +74,7 @@ class RemoteFeed:
                 watcher.follows = False
         waiting = not all(watcher.follows for watcher in self._watchers)
         if pump is None:
-            self._link.ask_dashboard(WatchDashboard(history=waiting))
+            self._link.tell(WatchDashboard(history=waiting))
         elif self._own is None:
             self._own_pump = pump
             self._own = LocalFeed(pump, self._config, alone=True)
@@ -101,7 +88,6 @@ class RemoteFeed:
             own.close()
 
     def received(self, frame: DashboardFrame) -> None:
-        """What :meth:`Link.ask_dashboard` brings."""
         if self._own is None:
             self._deliver(frame.payload, frame.full)
 

@@ -1,7 +1,7 @@
 """The scheduler process's side of dashboards that are open at its front ends.
 
-Owns which front end gets frames, and until when. Must not know sockets. A front end asks again
-every second; one that does not is forgotten, so frames are never queued for one that is gone.
+A front end asks again every second; one that does not is forgotten, so frames are never queued for
+one that is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The scheduler process's side of its front ends: sessions, their requests, what they are told.
 
-Owns which front end a request belongs to, so that decisions find their way and a front end that
-dies takes its requests with it. Must not know sockets, HTTP, how a rank is chosen or how a lead is
-won.
+It knows which front end a request belongs to, so that decisions find their way and a front end that
+dies takes its requests with it.
 
 Theory of operation
 -------------------
@@ -26,6 +25,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from sglang_sbs import __version__
 from sglang_sbs.plain_words import counted
@@ -35,38 +35,11 @@ from sglang_sbs.router.assignment.scheduler_driver import (
     SchedulerLike,
     SchedulerPump,
 )
+from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes.calls import Calls
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
-from sglang_sbs.router.processes.legs import Legs, Placed
-from sglang_sbs.router.processes.membership import Membership
-from sglang_sbs.router.processes.messages import (
-    VERSION,
-    Abort,
-    Aborted,
-    AbortElsewhere,
-    AddWorker,
-    Adopted,
-    Alive,
-    AskMetrics,
-    Bye,
-    Cluster,
-    Decisions,
-    Done,
-    FromScheduler,
-    Hello,
-    LegFailed,
-    Look,
-    MetricsPage,
-    RemoveWorker,
-    Silenced,
-    ToScheduler,
-    Unwelcome,
-    UpdateWorker,
-    WatchDashboard,
-    Welcome,
-    WorkerState,
-    spoken,
-)
+from sglang_sbs.router.processes.membership import Legs, Membership, Placed
+from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import state_of
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
@@ -110,13 +83,13 @@ class Hub:
     def __init__(
         self,
         members: Members,
-        tell: Callable[[bytes, FromScheduler], bool],
+        tell: Callable[[bytes, messages.FromScheduler], bool],
         scheduler: SchedulerLike,
         *,
         lead: Lead | None = None,
         observer: DispatchObserver | None = None,
         event_log: EventLogWriter | None = None,
-        watch_dashboard: Callable[[bytes, WatchDashboard], None] = lambda identity, asked: None,
+        watch_dashboard: Callable[[bytes, messages.WatchDashboard], None] = lambda who, asked: None,
         retire_page: Callable[[str], None] = lambda page: None,
     ) -> None:
         """``lead`` begins with :meth:`lead` and ends with :meth:`follow`; without one this is the
@@ -142,14 +115,14 @@ class Hub:
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
-        self._asked: Calls[MetricsPage | Aborted] = Calls()
+        self._asked: Calls[messages.MetricsPage | messages.Aborted] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
         self._loop = asyncio.get_running_loop()
         self._ticked_s = self._loop.time()
         self._told_s = 0.0
         self.stands = True  # for the lead; who does not yet is not ready either
-        self._membership = Membership(members, self._ticked_s)
+        self.membership = Membership(members, self._ticked_s)
         unopposed = Unopposed()
         self._lead = lead or Lead(unopposed)
         if lead is None:
@@ -159,7 +132,6 @@ class Hub:
     # The lead ---------------------------------------------------------------------------------
 
     def lead(self, term: int) -> None:
-        """Schedule from now on."""
         self._lead.begin(term, self._loop.time())
         logger.info("this process schedules from now on: term %d", term)
 
@@ -185,7 +157,7 @@ class Hub:
     @property
     def front_ends(self) -> int:
         """Open sessions."""
-        return sum(session.open for session in self._sessions.values())
+        return len(self._open)
 
     @property
     def requests(self) -> int:
@@ -193,14 +165,12 @@ class Hub:
         return len(self._owners)
 
     @property
-    def looked(self) -> bool:
-        """Whether every worker has answered, or is known not to."""
-        return self._membership.looked
+    def settled(self) -> bool:
+        return self.membership.settled(self._loop.time())
 
     @property
-    def settled(self) -> bool:
-        """Whether the workers have been looked at."""
-        return self._membership.settled(self._loop.time())
+    def _open(self) -> list[_Session]:
+        return [session for session in self._sessions.values() if session.open]
 
     def workers_changed(self) -> None:
         """Tell the front ends in this turn of the event loop."""
@@ -210,38 +180,27 @@ class Hub:
     def find_owner(self, rid: str, role: str) -> str | None:
         """Where the leg of that role went, for binding EndForward messages."""
         session = self._owners.get(rid)
-        if session is None:
-            return None
-        placed = session.requests[rid]
+        placed = session.requests[rid] if session is not None else Placed()
         return (placed.prefill if role == "prefill" else placed.decode) or None
 
     async def metrics_pages(self) -> list[str]:
         """Every front end's page; the last known one of those that do not answer in time."""
-        for front_end, answer in await self._ask_all(lambda call: AskMetrics(call=call)):
-            if isinstance(answer, MetricsPage):
-                self._pages[front_end] = answer.text
+        asked = self._open
+        answers = await asyncio.gather(*(self._ask(one, messages.AskMetrics()) for one in asked))
+        for session, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, messages.MetricsPage):
+                self._pages[session.front_end] = answer.text
         return list(self._pages.values())
 
-    async def _ask_all(
-        self, question: Callable[[int], FromScheduler], besides: _Session | None = None
-    ) -> list[tuple[str, MetricsPage | Aborted]]:
-        """What front ends answer in time."""
-        answers: list[tuple[str, MetricsPage | Aborted]] = []
-
-        async def ask(session: _Session) -> None:
-            try:
-                answer = await self._asked.ask(
-                    lambda number: self.tell(session.identity, question(number)), _ANSWER_S
-                )
-            except TimeoutError:
-                logger.warning("front end %s does not answer", session.name)
-                return
-            if answer is not None:
-                answers.append((session.front_end, answer))
-
-        asked = [s for s in self._sessions.values() if s.open and s is not besides]
-        await asyncio.gather(*map(ask, asked))
-        return answers
+    async def _ask(
+        self, session: _Session, question: messages.AskMetrics | messages.Abort
+    ) -> messages.MetricsPage | messages.Aborted | None:
+        """``None``: no answer in time."""
+        try:
+            return await self._asked.ask(partial(self.tell, session.identity), question, _ANSWER_S)
+        except TimeoutError:
+            logger.warning("front end %s does not answer", session.name)
+            return None
 
     def close(self) -> None:
         for task in (self._ticker, *self._tasks):
@@ -249,96 +208,91 @@ class Hub:
 
     # Messages ---------------------------------------------------------------------------------
 
-    def receive(self, identity: bytes, message: ToScheduler) -> None:
-        """Handle one message of a front end."""
-        if isinstance(message, Look):
-            self.tell(identity, self._lead.looked(message, ready=self.settled and self.stands))
-            return
-        if isinstance(message, Hello):
-            self._hello(identity, message)
-            return
+    def receive(self, identity: bytes, message: messages.ToScheduler) -> None:
         session = self._sessions.get(identity)
-        if session is None or not session.open:
-            self.tell(identity, Unwelcome() if self._lead.active else self._lead.turned_away())
-            return
+        if isinstance(message, messages.Look):
+            self.tell(identity, self._lead.looked(message, ready=self.settled and self.stands))
+        elif isinstance(message, Hello):
+            self._hello(identity, message)
+        elif session is None or not session.open:
+            unknown = messages.Unwelcome() if self._lead.active else self._lead.turned_away()
+            self.tell(identity, unknown)
+        else:
+            self._heard(session, message)
+
+    def _heard(self, session: _Session, message: messages.ToScheduler) -> None:
+        identity = session.identity
         session.heard_s = self._loop.time()
         match message:
-            case Alive():
-                pass
             case RequestArrived():
                 self._enter(session, message.rid, Placed(), message)
             case PrefillDone():
                 self._prefill_done(session, message)
             case RequestEnded():
                 self._ended(session, message)
-            case Adopted():
+            case messages.Adopted():
                 for request in message.requests:
                     self._adopt(session, request)
-            case LegFailed():
-                self._membership.leg_failed(message)
-            case AddWorker() | RemoveWorker() | UpdateWorker():
+            case messages.LegFailed():
+                self.membership.leg_failed(message)
+            case messages.AddWorker() | messages.RemoveWorker() | messages.UpdateWorker():
                 self.tell(identity, self._change(message))
-            case AbortElsewhere():
+            case messages.AbortElsewhere():
                 task = asyncio.create_task(self._abort_elsewhere(session, message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case MetricsPage() | Aborted():
+            case messages.MetricsPage() | messages.Aborted():
                 self._asked.answered(message.call, message)
             case BlocksCleared():
                 self.pump.submit(message)
-            case WatchDashboard():
+            case messages.WatchDashboard():
                 self._watch_dashboard(identity, message)
-            case Bye():
+            case messages.Bye():
                 self._end_session(session, "it said goodbye")
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         version = spoken(hello)
         if version is None:
-            reason = f"it speaks version {hello.version}, this scheduler {VERSION}"
-            self.tell(identity, Unwelcome(reason=f"{reason}: run the same sglang-sbs on both"))
+            spoken_here = f"it speaks version {hello.version}, this scheduler {VERSION}"
+            reason = f"{spoken_here}: run the same sglang-sbs on both"
+            self.tell(identity, messages.Unwelcome(reason=reason))
             return
         self._lead.deposed_by(hello, self.boot_id)
         if not self._lead.active:
             self.tell(identity, self._lead.turned_away())
             return
         now_s = self._loop.time()
-        session = self._sessions.get(identity)
-        if session is None:
-            session = _Session(identity, hello.front_end, hello.name, now_s)
-            self._sessions[identity] = session
+        new = _Session(identity, hello.front_end, hello.name, now_s)
+        session = self._sessions.setdefault(identity, new)
         session.heard_s = now_s
         if hello.scheduler not in ("", self.boot_id):
-            self._membership.inherit(hello, now_s)
+            self.membership.inherit(hello, now_s)
         if not session.open and self.settled:
             for earlier in list(self._sessions.values()):
                 if earlier is not session and earlier.front_end == session.front_end:
                     self._end_session(earlier, "began anew")
             session.open = True
-            welcome = Welcome(
-                scheduler=self.boot_id,
-                workers=self._states(),
-                version=version,
-                release=__version__,
+            welcome = messages.Welcome(
+                scheduler=self.boot_id, workers=self._states(), version=version, release=__version__
             )
             self.tell(identity, welcome)
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
 
-    async def _abort_elsewhere(self, session: _Session, message: AbortElsewhere) -> None:
-        answers = await self._ask_all(
-            lambda call: Abort(call=call, rid=message.rid), besides=session
-        )
-        count = sum(answer.count for _, answer in answers if isinstance(answer, Aborted))
-        self.tell(session.identity, Done(call=message.call, count=count))
+    async def _abort_elsewhere(self, session: _Session, message: messages.AbortElsewhere) -> None:
+        question, others = messages.Abort(rid=message.rid), [s for s in self._open if s != session]
+        answers = await asyncio.gather(*(self._ask(other, question) for other in others))
+        count = sum(answer.count for answer in answers if isinstance(answer, messages.Aborted))
+        self.tell(session.identity, messages.Done(call=message.call, count=count))
 
-    def _change(self, message: AddWorker | RemoveWorker | UpdateWorker) -> Done:
+    def _change(self, message: messages.Change) -> messages.Done:
         try:
-            worker = self._membership.change(message, self._lead.term)
+            worker = self.membership.change(message, self._lead.term)
         except ValueError as error:
-            return Done(call=message.call, error=str(error))
+            return messages.Done(call=message.call, error=str(error))
         # Before the answer, so that the front end knows it when its client asks again.
         self._told_s = 0.0
         self._flush()
-        return Done(call=message.call, worker_id=worker.id)
+        return messages.Done(call=message.call, worker_id=worker.id)
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -393,34 +347,27 @@ class Hub:
 
     def failed(self, rid: str) -> None:
         """The scheduler failed on its arrival: a defect, but the client is answered."""
-        self.decided(
-            Refuse(
-                rid=rid,
-                cause="flow_control",
-                retry_after_s=1.0,
-                message="the scheduler failed on this request; its log has the cause",
-            )
-        )
+        why = "the scheduler failed on this request; its log has the cause"
+        self.decided(Refuse(rid=rid, cause="flow_control", retry_after_s=1.0, message=why))
         self.pump.submit(RequestEnded(rid=rid, outcome="failed"))
 
     # Telling ----------------------------------------------------------------------------------
 
-    def _states(self) -> list[WorkerState]:
+    def _states(self) -> list[messages.WorkerState]:
         now_s = time.monotonic()
         return [state_of(worker, now_s) for worker in self._registry]
 
     def silenced(self, worker: Worker) -> None:
-        """See :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._flush()
-        self._tell_all(Silenced(worker=worker.url))
+        self._tell_all(messages.Silenced(worker=worker.url))
 
-    def tell(self, identity: bytes, message: FromScheduler) -> bool:
+    def tell(self, identity: bytes, message: messages.FromScheduler) -> bool:
         """Every message bears the term."""
         return self._send(identity, self._lead.stamped(message))
 
-    def _tell_all(self, message: FromScheduler) -> None:
-        for session in list(self._sessions.values()):
-            if session.open and not self.tell(session.identity, message):
+    def _tell_all(self, message: messages.FromScheduler) -> None:
+        for session in self._open:
+            if not self.tell(session.identity, message):
                 self._end_session(session, "its connection is gone")
 
     def _flush_soon(self) -> None:
@@ -428,8 +375,8 @@ class Hub:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
-    def _cluster(self, snapshot: Snapshot | None = None) -> Cluster:
-        return Cluster(
+    def _cluster(self, snapshot: Snapshot | None = None) -> messages.Cluster:
+        return messages.Cluster(
             workers=self._states(),
             snapshot=snapshot,
             lead_s=self._loop.time() - self._lead.since_s,
@@ -447,7 +394,7 @@ class Hub:
         for session in list(self._sessions.values()):
             if session.outbox:
                 commands, session.outbox = session.outbox, []
-                if not self.tell(session.identity, Decisions(commands=commands)):
+                if not self.tell(session.identity, messages.Decisions(commands=commands)):
                     self._end_session(session, "its connection is gone")
 
     async def _tick(self) -> None:
@@ -473,7 +420,7 @@ class Hub:
         if now_s - self._told_s >= CLUSTER_EVERY_S:
             self._told_s = now_s
             self._tell_all(self._cluster(self.pump.snapshot()))
-        self._tell_all(Alive())
+        self._tell_all(messages.Alive())
 
     def _end_session(self, session: _Session, why: str) -> None:
         if self._sessions.pop(session.identity, None) is None:

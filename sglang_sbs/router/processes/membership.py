@@ -1,21 +1,18 @@
-"""What front ends say of workers: that one is to come, to change or to go, and which failed.
-
-Owns whose word counts on which workers there are. Must not know sessions or sockets.
+"""What front ends say of workers: that one is to come, to change or to go, which failed, and the
+legs in flight at each.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+
+import msgspec
 
 from sglang_sbs.router.errors import LegFailure
-from sglang_sbs.router.processes.messages import (
-    AddWorker,
-    Hello,
-    LegFailed,
-    RemoveWorker,
-    UpdateWorker,
-)
+from sglang_sbs.router.processes.messages import AddWorker, Change, Hello, LegFailed, RemoveWorker
 from sglang_sbs.router.workers.kubernetes_pods import Members, is_discovered
+from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -24,9 +21,45 @@ SETTLE_S = 3.0
 """Longest time before front ends are served although some workers were not heard of yet."""
 
 
-class Membership:
-    """The workers of a scheduler process."""
+@dataclass(slots=True)
+class Placed:
+    """Where a request went; empty while it waits."""
 
+    prefill: str = ""
+    decode: str = ""
+    prefill_open: bool = False
+    """Prefill has not answered yet."""
+
+
+class Legs:
+    """In flight, over all front ends, counted at the workers themselves."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def dispatched(self, placed: Placed) -> None:
+        """One more request was sent to both."""
+        for url in (placed.prefill, placed.decode):
+            if worker := self._registry.get(url):
+                worker.dispatches += 1
+
+    def count(self, placed: Placed, step: int) -> None:
+        """One more of each that is open, or one less."""
+        if placed.prefill_open:
+            self._add(placed.prefill, step)
+        self._add(placed.decode, step)
+
+    def prefill_over(self, placed: Placed) -> None:
+        if placed.prefill_open:
+            self._add(placed.prefill, -1)
+        placed.prefill_open = False
+
+    def _add(self, url: str, step: int) -> None:
+        if worker := self._registry.get(url):
+            worker.active = max(0, worker.active + step)
+
+
+class Membership:
     def __init__(self, members: Members, now_s: float) -> None:
         self.registry = members.registry
         self._members = members
@@ -58,22 +91,19 @@ class Membership:
                 )
                 self._members.remove_worker(worker)
         for state in hello.workers:
-            known = self.registry.get(state.url)
+            port, known = state.configured_bootstrap_port, self.registry.get(state.url)
             try:
                 if known is None:
-                    known = self._members.add_worker(
-                        state.url, state.role, state.configured_bootstrap_port
-                    )
+                    known = self._members.add_worker(state.url, state.role, port)
                     self._new_s = now_s
             except ValueError as error:
                 logger.error("cannot take over worker %s: %s", state.url, error)
                 continue
-            known.id = state.id
+            known.id, known.spelling = state.id, state.spelling
             known.priority, known.cost = state.priority, state.cost
             known.labels = state.labels | known.labels
-            known.spelling = state.spelling
 
-    def change(self, message: AddWorker | RemoveWorker | UpdateWorker, term: int) -> Worker:
+    def change(self, message: Change, term: int) -> Worker:
         """What a client wants of this scheduler. Raises: ValueError, it cannot be."""
         self._known_of = max(self._known_of, term)
         if isinstance(message, AddWorker):
@@ -89,15 +119,4 @@ class Membership:
         return worker
 
     def leg_failed(self, failed: LegFailed) -> None:
-        """Passive health."""
-        self.registry.leg_failed(
-            LegFailure(
-                failed.leg,
-                failed.worker,
-                failed.status,
-                failed.code,
-                failed.message,
-                transport=failed.transport,
-                unreachable=failed.unreachable,
-            )
-        )
+        self.registry.leg_failed(LegFailure(**msgspec.structs.asdict(failed)))

@@ -1,7 +1,6 @@
 """Front end <-> scheduler process, wire v1.
 
-Owns the messages and their framing. Must not know sockets or what either side does with them. What
-is said about requests are the scheduler's own events and commands (``scheduling.events``).
+What is said about requests are the scheduler's own events and commands (``scheduling.events``).
 
 One message is two ZMQ frames: ``TOPIC`` and a tagged msgpack map. Compatibility rule: fields are
 only ever appended, each with a default; unknown fields are ignored, unknown tags are malformed.
@@ -17,11 +16,10 @@ said in an earlier term than the latest one heard of is by a scheduler that was 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from sglang_sbs.router.limits import MAX_BLOCKS, MAX_COUNT, MAX_RID_CHARS, MAX_SESSION_CHARS
 from sglang_sbs.router.workers.breaker import BreakerState
 from sglang_sbs.router.workers.worker import WorkerFacts
 from sglang_sbs.scheduling.events import (
@@ -34,19 +32,18 @@ from sglang_sbs.scheduling.events import (
     RequestArrived,
     RequestEnded,
 )
-from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
 from sglang_sbs.scheduling.snapshot import Snapshot
 from sglang_sbs.wire.endforward import MalformedMessage
 
 TOPIC = b"sbsf1"
 VERSION = 1
 OLDEST = 1
-MAX_TERM = 2**31 - 1
-MAX_ADDRESS_CHARS = 512
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_ADOPTED = 512
 """Requests in one :class:`Adopted`; more go into further ones."""
-MAX_EXCLUDED = 4096
+
+
+Term = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -56,8 +53,15 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 class _Said(_Message, frozen=True, kw_only=True):
     """By a scheduler."""
 
-    term: int = 0
+    term: Term = 0
     """0: of a release that knows no terms."""
+
+
+class _Call(_Message, frozen=True, kw_only=True):
+    """A question."""
+
+    call: int = 0
+    """Its number, given when it is asked, which the answer bears, too."""
 
 
 class WorkerState(WorkerFacts, kw_only=True):
@@ -93,18 +97,18 @@ class Hello(_Message, frozen=True):
     """The earliest version that it speaks; 0: only ``version``."""
     release: str = ""
     """Of sglang-sbs, for people."""
-    term: int = 0
+    term: Term = 0
     """The highest it has heard of: a scheduler of an earlier one is deposed by it."""
-    last_term: int = 0
+    last_term: Term = 0
     """In which ``scheduler`` led."""
 
 
 class Look(_Message, frozen=True):
     """Asks a scheduler how it stands; answered by :class:`Standing`. Takes no session."""
 
-    who: str
+    who: Annotated[str, msgspec.Meta(max_length=512)]
     """The front end, or the address of another scheduler."""
-    term: int = 0
+    term: Term = 0
     """As in :class:`Hello`."""
     served: bool = False
     """A front end that has a session in that term, with whomever."""
@@ -117,11 +121,12 @@ class Alive(_Said, frozen=True):
 class Adopted(_Message, frozen=True):
     """Requests this front end has in flight already; follows a :class:`Welcome`."""
 
-    requests: list[RequestAdopted]
+    requests: Annotated[list[RequestAdopted], msgspec.Meta(max_length=MAX_ADOPTED)]
 
 
 class LegFailed(_Message, frozen=True):
-    """Passive health: a leg failed, and it was the worker's fault."""
+    """Passive health: a leg failed, and it was the worker's fault. The fields are those of
+    :class:`~sglang_sbs.router.errors.LegFailure`."""
 
     worker: str
     leg: InstanceRole
@@ -132,38 +137,39 @@ class LegFailed(_Message, frozen=True):
     unreachable: bool = False
 
 
-class AddWorker(_Message, frozen=True):
+class AddWorker(_Call, frozen=True, kw_only=True):
     """``POST /workers``; answered by :class:`Done`."""
 
-    call: int
     url: str
     role: InstanceRole
     bootstrap_port: int | None = None
 
 
-class RemoveWorker(_Message, frozen=True):
+class RemoveWorker(_Call, frozen=True, kw_only=True):
     """``DELETE /workers/{id}``; answered by :class:`Done`."""
 
-    call: int
     worker_id: str
 
 
-class UpdateWorker(_Message, frozen=True):
+class UpdateWorker(_Call, frozen=True, kw_only=True):
     """``PUT /workers/{id}``: all three as they are now; answered by :class:`Done`."""
 
-    call: int
     worker_id: str
     priority: int
     cost: float
     labels: dict[str, str]
 
 
-class AbortElsewhere(_Message, frozen=True):
+class AbortElsewhere(_Call, frozen=True):
     """``POST /abort_request``: it may be another front end's; answered by :class:`Done`."""
 
-    call: int
     rid: str = ""
     """As its client gave it; empty: all."""
+
+
+Change = AddWorker | RemoveWorker | UpdateWorker
+"""Of the workers."""
+Question = Change | AbortElsewhere
 
 
 class Aborted(_Message, frozen=True):
@@ -191,24 +197,10 @@ class Bye(_Message, frozen=True):
     """The front end ends; nothing of it is in flight any more."""
 
 
+_OfSessions = Hello | Look | Alive | Adopted | Bye
+_OfRequests = RequestArrived | PrefillDone | RequestEnded | BlocksCleared
 ToScheduler = (
-    Hello
-    | Look
-    | Alive
-    | Adopted
-    | LegFailed
-    | AddWorker
-    | RemoveWorker
-    | UpdateWorker
-    | AbortElsewhere
-    | Aborted
-    | MetricsPage
-    | WatchDashboard
-    | Bye
-    | RequestArrived
-    | PrefillDone
-    | RequestEnded
-    | BlocksCleared
+    _OfSessions | _OfRequests | Question | LegFailed | Aborted | MetricsPage | WatchDashboard
 )
 
 
@@ -271,7 +263,7 @@ class Decisions(_Said, frozen=True):
 class Abort(_Said, frozen=True):
     """End requests of clients (see :class:`AbortElsewhere`); answered by :class:`Aborted`."""
 
-    call: int
+    call: int = 0
     rid: str = ""
 
 
@@ -287,7 +279,7 @@ class Done(_Said, frozen=True):
 class AskMetrics(_Said, frozen=True):
     """Wants a :class:`MetricsPage`."""
 
-    call: int
+    call: int = 0
 
 
 class DashboardFrame(_Said, frozen=True):
@@ -299,19 +291,9 @@ class DashboardFrame(_Said, frozen=True):
     """A history: whoever follows already has it."""
 
 
-FromScheduler = (
-    Welcome
-    | Standing
-    | Unwelcome
-    | Alive
-    | Cluster
-    | Silenced
-    | Decisions
-    | Abort
-    | Done
-    | AskMetrics
-    | DashboardFrame
-)
+_Asked = Abort | AskMetrics
+_News = Cluster | Silenced | Decisions | DashboardFrame
+FromScheduler = Welcome | Standing | Unwelcome | Alive | Done | _Asked | _News
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -325,46 +307,17 @@ def encode(message: ToScheduler | FromScheduler) -> list[bytes]:
 
 
 def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
-    """Parse what a front end sent.
-
-    Raises:
-        MalformedMessage: wrong topic, frame count or types, or numbers no front end can mean.
-    """
+    """Parse what a front end sent. Raises: MalformedMessage, wrong topic, frame count or types, or
+    numbers no front end can mean."""
     message: ToScheduler = _decode(_to_scheduler, frames)
-    if isinstance(message, Hello | Look):
-        _check_term(message.term)
-        if isinstance(message, Hello):
-            _check_term(message.last_term)
-        elif len(message.who) > MAX_ADDRESS_CHARS:
-            raise MalformedMessage("the name of who looks is too long")
-    elif isinstance(message, RequestArrived):
-        if message.deadline_s is not None:
-            raise MalformedMessage("deadline_s is a time of the sender's clock")
-        if len(message.exclude) > MAX_EXCLUDED:
-            raise MalformedMessage(f"{len(message.exclude)} excluded instances")
-        if len(message.session) > MAX_SESSION_CHARS:
-            raise MalformedMessage("the name of the session is too long")
-        if len(message.tenant) > MOST_TENANT_CHARS:
-            raise MalformedMessage("the name of the tenant is too long")
-        _check_blocks(message.blocks)
-        _check(message.rid, message.prompt_tokens, message.max_new_tokens, message.block_tokens)
-    elif isinstance(message, PrefillDone):
-        _check(message.rid, message.prompt_tokens, message.cached_tokens)
-    elif isinstance(message, RequestEnded):
-        _check(message.rid, message.completion_tokens)
-    elif isinstance(message, Adopted):
-        if len(message.requests) > MAX_ADOPTED:
-            raise MalformedMessage(f"{len(message.requests)} requests in one message")
-        for request in message.requests:
-            ranks = (request.prefill_rank, request.decode_rank)
-            _check(request.rid, request.prompt_tokens, request.max_new_tokens, *ranks)
+    if isinstance(message, RequestArrived) and message.deadline_s is not None:
+        raise MalformedMessage("deadline_s is a time of the sender's clock")
     return message
 
 
 def decode_from_scheduler(frames: Sequence[bytes]) -> FromScheduler:
     """Parse what the scheduler sent. Raises: MalformedMessage."""
     message: FromScheduler = _decode(_from_scheduler, frames)
-    _check_term(message.term)
     return message
 
 
@@ -383,23 +336,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> A
         return decoder.decode(frames[1])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedMessage(str(error)) from error
-
-
-def _check_term(term: int) -> None:
-    if not 0 <= term <= MAX_TERM:
-        raise MalformedMessage(f"{term} is no term")
-
-
-def _check_blocks(blocks: list[int]) -> None:
-    if len(blocks) > MAX_BLOCKS:
-        raise MalformedMessage(f"{len(blocks)} blocks")
-    if blocks and not -(1 << 63) <= min(blocks) <= max(blocks) < 1 << 63:
-        raise MalformedMessage("the name of a block is no signed 64-bit number")
-
-
-def _check(rid: str, *counts: int | None) -> None:
-    if not 0 < len(rid) <= MAX_RID_CHARS:
-        raise MalformedMessage("the rid is empty or too long")
-    for count in counts:
-        if count is not None and not 0 <= count <= MAX_COUNT:
-            raise MalformedMessage(f"{count} is not a count")

@@ -1,7 +1,5 @@
-"""Workers on the wire: what the scheduler process tells of them, and a front end's copy of it.
-
-Owns what is told besides :class:`WorkerFacts`, and the registry of a front end, which follows the
-scheduler's while there is one and stands on its own while there is none. Must not know sockets.
+"""Workers on the wire: what the scheduler process tells of them, and the registry of a front end,
+which follows the scheduler's while there is one and stands on its own while there is none.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ _MAX_PROBLEM_CHARS = 512
 
 
 def state_of(worker: Worker, now_s: float) -> WorkerState:
-    """What a front end is told of a worker."""
     facts: dict[str, Any] = {name: getattr(worker, name) for name in WorkerFacts.__struct_fields__}
     problems = {kind: text[:_MAX_PROBLEM_CHARS] for kind, text in worker.problems.items()}
     return WorkerState(
@@ -90,9 +87,8 @@ class MirroredRegistry(Registry):
             worker.active_everywhere = state.active
             worker.problems = state.problems | own
             worker.reports = {0: state.reports}
-            worker.last_report_s = (
-                {0: now_s - state.report_age_s} if state.report_age_s is not None else {}
-            )
+            age_s = state.report_age_s
+            worker.last_report_s = {0: now_s - age_s} if age_s is not None else {}
             worker.announced = worker.usable
         for worker in self:
             if worker.url not in known:
@@ -100,18 +96,9 @@ class MirroredRegistry(Registry):
                 self.remove(worker)
 
     def leg_failed(self, failure: LegFailure) -> None:
-        if not failure.counts_against_worker:
-            return
-        failed = LegFailed(
-            worker=failure.worker,
-            leg=failure.leg,
-            status=failure.status,
-            code=failure.code,
-            message=failure.message[:2048],
-            transport=failure.transport,
-            unreachable=failure.unreachable,
-        )
-        if not self._report(failed):
+        if failure.counts_against_worker and not self._report(
+            msgspec.convert(failure, LegFailed, from_attributes=True)
+        ):
             super().leg_failed(failure)
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:

@@ -1,8 +1,4 @@
-"""Steps that must be taken, however often it takes.
-
-Owns what is left of them and what was logged about it. Must not know what they do or when it is
-time for the next try.
-"""
+"""Steps that must be taken, however often it takes."""
 
 from __future__ import annotations
 
@@ -35,7 +31,6 @@ class Undone:
             self._steps.append(step)
 
     def clear(self) -> None:
-        """What is left is not needed any more."""
         self._steps.clear()
         self._logged.clear()
 

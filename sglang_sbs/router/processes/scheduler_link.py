@@ -1,8 +1,7 @@
 """A front end's line to the scheduler process, and what it does while that is cut.
 
-Owns the session with the scheduler, and the fallback: a :class:`Scheduler` of its own with an
-immediate policy, fed with the workers last heard of and with this front end's own requests. Must
-not know HTTP, sockets (it is given a ``connect``) or how a rank is chosen.
+The fallback is a :class:`Scheduler` of its own with an immediate policy, fed with the workers last
+heard of and with this front end's own requests.
 
 Theory of operation
 -------------------
@@ -21,8 +20,8 @@ wait for it.
 
 Each session is a socket of its own: what was under way in the old one cannot reach the new one, in
 either direction. Whom it is with is the business of a
-:class:`~.leading.scheduler_choice.Choice`. What is said in an earlier term than the latest one
-heard of is dropped, and the session ends.
+:class:`~.leading.scheduler_choice.SchedulerChoice`. What is said in an earlier term than the latest
+one heard of is dropped, and the session ends.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from sglang_sbs import __version__
@@ -41,36 +41,14 @@ from sglang_sbs.router.assignment.scheduler_driver import (
     SchedulerLike,
     SchedulerPump,
 )
+from sglang_sbs.router.processes import messages
+from sglang_sbs.router.processes.calls import Calls, no_scheduler
 from sglang_sbs.router.processes.leading.followed import Followed, LeadView
-from sglang_sbs.router.processes.leading.line import Line
-from sglang_sbs.router.processes.leading.scheduler_choice import Choice
-from sglang_sbs.router.processes.messages import (
-    MAX_ADOPTED,
-    OLDEST,
-    VERSION,
-    Abort,
-    Aborted,
-    Adopted,
-    Alive,
-    AskMetrics,
-    Bye,
-    Cluster,
-    DashboardFrame,
-    Decisions,
-    Done,
-    FromScheduler,
-    Hello,
-    LegFailed,
-    MetricsPage,
-    Silenced,
-    ToScheduler,
-    Unwelcome,
-    WatchDashboard,
-    Welcome,
-)
+from sglang_sbs.router.processes.leading.scheduler_choice import SchedulerChoice
+from sglang_sbs.router.processes.leading.scouts import Line
+from sglang_sbs.router.processes.messages import MAX_ADOPTED, OLDEST, VERSION
 from sglang_sbs.router.processes.mirrored_registry import MirroredRegistry
 from sglang_sbs.router.processes.retried_steps import Undone
-from sglang_sbs.router.processes.scheduler_calls import SchedulerCalls
 from sglang_sbs.scheduling.events import (
     BlocksCleared,
     Event,
@@ -92,6 +70,8 @@ _FORGIVEN_S = 60.0
 _STALLED_S = 3 * ALIVE_EVERY_S
 """This process did nothing for so long: its silence tells nothing about the scheduler's."""
 _LAST_WORDS_MS = 200
+CALL_S = 5.0
+"""For an answer of the scheduler."""
 
 
 class SchedulerLink(Assigner):
@@ -99,7 +79,7 @@ class SchedulerLink(Assigner):
 
     def __init__(
         self,
-        choice: Choice,
+        choice: SchedulerChoice,
         registry: MirroredRegistry,
         *,
         name: str,
@@ -109,13 +89,13 @@ class SchedulerLink(Assigner):
         abort: Callable[[str], int],
         give_up_s: float,
         alone_changed: Callable[[bool], None] = lambda alone: None,
-        dashboard_frame: Callable[[DashboardFrame], None] = lambda frame: None,
+        dashboard_frame: Callable[[messages.DashboardFrame], None] = lambda frame: None,
     ) -> None:
         """``choice`` says whom to connect to, and does. ``fallback`` makes a scheduler for a time
         alone; ``observer`` counts its decisions.
         ``abort`` ends the requests of clients by the id they gave (empty: all); how many.
         ``alone_changed`` is told whenever the scheduler is lost or found again, and
-        ``dashboard_frame`` gets what :meth:`ask_dashboard` brings."""
+        ``dashboard_frame`` gets what a :class:`~.messages.WatchDashboard` brings."""
         super().__init__(give_up_s)
         self._observer = observer
         self.times_alone = 0
@@ -130,7 +110,7 @@ class SchedulerLink(Assigner):
         self._abort = abort
         self._id = uuid.uuid4().hex
         self._refusal = ""
-        self.calls = SchedulerCalls(self._tell)
+        self._calls: Calls[messages.Done] = Calls()
         self.fenced = 0
         """Messages of schedulers that were replaced."""
         self._followed = Followed()
@@ -172,12 +152,26 @@ class SchedulerLink(Assigner):
     def _say(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
         if self._pump is not None:
             self._pump.submit(event)
-        elif not self._tell(event):
+        elif not self.tell(event):
             # Not taken: whatever became of it, the announcement of the next session has it all.
             self._lose("it takes no messages")
 
-    def _tell(self, message: ToScheduler) -> bool:
+    def tell(self, message: messages.ToScheduler) -> bool:
+        """False if there is no scheduler to tell."""
         return self.connected and self._line is not None and self._line.tell(message)
+
+    async def ask(self, question: messages.Question) -> messages.Done:
+        """What only the scheduler can do. Raises: RouterError, 503, there is no scheduler, or no
+        answer of it; ValueError, as the scheduler says, it cannot be."""
+        try:
+            done = await self._calls.ask(self.tell, question, CALL_S)
+        except TimeoutError:
+            done = None
+        if done is None:
+            raise no_scheduler() from None
+        if done.error:
+            raise ValueError(done.error)
+        return done
 
     # Connected and alone ----------------------------------------------------------------------
 
@@ -194,24 +188,18 @@ class SchedulerLink(Assigner):
         self.connected = False
         self.times_alone += 1
         self._welcome.clear()
-        self.calls.give_up()
+        self._calls.give_up()
         self._undone.begin(self._place_alone, *more, self._tell_alone)
 
     def _place_alone(self) -> None:
         """Let the fallback place requests, those that wait first."""
         self._pump = pump = SchedulerPump(
-            self._fallback(),
-            decided=self._decided,
-            failed=self._fail,
-            counts=self._observer,
+            self._fallback(), decided=self._decided, failed=self._fail, counts=self._observer
         )
         try:
-            for up in self._registry.announcements():
-                pump.submit(up)
-            for adopted in self._placed():
-                pump.submit(adopted)
-            for arrival in self._undecided():
-                pump.submit(arrival)
+            known = chain[Event](self._registry.announcements(), self._placed())
+            for event in chain[Event](known, self._undecided()):
+                pump.submit(event)
         except BaseException:
             self._leave_pump()  # the next one gets it all again
             raise
@@ -248,7 +236,7 @@ class SchedulerLink(Assigner):
     def _tell_alone(self) -> None:
         self._alone_changed(True)
 
-    def _welcomed(self, welcome: Welcome) -> None:
+    def _welcomed(self, welcome: messages.Welcome) -> None:
         if self.connected or self._line is None:
             return
         try:
@@ -260,7 +248,7 @@ class SchedulerLink(Assigner):
             self._welcome.set()
             self._alone_changed(False)
 
-    def _join(self, welcome: Welcome) -> None:
+    def _join(self, welcome: messages.Welcome) -> None:
         """From alone to connected, and alone again if it is lost meanwhile."""
         if not OLDEST <= welcome.version <= VERSION:
             logger.error("the scheduler speaks version %d: run the same release", welcome.version)
@@ -277,7 +265,7 @@ class SchedulerLink(Assigner):
         self._registry.follow(welcome.workers)
         placed = self._placed()
         for first in range(0, len(placed), MAX_ADOPTED):
-            self._tell(Adopted(requests=placed[first : first + MAX_ADOPTED]))
+            self.tell(messages.Adopted(requests=placed[first : first + MAX_ADOPTED]))
         for arrival in self._undecided():
             self._say(arrival)
         if not self.connected:
@@ -296,7 +284,7 @@ class SchedulerLink(Assigner):
             before.close()
         line: Line
 
-        def take(message: FromScheduler) -> None:
+        def take(message: messages.FromScheduler) -> None:
             if line is self._line:
                 self._received(message)
 
@@ -329,89 +317,75 @@ class SchedulerLink(Assigner):
         if self._line is None:
             return
         if not self.connected:
-            self._line.tell(
-                Hello(
-                    version=VERSION,
-                    front_end=self._id,
-                    name=self._name,
-                    scheduler=self._followed.boot_id,
-                    workers=self._registry.states(),
-                    oldest=OLDEST,
-                    release=__version__,
-                    term=self._choice.term,
-                    last_term=self._followed.term,
-                )
+            hello = messages.Hello(
+                version=VERSION,
+                front_end=self._id,
+                name=self._name,
+                scheduler=self._followed.boot_id,
+                workers=self._registry.states(),
+                oldest=OLDEST,
+                release=__version__,
+                term=self._choice.term,
+                last_term=self._followed.term,
             )
+            self._line.tell(hello)
         elif stalled:
             self._heard_s = now_s
         elif now_s - self._heard_s > self._patience_s:
             self._lose(f"silent for {now_s - self._heard_s:.1f} s")
-        elif not self._line.tell(Alive()):
+        elif not self._line.tell(messages.Alive()):
             self._lose("it takes no messages")
         elif now_s - self._found_s > _FORGIVEN_S:
             self._patience_s = LOST_AFTER_S
 
-    def _received(self, message: FromScheduler) -> None:
+    def _received(self, message: messages.FromScheduler) -> None:
         self._heard_s = self._loop.time()
-        if 0 < message.term < self._choice.term and not isinstance(message, Unwelcome):
-            self.fenced += 1
-            self._lose(f"it was replaced: term {message.term}, not {self._choice.term}")
-            return
-        if not isinstance(message, Unwelcome):
+        if not isinstance(message, messages.Unwelcome):
+            if 0 < message.term < self._choice.term:
+                self.fenced += 1
+                self._lose(f"it was replaced: term {message.term}, not {self._choice.term}")
+                return
             self._choice.term = max(self._choice.term, message.term)
         match message:
-            case Welcome():
+            case messages.Welcome():
                 self._welcomed(message)
-            case Unwelcome() if message.standby:
+            case messages.Unwelcome() if message.standby:
                 self._lose(f"it is a standby of {message.active or 'another one'}")
                 self._choice.turned_away()
-            case Unwelcome():
+            case messages.Unwelcome():
                 if message.reason and message.reason != self._refusal:
                     self._refusal = message.reason
                     logger.error("the scheduler will not serve this front end: %s", message.reason)
                 elif not message.reason:
                     self._lose("it does not know this front end: it was restarted")
-            case Done():
-                self.calls.answered(message)
-            case AskMetrics():
-                self._tell(MetricsPage(call=message.call, text=self._metrics_page()))
-            case Abort():
-                self._tell(Aborted(call=message.call, count=self._abort(message.rid)))
-            case Alive():
-                pass
+            case messages.Done():
+                self._calls.answered(message.call, message)
+            case messages.AskMetrics():
+                self.tell(messages.MetricsPage(call=message.call, text=self._metrics_page()))
+            case messages.Abort():
+                self.tell(messages.Aborted(call=message.call, count=self._abort(message.rid)))
             case _ if not self.connected:
                 pass
-            case Decisions():
+            case messages.Decisions():
                 for command in message.commands:
                     self._decided(command)
-            case Cluster():
+            case messages.Cluster():
                 self._registry.follow(message.workers)
                 self._followed.said(message)
                 if message.snapshot is not None:
                     self._snapshot = message.snapshot
-            case DashboardFrame():
+            case messages.DashboardFrame():
                 self._dashboard_frame(message)
-            case Silenced():
-                worker = self._registry.get(message.worker)
-                if worker is not None:
+            case messages.Silenced():
+                if worker := self._registry.get(message.worker):
                     self._registry.silenced(worker)
 
-    # What only the scheduler can do -----------------------------------------------------------
-
-    def report(self, failed: LegFailed) -> bool:
-        """Blame a worker for a leg; False if there is no scheduler to tell."""
-        return self._tell(failed)
-
-    def ask_dashboard(self, question: WatchDashboard) -> bool:
-        """Want frames for some seconds; False if there is no scheduler to ask."""
-        return self._tell(question)
+    # Views and end ----------------------------------------------------------------------------
 
     @property
     def fallback_pump(self) -> SchedulerPump | None:
         """What places requests while alone."""
         return self._pump
-
-    # Views and end ----------------------------------------------------------------------------
 
     @property
     def scheduler_errors(self) -> int:
@@ -420,12 +394,9 @@ class SchedulerLink(Assigner):
 
     def snapshot(self) -> Any:
         """The scheduler's state as last heard, or the fallback's."""
-        if self._pump is not None:
-            return self._pump.snapshot()
-        return self._snapshot
+        return self._snapshot if self._pump is None else self._pump.snapshot()
 
     def lead(self) -> LeadView:
-        """Who schedules, for people."""
         return self._followed.view(
             *(self._choice.target, self._choice.term, self.times_alone - 1),
             connected=self.connected,
@@ -435,10 +406,9 @@ class SchedulerLink(Assigner):
         """The scheduler process keeps the log."""
 
     def close(self) -> None:
-        """Part from the scheduler."""
         if self._ticker is not None:
             self._ticker.cancel()
-        self._tell(Bye())
+        self.tell(messages.Bye())
         self.connected = False
         if self._pump is not None:
             self._pump.close()

@@ -1,8 +1,7 @@
 """The scheduler process of a router with several front ends, put together.
 
-Owns construction and lifetime of its parts: the scheduler, everything that hears from engines, the
-sockets front ends come to, and the metrics port, which shows the sum over all processes. Must not
-know what the parts do. It serves no clients.
+Its parts: the scheduler, everything that hears from engines, the sockets front ends come to, and
+the metrics port, which shows the sum over all processes. It serves no clients.
 """
 
 from __future__ import annotations
@@ -29,23 +28,18 @@ from sglang_sbs.router.processes.dashboard_leases import Leases
 from sglang_sbs.router.processes.front_end_sessions import Hub
 from sglang_sbs.router.processes.leading.fixed_order import FixedOrder
 from sglang_sbs.router.processes.leading.lead import Lead, Unopposed
-from sglang_sbs.router.processes.leading.line import Line
-from sglang_sbs.router.processes.messages import FromScheduler, ToScheduler, WatchDashboard
+from sglang_sbs.router.processes.leading.scouts import Line
+from sglang_sbs.router.processes.messages import FromScheduler
 from sglang_sbs.router.processes.sockets import FrontEndSocket, SchedulerSocket
 from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers, page_parts
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, snapshot_families
-from sglang_sbs.router.telemetry.metrics_port import MetricsPort
+from sglang_sbs.router.telemetry.metrics_port import MetricsPort, page_of
 from sglang_sbs.router.telemetry.worker_metrics import model_name
-from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import problems_of
 from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.scheduling.events import (
-    Event,
-    InstanceDown,
-    InstanceUp,
-)
+from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceUp
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +77,8 @@ class SchedulerProcess:
 
     async def start(self) -> None:
         """Listen for front ends; workers are waited for in the background.
-
-        Raises:
-            OSError: an endpoint or the metrics port is taken.
-            ValueError: no way to look for workers (``--service-discovery``).
-        """
+        Raises: OSError, an endpoint or the metrics port is taken; ValueError, no way to look for
+        workers (``--service-discovery``)."""
         options = self.options
         several = options.several
         assert several.listen is not None, "checked with the command line"
@@ -96,11 +87,18 @@ class SchedulerProcess:
         self.lead = Lead(election, several.advertise, told)
         log = EventLogWriter(options.event_log, options.scheduler) if options.event_log else None
         self._session = worker_session(options)
+        # What is made later is looked up when it is called.
         self._watch = Watch(
-            *(options, self._submit, self._find_owner, self.metrics, self._session),
-            silenced=self._silenced,
+            options,
+            self._submit,
+            lambda rid, role: self._hub.find_owner(rid, role),  # noqa: PLW0108
+            self.metrics,
+            self._session,
+            silenced=lambda worker: self._hub.silenced(worker),  # noqa: PLW0108
         )
-        self._sockets = SchedulerSocket(self._received)
+        self._sockets = SchedulerSocket(
+            lambda who, message: self._hub.receive(who, message)  # noqa: PLW0108
+        )
         self._hub = Hub(
             self._watch,
             self._sockets.tell,
@@ -108,7 +106,7 @@ class SchedulerProcess:
             lead=self.lead,
             observer=self.metrics,
             event_log=log,
-            watch_dashboard=self._watch_dashboard,
+            watch_dashboard=lambda who, asked: self._leases.ask(who, asked),  # noqa: PLW0108
             retire_page=self._retire,
         )
         registry = self._watch.registry
@@ -137,7 +135,6 @@ class SchedulerProcess:
 
     @property
     def front_ends(self) -> int:
-        """Connected now."""
         return self._hub.front_ends
 
     def let_go(self) -> None:
@@ -190,7 +187,7 @@ class SchedulerProcess:
 
     def _has_looked(self) -> bool:
         found = len(self._watch.registry) > 0 or self.options.discovery is None
-        return found and self._hub.looked
+        return found and self._hub.membership.looked
 
     # Between the parts ------------------------------------------------------------------------
 
@@ -199,20 +196,8 @@ class SchedulerProcess:
         if isinstance(event, InstanceUp | InstanceDown):
             self._hub.workers_changed()
 
-    def _received(self, identity: bytes, message: ToScheduler) -> None:
-        self._hub.receive(identity, message)
-
-    def _find_owner(self, rid: str, role: str) -> str | None:
-        return self._hub.find_owner(rid, role)
-
     def _knows(self, worker_url: str) -> bool:
         return self._watch.registry.get(worker_url) is not None
-
-    def _silenced(self, worker: Worker) -> None:
-        self._hub.silenced(worker)
-
-    def _watch_dashboard(self, identity: bytes, asked: WatchDashboard) -> None:
-        self._leases.ask(identity, asked)
 
     async def _flush_log(self) -> None:
         while True:
@@ -222,11 +207,9 @@ class SchedulerProcess:
     # Metrics ----------------------------------------------------------------------------------
 
     async def _listen_for_metrics(self) -> None:
-        port = MetricsPort(
-            *(self._metrics, self.metrics.malformed_request, 1.0),
-            {"/readiness": self._readiness, "/active": self._active},
-        )
-        self._metrics_port = port
+        pages = {"/readiness": self._readiness, "/active": self._active}
+        malformed = self.metrics.malformed_request
+        self._metrics_port = port = MetricsPort(self._metrics, malformed, 1.0, pages)
         host, number = self.options.prometheus_host, self.options.prometheus_port
         if self.options.take_over:
             waiting = port.open_when_free(host, number, self._opened)
@@ -249,10 +232,7 @@ class SchedulerProcess:
             if time.monotonic() - since_s > _SCRAPE_TURN_S:
                 await asyncio.sleep(0)  # decisions first
                 since_s = time.monotonic()
-        return web.Response(
-            body="".join(parts).encode(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return page_of("".join(parts).encode())
 
     async def _readiness(self, _request: web.Request) -> web.Response:
         """A standby is ready, too: it can take over."""
@@ -260,19 +240,13 @@ class SchedulerProcess:
         return self._standing("ready" if ready else "looking at the workers", good=ready)
 
     async def _active(self, _request: web.Request) -> web.Response:
-        """For who wants the one that schedules."""
-        active = self.lead.active
-        return self._standing("active" if active else "standby", good=active)
+        return self._standing("active" if self.lead.active else "standby", good=self.lead.active)
 
     def _standing(self, status: str, *, good: bool) -> web.Response:
-        shown = {
-            "status": status,
-            "scheduler": "active" if self.lead.active else "standby",
-            "term": self.lead.term,
-            "leader": self.lead.leader,
-            "front_ends": self.front_ends,
-        }
-        return web.json_response(shown, status=200 if good else 503)
+        lead = self.lead
+        shown = {"status": status, "scheduler": "active" if lead.active else "standby"}
+        known = {"term": lead.term, "leader": lead.leader, "front_ends": self.front_ends}
+        return web.json_response(shown | known, status=200 if good else 503)
 
     def _retire(self, page: str) -> None:
         """What a dead front end counted still happened."""
@@ -290,22 +264,16 @@ class SchedulerProcess:
         yield from lag_families(self._hub.lag)
         yield from self.lead.families()
         yield from self._watch.families()
-        errors = total("sbs_scheduler_errors", "Events the scheduler failed on: a defect")
-        errors.add_metric([], self._hub.pump.errors)
-        front_ends = gauge("sbs_front_ends", "Front ends connected to the scheduler")
-        front_ends.add_metric([], self._hub.front_ends)
-        messages = total("sbs_front_end_messages", "Messages of front ends by fate", "fate")
-        for fate, count in self._sockets.counts.items():
-            messages.add_metric([fate], count)
-        messages.add_metric(["foreign"], self._hub.foreign)
-        yield from (errors, front_ends, messages)
+        about = "Events the scheduler failed on: a defect"
+        yield total("sbs_scheduler_errors", about, self._hub.pump.errors)
+        yield gauge("sbs_front_ends", "Front ends connected to the scheduler", self.front_ends)
+        fates = self._sockets.counts | {"foreign": self._hub.foreign}
+        yield total("sbs_front_end_messages", "Messages of front ends by fate", fates, "fate")
         yield self.metrics.selections(model_name(self._watch.registry))
 
 
 def _election_of(several: SeveralProcesses) -> Election:
-    """How it is decided who schedules. Raises: ValueError."""
-    flags = several.election
-    if flags is not None:
+    if (flags := several.election) is not None:
         try:
             times = ElectionTimes(flags.lease_s, flags.renew_s, flags.retry_s)
             return parse_election(flags.url, several.advertise, times)

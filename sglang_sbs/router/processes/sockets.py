@@ -1,8 +1,7 @@
 """The ZMQ sockets between front ends and the scheduler process.
 
-Owns framing, identities, authentication and the event loop's side of ZMQ. Must not know what a
-message means: frames that are none are counted, logged once and dropped. An ``ipc`` socket is
-protected by the directory it lies in, a ``tcp`` one by CURVE keys.
+Frames that are no message are counted, logged once and dropped. An ``ipc`` socket is protected by
+the directory it lies in, a ``tcp`` one by CURVE keys.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _UNHEARD_MS = 4000
 
 
 class _Socket:
-    """A ZMQ socket in an event loop."""
-
     def __init__(self, kind: int, take: Callable[[list[bytes]], None]) -> None:
         """Raises: zmq.ZMQError, there is no room for another one."""
         self._take = take
@@ -56,16 +53,14 @@ class _Socket:
             self._socket.set_hwm(_HWM)
             # A network that swallows everything breaks no connection; this does.
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _UNHEARD_MS)
-            self._socket.setsockopt(zmq.HANDSHAKE_IVL, _UNHEARD_MS)
-            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _UNHEARD_MS)
+            for patience in (zmq.HEARTBEAT_TIMEOUT, zmq.HANDSHAKE_IVL, zmq.CONNECT_TIMEOUT):
+                self._socket.setsockopt(patience, _UNHEARD_MS)
         except BaseException:
             _Socket.close(self)
             self.end()
             raise
 
     def watch(self) -> None:
-        """Take messages from now on, in the event loop."""
         assert self._socket is not None
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self.drain)
@@ -90,7 +85,6 @@ class _Socket:
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Take what is there."""
         self._again = False
         for _ in range(_DRAIN_LIMIT):
             if self._socket is None:
@@ -123,10 +117,7 @@ class FrontEndSocket(_Socket):
     """The front end's end (DEALER). Each one is a new session for the scheduler."""
 
     def __init__(
-        self,
-        endpoint: str,
-        keys: CurveKeys | None,
-        receive: Callable[[FromScheduler], None],
+        self, endpoint: str, keys: CurveKeys | None, receive: Callable[[FromScheduler], None]
     ) -> None:
         """Raises: zmq.ZMQError, there is no room for another one, or no such endpoint."""
         super().__init__(zmq.DEALER, self._received)
@@ -147,7 +138,6 @@ class FrontEndSocket(_Socket):
             raise
 
     def tell(self, message: ToScheduler) -> bool:
-        """Send one message; False if no scheduler takes it."""
         return self.send(encode(message))
 
     def _received(self, frames: list[bytes]) -> None:
@@ -196,7 +186,6 @@ class SchedulerSocket(_Socket):
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def tell(self, identity: bytes, message: FromScheduler) -> bool:
-        """Send one message; False if that front end is gone."""
         return self.send([identity, *encode(message)])
 
     @property

@@ -1,63 +1,21 @@
-"""The Prometheus pages of several processes of one router as one.
-
-Owns adding them up. Must not know how they were fetched.
-"""
+"""The Prometheus pages of several processes of one router as one."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 _LASTING = ("counter", "histogram", "summary")
 _MEANS = frozenset({"sbs_prompt_bytes_per_token"})
 """Gauges of which every process has its own and whose sum would mean nothing."""
 _WORKER = re.compile(r'[{,]worker="([^"]*)"')
-
-_Key = tuple[str, tuple[tuple[str, str], ...]]
-
-
-class _Family:
-    def __init__(self, name: str, text: str, kind: str) -> None:
-        self.name, self.text, self.kind = name, text, kind
-        self.values: dict[_Key, float] = {}
-        self.counts: dict[_Key, int] = {}
-
-    def add(self, key: _Key, value: float) -> None:
-        known = self.values.get(key)
-        if known is None:
-            self.values[key], self.counts[key] = value, 1
-        elif key[0].endswith("_created"):
-            self.values[key] = min(known, value)
-        else:
-            self.values[key] = known + value
-            self.counts[key] += 1
-
-    def take(self, family: Metric) -> None:
-        for sample in family.samples:
-            self.add((sample.name, tuple(sorted(sample.labels.items()))), sample.value)
-
-    def metric(self) -> Metric:
-        out = Metric(self.name, self.text, self.kind)
-        for key, value in self.values.items():
-            name, labels = key
-            mean = value / self.counts[key] if name in _MEANS else value
-            out.add_sample(name, dict(labels), mean)
-        return out
-
-
-class _One:
-    """A collector of one family."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._family
 
 
 def of_workers(page: str, known: Callable[[str], bool]) -> str:
@@ -86,21 +44,33 @@ def page_parts(
 ) -> Iterator[str]:
     """:func:`add_pages` family by family: with a thousand ranks the whole takes a while, and who
     has other things to do can do them between two parts."""
-    alone = {family.name: family for family in own}
-    sums: dict[str, _Family] = {}
+    by_name: defaultdict[str, list[Metric]] = defaultdict(list)
+    for family in own:
+        by_name[family.name].append(family)
     for text in pages:
-        read: list[Metric] = []
         with contextlib.suppress(ValueError, KeyError, IndexError):
-            read = list(text_string_to_metric_families(text))
-        for family in read:
-            if family.name not in sums:
-                sums[family.name] = _Family(family.name, family.documentation, family.type)
-                mine = alone.pop(family.name, None)
-                if mine is not None:
-                    sums[family.name].take(mine)
-            sums[family.name].take(family)
-    for family in [*alone.values(), *(one.metric() for one in sums.values())]:
-        if not lasting_only or family.type in _LASTING:
-            registry = CollectorRegistry(auto_describe=False)
-            registry.register(_One(family))
-            yield generate_latest(registry).decode()
+            for family in list(text_string_to_metric_families(text)):
+                by_name[family.name].append(family)
+    for same in by_name.values():
+        if not lasting_only or same[0].type in _LASTING:
+            yield generate_latest(_One(_sum(same) if len(same) > 1 else same[0])).decode()
+
+
+def _sum(same: Sequence[Metric]) -> Metric:
+    values: defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = defaultdict(list)
+    for family in same:
+        for sample in family.samples:
+            values[sample.name, tuple(sorted(sample.labels.items()))].append(sample.value)
+    out = Metric(same[0].name, same[0].documentation, same[0].type)
+    for (name, labels), found in values.items():
+        value = min(found) if name.endswith("_created") else sum(found)
+        out.add_sample(name, dict(labels), value / len(found) if name in _MEANS else value)
+    return out
+
+
+class _One(Collector):
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family

@@ -1,9 +1,9 @@
 """Receives EndForward: the SUB socket, decoding, and whose message it is.
 
-Owns binding a message to a worker: by configured instance id, by a boot id already bound, by the
-request ids the message echoes. Must not know the scheduler's use of it. Whatever arrives from the
-network is counted, never raised. The socket has no authentication, so nothing a message says is
-believed beyond what an engine could mean, and none takes a worker down by itself.
+A message is bound to a worker by configured instance id, by a boot id already bound, or by the
+request ids that it echoes. Whatever arrives from the network is counted, never raised. The socket
+has no authentication, so nothing a message says is believed beyond what an engine could mean, and
+none takes a worker down by itself.
 
 A thousand ranks send tens of thousands of messages per second. What has come is received first, and
 worked on for ``_TURN_S`` at a time, so that a storm does not keep the rest of the process waiting.
@@ -23,6 +23,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 
 import msgspec
@@ -43,20 +44,25 @@ _DRAIN_LIMIT = 4096
 """Messages received before other callbacks of the event loop get a turn."""
 _TURN_S = 0.01
 """And time spent on them."""
-_RECEIVE_HWM = 128
-_RECEIVE_BYTES = 64 << 10
-"""Unread messages per sender, and what the kernel holds besides: seconds of a rank's reports. More
-would be of the past, and with a thousand ranks it would be gigabytes."""
-_RECONNECT_MS = 100
-_RECONNECT_AT_MOST_MS = 2_000
-_CONNECT_MS = 5_000
-"""Between two tries to reach an engine that binds, growing, and for each of them: what is sent to a
-host that is away is not refused, and the kernel alone would try for minutes, ever more rarely."""
-_HEARTBEAT_MS = 5_000
-_SILENT_MS = 15_000
-"""A connection on which nothing comes for so long after a heartbeat is over: a host that vanished
-closes none, and one that came back with the same address would not be heard."""
 _MAX_MESSAGE_BYTES = 1 << 20
+_OF_SUBSCRIBERS = {
+    zmq.LINGER: 0,
+    zmq.IPV6: 1,
+    zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
+    # Unread messages per sender, and what the kernel holds besides: seconds of a rank's reports.
+    # More would be of the past, and with a thousand ranks it would be gigabytes.
+    zmq.RCVHWM: 128,
+    zmq.RCVBUF: 64 << 10,
+    # Between two tries to reach an engine that binds, growing, and for each of them: what is sent
+    # to a host that is away is not refused, and the kernel alone would try ever more rarely.
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 2_000,
+    zmq.CONNECT_TIMEOUT: 5_000,
+    # A host that vanished closes no connection, and one that came back with the same address would
+    # not be heard.
+    zmq.HEARTBEAT_IVL: 5_000,
+    zmq.HEARTBEAT_TIMEOUT: 15_000,
+}
 _MAX_BOOTS = 10_000
 _MAX_STRANGERS = 64
 """Unknown senders named in the log; more are only counted."""
@@ -78,13 +84,12 @@ FindOwner = Callable[[str, str], str | None]
 """``(rid, role) -> worker URL``: where the router sent that leg, if it knows the request."""
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
-    """An unread message; ``key``: the rank whose later one may take its place."""
-
-    __slots__ = ("key", "peer", "report")
-
-    def __init__(self, report: EndForward, peer: str, key: tuple[str, int] | None) -> None:
-        self.report, self.peer, self.key = report, peer, key
+    report: EndForward
+    peer: str
+    key: tuple[str, int] | None = None
+    """The rank whose later message may take its place."""
 
 
 class EndForwardListener:
@@ -140,9 +145,8 @@ class EndForwardListener:
             except zmq.ZMQError as error:
                 listening.close(0)
                 self._end_context()
-                raise OSError(
-                    error.errno, f"--sbs-endforward-bind {bind}: {error.strerror}"
-                ) from error
+                text = f"--sbs-endforward-bind {bind}: {error.strerror}"
+                raise OSError(error.errno, text) from error
             endpoint = listening.getsockopt_string(zmq.LAST_ENDPOINT)
         self._dialling = listening
         self._watch(listening)
@@ -156,16 +160,8 @@ class EndForwardListener:
     def _subscriber(self) -> zmq.Socket[bytes]:
         assert self._context is not None
         sock = self._context.socket(zmq.SUB)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.IPV6, 1)
-        sock.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
-        sock.setsockopt(zmq.RCVBUF, _RECEIVE_BYTES)
-        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_AT_MOST_MS)
-        sock.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-        sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+        for option, value in _OF_SUBSCRIBERS.items():
+            sock.setsockopt(option, value)
         sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
         return sock
 
@@ -192,8 +188,7 @@ class EndForwardListener:
             self._context = None
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
-        """``/server_info`` was read: learn its boot id, connect to a publisher that binds, and no
-        longer to where it was before."""
+        """``/server_info`` was read: connect to a publisher that binds, and to no earlier one."""
         if self._registry.get(worker.url) is not worker:
             return  # removed while it was asked
         if info.nodes > 1 and self._registry.listens_to_events(worker):
@@ -206,21 +201,17 @@ class EndForwardListener:
         endpoints = publisher_endpoints(worker.url, bind, info.dp_size)
         if bind and not endpoints:
             told = f"it binds {bind[:100]!r}, where no router can connect"
-            wanted = (
-                f"set SGLANG_SBS_BIND=tcp://*:PORT there, with {info.dp_size} ports from PORT on"
-            )
-            self._registry.report_problem(worker, "bind", f"{told}: {wanted}")
+            wanted = f"with {info.dp_size} ports from PORT on"
+            text = f"{told}: set SGLANG_SBS_BIND=tcp://*:PORT there, {wanted}"
+            self._registry.report_problem(worker, "bind", text)
         else:
             worker.problems.pop("bind", None)
         self._follow(worker.url, frozenset(endpoints))
 
     def removed(self, worker_url: str) -> None:
-        """Nothing of it is wanted any more."""
         for boot_id in [boot_id for boot_id, url in self._boots.items() if url == worker_url]:
             del self._boots[boot_id]
         self._follow(worker_url, frozenset())
-
-    # Engines that bind ------------------------------------------------------------------------
 
     def _follow(self, worker_url: str, endpoints: frozenset[str]) -> None:
         before = self._binding.get(worker_url, frozenset())
@@ -252,8 +243,7 @@ class EndForwardListener:
 
     def receive(self, frames: list[bytes], peer: str = "") -> None:
         """Handle one message. ``peer``: the IP address it came from, if that is known."""
-        report = self._parse(frames)
-        if report is not None:
+        if (report := self._parse(frames)) is not None:
             self._handle(report, peer)
 
     def _parse(self, frames: list[bytes]) -> EndForward | None:
@@ -324,8 +314,7 @@ class EndForwardListener:
             frames, peer = _receive(sock, asks_peer=self._registry.asks_peers)
             if not frames:
                 return True
-            report = self._parse(frames)
-            if report is not None:
+            if (report := self._parse(frames)) is not None:
                 self._queue(report, peer)
         return False
 
@@ -333,8 +322,7 @@ class EndForwardListener:
         key = (report.boot_id, report.dp_rank)
         earlier = self._newest.get(key)
         if earlier is not None and earlier.report.seq < report.seq:
-            rids = earlier.report.rids
-            if rids:
+            if rids := earlier.report.rids:
                 report = msgspec.structs.replace(report, rids=[*rids, *report.rids])
             self.counts["superseded"] += 1
             earlier.report, earlier.peer = report, peer
@@ -342,7 +330,7 @@ class EndForwardListener:
                 del self._newest[key]
                 earlier.key = None
             return
-        slot = _Slot(report, peer, None)
+        slot = _Slot(report, peer)
         if earlier is None and _is_state(report):
             slot.key = key
             self._newest[key] = slot
@@ -350,27 +338,18 @@ class EndForwardListener:
 
     def _bind(self, report: EndForward) -> Worker | None:
         url = self._boots.get(report.boot_id)
-        if url is not None:
-            worker = self._registry.get(url)
-            if worker is not None:
-                return worker
-        worker = self._identify(report)
+        if url is not None and (worker := self._registry.get(url)) is not None:
+            return worker
+        worker, warned = self._identify(report), self._unbound_warned
         if worker is not None:
             if len(self._boots) >= _MAX_BOOTS:
                 self._boots.clear()
             self._boots[report.boot_id] = worker.url
-            logger.info(
-                "EndForward of boot %s is worker %s (%s)",
-                report.boot_id[:8],
-                worker.url,
-                "by instance id" if report.instance_id else "by echoed request ids",
-            )
-        elif (
-            report.instance_id
-            and len(self._unbound_warned) < _MAX_STRANGERS
-            and report.boot_id not in self._unbound_warned
-        ):
-            self._unbound_warned.add(report.boot_id)
+            how = "by instance id" if report.instance_id else "by echoed request ids"
+            boot = report.boot_id[:8]
+            logger.info("EndForward of boot %s is worker %s (%s)", boot, worker.url, how)
+        elif report.instance_id and len(warned) < _MAX_STRANGERS and report.boot_id not in warned:
+            warned.add(report.boot_id)
             logger.warning(
                 "EndForward from instance %r, which is no worker of this router; waiting for "
                 "request ids it echoes. Set SGLANG_SBS_INSTANCE_ID to the worker URL given here",
@@ -379,15 +358,11 @@ class EndForwardListener:
         return worker
 
     def _identify(self, report: EndForward) -> Worker | None:
-        if report.instance_id:
-            worker = self._registry.by_alias(report.instance_id)
-            if worker is not None:
-                return worker
-        for rid in report.rids:
-            url = self._find_owner(rid, report.role)
-            if url is not None:
-                return self._registry.get(url)
-        return None
+        if report.instance_id and (worker := self._registry.by_alias(report.instance_id)):
+            return worker
+        owners = (self._find_owner(rid, report.role) for rid in report.rids)
+        url = next((url for url in owners if url is not None), "")
+        return self._registry.get(url)
 
 
 def _receive(sock: zmq.Socket[bytes], *, asks_peer: bool) -> tuple[list[bytes], str]:

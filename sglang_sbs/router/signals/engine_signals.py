@@ -1,7 +1,5 @@
-"""Everything that hears from engines: the registry, EndForward, KV events, health and load polls.
-
-Owns putting them together, in whichever process has the scheduler. Must not know requests: what it
-needs of them it is given (``find_owner``).
+"""Everything that hears from engines: the registry, EndForward, KV events, health and load polls,
+in whichever process has the scheduler.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from sglang_sbs.router.telemetry.worker_metrics import Drift, worker_families
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.kubernetes_watch import PodDiscovery
 from sglang_sbs.router.workers.registry import Registry
-from sglang_sbs.router.workers.server_info import WorkerInfo
 from sglang_sbs.router.workers.worker import Worker, WorkerEvents
 from sglang_sbs.scheduling.events import Event, InstanceDown, InstanceRole, InstanceUp
 from sglang_sbs.scheduling.policy_names import facts_of
@@ -47,25 +44,22 @@ class Watch:
         session: aiohttp.ClientSession,
         silenced: Callable[[Worker], None],
     ) -> None:
-        """``silenced``: see :class:`~sglang_sbs.router.workers.worker.WorkerEvents`."""
         self._options = options
         self._metrics = metrics
         self._drift = Drift()
         self._submit = submit
+        reads_reports = facts_of(options.scheduler.policy).reads_reports
         self.registry = Registry(
             WorkerEvents(self._emit, self._doubted, silenced, self._removed),
             options.breaker,
-            expects_endforward=(
-                facts_of(options.scheduler.policy).reads_reports
-                and options.endforward_bind is not None
-            ),
+            expects_endforward=reads_reports and options.endforward_bind is not None,
             asks_cheaply=options.monitor.health_endpoint is None,
             prefix_source=options.prefix_source,
         )
         self._kv_events = KvEventSubscriber(self.registry, submit)
         self._listener = EndForwardListener(self.registry, submit, find_owner, self._reported)
         self._monitor = Monitor(
-            *(self.registry, session, options.monitor, submit, self._described),
+            *(self.registry, session, options.monitor, submit, self._listener.described),
             tls=worker_ssl(options),
         )
         found = options.discovery
@@ -81,21 +75,19 @@ class Watch:
         self._waiting = asyncio.create_task(self._open_when_free())
 
     async def _open_when_free(self) -> None:
-        logged = False
+        said = ""
         while True:
             try:
-                endpoint = self.open()
+                logger.info("EndForward at %s", self.open() or "nothing")
+                return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     logger.error("no EndForward: %s", error)
                     return
-                if not logged:
-                    logged = True
-                    logger.info("%s: waiting for it, load polls until then", error)
-                await asyncio.sleep(_TAKEN_AGAIN_S)
-            else:
-                logger.info("EndForward at %s", endpoint or "nothing")
-                return
+                if not said:
+                    said = f"{error}: waiting for it, load polls until then"
+                    logger.info("%s", said)
+            await asyncio.sleep(_TAKEN_AGAIN_S)
 
     def let_go(self) -> None:
         """No new requests come: leave the EndForward endpoint to a successor."""
@@ -110,7 +102,6 @@ class Watch:
         return worker
 
     def add_configured(self) -> None:
-        """The workers of the command line."""
         for url, port in self._options.prefill:
             self.add_worker(url, "prefill", port)
         for url in self._options.decode:
@@ -129,15 +120,10 @@ class Watch:
         self._kv_events.removed(worker.url)
 
     def families(self) -> Iterator[Metric]:
-        """What is known of workers and their messages, for a scrape."""
-        fates = total("sbs_endforward_received", "Messages by what became of them", "fate")
-        for fate, count in self._listener.counts.items():
-            fates.add_metric([fate], count)
-        busy = total(
-            "sbs_endforward_seconds", "Time spent on taking messages in, the scheduler's included"
-        )
-        busy.add_metric([], self._listener.busy_s)
-        yield from (fates, busy)
+        fates, about = self._listener.counts, "Messages by what became of them"
+        yield total("sbs_endforward_received", about, fates, "fate")
+        about = "Time spent on taking messages in, the scheduler's included"
+        yield total("sbs_endforward_seconds", about, self._listener.busy_s)
         if self._discovery is not None:
             yield from self._discovery.families()
         yield from self._kv_events.families()
@@ -153,12 +139,11 @@ class Watch:
     def _emit(self, event: Event) -> None:
         """What the registry says of instances; their KV events are followed while they are up."""
         self._submit(event)
-        if isinstance(event, InstanceUp | InstanceDown):
-            worker = self.registry.get(event.instance)
-            if worker is not None and isinstance(event, InstanceUp):
-                self._kv_events.up(worker)
-            elif worker is not None:
-                self._kv_events.down(worker)
+        if isinstance(event, InstanceUp | InstanceDown) and (
+            worker := self.registry.get(event.instance)
+        ):
+            up = isinstance(event, InstanceUp)
+            (self._kv_events.up if up else self._kv_events.down)(worker)
 
     def _doubted(self, worker: Worker) -> None:
         self._monitor.doubt(worker)
@@ -166,9 +151,6 @@ class Watch:
     def _removed(self, worker: Worker) -> None:
         self._metrics.forget(worker.url)
         self._drift.forget(worker.url)
-
-    def _described(self, worker: Worker, info: WorkerInfo) -> None:
-        self._listener.described(worker, info)
 
     def _reported(self, worker: Worker, report: EndForward) -> None:
         chunk = report.chunk_tokens or (worker.info.chunk_tokens if worker.info else 0)

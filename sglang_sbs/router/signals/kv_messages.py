@@ -1,7 +1,7 @@
 """SGLang's KV events as they arrive: which blocks a rank's cache gained and lost.
 
-Owns reading one published batch, in both shapes SGLang has used, and the frames of its replay
-protocol (``disaggregation/kv_events.py``). Must not know sockets, nor what blocks are good for.
+Of ``disaggregation/kv_events.py``: a published batch, in both shapes SGLang has used, and the
+frames of its replay protocol.
 
 A batch is the frames ``topic``, sequence number (signed 64-bit big-endian) and the msgpack array
 ``[ts, [event, ...], attn_dp_rank]``. Since SGLang 0.5.20 an event is a map with the key ``type``,
@@ -45,13 +45,8 @@ END_OF_REPLAY = -1
 
 _SEQ = struct.Struct(">q")
 _TIERS: dict[str | None, CacheTier] = {
-    None: "device",
-    "GPU": "device",
-    "CPU": "host",
-    "CPU_PINNED": "host",
-    "CPU_TIER1": "host",
-    "CPU_TIER2": "host",
-    "DISK": "host",
+    **dict.fromkeys((None, "GPU"), "device"),
+    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "CPU_TIER2", "DISK"), "host"),
 }
 """``StorageMedium``, also of older releases. ``EXTERNAL`` is no rank's own and is skipped."""
 
@@ -154,11 +149,8 @@ def decode_seq(frame: bytes) -> int:
 
 
 def live_frames(frames: Sequence[bytes], topic: bytes) -> tuple[int, bytes]:
-    """Sequence number and payload of a published message.
-
-    Raises:
-        MalformedMessage: wrong topic or frames; nothing is known of the batch, not even its number.
-    """
+    """Sequence number and payload of a published message. Raises: MalformedMessage, wrong topic or
+    frames; nothing is known of the batch, not even its number."""
     if len(frames) != 3 or frames[0] != topic:
         raise MalformedMessage(f"expected 3 frames starting with {topic[:64]!r}")
     seq = decode_seq(frames[1])
@@ -174,10 +166,7 @@ def replay_request(start_seq: int) -> list[bytes]:
 
 def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
     """Sequence number and payload of a message of a replay; ``END_OF_REPLAY`` and nothing at last.
-
-    Raises:
-        MalformedMessage: not of that form.
-    """
+    Raises: MalformedMessage, not of that form."""
     if len(frames) != 4 or frames[0] != b"":
         raise MalformedMessage("expected 4 frames starting with an empty one")
     seq = decode_seq(frames[2])
@@ -188,10 +177,7 @@ def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
 
 def decode_kv_batch(payload: bytes) -> KvBatch:
     """Read one batch; neighbouring changes of one kind and tier become one.
-
-    Raises:
-        MalformedMessage: not a batch, or an event of a known type that is none.
-    """
+    Raises: MalformedMessage, not a batch, or an event of a known type that is none."""
     parts = decode_in_parts(payload)
     while True:
         try:

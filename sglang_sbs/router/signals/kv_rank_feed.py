@@ -1,7 +1,7 @@
 """What one DP rank's cache holds, followed through its KV events: order, gaps, replays, restarts.
 
-Owns the state of one rank's subscription. Must not know sockets or clocks: messages, connections
-and timeouts are reported here, requests for a replay go out by a callback.
+Sans-I/O: messages, connections and timeouts are reported here, requests for a replay go out by a
+callback.
 
 Theory of operation
 -------------------
@@ -24,13 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from sglang_sbs.router.signals.kv_messages import END_OF_REPLAY, Change, KvBatch, decode_kv_batch
-from sglang_sbs.scheduling.events import (
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    CacheTier,
-    InstanceId,
-)
+from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheTier
 from sglang_sbs.wire import MalformedMessage
 
 MAX_BLOCKS_PER_EVENT = 2048
@@ -54,7 +48,7 @@ class RankFeed:
 
     def __init__(
         self,
-        instance: InstanceId,
+        instance: str,
         dp_rank: int,
         submit: Callable[[BlocksStored | BlocksRemoved | BlocksCleared], None],
         ask: Callable[[int], None] | None,
@@ -111,7 +105,6 @@ class RankFeed:
     # Live batches -----------------------------------------------------------------------------
 
     def live(self, seq: int, message: Message) -> None:
-        """A published batch."""
         self._follow(seq, self._read(message))
 
     def _follow(self, seq: int, batch: KvBatch | None) -> None:
@@ -193,7 +186,6 @@ class RankFeed:
             _apply(batch.changes, self._survivors)
 
     def replay_failed(self) -> None:
-        """Nothing (more) comes of the replay."""
         if self._replaying:
             self._broken = True
             self._replay_ended()
@@ -272,14 +264,10 @@ class RankFeed:
             kind = BlocksStored if change.kind == "stored" else BlocksRemoved
             for start in range(0, len(change.blocks), MAX_BLOCKS_PER_EVENT):
                 self._told = True
-                self._submit(
-                    kind(
-                        instance=self.instance,
-                        dp_rank=self.dp_rank,
-                        blocks=change.blocks[start : start + MAX_BLOCKS_PER_EVENT],
-                        tier=change.tier,
-                    )
-                )
+                blocks = change.blocks[start : start + MAX_BLOCKS_PER_EVENT]
+                instance, rank = self.instance, self.dp_rank
+                event = kind(instance=instance, dp_rank=rank, blocks=blocks, tier=change.tier)
+                self._submit(event)
 
 
 def _apply(changes: Iterable[Change], held: dict[CacheTier, dict[int, None]]) -> None:

@@ -1,7 +1,7 @@
 """The sockets to one DP rank that publishes KV events: connections, reading, replays.
 
-Says whether the rank can be heard, and hands what it publishes to its :class:`.RankFeed`, which
-knows in what order events belong. Whatever arrives is bounded, counted, and read in turns.
+What the rank publishes goes to its :class:`.RankFeed`, which knows in what order events belong.
+Whatever arrives is bounded, counted, and read in turns.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -30,6 +29,9 @@ from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksStored, InstanceId
 from sglang_sbs.wire import MalformedMessage
 
+if TYPE_CHECKING:
+    from sglang_sbs.router.signals.kv_subscriber import KvEventSubscriber
+
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.002
@@ -43,45 +45,26 @@ _AT_ONCE_BYTES = 64 << 10
 """A larger message is decoded in parts."""
 _LIVE_HWM = 2_000
 _REPLAY_HWM = 1_000
+_OF_SOCKETS = {
+    zmq.LINGER: 0,
+    zmq.IPV6: 1,
+    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 2_000,
+    # A host that vanished closes no connection.
+    zmq.HEARTBEAT_IVL: 5_000,
+    zmq.HEARTBEAT_TIMEOUT: 15_000,
+}
 _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
-class RankOwner(Protocol):
-    """Who holds the sockets of all ranks."""
-
-    context: zmq.Context[zmq.Socket[bytes]]
-
-    def counts_of(self, instance: InstanceId, rank: int) -> Counter[str]:
-        """They outlive the connections."""
-
-    def submit(self, instance: InstanceId, event: BlockEvent) -> None:
-        """For the scheduler."""
-
-    @property
-    def behind(self) -> bool:
-        """The scheduler has much to be told of what came: no more is to be read."""
-
-    def may_replay(self, rank: RankSockets) -> bool:
-        """Whether it may send its request now; else its ``request_replay`` is called later."""
-
-    def replay_over(self, rank: RankSockets) -> None:
-        """It needs no replay, or no longer."""
-
-
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, hwm: int) -> zmq.Socket[bytes]:
-    """Not connected yet."""
     sock = context.socket(kind)
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.IPV6, 1)
+    for option, value in _OF_SOCKETS.items():
+        sock.setsockopt(option, value)
     sock.setsockopt(zmq.RCVHWM, hwm)
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    sock.setsockopt(zmq.RECONNECT_IVL, 100)
-    sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
-    # A host that vanished closes no connection.
-    sock.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
     return sock
 
 
@@ -90,7 +73,7 @@ class RankSockets:
 
     def __init__(
         self,
-        owner: RankOwner,
+        owner: KvEventSubscriber,
         instance: InstanceId,
         endpoints: KvEndpoints,
         topic: str,
@@ -102,7 +85,7 @@ class RankSockets:
         self._topic = topic.encode()
         self._loop = asyncio.get_running_loop()
         self._delay: asyncio.TimerHandle | None = None
-        self._going_on: set[Callable[..., None]] = set()
+        self._going_on: set[zmq.Socket[bytes]] = set()
         self._reading: Generator[None, None, KvBatch] | None = None
         """A large message being decoded; no other is taken meanwhile."""
         self._replay_seq = 0
@@ -120,7 +103,7 @@ class RankSockets:
         self._live.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._monitor: zmq.Socket[bytes] | None = self._live.get_monitor_socket(_CONNECTION_EVENTS)
         self._watch(self._monitor, self._drain_monitor)
-        self._watch(self._live, self._drain_live)
+        self._watch(self._live, partial(self._drain, self._live))
         self._live.connect(self.endpoint)
 
     @property
@@ -140,15 +123,12 @@ class RankSockets:
         live, self._live = self._live, None
         monitor, self._monitor = self._monitor, None
         if monitor is not None and live is not None:
-            self._loop.remove_reader(int(monitor.getsockopt(zmq.FD)))
-            self._loop.remove_reader(int(live.getsockopt(zmq.FD)))
+            self._end(monitor)
             live.disable_monitor()
-            monitor.close(0)
-            live.close(0)
+            self._end(live)
         self.feed.disconnected()
 
     def tick(self, now_s: float) -> None:
-        """Notice a replay that stopped."""
         if self._replay is not None and now_s - self._replay_heard_s >= _REPLAY_SILENCE_S:
             self._close_replay()
             self.feed.replay_failed()
@@ -158,6 +138,10 @@ class RankSockets:
         self._loop.add_reader(int(sock.getsockopt(zmq.FD)), drain)
         # ZMQ's descriptor is edge-triggered, and using the socket may use up the edge.
         self._loop.call_soon(drain)
+
+    def _end(self, sock: zmq.Socket[bytes]) -> None:
+        self._loop.remove_reader(int(sock.getsockopt(zmq.FD)))
+        sock.close(0)
 
     # Publisher --------------------------------------------------------------------------------
 
@@ -190,27 +174,31 @@ class RankSockets:
         self._delay = None
         self.feed.connected()
 
-    def _drain_live(self) -> None:
+    def _drain(self, sock: zmq.Socket[bytes]) -> None:
+        """Take what came on one of the two sockets, for a turn."""
         until_s = time.monotonic() + TURN_S
-        while self._live is not None:
+        while sock in (self._live, self._replay):
             if self._owner.behind or self._reading is not None:
-                self._soon(self._drain_live)
+                self._soon(sock)
                 return
             try:
-                frames = self._live.recv_multipart(zmq.NOBLOCK)
+                frames = sock.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            # The publisher of this message may be another one than that of the message before.
-            self._drain_monitor()
+            is_live = sock is self._live
+            if is_live:  # its publisher may be another one than that of the message before
+                self._drain_monitor()
+            else:
+                self._replay_heard_s = time.monotonic()
             try:
-                seq, payload = live_frames(frames, self._topic)
+                read = live_frames(frames, self._topic) if is_live else replay_frames(frames)
             except MalformedMessage as error:
                 self._malformed(error)
                 continue
-            if self._delay is None:
-                self._read(self._live, seq, payload)
+            if not is_live or self._delay is None:
+                self._read(sock, *read)
             if time.monotonic() >= until_s:
-                self._soon(self._drain_live)
+                self._soon(sock)
                 return
 
     def _read(self, sock: zmq.Socket[bytes], seq: int, payload: bytes) -> None:
@@ -251,23 +239,22 @@ class RankSockets:
             self.feed.replayed(seq, message)
             self._after_replay()
 
-    def _soon(self, drain: Callable[..., None], *args: Any) -> None:
+    def _soon(self, sock: zmq.Socket[bytes]) -> None:
         """Go on in the next turn of the loop; once, however often it is asked for: the socket's
         descriptor calls too while anything is left."""
-        if drain not in self._going_on:
-            self._going_on.add(drain)
-            self._loop.call_soon(self._go_on, drain, args)
+        if sock not in self._going_on:
+            self._going_on.add(sock)
+            self._loop.call_soon(self._go_on, sock)
 
-    def _go_on(self, drain: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self._going_on.discard(drain)
-        drain(*args)
+    def _go_on(self, sock: zmq.Socket[bytes]) -> None:
+        self._going_on.discard(sock)
+        self._drain(sock)
 
     def _malformed(self, error: MalformedMessage) -> None:
         self.feed.counts["malformed"] += 1
         if self.feed.counts["malformed"] == 1:
-            logger.warning(
-                "malformed KV events at %s (counted from now on): %s", self.endpoint, error
-            )
+            text = "malformed KV events at %s (counted from now on): %s"
+            logger.warning(text, self.endpoint, error)
 
     # Replay -----------------------------------------------------------------------------------
 
@@ -283,36 +270,14 @@ class RankSockets:
         self._replay_heard_s = time.monotonic()
         sock.connect(self.endpoints.replay)
         sock.send_multipart(replay_request(self._replay_seq))
-        self._watch(sock, partial(self._drain_replay, sock))
+        self._watch(sock, partial(self._drain, sock))
 
     def _close_replay(self) -> None:
         sock, self._replay = self._replay, None
         if sock is not None:
-            self._loop.remove_reader(int(sock.getsockopt(zmq.FD)))
-            sock.close(0)
+            self._end(sock)
 
     def _after_replay(self) -> None:
         if not self.feed.replaying:
             self._close_replay()
             self._owner.replay_over(self)
-
-    def _drain_replay(self, sock: zmq.Socket[bytes]) -> None:
-        until_s = time.monotonic() + TURN_S
-        while sock is self._replay:
-            if self._owner.behind or self._reading is not None:
-                self._soon(self._drain_replay, sock)
-                return
-            try:
-                frames = sock.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._replay_heard_s = time.monotonic()
-            try:
-                seq, payload = replay_frames(frames)
-            except MalformedMessage as error:
-                self._malformed(error)
-                continue
-            self._read(sock, seq, payload)
-            if self._replay_heard_s >= until_s:
-                self._soon(self._drain_replay, sock)
-                return

@@ -1,10 +1,8 @@
 """Follows the KV events of engines, from the time the scheduler is told of one until it is gone.
 
-Decides which instances are listened to, which ranks may replay now, when the scheduler hears what
-came, and which ranks cannot be heard. The sockets of a rank are :mod:`.kv_rank_sockets`', the order
-of its events :mod:`.kv_rank_feed`'s. SGLang publishes without authentication: only the host that
-the worker's own URL names is connected to, and for ranks on other nodes what
-:mod:`~sglang_sbs.router.workers.kv_addresses` believes.
+The sockets of a rank are :mod:`.kv_rank_sockets`', the order of its events :mod:`.kv_rank_feed`'s.
+SGLang publishes without authentication: only the host that the worker's own URL names is connected
+to, and for ranks on other nodes what :mod:`~sglang_sbs.router.workers.kv_addresses` believes.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import zmq
 from prometheus_client.core import Metric
@@ -46,7 +45,7 @@ class KvEventSubscriber:
     """Must be used from one event loop only. Follows instances from ``up`` to ``down``."""
 
     def __init__(self, registry: Registry, submit: Callable[[Event], None]) -> None:
-        self._registry = registry
+        self.registry = registry
         self._submit = submit
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
@@ -65,7 +64,7 @@ class KvEventSubscriber:
         """The scheduler was told of the instance, or of a change."""
         info = worker.info
         known = self._instances.get(worker.url)
-        if info is None or info.kv_events is None or not self._registry.listens_to_events(worker):
+        if info is None or info.kv_events is None or not self.registry.listens_to_events(worker):
             self._forget(worker.url)
             return
         if known is not None:
@@ -78,18 +77,15 @@ class KvEventSubscriber:
 
     def down(self, worker: Worker) -> None:
         """It is not used for now. Often not for long, and a replay is costly: listen on a while."""
-        subscription = self._instances.get(worker.url)
-        if subscription is None:
-            return
         if worker.info is None:  # restarted, though the connections may not know yet
             self._forget(worker.url)
-        else:
-            subscription.down_s = time.monotonic()
+        elif worker.url in self._instances:
+            self._instances[worker.url].down_s = time.monotonic()
 
     def _forget(self, instance: InstanceId) -> None:
-        subscription = self._instances.pop(instance, None)
-        if subscription is not None:
-            subscription.close()
+        if subscription := self._instances.pop(instance, None):
+            for rank in subscription.ranks:
+                rank.close()
 
     def removed(self, instance: InstanceId) -> None:
         """It will not come back: its counts go too."""
@@ -111,22 +107,17 @@ class KvEventSubscriber:
         if source.host in ("", "*", "0.0.0.0", "::", host) or worker.url in self._named_elsewhere:
             return
         self._named_elsewhere.add(worker.url)
-        logger.warning(
-            "worker %s says that it publishes KV events at host %r, which is not followed: its "
-            "own host is connected to",
-            worker.url,
-            source.host[:256],
-        )
+        told = "worker %s says that it publishes KV events at host %r, which is not followed: its"
+        logger.warning(f"{told} own host is connected to", worker.url, source.host[:256])
 
     # For its parts ----------------------------------------------------------------------------
 
     def counts_of(self, instance: InstanceId, rank: int) -> Counter[str]:
-        """They outlive the connections."""
         return self._counts.setdefault((instance, rank), Counter())
 
     def submit(self, instance: InstanceId, event: BlockEvent) -> None:
         """While some rank cannot be heard the scheduler is told nothing of any."""
-        worker = self._registry.get(instance)
+        worker = self.registry.get(instance)
         if worker is not None and worker.kv_events_missing:
             return
         if isinstance(event, BlocksCleared):  # what waits of that rank is worth nothing
@@ -156,14 +147,10 @@ class KvEventSubscriber:
 
     @property
     def behind(self) -> bool:
-        """The scheduler has much to be told of what came: no more is to be read."""
         return len(self._untold) >= _MOST_UNTOLD
 
     def may_replay(self, rank: RankSockets) -> bool:
-        """Whether it may send its request now; else it is called back."""
-        if rank in self._replaying:
-            return True
-        if len(self._replaying) < _MAX_REPLAYS:
+        if rank in self._replaying or len(self._replaying) < _MAX_REPLAYS:
             self._replaying.add(rank)
             return True
         if rank not in self._waiting:
@@ -171,7 +158,6 @@ class KvEventSubscriber:
         return False
 
     def replay_over(self, rank: RankSockets) -> None:
-        """Let the next one begin."""
         self._replaying.discard(rank)
         with suppress(ValueError):
             self._waiting.remove(rank)
@@ -196,36 +182,29 @@ class KvEventSubscriber:
                 except Exception:  # a defect must not leave the others unwatched
                     logger.exception("watching KV events of a worker failed")
 
-    def missing(self, worker: Worker, why: str) -> None:
-        """Some ranks cannot be heard (empty: all can)."""
-        self._registry.set_kv_events_missing(worker, why)
-
     # Metrics ----------------------------------------------------------------------------------
 
     def families(self) -> Iterator[Metric]:
-        """What arrived, for a scrape."""
-        labels = ("worker", "dp_rank")
-        families = {
-            "events": total("sbs_prefix_events", "Batches of KV events taken", *labels),
-            "gaps": total("sbs_prefix_event_gaps", "Missing batches noticed", *labels),
-            "replays": total("sbs_prefix_replays", "Replays asked for", *labels),
-            "lost": total("sbs_prefix_losses", "A rank's blocks forgotten for a loss", *labels),
-            "malformed": total("sbs_prefix_events_malformed", "Messages that are none", *labels),
-            "foreign": total("sbs_prefix_events_foreign", "Batches of another rank", *labels),
+        for kind, name, text in (
+            ("events", "sbs_prefix_events", "Batches of KV events taken"),
+            ("gaps", "sbs_prefix_event_gaps", "Missing batches noticed"),
+            ("replays", "sbs_prefix_replays", "Replays asked for"),
+            ("lost", "sbs_prefix_losses", "A rank's blocks forgotten for a loss"),
+            ("malformed", "sbs_prefix_events_malformed", "Messages that are none"),
+            ("foreign", "sbs_prefix_events_foreign", "Batches of another rank"),
+        ):
+            found = {(one, str(rank)): counts[kind] for (one, rank), counts in self._counts.items()}
+            yield total(name, text, found, "worker", "dp_rank")
+        blocks = {
+            (instance, str(rank), change): counts[change]
+            for (instance, rank), counts in self._counts.items()
+            for change in ("stored", "removed")
         }
-        blocks = total("sbs_prefix_blocks", "Blocks by what became of them", *labels, "change")
-        for (instance, rank), counts in self._counts.items():
-            for kind, family in families.items():
-                family.add_metric([instance, str(rank)], counts[kind])
-            for change in ("stored", "removed"):
-                blocks.add_metric([instance, str(rank), change], counts[change])
-        source = gauge(
-            "sbs_prefix_source", "1 for how an instance's cache is known", "worker", "source"
-        )
-        for worker in self._registry:
-            source.add_metric([worker.url, self._registry.prefix_source_of(worker)], 1)
-        yield from families.values()
-        yield from (blocks, source)
+        about = "Blocks by what became of them"
+        yield total("sbs_prefix_blocks", about, blocks, "worker", "dp_rank", "change")
+        sources = {(w.url, self.registry.prefix_source_of(w)): 1 for w in self.registry}
+        about = "1 for how an instance's cache is known"
+        yield gauge("sbs_prefix_source", about, sources, "worker", "source")
 
 
 class _Subscription:
@@ -239,6 +218,7 @@ class _Subscription:
         """Since when it is not used."""
         self._owner = owner
         self._worker = worker
+        self._missing = partial(owner.registry.set_kv_events_missing, worker)
         self._heard_s = time.monotonic()
         self.ranks = [self._open(dp_rank) for dp_rank in range(dp_size)]
 
@@ -262,42 +242,32 @@ class _Subscription:
                 rank.close()
                 self.ranks[dp_rank] = self._open(dp_rank)
 
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
-
     def resume(self) -> None:
-        """It is used (again)."""
         if self.down_s is not None:
             self.down_s = None
             self._heard_s = time.monotonic()
 
     def tick(self, now_s: float) -> None:
-        """Notice ranks that cannot be heard."""
         silent = [rank for rank in self.ranks if not rank.connected]
         foreign = [rank for rank in self.ranks if rank.foreign]
         if not silent and not foreign:
             self._heard_s = now_s
             if self._worker.kv_events_missing:
-                self._owner.missing(self._worker, "")
+                self._missing("")
                 for rank in self.ranks:
                     rank.feed.connected()
         elif foreign:
-            self._owner.missing(
-                self._worker,
+            self._missing(
                 f"at {foreign[0].endpoint} another DP rank than {foreign[0].feed.dp_rank} "
                 "publishes KV events: do the ports of two engines overlap?",
             )
         elif now_s - self._heard_s >= PATIENCE_S:
             shown = ", ".join(f"rank {r.feed.dp_rank} at {r.endpoint}" for r in silent[:4])
             more = " …" if len(silent) > 4 else ""
-            self._owner.missing(
-                self._worker,
-                f"KV events cannot be had from {shown}{more}: {self._why(silent[0].feed.dp_rank)}",
-            )
+            why = self._why(silent[0].feed.dp_rank)
+            self._missing(f"KV events cannot be had from {shown}{more}: {why}")
 
     def _why(self, dp_rank: int) -> str:
-        """What to do about a rank that cannot be heard."""
         worker = self._worker
         node = node_of_rank(worker.info, dp_rank) if worker.info is not None else 0
         refused = worker.kv_refused.get(dp_rank)

@@ -1,8 +1,8 @@
 """The line between a supervisor and one of its children: a socket pair.
 
-Owns its few words. Upwards: one JSON line of facts when the child is ready. Downwards: ``let go``
-(leave ports to a successor), and ``ping``, which a child whose event loop turns answers. The end of
-the line is the end of the other side. Must not know what either does.
+Upwards: one JSON line of facts when the child is ready. Downwards: ``let go`` (leave ports to a
+successor), and ``ping``, which a child whose event loop turns answers. The end of the line is the
+end of the other side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Parent:
         self._socket.setblocking(False)
 
     def ready(self, facts: dict[str, Any]) -> None:
-        """Tell that this process serves now."""
         self._socket.send(orjson.dumps(facts) + b"\n")
 
     def listen(self, *, let_go: Callable[[], None], gone: Callable[[], None]) -> None:
@@ -81,18 +80,19 @@ class ChildLine:
 
     def ping(self) -> bool:
         """Ask for a sign of life; whether there was one since the last time."""
-        try:
+        heard = False
+        with contextlib.suppress(OSError):
             heard = bool(self._socket.recv(_MAX_BYTES))
-        except OSError:
-            heard = False
-        with contextlib.suppress(OSError):  # it has ended
-            self._socket.send(_PING)
+        self._say(_PING)
         return heard
 
     def let_go(self) -> None:
         """Ask the child to leave its ports to a successor."""
+        self._say(_LET_GO)
+
+    def _say(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # it has ended
-            self._socket.send(_LET_GO)
+            self._socket.send(word)
 
     def close(self) -> None:
         self._socket.close()

@@ -1,8 +1,8 @@
 """Listening sockets: made, shared by front ends, and handed to the next router.
 
-Owns the sockets of the serving port and the control socket through which a successor on the same
-machine gets them. Because they are handed over open, a connection that waits to be accepted is
-accepted by the successor: nothing is refused or reset. Must not know processes or HTTP.
+A successor on the same machine gets them through a control socket. Because they are handed over
+open, a connection that waits to be accepted is accepted by the successor: nothing is refused or
+reset.
 """
 
 from __future__ import annotations
@@ -41,23 +41,20 @@ def check_free(host: str, port: int) -> None:
             try:
                 probe.bind(address)
             except OSError as error:
-                raise PortTakenError(
-                    error.errno,
-                    f"--port {port}: {error.strerror}; --sbs-take-over takes it over from a router "
-                    "that runs with --workers 2 or more",
-                ) from error
+                how = (
+                    "--sbs-take-over takes it over from a router that runs with --workers 2 or more"
+                )
+                text = f"--port {port}: {error.strerror}; {how}"
+                raise PortTakenError(error.errno, text) from error
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
     """One listening socket per address of ``host``, of many that share the port.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    Raises: OSError, the address cannot be used."""
     sockets: list[socket.socket] = []
-    try:
+    with contextlib.ExitStack() as unless_all:
         for family, address in _addresses(host, port):
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = unless_all.enter_context(socket.socket(family, socket.SOCK_STREAM))
             sockets.append(sock)
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,10 +64,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             same_port = sockets[0].getsockname()[1] if len(sockets) > 1 else port
             sock.bind((address[0], same_port, *address[2:]))
             sock.listen(BACKLOG)
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
+        unless_all.pop_all()
     return sockets
 
 

@@ -1,8 +1,7 @@
 """The parent of a router's processes: starts them, restarts the dead, passes the end on.
 
-Owns the children, the listening sockets (which outlive a front end that dies, so that what waits to
-be accepted there waits for its successor) and the order of start and end. It serves nothing itself
-and must not know HTTP, ZMQ or scheduling.
+The listening sockets are here, too: they outlive a front end that dies, so that what waits to be
+accepted there waits for its successor.
 """
 
 from __future__ import annotations
@@ -92,9 +91,8 @@ class Child:
             if not ever_served:
                 raise StartError(f"{self.name} did not start ({how})")
             lived_s = time.monotonic() - started_s
-            pause_s = (
-                0.0 if lived_s > _STABLE_S else min(_LONGEST_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
-            )
+            longer_s = min(_LONGEST_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+            pause_s = 0.0 if lived_s > _STABLE_S else longer_s
             logger.error(
                 "%s ended (%s) after %.1f s; restarting it in %g s",
                 *(self.name, how, lived_s, pause_s),
@@ -201,19 +199,14 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal or a successor ends it; the exit code.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        Raises: OSError, the port is taken."""
         end_on_signals(self._stopping)
-        options = self._options
-        predecessor = None
-        if options.take_over:
-            predecessor = Predecessor.call(options.host, options.port)
-            if predecessor is None:
-                logger.warning("nobody to take port %d over from: starting anew", options.port)
+        place = self._options.host, self._options.port
+        predecessor = Predecessor.call(*place) if self._options.take_over else None
         if predecessor is None:
-            check_free(options.host, options.port)
+            if self._options.take_over:
+                logger.warning("nobody to take port %d over from: starting anew", place[1])
+            check_free(*place)
         # Unix sockets have short names: not below a deep TMPDIR.
         base = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_TMPDIR else None
         with tempfile.TemporaryDirectory(prefix="sglang-sbs-", dir=base) as folder:  # mode 0700
@@ -261,36 +254,24 @@ class Supervisor:
     # Children ---------------------------------------------------------------------------------
 
     def _make_front_ends(self, endpoint: str, predecessor: Predecessor | None) -> None:
-        options = self._options
+        host, workers = self._options.host, self._options.workers
         inherited = predecessor.sockets if predecessor is not None else []
         if inherited:
             self._port = int(inherited[0].getsockname()[1])
-        for number in range(options.workers):
-            sockets = inherited[number :: options.workers]
-            if not sockets:
-                sockets = listen(options.host, self._port)
-                self._port = int(sockets[0].getsockname()[1])
-            self._front_ends.append(
-                Child(
-                    f"front end {number}",
-                    partial(self._front_end_command, endpoint, number),
-                    sockets,
-                    partial(listen, options.host, self._port),
-                )
-            )
+        for number in range(workers):
+            sockets = inherited[number::workers] or listen(host, self._port)
+            self._port = int(sockets[0].getsockname()[1])
+            command = partial(self._front_end_command, endpoint, number)
+            renew = partial(listen, host, self._port)
+            self._front_ends.append(Child(f"front end {number}", command, sockets, renew))
 
     def _scheduler_command(self, endpoint: str) -> list[str]:
         """A restarted scheduler does not overwrite the event log of the one that died."""
-        log = self._options.event_log
-        logged = (
-            ["--sbs-event-log", f"{log}.{self._schedulers}"] if log and self._schedulers else []
-        )
+        words = ["--sbs-role", "scheduler", "--sbs-scheduler", endpoint, "--workers", "1"]
+        if self._options.event_log and self._schedulers:
+            words += ["--sbs-event-log", f"{self._options.event_log}.{self._schedulers}"]
         self._schedulers += 1
-        return [
-            *self._argv,
-            *("--sbs-role", "scheduler", "--sbs-scheduler", endpoint, "--workers", "1"),
-            *logged,
-        ]
+        return [*self._argv, *words]
 
     def _front_end_command(self, endpoint: str, number: int) -> list[str]:
         """Limits of the router as a whole are shared out evenly.
@@ -299,25 +280,22 @@ class Supervisor:
         lost scheduler changes nothing. The shares add up to the whole.
         """
         options = self._options
-        bodies_bytes = _share(options.relay.max_bodies_bytes, number, options.workers)
-        words = ["--sbs-max-bodies-size", str(max(bodies_bytes, options.max_payload_bytes))]
+
+        def share(whole: int) -> int:
+            return whole // options.workers + (number < whole % options.workers)
+
+        words = ["--sbs-role", "front-end", "--sbs-scheduler", endpoint, "--workers", "1"]
+        bodies_bytes = max(share(options.relay.max_bodies_bytes), options.max_payload_bytes)
+        words += ["--port", str(self._port), "--sbs-max-bodies-size", str(bodies_bytes)]
         if options.max_concurrent_requests > 0:
-            for flag, whole in (
-                ("--max-concurrent-requests", options.max_concurrent_requests),
-                ("--queue-size", options.queue_size),
-            ):
-                words += [flag, str(_share(whole, number, options.workers))]
+            words += ["--max-concurrent-requests", str(share(options.max_concurrent_requests))]
+            words += ["--queue-size", str(share(options.queue_size))]
             if options.rate_limit_per_s > 0:
-                share = options.rate_limit_per_s / options.workers
-                words += ["--rate-limit-tokens-per-second", repr(share)]
+                per_s = options.rate_limit_per_s / options.workers
+                words += ["--rate-limit-tokens-per-second", repr(per_s)]
         if options.several.apart and options.prometheus_port:
             words += ["--prometheus-port", str(min(options.prometheus_port + number, 65535))]
-        return [
-            *self._argv,
-            *("--sbs-role", "front-end", "--sbs-scheduler", endpoint, "--workers", "1"),
-            *("--port", str(self._port)),
-            *words,
-        ]
+        return [*self._argv, *words]
 
     async def _start(self, children: list[Child]) -> None:
         """Start them and wait until all serve, or a signal comes. Raises: StartError."""
@@ -325,7 +303,12 @@ class Supervisor:
         for task in tasks:
             task.add_done_callback(self._kept)
         self._tasks += tasks
-        serving = asyncio.create_task(_all_serve(children))
+
+        async def all_serve() -> None:
+            for child in children:
+                await child.serving.wait()
+
+        serving = asyncio.create_task(all_serve())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({serving, stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
@@ -346,14 +329,10 @@ class Supervisor:
 
     def _announce(self) -> None:
         options = self._options
-        if self._scheduler is not None:
-            facts = self._scheduler.facts
-            scheduler = (
-                f"metrics at :{facts['prometheus_port']}, "
-                f"EndForward at {facts['endforward'] or 'nothing'}; scheduler {self._scheduler.pid}"
-            )
-        else:
-            scheduler = f"schedulers at {','.join(options.several.schedulers)}"
+        scheduler = f"schedulers at {','.join(options.several.schedulers)}"
+        if (own := self._scheduler) is not None:
+            endforward, metrics = own.facts["endforward"] or "nothing", own.facts["prometheus_port"]
+            scheduler = f"metrics at :{metrics}, EndForward at {endforward}; scheduler {own.pid}"
         logger.info(
             "sglang-sbs %s: policy %s at %s:%d, %s, front ends %s",
             *(__version__, options.scheduler.policy, options.host, self._port, scheduler),
@@ -394,15 +373,6 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _all_serve(children: Sequence[Child]) -> None:
-    for child in children:
-        await child.serving.wait()
-
-
-def _share(whole: int, number: int, parts: int) -> int:
-    return whole // parts + (number < whole % parts)
-
-
 def _describe(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
@@ -412,6 +382,5 @@ def _describe(code: int) -> str:
 
 
 async def supervise(argv: Sequence[str], options: RouterOptions) -> int:
-    """Run the processes of ``options``; ``argv`` is the command line they are from."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     return await Supervisor(argv, options).run()

@@ -91,12 +91,9 @@ def set_up_logging(
 
 def log_answer(method: str, path: str, status: int, error_code: str, seconds: float) -> None:
     """The line of an answered request: a warning for a client's error, an error for ours."""
-    if status >= 500:
-        level = logging.ERROR
-    elif status >= 400:
-        level = logging.WARNING
-    else:
-        level = logging.DEBUG if path in _QUIET_PATHS else logging.INFO
+    level = logging.DEBUG if path in _QUIET_PATHS else logging.INFO
+    if status >= 400:
+        level = logging.ERROR if status >= 500 else logging.WARNING
     if not access_logger.isEnabledFor(level):
         return
     fields = {
@@ -106,16 +103,9 @@ def log_answer(method: str, path: str, status: int, error_code: str, seconds: fl
         "error_code": error_code,
         "latency_us": round(seconds * 1e6),
     }
-    access_logger.log(
-        level,
-        "%s %s %d %s%.1f ms",
-        method,
-        _printable(path),
-        status,
-        f"{error_code} " if error_code else "",
-        seconds * 1000,
-        extra={_FIELDS: fields},
-    )
+    shown = (method, _printable(path), status, f"{error_code} " if error_code else "")
+    text = "%s %s %d %s%.1f ms"
+    access_logger.log(level, text, *shown, seconds * 1000, extra={_FIELDS: fields})
 
 
 def _printable(text: str) -> str:

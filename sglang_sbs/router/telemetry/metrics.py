@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Multiset
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.metric_families import gauge, total
-from sglang_sbs.router.telemetry.worker_series import WorkerSeries
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.scheduling.events import Dispatch, Outcome, Refuse
 from sglang_sbs.scheduling.queue.priority import PriorityClass
@@ -57,26 +58,115 @@ _ENDPOINTS = {
 _Buckets = tuple[float, ...]
 
 
-class _Maker:
-    """Metrics of one registry; label names are in one string, with spaces between them."""
+class _Declared(NamedTuple):
+    """A metric that every :class:`RouterMetrics` has of its own; labels with spaces between."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    kind: type[Any]
+    name: str
+    text: str
+    labels: str
+    buckets: _Buckets | None
 
-    def counter(self, name: str, text: str, labels: str = "") -> Counter:
-        return Counter(name, text, labels.split(), registry=self._registry)
+    def made(self, registry: CollectorRegistry, durations: _Buckets) -> Any:
+        more = {"buckets": self.buckets or durations} if self.kind is Histogram else {}
+        return self.kind(self.name, self.text, self.labels.split(), registry=registry, **more)
 
-    def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self._registry)
 
-    def summary(self, name: str, text: str, labels: str) -> Summary:
-        return Summary(name, text, labels.split(), registry=self._registry)
+_K = TypeVar("_K")
 
-    def histogram(self, name: str, text: str, buckets: _Buckets, labels: str = "") -> Histogram:
-        return Histogram(name, text, labels.split(), buckets=buckets, registry=self._registry)
+
+def _declared(
+    kind: type[_K], name: str, text: str, labels: str = "", buckets: _Buckets | None = None
+) -> _K:
+    """Typed as what it becomes. A histogram without ``buckets`` has those of durations."""
+    return cast(_K, _Declared(kind, name, text, labels, buckets))
+
+
+_counter = partial(_declared, Counter)
+_gauge = partial(_declared, Gauge)
+_summary = partial(_declared, Summary)
+_histogram = partial(_declared, Histogram)
 
 
 class RouterMetrics:
+    # fmt: off
+    # The serving port
+    http_requests = _counter("smg_http_requests_total",
+        "Requests by method and path", "method path")
+    http_responses = _counter("smg_http_responses_total",
+        "Responses by status and error code", "status_code error_code")
+    http_seconds = _histogram("smg_http_request_duration_seconds",
+        "Until the response is complete", "method path")
+    http_active = _gauge("smg_http_connections_active", "Requests being served")
+    _malformed = _counter("sbs_http_malformed_total", "Requests that were no HTTP")
+    _rate_limit = _counter("smg_http_rate_limit_total",
+        "Decisions of --max-concurrent-requests", "result")
+
+    # Inference requests, and their legs
+    _requests = _counter("smg_router_requests_total",
+        "Inference requests", f"{_STOCK_LABELS} model endpoint streaming")
+    _request_seconds = _histogram("smg_router_request_duration_seconds",
+        "Inference requests, to the end", f"{_STOCK_LABELS} model endpoint")
+    _request_errors = _counter("smg_router_request_errors_total",
+        "Failed inference requests", f"{_STOCK_LABELS} model endpoint error_type")
+    ttft_seconds = _histogram("smg_pd_ttft_seconds",
+        "Announcement to decode's first byte, per attempt")
+    prefill_seconds = _histogram("smg_pd_prefill_duration_seconds",
+        "Announcement to prefill's reply, per attempt")
+    leg_failures = _counter("smg_worker_errors_total",
+        "Failed legs", "worker_type connection_mode worker error_type")
+    _retries = _counter("smg_worker_retries_total",
+        "Attempts after the first", "worker_type endpoint")
+    _retries_exhausted = _counter("smg_worker_retries_exhausted_total",
+        "Requests that failed on their last attempt", "worker_type endpoint")
+    _backoff_seconds = _summary("smg_worker_retry_backoff_seconds",
+        "Waited before an attempt was repeated", "attempt")
+    hold_seconds = _histogram("sbs_hold_seconds",
+        "From arrival at the scheduler to dispatch", buckets=_HOLD_BUCKETS)
+    class_ttft_seconds = _histogram("sbs_class_ttft_seconds",
+        "Announcement to decode's first byte, per attempt, by class of priority", "class")
+    class_hold_seconds = _histogram("sbs_class_hold_seconds",
+        "From arrival at the scheduler to dispatch, by class of priority", "class", _HOLD_BUCKETS)
+    slo = _counter("sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result")
+
+    # What the scheduler decided, and what became of it
+    gang_size = _histogram("sbs_gang_size",
+        "Requests dispatched to one prefill instance together", buckets=_GANG_BUCKETS)
+    dispatches = _counter("sbs_dispatches_total", "Dispatched legs", "worker_type worker dp_rank")
+    refusals = _counter("sbs_refusals_total",
+        "Refused by the scheduler, or at the front door", "cause")
+    attempts = _counter("sbs_attempts_total", "Ended attempts", "outcome")
+    aborts = _counter("sbs_aborts_total", "POST /abort_request sent to engines")
+    broken_streams = _counter("sbs_broken_streams_total",
+        "Streams that ended in an error event", "code")
+
+    # What engines report: passes, lengths of prompts, caches
+    chunk_utilisation = _histogram("sbs_chunk_utilisation",
+        "Extend tokens of a pass over C_chunk, per rank", buckets=_SHARE_BUCKETS)
+    active_ranks = _histogram("sbs_active_ranks_share",
+        "Ranks with tokens in a pass over all ranks", buckets=_SHARE_BUCKETS)
+    active_rank_count = _histogram("sbs_active_ranks",
+        "Ranks with tokens in a pass", buckets=_GANG_BUCKETS)
+    max_over_mean = _histogram("sbs_rank_tokens_max_over_mean",
+        "Tokens of the heaviest rank of a pass over the mean of its ranks",
+        buckets=(1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0))
+    batch_fill = _histogram("sbs_batch_fill",
+        "Tokens of a pass over C_chunk of all its ranks", buckets=_SHARE_BUCKETS)
+    forward_seconds = _histogram("sbs_forward_seconds", "T_fwd of prefill passes", "worker")
+    length_error = _histogram("sbs_prompt_length_error",
+        "Size of the relative error of estimated prompt lengths",
+        buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0))
+    prompt_tokens = _counter("sbs_prefix_prompt_tokens_total",
+        "Prompt tokens of requests that prefill answered")
+    predicted_tokens = _counter("sbs_prefix_predicted_tokens_total",
+        "Of those, expected to be cached: L_hit at dispatch")
+    reported_tokens = _counter("sbs_prefix_reported_tokens_total",
+        "Of those, found in the cache as the engine says")
+    hit_error = _histogram("sbs_prefix_hit_error_tokens",
+        "Cached tokens as reported minus as predicted, per request; below 0 is a stale hit",
+        buckets=_HIT_ERROR_BUCKETS)
+    # fmt: on
+
     def __init__(
         self,
         duration_buckets: _Buckets | None = None,
@@ -86,11 +176,12 @@ class RouterMetrics:
         """``knows``: whether there is a worker of that URL; no other has series of its own."""
         self._policy = policy
         self.registry = CollectorRegistry()
-        made, buckets = _Maker(self.registry), duration_buckets or _DURATION_BUCKETS
-        self._make_http(made, buckets)
-        self._make_requests(made, buckets)
-        self._make_scheduling(made)
-        self._make_passes(made, buckets)
+        for name, declared in vars(RouterMetrics).items():
+            if isinstance(declared, _Declared):
+                made = declared.made(self.registry, duration_buckets or _DURATION_BUCKETS)
+                setattr(self, name, made)
+        self._began_s: Multiset[float] = Multiset()
+        self.collect_with(self._age_families)
         self._gang = (-1, 0)
         self._of_workers = WorkerSeries(knows)
         # Looking a label set up costs more than counting: keep those of the hot paths.
@@ -100,161 +191,11 @@ class RouterMetrics:
         self._attempts = cache(self.attempts.labels)
         self._dispatched = 0
 
-    def _make_http(self, made: _Maker, buckets: _Buckets) -> None:
-        """What the serving port counts."""
-        self.http_requests = made.counter(
-            "smg_http_requests_total", "Requests by method and path", "method path"
-        )
-        self.http_responses = made.counter(
-            "smg_http_responses_total",
-            "Responses by status and error code",
-            "status_code error_code",
-        )
-        self.http_seconds = made.histogram(
-            "smg_http_request_duration_seconds",
-            "Until the response is complete",
-            buckets,
-            "method path",
-        )
-        self.http_active = made.gauge("smg_http_connections_active", "Requests being served")
-        self._began_s: Multiset[float] = Multiset()
-        self.collect_with(self._age_families)
-        self._malformed = made.counter("sbs_http_malformed_total", "Requests that were no HTTP")
-        self._rate_limit = made.counter(
-            "smg_http_rate_limit_total", "Decisions of --max-concurrent-requests", "result"
-        )
-
-    def _make_requests(self, made: _Maker, buckets: _Buckets) -> None:
-        """Inference requests, and their legs."""
-        self._requests = made.counter(
-            "smg_router_requests_total",
-            "Inference requests",
-            f"{_STOCK_LABELS} model endpoint streaming",
-        )
-        self._request_seconds = made.histogram(
-            "smg_router_request_duration_seconds",
-            "Inference requests, to the end",
-            buckets,
-            f"{_STOCK_LABELS} model endpoint",
-        )
-        self._request_errors = made.counter(
-            "smg_router_request_errors_total",
-            "Failed inference requests",
-            f"{_STOCK_LABELS} model endpoint error_type",
-        )
-        self.ttft_seconds = made.histogram(
-            "smg_pd_ttft_seconds", "Announcement to decode's first byte, per attempt", buckets
-        )
-        self.prefill_seconds = made.histogram(
-            "smg_pd_prefill_duration_seconds",
-            "Announcement to prefill's reply, per attempt",
-            buckets,
-        )
-        self.leg_failures = made.counter(
-            "smg_worker_errors_total",
-            "Failed legs",
-            "worker_type connection_mode worker error_type",
-        )
-        self._retries = made.counter(
-            "smg_worker_retries_total", "Attempts after the first", "worker_type endpoint"
-        )
-        self._retries_exhausted = made.counter(
-            "smg_worker_retries_exhausted_total",
-            "Requests that failed on their last attempt",
-            "worker_type endpoint",
-        )
-        self._backoff_seconds = made.summary(
-            "smg_worker_retry_backoff_seconds", "Waited before an attempt was repeated", "attempt"
-        )
-        self.hold_seconds = made.histogram(
-            "sbs_hold_seconds", "From arrival at the scheduler to dispatch", _HOLD_BUCKETS
-        )
-        self.class_ttft_seconds = made.histogram(
-            "sbs_class_ttft_seconds",
-            "Announcement to decode's first byte, per attempt, by class of priority",
-            buckets,
-            "class",
-        )
-        self.class_hold_seconds = made.histogram(
-            "sbs_class_hold_seconds",
-            "From arrival at the scheduler to dispatch, by class of priority",
-            _HOLD_BUCKETS,
-            "class",
-        )
-        self.slo = made.counter(
-            "sbs_slo_total", "First bytes of requests with x-sgl-ttft-slo-ms", "result"
-        )
-
-    def _make_scheduling(self, made: _Maker) -> None:
-        """What the scheduler decided, and what became of it."""
-        self.gang_size = made.histogram(
-            "sbs_gang_size", "Requests dispatched to one prefill instance together", _GANG_BUCKETS
-        )
-        self.dispatches = made.counter(
-            "sbs_dispatches_total", "Dispatched legs", "worker_type worker dp_rank"
-        )
-        self.refusals = made.counter(
-            "sbs_refusals_total", "Refused by the scheduler, or at the front door", "cause"
-        )
-        self.attempts = made.counter("sbs_attempts_total", "Ended attempts", "outcome")
-        self.aborts = made.counter("sbs_aborts_total", "POST /abort_request sent to engines")
-        self.broken_streams = made.counter(
-            "sbs_broken_streams_total", "Streams that ended in an error event", "code"
-        )
-
-    def _make_passes(self, made: _Maker, buckets: _Buckets) -> None:
-        """What engines report: passes, lengths of prompts, caches."""
-        self.chunk_utilisation = made.histogram(
-            "sbs_chunk_utilisation",
-            "Extend tokens of a pass over C_chunk, per rank",
-            _SHARE_BUCKETS,
-        )
-        self.active_ranks = made.histogram(
-            "sbs_active_ranks_share", "Ranks with tokens in a pass over all ranks", _SHARE_BUCKETS
-        )
-        self.active_rank_count = made.histogram(
-            "sbs_active_ranks", "Ranks with tokens in a pass", _GANG_BUCKETS
-        )
-        self.max_over_mean = made.histogram(
-            "sbs_rank_tokens_max_over_mean",
-            "Tokens of the heaviest rank of a pass over the mean of its ranks",
-            (1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0),
-        )
-        self.batch_fill = made.histogram(
-            "sbs_batch_fill", "Tokens of a pass over C_chunk of all its ranks", _SHARE_BUCKETS
-        )
-        self.forward_seconds = made.histogram(
-            "sbs_forward_seconds", "T_fwd of prefill passes", buckets, "worker"
-        )
-        self.length_error = made.histogram(
-            "sbs_prompt_length_error",
-            "Size of the relative error of estimated prompt lengths",
-            (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
-        )
-        self.prompt_tokens = made.counter(
-            "sbs_prefix_prompt_tokens_total", "Prompt tokens of requests that prefill answered"
-        )
-        self.predicted_tokens = made.counter(
-            "sbs_prefix_predicted_tokens_total",
-            "Of those, expected to be cached: L_hit at dispatch",
-        )
-        self.reported_tokens = made.counter(
-            "sbs_prefix_reported_tokens_total", "Of those, found in the cache as the engine says"
-        )
-        self.hit_error = made.histogram(
-            "sbs_prefix_hit_error_tokens",
-            "Cached tokens as reported minus as predicted, per request; below 0 is a stale hit",
-            _HIT_ERROR_BUCKETS,
-        )
-
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
     def collect_with(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        """Add state that is read when scraped."""
         self.registry.register(_ScrapeTime(collect))
-
-    # Workers come and go ----------------------------------------------------------------------
 
     def forget(self, worker_url: str) -> None:
         """Remove the series of a worker. One that is added again begins at 0."""
@@ -285,14 +226,11 @@ class RouterMetrics:
 
     def selections(self, model: str) -> CounterMetricFamily:
         """Worker choices, under sglang_router's name: both roles are chosen at once here."""
-        family = total(
-            "smg_worker_selection",
-            "Workers chosen",
-            *("worker_type", "connection_mode", "model", "policy"),
-        )
-        for role in ("prefill", "decode"):
-            family.add_metric([role, "http", model, self._policy], self._dispatched)
-        return family
+        labels = ("worker_type", "connection_mode", "model", "policy")
+        chosen = {
+            (role, "http", model, self._policy): self._dispatched for role in ("prefill", "decode")
+        }
+        return total("smg_worker_selection", "Workers chosen", chosen, *labels)
 
     # The HTTP surface -------------------------------------------------------------------------
 
@@ -320,16 +258,12 @@ class RouterMetrics:
         now_s = time.monotonic()
         for began_s, requests in self._began_s.items():
             counts[bisect_left(_AGE_BOUNDS_S, now_s - began_s)] += requests
-        ages = gauge(
-            "smg_http_inflight_request_age_count", "Requests being served, by age in s", "gt", "le"
-        )
         bounds = ["0", *map(str, _AGE_BOUNDS_S), "+Inf"]
-        for above, up_to, count in zip(bounds, bounds[1:], counts, strict=False):
-            ages.add_metric([above, up_to], count)
-        yield ages
+        ages = dict(zip(pairwise(bounds), counts, strict=True))
+        name, about = "smg_http_inflight_request_age_count", "Requests being served, by age in s"
+        yield gauge(name, about, ages, "gt", "le")
 
     def door(self, allowed: bool) -> None:
-        """A request was let in by ``--max-concurrent-requests``, or not."""
         self._rate_limit.labels("allowed" if allowed else "rejected").inc()
         if not allowed:
             self.refusals.labels("front_door").inc()
@@ -341,7 +275,6 @@ class RouterMetrics:
     # Inference --------------------------------------------------------------------------------
 
     def served(self, path: str, model: str, streaming: bool, seconds: float) -> None:
-        """An inference request is over, however it ended."""
         requests, durations = self._served(path, model, streaming)
         requests.inc()
         durations.observe(seconds)
@@ -358,11 +291,9 @@ class RouterMetrics:
         self._retries.labels(failure.leg, _ENDPOINTS[path]).inc()
 
     def backs_off(self, attempt: int, seconds: float) -> None:
-        """Before the attempt after ``attempt`` (the first is 1)."""
         self._backoff_seconds.labels(str(attempt)).observe(seconds)
 
     def gave_up(self, failure: LegFailure, path: str) -> None:
-        """The last attempt failed too."""
         self._retries_exhausted.labels(failure.leg, _ENDPOINTS[path]).inc()
 
     # Others -----------------------------------------------------------------------------------
@@ -419,6 +350,37 @@ class RouterMetrics:
                     self.batch_fill.observe(min(1.0, filled))
 
 
+_M = TypeVar("_M", bound=MetricWrapperBase)
+
+
+class WorkerSeries:
+    """Series of workers that are counted as things happen, by worker URL, and their end: with
+    service discovery every pod has a URL of its own, and what stayed of each would be exported for
+    ever. A worker that is not known has none: what its last requests still bring is not counted."""
+
+    def __init__(self, knows: Callable[[str], bool]) -> None:
+        """``knows``: whether there is such a worker now."""
+        self._knows = knows
+        self._series: dict[str, dict[tuple[Any, ...], Any]] = {}
+
+    def of(self, metric: _M, worker_url: str, *labels: str | int) -> _M | None:
+        """The series of ``metric`` with ``labels`` (all of them, in its order), which is kept:
+        looking it up there costs more than counting. ``None``: the worker is not known."""
+        own = self._series.get(worker_url)
+        if own is None:
+            if not self._knows(worker_url):
+                return None
+            own = self._series[worker_url] = {}
+        one: _M | None = own.get((metric, labels))
+        if one is None:
+            one = own[metric, labels] = metric.labels(*labels)
+        return one
+
+    def forget(self, worker_url: str) -> None:
+        for metric, labels in self._series.pop(worker_url, {}):
+            metric.remove(*labels)
+
+
 class _ScrapeTime(Collector):
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self._collect = collect
@@ -430,86 +392,67 @@ class _ScrapeTime(Collector):
         return []
 
 
+# fmt: off
+_OF_QUEUE = (
+    ("sbs_queue_requests", "Requests waiting in the scheduler", "queue_requests"),
+    ("sbs_queue_tokens", "Their prompt tokens", "queue_tokens"),
+    ("sbs_in_flight_requests", "Dispatched and not ended", "in_flight_requests"),
+    ("sbs_oldest_wait_seconds", "Of the request that waits longest", "oldest_wait_s"),
+    ("sbs_interval_seconds", "I_opt, the dispatch interval", "interval_s"),
+    ("sbs_mean_forward_seconds", "Mean T_fwd, outliers left out", "mean_forward_s"),
+    ("sbs_latency_seconds", "L_net, dispatch to runnable", "latency_s"),
+    ("sbs_throttled", "1 while flow control refuses", "throttled"),
+    ("sbs_prefix_index_blocks", "KV blocks in the prefix index", "prefix_blocks"),
+    ("sbs_lead_seconds", "How far ahead of a pass's end is dispatched", "lead_s"),
+    ("sbs_queue_tenants", "Tenants with requests waiting, if several", "queue_tenants"),
+)
+_OF_INSTANCES = (
+    (gauge, "sbs_instance_ready", "1 if it may take a batch now", "ready"),
+    (gauge, "sbs_lead_error_seconds", "Size of the error of predicted pass ends",
+        "prediction_error_s"),
+    (gauge, "sbs_predicted_free_seconds", "Until it can launch again, as predicted",
+        "predicted_free_in_s"),
+    (total, "sbs_watchdog_fires", "State resets after silence", "watchdog_fires"),
+)
+# fmt: on
+
+
 def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
     """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges, without instances that
     are no ``workers`` any more: it knows them for a while yet."""
-    yield from _queue_families(snapshot)
-    yield from _instance_families(snapshot, workers)
+    for name, text, field in _OF_QUEUE:
+        value = getattr(snapshot, field)
+        if value is not None:
+            yield gauge(name, text, value)
+    about, classes = "Requests waiting, by class of priority", snapshot.queue_classes
+    yield gauge("sbs_queue_class_requests", about, classes, "class")
+    prefill = [one for one in snapshot.prefill if workers.get(one.instance) is not None]
+    decode = [one for one in snapshot.decode if workers.get(one.instance) is not None]
+    yield from _instance_families(prefill)
+    yield from _rank_families(prefill, decode)
 
 
-def _queue_families(snapshot: Any) -> Iterator[Metric]:
-    for name, text, value in (
-        ("sbs_queue_requests", "Requests waiting in the scheduler", snapshot.queue_requests),
-        ("sbs_queue_tokens", "Their prompt tokens", snapshot.queue_tokens),
-        ("sbs_in_flight_requests", "Dispatched and not ended", snapshot.in_flight_requests),
-        ("sbs_oldest_wait_seconds", "Of the request that waits longest", snapshot.oldest_wait_s),
-        ("sbs_interval_seconds", "I_opt, the dispatch interval", snapshot.interval_s),
-        ("sbs_mean_forward_seconds", "Mean T_fwd, outliers left out", snapshot.mean_forward_s),
-        ("sbs_latency_seconds", "L_net, dispatch to runnable", snapshot.latency_s),
-        ("sbs_throttled", "1 while flow control refuses", float(snapshot.throttled)),
-        ("sbs_prefix_index_blocks", "KV blocks in the prefix index", snapshot.prefix_blocks),
+def _instance_families(prefill: Sequence[Any]) -> Iterator[Metric]:
+    tiers = {(one.instance, one.tier): 1 for one in prefill}
+    yield gauge("sbs_signal_tier", "1 for the signal tier in force", tiers, "worker", "tier")
+    for kind, name, text, field in _OF_INSTANCES:
+        values = {one.instance: getattr(one, field) for one in prefill}
+        yield kind(name, text, values, "worker")
+
+
+def _rank_families(prefill: Sequence[Any], decode: Sequence[Any]) -> Iterator[Metric]:
+    for instances, name, text, field in (
+        (prefill, "sbs_rank_c_avail_tokens", "C_avail", "c_avail"),
+        (prefill, "sbs_rank_flight_tokens", "U_flight", "flight_tokens"),
+        (prefill, "sbs_rank_queued_tokens", "R_queued", "queued_tokens"),
+        ([*prefill, *decode], "sbs_endforward_age_seconds", "Since its last message", "age_s"),
+        (decode, "sbs_rank_running_requests", "B, own dispatches counted", "running"),
+        (decode, "sbs_rank_kv_tokens", "K, own dispatches counted", "kv_tokens"),
     ):
-        yield _one(name, text, value)
-    if snapshot.lead_s is not None:
-        yield _one(
-            "sbs_lead_seconds", "How far ahead of a pass's end is dispatched", snapshot.lead_s
-        )
-    waiting = gauge("sbs_queue_class_requests", "Requests waiting, by class of priority", "class")
-    for name, count in snapshot.queue_classes.items():
-        waiting.add_metric([name], count)
-    yield waiting
-    yield _one(
-        "sbs_queue_tenants", "Tenants with requests waiting, if several", snapshot.queue_tenants
-    )
-
-
-def _instance_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
-    prefill: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
-        "tier": gauge("sbs_signal_tier", "1 for the signal tier in force", "worker", "tier"),
-        "ready": gauge("sbs_instance_ready", "1 if it may take a batch now", "worker"),
-        "error": gauge(
-            "sbs_lead_error_seconds", "Size of the error of predicted pass ends", "worker"
-        ),
-        "free": gauge(
-            "sbs_predicted_free_seconds", "Until it can launch again, as predicted", "worker"
-        ),
-        "fires": total("sbs_watchdog_fires", "State resets after silence", "worker"),
-        "c_avail": gauge("sbs_rank_c_avail_tokens", "C_avail", "worker", "dp_rank"),
-        "flight": gauge("sbs_rank_flight_tokens", "U_flight", "worker", "dp_rank"),
-        "queued": gauge("sbs_rank_queued_tokens", "R_queued", "worker", "dp_rank"),
-        "age": gauge("sbs_endforward_age_seconds", "Since its last message", "worker", "dp_rank"),
-    }
-    for instance in snapshot.prefill:
-        if workers.get(instance.instance) is None:
-            continue
-        prefill["tier"].add_metric([instance.instance, instance.tier], 1)
-        prefill["ready"].add_metric([instance.instance], float(instance.ready))
-        prefill["error"].add_metric([instance.instance], instance.prediction_error_s)
-        prefill["free"].add_metric([instance.instance], instance.predicted_free_in_s)
-        prefill["fires"].add_metric([instance.instance], instance.watchdog_fires)
-        for number, rank in enumerate(instance.ranks):
-            labels = [instance.instance, str(number)]
-            prefill["c_avail"].add_metric(labels, rank.c_avail)
-            prefill["flight"].add_metric(labels, rank.flight_tokens)
-            prefill["queued"].add_metric(labels, rank.queued_tokens)
-            if rank.age_s is not None:
-                prefill["age"].add_metric(labels, rank.age_s)
-    running = gauge("sbs_rank_running_requests", "B, own dispatches counted", "worker", "dp_rank")
-    kv_tokens = gauge("sbs_rank_kv_tokens", "K, own dispatches counted", "worker", "dp_rank")
-    for decode in snapshot.decode:
-        if workers.get(decode.instance) is None:
-            continue
-        for number, rank in enumerate(decode.ranks):
-            labels = [decode.instance, str(number)]
-            running.add_metric(labels, rank.running)
-            kv_tokens.add_metric(labels, rank.kv_tokens)
-            if rank.age_s is not None:
-                prefill["age"].add_metric(labels, rank.age_s)
-    yield from prefill.values()
-    yield from (running, kv_tokens)
-
-
-def _one(name: str, text: str, value: float) -> GaugeMetricFamily:
-    family = gauge(name, text)
-    family.add_metric([], value)
-    return family
+        values = {
+            (one.instance, str(number)): value
+            for one in instances
+            for number, rank in enumerate(one.ranks)
+            if (value := getattr(rank, field)) is not None
+        }
+        yield gauge(name, text, values, "worker", "dp_rank")

@@ -25,6 +25,11 @@ MAX_CONNECTIONS = 64
 Page = Callable[[web.Request], Awaitable[web.Response]]
 
 
+def page_of(metrics: bytes) -> web.Response:
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    return web.Response(body=metrics, headers={"Content-Type": kind})
+
+
 class MetricsPort:
     """``open`` once or until it succeeds, then ``close``."""
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
 from sglang_sbs.router.metric_families import gauge, total
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
+from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.wire import EndForward
 
 _STATES = {"closed": 0, "open": 1, "half_open": 2}
-_HTTP = "http"
+_ROLES: tuple[InstanceRole, InstanceRole] = ("prefill", "decode")
+# fmt: off
+_OF_WORKERS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
+    ("smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half-open",
+        lambda one: _STATES[one.breaker.state]),
+    ("smg_worker_cb_consecutive_failures", "As the breaker counts",
+        lambda one: one.breaker.consecutive[0]),
+    ("smg_worker_cb_consecutive_successes", "While half-open",
+        lambda one: one.breaker.consecutive[1]),
+    ("smg_worker_requests_active", "Legs in flight", lambda one: one.load),
+)
+# fmt: on
 
 
 def model_name(registry: Registry) -> str:
@@ -52,51 +64,31 @@ def worker_families(
     registry: Registry, drift: Drift, checks: Mapping[tuple[str, str], int]
 ) -> Iterator[Metric]:
     """``checks``: health checks by role and result."""
-    model = model_name(registry)
-    health = gauge("smg_worker_health", "1 if healthy", "worker", "worker_type")
-    state = gauge("smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half-open", "worker")
-    failures = gauge("smg_worker_cb_consecutive_failures", "As the breaker counts", "worker")
-    successes = gauge("smg_worker_cb_consecutive_successes", "While half-open", "worker")
-    outcomes = total("smg_worker_cb_outcomes", "Legs by outcome", "worker", "outcome")
-    transitions = total(
-        "smg_worker_cb_transitions", "Changes of the breaker's state", "worker", "from", "to"
-    )
-    active = gauge("smg_worker_requests_active", "Legs in flight", "worker")
-    problems = gauge("sbs_worker_problem", "1 per known problem", "worker", "problem")
-    messages = total("sbs_endforward_messages", "EndForward messages", "worker", "dp_rank")
-    off = gauge(
-        "sbs_ledger_drift_requests",
-        "Requests in this router's books minus those the engine reports",
-        "worker",
-        "worker_type",
-    )
-    for worker in registry:
-        url, role, breaker = worker.url, worker.role, worker.breaker
-        health.add_metric([url, role], float(worker.healthy))
-        state.add_metric([url], _STATES[breaker.state])
-        failed, succeeded = breaker.consecutive
-        failures.add_metric([url], failed)
-        successes.add_metric([url], succeeded)
-        outcomes.add_metric([url, "failure"], worker.failures)
-        outcomes.add_metric([url, "success"], worker.successes)
-        for (old, new), count in breaker.transitions.items():
-            transitions.add_metric([url, old, new], count)
-        active.add_metric([url], worker.load)
-        for kind in worker.problems:
-            problems.add_metric([url, kind], 1)
-        for rank, count in worker.reports.items():
-            messages.add_metric([url, str(rank)], count)
-        difference = drift.of(worker)
-        if difference is not None:
-            off.add_metric([url, role], difference)
-    pool = gauge(
-        *("smg_worker_pool_size", "Registered workers", "worker_type", "connection_mode", "model")
-    )
-    for kind in ("prefill", "decode"):
-        pool.add_metric([kind, _HTTP, model], sum(worker.role == kind for worker in registry))
-    checked = total("smg_worker_health_checks", "Health checks", "worker_type", "result")
-    for kind in ("prefill", "decode"):
-        for result in ("success", "failure"):
-            checked.add_metric([kind, result], checks.get((kind, result), 0))
-    yield from (health, state, failures, successes, outcomes, transitions, active, problems)
-    yield from (messages, off, pool, checked)
+    workers = list(registry)
+    for name, text, value in _OF_WORKERS:
+        yield gauge(name, text, {one.url: value(one) for one in workers}, "worker")
+    healthy = {(one.url, one.role): one.healthy for one in workers}
+    yield gauge("smg_worker_health", "1 if healthy", healthy, "worker", "worker_type")
+    outcomes = {(one.url, "failure"): one.failures for one in workers}
+    outcomes |= {(one.url, "success"): one.successes for one in workers}
+    yield total("smg_worker_cb_outcomes", "Legs by outcome", outcomes, "worker", "outcome")
+    about = "Changes of the breaker's state"
+    changes = {
+        (one.url, *change): count
+        for one in workers
+        for change, count in one.breaker.transitions.items()
+    }
+    yield total("smg_worker_cb_transitions", about, changes, "worker", "from", "to")
+    problems = {(one.url, kind): 1 for one in workers for kind in one.problems}
+    yield gauge("sbs_worker_problem", "1 per known problem", problems, "worker", "problem")
+    reports = {(one.url, str(r)): count for one in workers for r, count in one.reports.items()}
+    yield total("sbs_endforward_messages", "EndForward messages", reports, "worker", "dp_rank")
+    about = "Requests in this router's books minus those the engine reports"
+    drifts = {(one.url, one.role): off for one in workers if (off := drift.of(one)) is not None}
+    yield gauge("sbs_ledger_drift_requests", about, drifts, "worker", "worker_type")
+    model, labels = model_name(registry), ("worker_type", "connection_mode", "model")
+    sizes = {(role, "http", model): len(registry.of_role(role)) for role in _ROLES}
+    yield gauge("smg_worker_pool_size", "Registered workers", sizes, *labels)
+    asked = [(role, result) for role in _ROLES for result in ("success", "failure")]
+    done = {key: checks.get(key, 0) for key in asked}
+    yield total("smg_worker_health_checks", "Health checks", done, "worker_type", "result")

@@ -1,8 +1,4 @@
-"""Circuit breaker of one worker: consecutive failures open it, time and successes close it.
-
-Owns the breaker's state machine, and what failures count (:class:`Suspicions`). Must not know
-workers, clocks or sockets (callers pass ``now_s``).
-"""
+"""Circuit breaker of one worker: consecutive failures open it, time and successes close it."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ class Breaker:
 
     @property
     def consecutive(self) -> tuple[int, int]:
-        """Failures and successes in a row, as far as they count."""
         return self._failures, self._successes
 
     def failed(self, now_s: float, *, may_open: bool) -> bool:

@@ -1,12 +1,12 @@
 """Watches the workers: start-up, health, restarts, and load polls where EndForward is missing.
 
-Owns the background tasks that ask engines something. What they learn goes to the registry (health,
-limits) and to the scheduler (``LoadPolled``). Must not know requests.
+What is learned goes to the registry (health, limits) and to the scheduler (``LoadPolled``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import ssl
@@ -99,13 +99,9 @@ class Monitor:
     def start(self, worker: Worker) -> None:
         """Wait for the worker and watch it from then on."""
         self._doubts[worker.url] = asyncio.Event()
-        self._tasks[worker.url] = [
-            _in_background(self._keep(worker, lambda: self._watch(worker))),
-        ]
+        self._tasks[worker.url] = [_in_background(self._keep(worker, self._watch))]
         if self._config.load_poll_interval_s is not None:
-            interval_s = self._config.load_poll_interval_s
-            polls = self._keep(worker, lambda: self._poll_loads(worker, interval_s))
-            self._tasks[worker.url].append(_in_background(polls))
+            self._tasks[worker.url].append(_in_background(self._keep(worker, self._poll_loads)))
 
     def stop(self, worker: Worker) -> None:
         for task in self._tasks.pop(worker.url, []):
@@ -127,21 +123,19 @@ class Monitor:
         await asyncio.gather(*self.stop_all(), return_exceptions=True)
 
     def doubt(self, worker: Worker) -> None:
-        """Probe it now."""
-        event = self._doubts.get(worker.url)
-        if event is not None:
-            event.set()
+        if worker.url in self._doubts:
+            self._doubts[worker.url].set()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(1.0)
             self._registry.tick()
 
-    async def _keep(self, worker: Worker, run: Callable[[], Awaitable[None]]) -> None:
+    async def _keep(self, worker: Worker, run: Callable[[Worker], Awaitable[None]]) -> None:
         """A defect must not leave a worker unwatched: log it and begin anew."""
         while True:
             try:
-                await run()
+                await run(worker)
             except Exception:
                 logger.exception("watching worker %s failed; beginning anew", worker.url)
                 await asyncio.sleep(_FAST_S)
@@ -154,12 +148,9 @@ class Monitor:
             self._go_on(worker)
             waited_s = time.monotonic() - started_s
             if waited_s > self._config.startup_timeout_s:
-                self._registry.report_problem(
-                    worker,
-                    "startup",
-                    f"not up after {self._config.startup_timeout_s:g} s "
-                    "(--worker-startup-timeout-secs); still trying",
-                )
+                text = f"not up after {self._config.startup_timeout_s:g} s"
+                text += " (--worker-startup-timeout-secs); still trying"
+                self._registry.report_problem(worker, "startup", text)
             # Soon at first, then at a twentieth of the time it already takes.
             pause_s = max(_FAST_S, waited_s / 20)
             await asyncio.sleep(min(pause_s, self._config.startup_check_interval_s))
@@ -182,11 +173,9 @@ class Monitor:
         doubt = self._doubts[worker.url]
         doubt.clear()
         regular = self._config.health_enabled
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.health_interval_s if regular else None):
                 await doubt.wait()
-        except TimeoutError:
-            return
 
     async def _check(self, worker: Worker) -> None:
         """Probe until the verdict is clear; returns when the worker is healthy and described."""
@@ -228,9 +217,8 @@ class Monitor:
 
     async def _probe_server(self, worker: Worker, url: str) -> _Problem | None:
         configured = self._config.health_endpoint
-        paths = _RANK_PROBE_PATHS if worker.rust_server else _PROBE_PATHS
-        if configured:
-            paths = (configured,)
+        usual = _RANK_PROBE_PATHS if worker.rust_server else _PROBE_PATHS
+        paths = (configured,) if configured else usual
         # Patience for a check that may cost the engine a forward pass, and for an engine whose
         # ranks speak: its HTTP server may be busy with a large prompt.
         limit_s = self._config.health_timeout_s
@@ -274,14 +262,10 @@ class Monitor:
         first = worker.info is None
         self._registry.described(worker, info)
         if first:
+            plugin, version = "yes" if info.sbs is not None else "no", info.version or "?"
             logger.info(
                 "worker %s (%s): SGLang %s, dp_size %d, chunk %d tokens/rank, plugin %s",
-                worker.url,
-                worker.role,
-                info.version or "?",
-                info.dp_size,
-                info.chunk_tokens,
-                "yes" if info.sbs is not None else "no",
+                *(worker.url, worker.role, version, info.dp_size, info.chunk_tokens, plugin),
             )
         if self._described is not None:
             self._described(worker, info)
@@ -303,39 +287,29 @@ class Monitor:
     async def _with_node_hosts(self, worker: Worker, info: WorkerInfo) -> WorkerInfo:
         """With the addresses of its other nodes, where DP ranks there serve HTTP themselves. Who
         has just started waits for their EndForward, which comes every second.
-
-        Raises:
-            RankOutOfReach: nobody says where one of them is.
-        """
+        Raises: RankOutOfReach, nobody says where one of them is."""
         self._registry.check_boot(worker, info)  # a restart may have moved them
         self._registry.asks_peers = True
         known = worker.info.node_hosts if worker.info is not None else ()
-        if len(known) == info.nodes - 1 and not worker.speaks_from:
-            return msgspec.structs.replace(
-                info, node_hosts=known
-            )  # a front end hears no EndForward
-        far = {rank for rank in range(info.dp_size) if node_of_rank(info, rank)}
+        if len(known) == info.nodes - 1 and not worker.speaks_from:  # a front end hears none
+            return msgspec.structs.replace(info, node_hosts=known)
+        far = {rank: node for rank in range(info.dp_size) if (node := node_of_rank(info, rank))}
         for _ in range(0 if worker.info else 50):
-            if far <= worker.speaks_from.keys():
+            if far.keys() <= worker.speaks_from.keys():
                 break
             await asyncio.sleep(_NODES_HEARD_S / 50)
         hosts: dict[int, str] = {}
-        for rank in range(info.dp_size):
-            node = node_of_rank(info, rank)
-            if node and rank not in worker.speaks_from:
+        for rank, node in far.items():
+            if rank not in worker.speaks_from:
                 raise RankOutOfReach(not_heard(rank, node, worker.url))
-            if node:
-                hosts.setdefault(node, worker.speaks_from[rank])
+            hosts.setdefault(node, worker.speaks_from[rank])
         # A DP rank may have several nodes; only its first one serves.
         others = tuple(hosts.get(node, "") for node in range(1, info.nodes))
         return msgspec.structs.replace(info, node_hosts=others)
 
     async def _check_rank_servers(self, worker: Worker, info: WorkerInfo) -> None:
         """Each DP rank that serves HTTP itself must be where requests for it will be sent.
-
-        Raises:
-            RankOutOfReach: a rank is not.
-        """
+        Raises: RankOutOfReach, a rank is not."""
         own_boot_id = info.sbs.boot_id if info.sbs is not None else ""
 
         async def check(rank: int) -> None:
@@ -353,43 +327,38 @@ class Monitor:
             await asyncio.gather(*map(check, ranks[first - 1 : first - 1 + _ASKED_AT_ONCE]))
 
     async def _get(self, url: str, path: str, timeout_s: float | None = None) -> tuple[int, bytes]:
-        headers = (
-            {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else None
-        )
+        key = self._config.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else None
         limit_s = timeout_s or self._config.health_timeout_s
         return await ask(self._session, "GET", url + path, headers=headers, timeout_s=limit_s)
 
     # Fallback signal --------------------------------------------------------------------------
 
-    async def _poll_loads(self, worker: Worker, interval_s: float) -> None:
+    async def _poll_loads(self, worker: Worker) -> None:
         """``/v1/loads`` while the instance works and sends no EndForward."""
-        backoff_s = interval_s
+        interval_s = self._config.load_poll_interval_s
+        assert interval_s is not None
+        backoff_s, limit_s = interval_s, self._config.health_timeout_s
         while True:
             await asyncio.sleep(backoff_s)
             if worker.active == 0 or not worker.usable or worker.reporting(time.monotonic()):
                 backoff_s = interval_s
                 continue
+            backoff_s = min(2 * backoff_s, 5.0)
+            asked = [
+                fetch(self._pool, url, _LOADS, self._poll_headers, limit_s)
+                for url in worker.server_urls
+            ]
             try:
-                answers = await asyncio.gather(
-                    *(
-                        fetch(
-                            *(self._pool, url, _LOADS, self._poll_headers),
-                            self._config.health_timeout_s,
-                        )
-                        for url in worker.server_urls
-                    )
-                )
+                answers = await asyncio.gather(*asked)
             except (UpstreamError, TimeoutError):
-                backoff_s = min(2 * backoff_s, 5.0)
                 continue
             status = max(status for status, _ in answers)
             pages = [data for _, data in answers]
             event = parse_loads(worker, pages) if status == 200 else None
             if event is None:
-                backoff_s = min(2 * backoff_s, 5.0)
-                self._registry.report_problem(
-                    worker, "loads", f"/v1/loads is of no use (status {status}): timers only"
-                )
+                text = f"/v1/loads is of no use (status {status}): timers only"
+                self._registry.report_problem(worker, "loads", text)
                 continue
             backoff_s = interval_s
             worker.heard_s = time.monotonic()
@@ -417,20 +386,17 @@ def parse_loads(worker: Worker, pages: Sequence[bytes]) -> LoadPolled | None:
     cover every rank."""
     try:
         rows = _rows_of_ranks(worker, pages)
-        return LoadPolled(
-            instance=worker.url,
-            # total - used are the tokens that wait or bootstrap; older engines: waiting only.
-            queued_tokens=[
-                clamped_count(
-                    max(
-                        int(row.get("num_total_tokens", 0)) - int(row.get("num_used_tokens", 0)),
-                        int(row.get("num_waiting_uncached_tokens", 0)),
-                    )
-                )
-                for row in rows
-            ],
-            running_requests=[clamped_count(int(row.get("num_running_reqs", 0))) for row in rows],
-            kv_tokens=[clamped_count(int(row.get("num_used_tokens", 0))) for row in rows],
+        names = ("total_tokens", "used_tokens", "waiting_uncached_tokens", "running_reqs")
+        total, used, waiting, running = (
+            [int(row.get(f"num_{name}", 0)) for row in rows] for name in names
         )
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
         return None
+    # total - used are the tokens that wait or bootstrap; older engines: waiting only.
+    queued = [max(t - u, w) for t, u, w in zip(total, used, waiting, strict=True)]
+    return LoadPolled(
+        instance=worker.url,
+        queued_tokens=list(map(clamped_count, queued)),
+        running_requests=list(map(clamped_count, running)),
+        kv_tokens=list(map(clamped_count, used)),
+    )

@@ -1,9 +1,8 @@
 """Which Kubernetes pods are workers, and what follows from a change of them.
 
-Owns reading a pod, and bringing the registry in line with the pods there are. Must not know how
-pods are found out (:mod:`.kubernetes_watch` does). The rules are those of ``sglang_router`` 0.3.2
-(``service_discovery.rs``): label selectors per role, one port for all, the bootstrap port in an
-annotation; and where they leave a worker in use that cannot serve, stricter ones:
+The rules are those of ``sglang_router`` 0.3.2 (``service_discovery.rs``): label selectors per role,
+one port for all, the bootstrap port in an annotation; and where they leave a worker in use that
+cannot serve, stricter ones:
 
 * a pod counts while it is Running, Ready and not being deleted; when that ends its worker is
   removed as by ``DELETE /workers/{id}`` (what runs there ends normally), and comes back with it;
@@ -88,17 +87,13 @@ def by_url(found: Iterable[Found]) -> dict[str, Found]:
     way). A pod that both selectors match is a prefill pod, as in ``sglang_router``."""
     wanted: dict[str, Found] = {}
     for pod in found:
-        other = wanted.get(pod.url)
-        if other is None or (pod.created, pod.role == "prefill") >= (
-            other.created,
-            other.role == "prefill",
-        ):
+        other = wanted.setdefault(pod.url, pod)
+        if (pod.created, pod.role == "prefill") >= (other.created, other.role == "prefill"):
             wanted[pod.url] = pod
     return wanted
 
 
 def is_discovered(worker: Worker) -> bool:
-    """Whether it is here because of a pod."""
     return worker.labels.get(DISCOVERED) == _BY
 
 
@@ -124,7 +119,6 @@ class PodMembership:
 
     @property
     def workers(self) -> int:
-        """Discovered ones in use."""
         return sum(map(is_discovered, self._members.registry))
 
     def follow(self, found: Iterable[Found], *, complete: bool) -> None:
@@ -147,11 +141,8 @@ class PodMembership:
         registry = self._members.registry
         known = registry.get(pod.url) or registry.by_alias(pod.url)
         if known is not None and is_discovered(known):
-            if (
-                known.labels.get(_UID) == pod.uid
-                and known.role == pod.role
-                and known.configured_bootstrap_port == pod.bootstrap_port
-            ):
+            is_it = (known.labels.get(_UID), known.role, known.configured_bootstrap_port)
+            if is_it == (pod.uid, pod.role, pod.bootstrap_port):
                 self._followed[pod.url] = pod  # of the process before this one
                 return
             self._remove(known.url)

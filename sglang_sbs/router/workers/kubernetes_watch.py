@@ -1,9 +1,8 @@
 """Workers found as Kubernetes pods: listing and watching them through the API server.
 
-Owns the list/watch protocol: one stream per role, filtered by the API server, taken up again after
-it ends, breaks or has become too old (410 Gone). Must not know what makes a pod a worker
-(:mod:`.kubernetes_pods`). Needs the package of the extra ``kubernetes`` and imports it only when
-asked to.
+One stream per role, filtered by the API server, is taken up again after it ends, breaks or has
+become too old (410 Gone). What makes a pod a worker is in :mod:`.kubernetes_pods`. Needs the
+package of the extra ``kubernetes`` and imports it only when asked to.
 
 While the API server cannot be reached the workers stay as they are: their health is checked anyway.
 Only a complete list, or a deletion that was seen, takes a worker away.
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 500
 """Pods per answer of the API server to a list."""
-_SOURCE = "kubernetes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,8 @@ class PodDiscovery:
     def __init__(
         self, config: DiscoveryConfig, members: Members, timing: WatchTiming | None = None
     ) -> None:
-        self._config = config
-        self._timing = timing or WatchTiming()
+        self.config = config
+        self.timing = timing or WatchTiming()
         self._membership = PodMembership(members)
         self._streams = [PodStream(self, role, selector) for role, selector in config.selectors()]
         self._tasks: list[asyncio.Task[None]] = []
@@ -65,9 +63,8 @@ class PodDiscovery:
         self._api = api = await open_api("--service-discovery")
         logger.info(
             "watching pods in %s at %s: %s",
-            self._config.namespace or "all namespaces",
-            api.configuration.host,
-            "; ".join(f"{role} {selector}" for role, selector in self._config.selectors()),
+            *(self.config.namespace or "all namespaces", api.configuration.host),
+            "; ".join(f"{role} {selector}" for role, selector in self.config.selectors()),
         )
         self._tasks = [asyncio.create_task(stream.run(api)) for stream in self._streams]
 
@@ -79,47 +76,35 @@ class PodDiscovery:
         if self._api is not None:
             await self._api.close()
 
-    @property
-    def config(self) -> DiscoveryConfig:
-        return self._config
-
-    @property
-    def timing(self) -> WatchTiming:
-        return self._timing
-
     def changed(self) -> None:
         """The pods of a stream may be others now."""
-        prefill = {
-            uid for s in self._streams if s.role == "prefill" for uid in s.pods
-        }  # matched by both selectors: prefill
-        found: list[Found] = []
-        for stream in self._streams:
-            for uid, pod in stream.pods.items():
-                if pod is not None and (stream.role == "prefill" or uid not in prefill):
-                    found.append(pod)
+        # Matched by both selectors: prefill.
+        prefill = {uid for s in self._streams if s.role == "prefill" for uid in s.pods}
+        found = [
+            pod
+            for stream in self._streams
+            for uid, pod in stream.pods.items()
+            if pod is not None and (stream.role == "prefill" or uid not in prefill)
+        ]
         self._membership.follow(found, complete=all(s.listed for s in self._streams))
 
     def families(self) -> Iterator[Metric]:
         """For a scrape; the first three as ``sglang_router`` names them."""
-        workers = gauge("smg_discovery_workers_discovered", "Workers that are pods", "source")
-        workers.add_metric([_SOURCE], self._membership.workers)
-        added = total("smg_discovery_registrations", "Pods that became workers", "source", "result")
-        for result, count in self._membership.registrations.items():
-            added.add_metric([_SOURCE, result], count)
-        removed = total(
-            "smg_discovery_deregistrations",
-            "Workers whose pod went",
-            "source",
-        )
-        removed.add_metric([_SOURCE], self._membership.deregistrations)
-        current = gauge("sbs_discovery_current", "Pods of the role are listed and watched", "role")
-        lists = total("sbs_discovery_lists", "Complete lists of a role's pods", "role")
-        errors = total("sbs_discovery_errors", "Lists and watches that failed", "role")
-        for stream in self._streams:
-            current.add_metric([stream.role], float(stream.current))
-            lists.add_metric([stream.role], stream.lists)
-            errors.add_metric([stream.role], stream.errors)
-        yield from (workers, added, removed, current, lists, errors)
+        workers, by = self._membership, "kubernetes"
+        about = "Workers that are pods"
+        yield gauge("smg_discovery_workers_discovered", about, {by: workers.workers}, "source")
+        added = {(by, result): count for result, count in workers.registrations.items()}
+        about = "Pods that became workers"
+        yield total("smg_discovery_registrations", about, added, "source", "result")
+        gone = {by: workers.deregistrations}
+        yield total("smg_discovery_deregistrations", "Workers whose pod went", gone, "source")
+        current = {one.role: one.current for one in self._streams}
+        about = "Pods of the role are listed and watched"
+        yield gauge("sbs_discovery_current", about, current, "role")
+        lists = {one.role: one.lists for one in self._streams}
+        yield total("sbs_discovery_lists", "Complete lists of a role's pods", lists, "role")
+        errors = {one.role: one.errors for one in self._streams}
+        yield total("sbs_discovery_errors", "Lists and watches that failed", errors, "role")
 
 
 class PodStream:
@@ -140,7 +125,6 @@ class PodStream:
         self._complaint = ""
 
     async def run(self, api: ApiClient) -> None:
-        """Until cancelled."""
         timing = self._discovery.timing
         pause_s = 0.0
         loop = asyncio.get_running_loop()
@@ -180,19 +164,14 @@ class PodStream:
 
     async def _list(self, api: ApiClient) -> None:
         pods: dict[str, Found | None] = {}
-        token: str | None = None
+        query: dict[str, Any] = {"limit": PAGE_SIZE}
         while True:
-            query: dict[str, Any] = {"limit": PAGE_SIZE}
-            if token:
-                query["_continue"] = token
             page = await self._ask(api, **query)
             metadata = page.get("metadata") or {}
-            for pod in page.get("items") or ():
-                uid, found = self._read(pod)
-                pods[uid] = found
-            token = metadata.get("continue")
-            if not token:
+            pods.update(map(self._read, page.get("items") or ()))
+            if not (token := metadata.get("continue")):
                 break
+            query["_continue"] = token
         self.pods, self.listed = pods, True
         self._version = str(metadata.get("resourceVersion") or "")
         self.lists += 1
@@ -200,7 +179,6 @@ class PodStream:
         self._discovery.changed()
 
     async def _watch(self, api: ApiClient) -> None:
-        """One stream, to its end."""
         from kubernetes_asyncio.client import ApiException
         from kubernetes_asyncio.watch import Watch
 

@@ -1,8 +1,5 @@
 """How an SGLang release is told the DP ranks of a request, and which of them can be chosen.
 
-Owns the fields that name ranks and the choice of the bootstrap room. Must not know the rest of a
-body, or who chose the ranks.
-
 From 0.5.10 on each leg names its own rank (``routed_dp_rank``), decode is told prefill's in
 ``disagg_prefill_dp_rank``, and the two are independent. Before, ranks are *coupled*: a rank in
 decode's body (``data_parallel_rank``) is taken for prefill's as well (``disaggregation/decode.py``:
@@ -45,7 +42,6 @@ def is_coupled(version: tuple[int, ...] | None) -> bool:
 
 
 def rank_choice_of(version: tuple[int, ...] | None, load_balance_method: str) -> RankChoice:
-    """What is left to choose of a decode instance's ranks."""
     if version is None or not is_coupled(version):
         return "free"
     if version < _NAMED_METHODS_VERSION:
@@ -54,14 +50,12 @@ def rank_choice_of(version: tuple[int, ...] | None, load_balance_method: str) ->
 
 
 def prefill_members(prefill_rank: int, *, coupled: bool) -> dict[str, int]:
-    """What prefill's body says of ranks."""
     if coupled:
         return {"data_parallel_rank": prefill_rank}
     return {"disagg_prefill_dp_rank": prefill_rank, "routed_dp_rank": prefill_rank}
 
 
 def decode_members(prefill_rank: int, decode_rank: int, *, coupled: bool) -> dict[str, int]:
-    """What decode's body says of ranks."""
     if coupled:
         return {}
     return {"disagg_prefill_dp_rank": prefill_rank, "routed_dp_rank": decode_rank}

@@ -1,7 +1,6 @@
 """The workers: what is known of each, and which of them the scheduler may use.
 
-Owns worker state and the ``InstanceUp`` / ``InstanceDown`` events that follow from it. Must not
-know sockets: probes, polls and messages are made elsewhere and reported here.
+Probes, polls and messages are made elsewhere and reported here.
 """
 
 from __future__ import annotations
@@ -11,26 +10,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from sglang_sbs.router.engines.urls import (
-    alias_key,
-    normalise_worker_url,
-)
+from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.diagnosis import AS_REPORTED, as_reported, why_mute
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
 from sglang_sbs.router.workers.server_info import (
+    AS_REPORTED,
     WorkerInfo,
+    as_reported,
     node_of_rank,
+    why_mute,
 )
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
-from sglang_sbs.scheduling.events import (
-    InstanceDown,
-    InstanceRole,
-    InstanceUp,
-    PrefixSource,
-)
+from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 
@@ -59,8 +52,6 @@ MUTE_AFTER_DISPATCHES = 3
 
 
 class Registry:
-    """Every change of a worker goes through here."""
-
     def __init__(
         self,
         events: WorkerEvents = WorkerEvents(),  # noqa: B008 - it is frozen
@@ -106,10 +97,8 @@ class Registry:
             normalised = normalise_worker_url(url)
         except ValueError:
             return None
-        known = self._workers.get(normalised)
-        if known is not None:
-            return known
-        return self._workers.get(self._aliases.get(alias_key(normalised), ""))
+        alias = self._aliases.get(alias_key(normalised), "")
+        return self._workers.get(normalised) or self._workers.get(alias)
 
     def of_role(self, role: InstanceRole) -> list[Worker]:
         return [w for w in self._workers.values() if w.role == role]
@@ -119,7 +108,6 @@ class Registry:
 
     @property
     def ready(self) -> bool:
-        """At least one real prefill/decode pair can take a request."""
         return bool(self.usable("prefill")) and bool(self.usable("decode"))
 
     # Membership -------------------------------------------------------------------------------
@@ -142,7 +130,7 @@ class Registry:
     def remove(self, worker: Worker) -> None:
         """No new requests from now on; those in flight there run to their end."""
         worker.draining = True
-        self._announce(worker)
+        self.refresh(worker)
         self._workers.pop(worker.url, None)
         self._aliases = {alias_key(url): url for url in reversed(self._workers)}
         logger.info("worker %s (%s) removed", worker.url, worker.role)
@@ -157,23 +145,20 @@ class Registry:
             info = as_reported(info)
         changed = worker.info != info
         worker.info = info
-        worker.problems.pop("unusable", None)
-        worker.problems.pop("unreachable", None)
+        for solved in ("unusable", "unreachable", "bootstrap"):
+            worker.problems.pop(solved, None)
         self._check_prefix_source(worker)
-        given = worker.configured_bootstrap_port
-        worker.problems.pop("bootstrap", None)
-        if info.rust_server and given is not None and given != worker.bootstrap_port:
-            self.report_problem(
-                worker,
-                "bootstrap",
-                f"its KV registry is at port {worker.bootstrap_port}, where it serves HTTP "
-                f"(SGLANG_RUST_SERVER=1), and not at {given}: that port is used. Write it behind "
-                "--prefill URL, or none",
+        given, port = worker.configured_bootstrap_port, worker.bootstrap_port
+        if info.rust_server and given is not None and given != port:
+            text = (
+                f"its KV registry is at port {port}, where it serves HTTP (SGLANG_RUST_SERVER=1), "
+                f"and not at {given}: that port is used. Write it behind --prefill URL, or none"
             )
+            self.report_problem(worker, "bootstrap", text)
         for number, text in enumerate(info.warnings):
             self.report_problem(worker, f"launch{number}", text)
-        if worker.announced and changed:
-            self._emit(self._instance_up(worker))
+        if changed:
+            self._announce_anew(worker)
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read again: the same engine as before, or another?"""
@@ -185,12 +170,11 @@ class Registry:
             self._restarted(worker)
         elif stranger and stranger != new:
             self._retire(worker, [stranger])
-            self.report_problem(
-                worker,
-                "stranger",
+            text = (
                 f"EndForward of another boot ({stranger[:8]}) claims to be this worker and is "
-                "ignored. Is SGLANG_SBS_INSTANCE_ID the same on two engines?",
+                "ignored. Is SGLANG_SBS_INSTANCE_ID the same on two engines?"
             )
+            self.report_problem(worker, "stranger", text)
 
     def set_healthy(self, worker: Worker, healthy: bool, why: str = "") -> None:
         if worker.healthy == healthy:
@@ -204,7 +188,7 @@ class Registry:
         level = logging.INFO if healthy else logging.WARNING
         state = "is healthy" if healthy else f"is down: {why}"
         logger.log(level, "worker %s (%s) %s", worker.url, worker.role, state)
-        self._announce(worker)
+        self.refresh(worker)
 
     def leg_failed(self, failure: LegFailure) -> None:
         """Blame for one failed leg; client errors blame nobody."""
@@ -219,13 +203,12 @@ class Registry:
         others = [w for w in self.usable(worker.role) if w is not worker]
         if worker.breaker.failed(self._clock(), may_open=bool(others)):
             logger.warning("worker %s: circuit breaker opened (%s)", worker.url, failure.message)
-            self._announce(worker)
+            self.refresh(worker)
         if failure.transport:
             self.doubted(worker)
 
     def leg_succeeded(self, url: str) -> None:
-        worker = self._workers.get(url)
-        if worker is not None:
+        if worker := self._workers.get(url):
             worker.successes += 1
             worker.breaker.succeeded()
 
@@ -235,7 +218,7 @@ class Registry:
         for worker in self._workers.values():
             if worker.breaker.try_half_open(now_s):
                 logger.info("worker %s: circuit breaker half-open", worker.url)
-                self._announce(worker)
+                self.refresh(worker)
             self._check_signal(worker, now_s)
             self._check_quiet(worker, now_s)
 
@@ -266,20 +249,18 @@ class Registry:
         if known != boot_id:
             worker.retired_boots.discard(boot_id)
         if report.role != worker.role:
-            self.report_problem(
-                worker, "role", f"EndForward says role {report.role}; its reports are ignored"
-            )
-            return False
-        if worker.info is not None and report.dp_size != worker.info.dp_size:
-            self.report_problem(
-                worker,
-                "dp_size",
-                f"EndForward says dp_size {report.dp_size}, /server_info says "
-                f"{worker.info.dp_size}; its reports are ignored. Is SGLANG_SBS_INSTANCE_ID of "
-                "another engine set to this worker's URL?",
-            )
+            text = f"EndForward says role {report.role}; its reports are ignored"
+            self.report_problem(worker, "role", text)
             return False
         if worker.info is not None:
+            if report.dp_size != worker.info.dp_size:
+                text = (
+                    f"EndForward says dp_size {report.dp_size}, /server_info says "
+                    f"{worker.info.dp_size}; its reports are ignored. Is SGLANG_SBS_INSTANCE_ID of "
+                    "another engine set to this worker's URL?"
+                )
+                self.report_problem(worker, "dp_size", text)
+                return False
             self._hear_of_barrier(worker, worker.info, report.barrier)
         self._hear_of_gang_gate(worker, rank, report.gang_gate)
         worker.boots[rank] = boot_id
@@ -307,20 +288,16 @@ class Registry:
         # Who speaks in its name without a key may contradict it all the time.
         if as_told.no_barrier != info.no_barrier and now_s >= worker.barrier_told_s + BARRIER_S:
             worker.barrier_told_s, worker.info = now_s, as_told
-            if worker.announced:
-                self._emit(self._instance_up(worker))
+            self._announce_anew(worker)
 
     # What is cached where ---------------------------------------------------------------------
 
     def listens_to_events(self, worker: Worker) -> bool:
         """Whether its KV events are wanted and, as far as it says, to be had."""
         info = worker.info
-        return (
-            info is not None
-            and info.radix_cache
-            and info.kv_events is not None
-            and self._prefix_source in ("auto", "events")
-        )
+        if info is None or not info.radix_cache or info.kv_events is None:
+            return False
+        return self._prefix_source in ("auto", "events")
 
     def prefix_source_of(self, worker: Worker) -> PrefixSource:
         """How the scheduler learns what the worker has cached."""
@@ -356,21 +333,19 @@ class Registry:
             logger.info("worker %s: its KV events arrive", worker.url)
         if worker.kv_events_missing != bool(why):
             worker.kv_events_missing = bool(why)
-            if worker.announced:
-                self._emit(self._instance_up(worker))
+            self._announce_anew(worker)
 
     def _check_prefix_source(self, worker: Worker) -> None:
         info = worker.info
         if info is None or not info.radix_cache or self._prefix_source != "events":
             return
         if info.kv_events is None:
-            self.report_problem(
-                worker,
-                "kv_events",
+            text = (
                 "publishes no KV events, so that nothing is known of its cache: start it with "
                 '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
-                '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto',
+                '"replay_endpoint": "tcp://*:5657"}\', or use --sbs-prefix-source auto'
             )
+            self.report_problem(worker, "kv_events", text)
 
     def report_problem(self, worker: Worker, kind: str, text: str) -> None:
         """Show it in ``GET /workers``; log it once, and again if it is back after a while."""
@@ -410,21 +385,20 @@ class Registry:
             # Decode may not have missed it and would go on talking to the old process's ports.
             worker.spelling += 1
         self._retire(worker, worker.boots.values())
+        for of_ranks in (worker.kv_endpoints, worker.kv_refused, worker.speaks_from):
+            of_ranks.clear()
         worker.boots.clear()
         worker.last_report_s.clear()
-        worker.kv_endpoints.clear()
-        worker.kv_refused.clear()
-        worker.speaks_from.clear()
         worker.gates_at_fault.clear()
         worker.problems.pop("gang_gate", None)
         worker.restarted_s = self._clock()
         worker.info = None
         worker.breaker.reset()
-        self._announce(worker)
+        self.refresh(worker)
         self.silenced(worker)
         self.doubted(worker)
 
-    def _announce(self, worker: Worker) -> None:
+    def refresh(self, worker: Worker) -> None:
         """Tell the scheduler if the worker's usability changed."""
         if worker.usable == worker.announced:
             return
@@ -442,11 +416,11 @@ class Registry:
         for worker in self._workers.values():
             if worker.role == role and worker.healthy and worker.breaker.let_in():
                 logger.warning("worker %s: the last of its role, breaker half-open", worker.url)
-                self._announce(worker)
+                self.refresh(worker)
 
-    def refresh(self, worker: Worker) -> None:
-        """Announce a worker whose description or health just became complete."""
-        self._announce(worker)
+    def _announce_anew(self, worker: Worker) -> None:
+        if worker.announced:
+            self._emit(self._instance_up(worker))
 
     def _instance_up(self, worker: Worker) -> InstanceUp:
         return worker.instance_up(self.prefix_source_of(worker))
@@ -471,23 +445,16 @@ class Registry:
             return
         if not worker.last_report_s:
             if self._expects_endforward and worker.dispatches >= MUTE_AFTER_DISPATCHES:
-                where = why_mute(worker.info)
-                self.report_problem(
-                    worker,
-                    "signal",
-                    f"no EndForward after {MUTE_AFTER_DISPATCHES} dispatches, falling back to "
-                    f"load polls and timers; {where}",
-                )
+                mute = f"no EndForward after {MUTE_AFTER_DISPATCHES} dispatches"
+                text = f"{mute}, falling back to load polls and timers; {why_mute(worker.info)}"
+                self.report_problem(worker, "signal", text)
             return
-        silent = [
-            rank
-            for rank in range(worker.info.dp_size)
-            if now_s - worker.last_report_s.get(rank, -1e9) >= SILENT_AFTER_S
-        ]
+        last_s, ranks = worker.last_report_s, range(worker.info.dp_size)
+        silent = [r for r in ranks if now_s - last_s.get(r, -1e9) >= SILENT_AFTER_S]
         if silent:
-            ranks = ", ".join(map(str, silent[:16])) + (" …" if len(silent) > 16 else "")
-            self.report_problem(worker, "signal", f"no EndForward from rank {ranks}")
-            if len(silent) == worker.info.dp_size:
+            shown = ", ".join(map(str, silent[:16])) + (" …" if len(silent) > 16 else "")
+            self.report_problem(worker, "signal", f"no EndForward from rank {shown}")
+            if len(silent) == len(ranks):
                 self.doubted(worker)
         else:
             worker.problems.pop("signal", None)

@@ -1,7 +1,5 @@
-"""What an engine says about itself in ``GET /server_info``.
-
-Owns the meaning of SGLang's fields across versions, and the check that an engine can be used at
-all. Must not know how the answer was fetched.
+"""What an engine says about itself in ``GET /server_info``, by any version of SGLang, and whether
+it can be used at all.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
 _MAX_GRAPHS = 256
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
-
-
 NO_DP_ATTENTION = "no --enable-dp-attention"
+AS_REPORTED = "as its EndForward says"
+"""Why a worker has no barrier, where only its reports say so."""
 
 
 class UnusableWorker(ValueError):
@@ -122,7 +120,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> str:
-        """The DP ranks in words."""
         count = f"{self.dp_size} rank{'s' if self.dp_size > 1 else ''}"
         return f"{count}, no barrier ({self.no_barrier})" if self.no_barrier else count
 
@@ -133,7 +130,6 @@ def node_of_rank(info: WorkerInfo, dp_rank: int) -> int:
 
 
 def server_url(url: str, info: WorkerInfo, dp_rank: int) -> str:
-    """Where requests for a DP rank of the worker at ``url`` go."""
     if not info.rust_server:
         return url
     node = node_of_rank(info, dp_rank)
@@ -156,10 +152,7 @@ def parse_version(text: str) -> tuple[int, ...] | None:
 
 def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     """Read ``/server_info``.
-
-    Raises:
-        UnusableWorker: too old, or launched in another disaggregation mode than ``role``.
-    """
+    Raises: UnusableWorker, too old, or launched in another disaggregation mode than ``role``."""
     version = _text(data.get("version"))
     numbers = parse_version(version)
     _check_usable(data, role, version, numbers)
@@ -167,30 +160,34 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     dp_size = _dp_size(data)
     sbs = _sbs_block(data.get("sbs"))
     no_barrier = _why_no_barrier(data, dp_size, sbs)
-    warnings = [_why_independent(dp_size)] if no_barrier == NO_DP_ATTENTION else []
+    warnings: list[str] = []
+    if no_barrier == NO_DP_ATTENTION:
+        warnings.append(
+            f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
+            "replicas, so batching them into one forward pass gains nothing"
+        )
     method = _text(data.get("load_balance_method"))
     choice = rank_choice_of(numbers, method) if role == "decode" else "free"
     if choice == "engine" and dp_size > 1:
         warnings.append(_why_engine(version, method, numbers))
-    model = data.get("served_model_name") or data.get("model_path") or ""
+    allocation = data.get("disaggregation_decode_allocation_policy")
+    model = data.get("served_model_name") or data.get("model_path")
     kv_events = _kv_events_block(data.get("kv_events"), dp_size, warnings)
     return WorkerInfo(
         dp_size=dp_size,
         nodes=_nodes(data),
         chunk_tokens=_chunk_tokens(data),
         max_prefill_tokens=_int(data.get("max_prefill_tokens")),
-        kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),
+        kv_capacity_tokens=_count(data.get("max_total_num_tokens")),
         max_running_requests=_max_running_requests(data, dp_size),
-        prefill_max_requests=max(0, _int(data.get("prefill_max_requests"))),
+        prefill_max_requests=_count(data.get("prefill_max_requests")),
         captured_tokens=_captured_tokens(data.get("cuda_graph_config")),
         page_size=kv_events.block_tokens if kv_events else max(1, _int(data.get("page_size"))),
         bigram=str(data.get("speculative_algorithm")).upper() in _BIGRAM_ALGORITHMS,
         # The Rust server passes over the field, and no answer would read as nothing cached.
-        cached_details=(
-            numbers is not None and numbers >= CACHED_DETAILS_VERSION and not rust_server
-        ),
+        cached_details=(numbers or ()) >= CACHED_DETAILS_VERSION and not rust_server,
         completion_template=bool(data.get("completion_template")),
-        max_request_tokens=max(0, _int(data.get("max_req_input_len"))),
+        max_request_tokens=_count(data.get("max_req_input_len")),
         cuts_prompts=data.get("allow_auto_truncate") is True,
         version=version,
         model_id=_text(model),
@@ -198,10 +195,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
         load_balance_method=method,
         coupled=is_coupled(numbers),
         rank_choice=choice,
-        allocates_late=(
-            role == "decode"
-            and data.get("disaggregation_decode_allocation_policy") == "prefill_complete"
-        ),
+        allocates_late=role == "decode" and allocation == "prefill_complete",
         overlap=data.get("disable_overlap_schedule") is not True,
         rust_server=rust_server,
         sbs=sbs,
@@ -212,17 +206,9 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     )
 
 
-def _why_independent(dp_size: int) -> str:
-    return (
-        f"dp_size is {dp_size} without --enable-dp-attention: its DP ranks are independent "
-        "replicas, so batching them into one forward pass gains nothing"
-    )
-
-
 def _check_usable(
     data: dict[str, Any], role: InstanceRole, version: str, numbers: tuple[int, ...] | None
 ) -> None:
-    """Raises: UnusableWorker."""
     # Builds from source call themselves 0.0.0: they are given the benefit of the doubt.
     if numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
@@ -241,10 +227,7 @@ def _check_usable(
 
 def _dp_size(data: dict[str, Any]) -> int:
     """From SGLang 0.5.22 on, ``dp_size`` is 1 under DP attention and ``attn_dp_size`` has it.
-
-    Raises:
-        UnusableWorker: nobody has so many.
-    """
+    Raises: UnusableWorker, nobody has so many."""
     attn_dp_size = _int(data.get("attn_dp_size"))
     dp_size = max(1, attn_dp_size if attn_dp_size > 1 else _int(data.get("dp_size")))
     if dp_size > MAX_DP_SIZE:
@@ -255,7 +238,7 @@ def _dp_size(data: dict[str, Any]) -> int:
 def _chunk_tokens(data: dict[str, Any]) -> int:
     """Without chunking a rank takes whole prompts up to ``--max-prefill-tokens`` per pass."""
     chunk = _int(data.get("chunked_prefill_size"))
-    return chunk if chunk > 0 else max(0, _int(data.get("max_prefill_tokens")))
+    return chunk if chunk > 0 else _count(data.get("max_prefill_tokens"))
 
 
 def _has_radix_cache(data: dict[str, Any], role: InstanceRole) -> bool:
@@ -287,7 +270,6 @@ def _nodes(data: dict[str, Any]) -> int:
 
 
 def not_a_rank(url: str, rank: int, why: str) -> str:
-    """What to tell of a DP rank that is not where requests for it would be sent."""
     return (
         f"DP rank {rank} does not serve at {url}: {why}. With SGLANG_RUST_SERVER=1 every rank "
         "serves HTTP at the engine's --port plus its number: open those ports to the router, or "
@@ -307,10 +289,7 @@ def not_heard(rank: int, node: int, url: str) -> str:
 
 def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
     """Whether what answered at the address of ``rank`` is that DP rank, of the engine ``boot_id``.
-
-    Raises:
-        RankOutOfReach: it is not.
-    """
+    Raises: RankOutOfReach, it is not."""
     if not _check_rust_server(data, rank):
         raise RankOutOfReach("what answers is no DP rank of an engine with SGLANG_RUST_SERVER=1")
     sbs = _sbs_block(data.get("sbs"))
@@ -320,11 +299,8 @@ def check_rank_server(data: dict[str, Any], rank: int, boot_id: str) -> None:
 
 def _check_rust_server(data: dict[str, Any], rank: int) -> bool:
     """Whether SGLang's Rust server wrote this ``/server_info``: it alone names the DP rank that
-    answers (``deployment_info``, ``srt/rust_server/config.py``).
-
-    Raises:
-        RankOutOfReach: it answers for another rank than ``rank``, or does not say of how many.
-    """
+    answers (``deployment_info``, ``srt/rust_server/config.py``). Raises: RankOutOfReach, it answers
+    for another rank than ``rank``, or does not say of how many."""
     told = data.get("deployment_info")
     if not isinstance(told, dict) or "dp_rank" not in told:
         states = data.get("internal_states")
@@ -359,17 +335,15 @@ def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
         for name in ("effective_max_running_requests_per_dp", "max_running_requests_per_dp"):
             if _int(states[0].get(name)) > 0:
                 return _int(states[0].get(name))
-    return max(0, _int(data.get("max_running_requests"))) // dp_size
+    return _count(data.get("max_running_requests")) // dp_size
 
 
 def _captured_tokens(config: object) -> tuple[int, ...]:
     """``cuda_graph_config`` (SGLang's ``model_executor/cuda_graph_config.py``) of the prefill
     phase, whose ``bs`` are token counts."""
     prefill = config.get("prefill") if isinstance(config, dict) else None
-    if not isinstance(prefill, dict) or prefill.get("backend") in (None, "disabled"):
-        return ()
-    sizes = prefill.get("bs")
-    if not isinstance(sizes, list):
+    sizes = prefill.get("bs") if isinstance(prefill, dict) else None
+    if not isinstance(sizes, list) or not prefill or prefill.get("backend") in (None, "disabled"):
         return ()
     return tuple(sorted({_int(size) for size in sizes[:_MAX_GRAPHS] if _int(size) > 0}))
 
@@ -394,9 +368,7 @@ def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEven
         _int(value.get("endpoint_port_base")),
         value.get("replay_endpoint_port_base"),
     )
-    block_tokens = _int(value.get("block_size"))
-    ranks = _int(value.get("dp_size")) or dp_size
-    topic, host = value.get("topic"), value.get("endpoint_host")
+    block_tokens, ranks = _int(value.get("block_size")), _int(value.get("dp_size")) or dp_size
     if not _is_port_range(port, dp_size) or block_tokens < 1 or ranks != dp_size:
         warnings.append(
             f"its KV events cannot be subscribed to: port {port}, block_size {block_tokens}, "
@@ -404,21 +376,50 @@ def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEven
         )
         return None
     replay = _int(replay_port)
-    if replay_port is not None and (
-        not _is_port_range(replay, dp_size) or abs(replay - port) < dp_size
-    ):
+    apart = _is_port_range(replay, dp_size) and abs(replay - port) >= dp_size
+    if replay_port is not None and not apart:
         warnings.append(
             f"lost KV events cannot be had again: its replay ports from {replay_port} on are "
             f"those of its KV events or none; let replay_endpoint in --kv-events-config begin at "
             f"port {port + dp_size} or later"
         )
         replay = 0
+    topic, host = _text(value.get("topic")), _text(value.get("endpoint_host"))
     return KvEventsBlock(
-        port=port,
-        replay_port=replay or None,
-        topic=_text(topic),
-        block_tokens=block_tokens,
-        host=_text(host),
+        port=port, replay_port=replay or None, topic=topic, block_tokens=block_tokens, host=host
+    )
+
+
+def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
+    """What EndForward says of the barrier is believed where /server_info, which nobody else can
+    answer, does not say."""
+    told = info.sbs is not None and info.sbs.barrier is not None
+    if told or info.no_barrier not in ("", AS_REPORTED) or info.dp_size == 1:
+        return info
+    return msgspec.structs.replace(info, no_barrier="" if barrier else AS_REPORTED)
+
+
+def why_mute(info: WorkerInfo) -> str:
+    """What to do about an engine that sends no EndForward."""
+    version = parse_version(info.version)
+    if info.sbs is None and version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
+        wanted = ".".join(map(str, PLUGIN_VERSION))
+        return (
+            f"SGLang {info.version} loads no plugins: install sglang-sbs next to it, run "
+            "'sglang-sbs patch apply' there and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, or "
+            f"upgrade the engine to {wanted} or later"
+        )
+    if info.sbs is None:
+        return (
+            "the sglang-sbs plugin is not installed or not configured there: pip install . in a "
+            "checkout of sglang-sbs, next to SGLang, and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
+        )
+    speaks = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
+    return (
+        f"the plugin is there and speaks to {speaks}, but nothing arrives: check that "
+        "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind, that the port can be "
+        "reached, and that SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here are the "
+        "same secret, or both unset"
     )
 
 
@@ -428,6 +429,10 @@ def _is_port_range(first: int, ports: int) -> bool:
 
 def _int(value: object) -> int:
     return min(value, _MAX_COUNT) if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _count(value: object) -> int:
+    return max(0, _int(value))
 
 
 def _text(value: object) -> str:

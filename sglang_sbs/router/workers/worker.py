@@ -1,6 +1,6 @@
 """One worker: what is known of an engine instance, and what follows from it alone.
 
-Every change of a worker goes through :class:`~.registry.Registry`. Must not know who is told.
+Every change of a worker goes through :class:`~.registry.Registry`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from msgspec import field
 from sglang_sbs.router.engines.urls import bracketed, respelled, split_worker_url
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
-from sglang_sbs.router.workers.server_info import (
-    WorkerInfo,
-    ranks_in_reach,
-    server_url,
-)
+from sglang_sbs.router.workers.server_info import WorkerInfo, ranks_in_reach, server_url
 from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource, RankChoice
 
+_UNKNOWN = WorkerInfo()
 SILENT_AFTER_S = 5.0
 """No EndForward for this long (heartbeats come every second): the signal counts as lost."""
 
@@ -105,40 +102,38 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
         With SGLang's Rust server the engine knows better: its registry is on its HTTP port.
         """
-        if self.rust_server and self.info is not None and self.info.bootstrap_port is not None:
-            return self.info.bootstrap_port
-        if self.configured_bootstrap_port is not None:
-            return self.configured_bootstrap_port
-        return self.info.bootstrap_port if self.info is not None else None
+        given, told = self.configured_bootstrap_port, (self.info or _UNKNOWN).bootstrap_port
+        if given is None or (self.rust_server and told is not None):
+            return told
+        return given
 
     @property
     def coupled(self) -> bool:
         """Its release couples prefill and decode ranks (``rank_contract``)."""
-        return self.info is not None and self.info.coupled
+        return (self.info or _UNKNOWN).coupled
 
     @property
     def rust_server(self) -> bool:
         """Each of its DP ranks is to be spoken to at its own address."""
-        return self.info is not None and self.info.rust_server
+        return (self.info or _UNKNOWN).rust_server
 
     def url_of(self, rank: int) -> str:
-        """Where requests for that DP rank go."""
-        return server_url(self.url, self.info, rank) if self.info is not None else self.url
+        return server_url(self.url, self.info or _UNKNOWN, rank)
 
     @property
     def server_urls(self) -> list[str]:
         """Its HTTP servers, that of DP rank 0 first."""
-        if self.info is None or not self.info.rust_server:
-            return [self.url]
-        return [self.url_of(rank) for rank in ranks_in_reach(self.info)]
+        info = self.info or _UNKNOWN
+        ranks = ranks_in_reach(info) if info.rust_server else range(1)
+        return [self.url_of(rank) for rank in ranks]
 
     @property
     def rank_choice(self) -> RankChoice:
-        return self.info.rank_choice if self.info is not None else "free"
+        return (self.info or _UNKNOWN).rank_choice
 
     @property
     def dp_size(self) -> int:
-        return self.info.dp_size if self.info is not None else 1
+        return (self.info or _UNKNOWN).dp_size
 
     @property
     def load(self) -> int:
@@ -147,17 +142,13 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def usable(self) -> bool:
-        return (
-            self.info is not None
-            and self.healthy
-            and not self.draining
-            and self.breaker.state != "open"
-        )
+        sound = self.healthy and not self.draining and self.breaker.state != "open"
+        return sound and self.info is not None
 
     def instance_up(self, prefix_source: PrefixSource) -> InstanceUp:
-        """What the scheduler is told of it."""
         info = self.info
         assert info is not None, "only described workers are announced"
+        prefill = self.role == "prefill"
         return InstanceUp(
             instance=self.url,
             role=self.role,
@@ -165,13 +156,13 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
             chunk_tokens=info.chunk_tokens,
             kv_capacity_tokens=info.kv_capacity_tokens,
             max_running_requests=info.max_running_requests,
-            prefill_max_requests=info.prefill_max_requests if self.role == "prefill" else 0,
+            prefill_max_requests=info.prefill_max_requests if prefill else 0,
             page_size=info.page_size,
             prefix_source=prefix_source,
-            rank_choice=info.rank_choice if self.role == "decode" else "free",
-            overlap=info.overlap and self.role == "prefill",
-            barrier=not info.no_barrier or self.role != "prefill",
-            captured_tokens=info.captured_tokens if self.role == "prefill" else (),
+            rank_choice="free" if prefill else info.rank_choice,
+            overlap=info.overlap and prefill,
+            barrier=not info.no_barrier or not prefill,
+            captured_tokens=info.captured_tokens if prefill else (),
             allocates_late=info.allocates_late,
         )
 
@@ -188,8 +179,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         return age_s is not None and age_s < SILENT_AFTER_S
 
 
-def _nobody(_worker: Worker) -> None:
-    """Nobody wants to know."""
+def _nobody(_worker: Worker) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

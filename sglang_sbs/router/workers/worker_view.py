@@ -1,7 +1,4 @@
-"""A worker as ``GET /workers`` shows it.
-
-Owns the names of the fields. Must not know how any of it came about.
-"""
+"""A worker as ``GET /workers`` shows it."""
 
 from __future__ import annotations
 
@@ -9,6 +6,11 @@ from typing import Any
 
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.worker import Worker
+
+_LIMITS = (
+    *("chunk_tokens", "kv_capacity_tokens", "max_running_requests", "prefill_max_requests"),
+    "page_size",
+)
 
 
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
@@ -37,20 +39,13 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
         "disable_health_check": False,
         "usable": worker.usable,
         "circuit_breaker": worker.breaker.state,
-        "dp_size": info.dp_size if info else None,
-        "ranks": info.ranks if info else None,
+        **{name: getattr(info, name, None) for name in ("dp_size", "ranks")},
         "barrier": not info.no_barrier if info else None,
         "rust_server": worker.rust_server,
-        "chunk_tokens": info.chunk_tokens if info else None,
-        "kv_capacity_tokens": info.kv_capacity_tokens if info else None,
-        "max_running_requests": info.max_running_requests if info else None,
-        "prefill_max_requests": info.prefill_max_requests if info else None,
-        "page_size": info.page_size if info else None,
-        "kv_events": info is not None
-        and info.kv_events is not None
-        and not worker.kv_events_missing,
+        **{name: getattr(info, name, None) for name in _LIMITS},
+        "kv_events": bool(info and info.kv_events) and not worker.kv_events_missing,
         "version": info.version if info else None,
-        "plugin": info is not None and info.sbs is not None,
+        "plugin": bool(info and info.sbs),
         "signal": "endforward" if worker.reporting(now_s) else "polls",
         "endforward_age_s": round(age_s, 3) if age_s is not None else None,
         "endforward_messages": sum(worker.reports.values()),
@@ -61,5 +56,4 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
 
 
 def problems_of(registry: Registry) -> list[tuple[str, str]]:
-    """What is wrong with workers, as URL and text."""
     return [(worker.url, text) for worker in registry for text in worker.problems.values()]

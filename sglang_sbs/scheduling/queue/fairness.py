@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sglang_sbs.scheduling.config import LEAST_WEIGHT, MOST_WEIGHT
+from sglang_sbs.scheduling.events import MAX_TENANT_CHARS
 
 if TYPE_CHECKING:
     from sglang_sbs.scheduling.request import Request
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 QUANTUM_TOKENS = 2048
 """Tokens of a turn of a tenant with weight 1."""
 MOST_TENANTS = 1024
-MOST_TENANT_CHARS = 64
+MOST_TENANT_CHARS = MAX_TENANT_CHARS
 SHARED = ""
 """The tenant of requests without one, and of all tenants beyond the limit together."""
 

@@ -22,9 +22,14 @@ from router_harness import until
 
 from sglang_sbs.router.errors import Refused, RouterError, transport_failure
 from sglang_sbs.router.processes import front_end_sessions as hub_module
-from sglang_sbs.router.processes import scheduler_calls as calls_module
 from sglang_sbs.router.processes import scheduler_link as link_module
-from sglang_sbs.router.processes.messages import Adopted, Unwelcome
+from sglang_sbs.router.processes.messages import (
+    AbortElsewhere,
+    AddWorker,
+    Adopted,
+    RemoveWorker,
+    Unwelcome,
+)
 from sglang_sbs.scheduling import Command, Dispatch
 from sglang_sbs.scheduling.events import (
     Event,
@@ -38,7 +43,7 @@ from sglang_sbs.scheduling.events import (
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "ALIVE_EVERY_S", 0.01)
     monkeypatch.setattr(link_module, "LOST_AFTER_S", 0.1)
-    monkeypatch.setattr(calls_module, "CALL_S", 0.2)
+    monkeypatch.setattr(link_module, "CALL_S", 0.2)
     monkeypatch.setattr(hub_module, "TICK_S", 0.01)
     monkeypatch.setattr(hub_module, "SILENT_S", 0.3)
     monkeypatch.setattr(hub_module, "CLUSTER_EVERY_S", 0.05)
@@ -234,21 +239,23 @@ async def test_the_end_of_a_session_ends_all_its_requests_whatever_the_scheduler
 async def test_workers_are_one_set_for_all(world: World) -> None:
     side = await world.boot()
     one, other = [await world.front_end() for _ in range(2)]
-    worker_id = await one.link.calls.add_worker("http://p9:1", "prefill", 9000)
+    worker_id = (
+        await one.link.ask(AddWorker(url="http://p9:1", role="prefill", bootstrap_port=9000))
+    ).worker_id
     assert one.registry.by_id(worker_id) is not None
     await until(lambda: other.registry.by_id(worker_id) is not None)
     with pytest.raises(ValueError, match="already"):
-        await other.link.calls.add_worker("http://p9:1", "prefill", 9000)
-    await other.link.calls.remove_worker(worker_id)
+        await other.link.ask(AddWorker(url="http://p9:1", role="prefill", bootstrap_port=9000))
+    await other.link.ask(RemoveWorker(worker_id=worker_id))
     await until(lambda: one.registry.by_id(worker_id) is None)
     with pytest.raises(ValueError, match="no worker"):
-        await other.link.calls.remove_worker(worker_id)
-    await one.link.calls.remove_worker(side.registry.of_role("prefill")[0].id)
+        await other.link.ask(RemoveWorker(worker_id=worker_id))
+    await one.link.ask(RemoveWorker(worker_id=side.registry.of_role("prefill")[0].id))
     before = {worker.url: worker.id for worker in side.registry}
     world.crash()
     await until(lambda: not one.link.connected)
     with pytest.raises(RouterError) as error:
-        await one.link.calls.add_worker("http://p8:1", "prefill", 9000)
+        await one.link.ask(AddWorker(url="http://p8:1", role="prefill", bootstrap_port=9000))
     assert error.value.code == "scheduler_unavailable"
     # Its flags name two prefill workers; the front ends know better.
     after = await world.boot()
@@ -281,7 +288,7 @@ async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
     worker = side.registry.of_role("decode")[0]
     side.registry.silenced(worker)
     await until(lambda: other.silenced == [worker.url])
-    assert await one.link.calls.abort_elsewhere("x") == 2
+    assert (await one.link.ask(AbortElsewhere(rid="x"))).count == 2
     assert (one.aborted, other.aborted) == ([], ["x"])
     assert await side.hub.metrics_pages() == ["# front end 0\n", "# front end 1\n"]
 
@@ -337,7 +344,7 @@ async def test_without_descriptors_for_a_new_line_requests_are_placed_and_it_is_
     assert not front_end.link.connected
     front_end.link.ended("waiting 0", "completed", 1)
     with pytest.raises(RouterError, match="no connection to the scheduler"):
-        await front_end.link.calls.abort_elsewhere("x")
+        await front_end.link.ask(AbortElsewhere(rid="x"))
     world.net.mend()
     if world.net.side is None:
         side = await world.boot()

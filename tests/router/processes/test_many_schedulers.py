@@ -15,7 +15,14 @@ from sglang_sbs.router.processes import front_end_sessions as hub_module
 from sglang_sbs.router.processes import messages
 from sglang_sbs.router.processes import scheduler_link as link_module
 from sglang_sbs.router.processes.leading import scheduler_choice as choice_module
-from sglang_sbs.router.processes.messages import Alive, Decisions, Hello, encode
+from sglang_sbs.router.processes.messages import (
+    AddWorker,
+    Alive,
+    Decisions,
+    Hello,
+    RemoveWorker,
+    encode,
+)
 from sglang_sbs.scheduling import Dispatch
 
 
@@ -232,10 +239,10 @@ async def test_a_worker_added_before_is_there_after(several: Several) -> None:
     two = several.scheduler("b")
     several.ballots["a"].win(1)
     front_end = await several.front_end()
-    await front_end.link.calls.add_worker("http://p9:1", "prefill", 9000)
+    await front_end.link.ask(AddWorker(url="http://p9:1", role="prefill", bootstrap_port=9000))
     gone = two.registry.of_role("prefill")[0].url
     (known,) = [w for w in front_end.registry if w.url == gone]
-    await front_end.link.calls.remove_worker(known.id)
+    await front_end.link.ask(RemoveWorker(worker_id=known.id))
     assert two.registry.get("http://p9:1") is None
     several.ballots["a"].lose()
     several.ballots["b"].win(2)
@@ -243,7 +250,7 @@ async def test_a_worker_added_before_is_there_after(several: Several) -> None:
     assert two.registry.get("http://p9:1") is not None
     assert two.registry.get(gone) is None
     # And back, though the first one has known of workers before.
-    await front_end.link.calls.add_worker("http://p8:1", "prefill", 9000)
+    await front_end.link.ask(AddWorker(url="http://p8:1", role="prefill", bootstrap_port=9000))
     several.ballots["b"].lose()
     several.ballots["a"].win(3)
     await several.all_follow("a")

@@ -520,8 +520,8 @@ class Wire:
 async def test_an_engine_that_binds_is_heard_again_after_its_host_vanished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(endforward_listener, "_HEARTBEAT_MS", 50)
-    monkeypatch.setattr(endforward_listener, "_SILENT_MS", 200)
+    monkeypatch.setitem(endforward_listener._OF_SUBSCRIBERS, zmq.HEARTBEAT_IVL, 50)
+    monkeypatch.setitem(endforward_listener._OF_SUBSCRIBERS, zmq.HEARTBEAT_TIMEOUT, 200)
     engine = MockEngine("prefill")
     wire = Wire(int(engine.bind_publisher().rpartition(":")[2]))
     try:

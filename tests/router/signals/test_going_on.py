@@ -17,16 +17,16 @@ async def test_a_socket_that_calls_in_every_turn_does_not_multiply_what_goes_on(
     sockets._owner = SimpleNamespace(behind=True)
     sockets._live = object()
     turns = 0
-    drain = sockets._drain_live
+    drain = sockets._drain
 
-    def counted() -> None:
+    def counted(sock: object) -> None:
         nonlocal turns
         turns += 1
-        drain()
+        drain(sock)
 
-    sockets._drain_live = counted
+    sockets._drain, sockets._replay = counted, None
     for _ in range(20):
-        counted()  # as the descriptor does, beside what goes on by itself
+        counted(sockets._live)  # as the descriptor does, beside what goes on by itself
         await asyncio.sleep(0)
     sockets._live = None
     assert turns <= 2 * 20 + 1

@@ -1,7 +1,7 @@
 """Which of several schedulers leads where no store decides: the first in order that is there.
 
 :class:`Order` decides, with what is known and the time going in; :class:`FixedOrder` asks the
-others, and is an :class:`~sglang_sbs.router.election.Election`.
+others.
 
 Theory of operation
 -------------------
@@ -31,6 +31,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from sglang_sbs.router.election import Election
 from sglang_sbs.router.processes.leading.scouts import Dial, Scouts
 from sglang_sbs.router.processes.messages import Look, Standing
 
@@ -63,7 +64,6 @@ class Order:
         self._ready_since_s: float | None = None
 
     def told(self, look: Look, now_s: float) -> None:
-        """By a front end."""
         self._highest = max(self._highest, look.term)
         self._served.pop(look.who, None)
         if len(self._served) >= _MOST_FRONT_ENDS:
@@ -120,43 +120,36 @@ class Order:
         return len(others) == count - 1 or now_s - self._knows_nothing_since_s >= START_S
 
     def _forget(self, now_s: float) -> None:
-        """Those that have not said for long that they are served."""
         self._served = {who: at for who, at in self._served.items() if now_s - at < SERVED_S}
 
 
-class FixedOrder:
-    """An :class:`~sglang_sbs.router.election.Election`. Must be used from one event loop only."""
+class FixedOrder(Election):
+    """Must be used from one event loop only."""
 
     def __init__(self, endpoints: Sequence[str], own: int, dial: Dial) -> None:
         """``endpoints``: of all, in order; ``own``: which of them this process is."""
+        super().__init__()
         self._endpoints = tuple(endpoints)
         self._own = own
         self._loop = asyncio.get_running_loop()
         others = [one for one in endpoints if one != endpoints[own]]
         self._scouts = Scouts(others, dial, self._loop.time)
         self._order = Order(own, self._loop.time())
-        self._told: int | None = None
-        self._lead: Callable[[int], None] = lambda term: None
-        self._follow: Callable[[], None] = lambda: None
 
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
-        """See :class:`~sglang_sbs.router.election.Election`."""
         self._lead, self._follow = lead, follow
         try:
             while True:
                 self._scouts.ask(Look(who=self._endpoints[self._own]))
-                self._order.decide(self._standings(), self._loop.time())
-                self._tell()
+                self._tell(self._order.decide(self._standings(), self._loop.time()))
                 await asyncio.sleep(TICK_S)
         finally:
             if self._order.term is not None:
-                self._order.exceed(self._order.term)
-                self._tell()
+                self.exceed(self._order.term)
             self._scouts.close()
 
     @property
     def leader(self) -> str | None:
-        """See :class:`~sglang_sbs.router.election.Election`."""
         active = [
             (standing.term, endpoint)
             for endpoint, standing in zip(self._endpoints, self._standings(), strict=True)
@@ -165,16 +158,14 @@ class FixedOrder:
         return max(active)[1] if active else None
 
     def leads(self) -> bool:
-        """See :class:`~sglang_sbs.router.election.Election`."""
         if self._order.stalled(self._loop.time()):
             logger.warning("this process did nothing for %g s or more: others may lead", LOST_S)
-        self._tell()
+        self._tell(self._order.term)
         return self._told is not None
 
     def exceed(self, term: int) -> None:
-        """See :class:`~sglang_sbs.router.election.Election`."""
         self._order.exceed(term)
-        self._tell()
+        self._tell(self._order.term)
 
     def told(self, look: Look) -> None:
         """Somebody asks how this process stands, and says how he does."""
@@ -183,14 +174,3 @@ class FixedOrder:
 
     def _standings(self) -> list[Standing | None]:
         return [self._scouts.standing(one, LOST_S) for one in self._endpoints]
-
-    def _tell(self) -> None:
-        term = self._order.term
-        if term == self._told:
-            return
-        told, self._told = self._told, None
-        if told is not None:
-            self._follow()
-        if term is not None:
-            self._told = term
-            self._lead(term)

@@ -1,7 +1,4 @@
-"""Whom a front end has followed: for people, and for the scheduler after.
-
-Must not know how one is found or lost.
-"""
+"""Whom a front end has followed: for people, and for the scheduler after."""
 
 from __future__ import annotations
 

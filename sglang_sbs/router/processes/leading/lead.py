@@ -1,8 +1,4 @@
-"""Whether this scheduler process schedules: its lead, in a term, or another's.
-
-Owns what is known of it and the term that every message bears. Must not know how the lead is won
-(:mod:`sglang_sbs.router.election`, :mod:`.fixed_order`) nor what it is good for.
-"""
+"""Whether this scheduler process schedules, and the term that every message of it bears."""
 
 from __future__ import annotations
 
@@ -62,7 +58,6 @@ class Lead:
         return self.address if self._led else self._election.leader or ""
 
     def begin(self, term: int, now_s: float) -> None:
-        """This process schedules from now on."""
         self._led = True
         self.begun += 1
         self.since_s = now_s
@@ -70,7 +65,6 @@ class Lead:
         self._highest = max(self._highest, term)
 
     def end(self) -> None:
-        """It does not any more."""
         self._led = False
 
     def shown(self, term: int) -> None:
@@ -113,43 +107,30 @@ class Lead:
         return {"address": self.address, "term": self.term, "for_s": for_s, "begun": self.begun}
 
     def families(self) -> Iterator[Metric]:
-        """For a scrape."""
-        active = gauge("sbs_scheduler_active", "1 if this process schedules, 0 if it is a standby")
-        active.add_metric([], float(self.active))
-        term = gauge("sbs_scheduler_term", "Latest term that this scheduler process knows of")
-        term.add_metric([], self.term)
-        begun = total("sbs_scheduler_leads", "Times this process has begun to schedule")
-        begun.add_metric([], self.begun)
-        yield from (active, term, begun)
+        about = "1 if this process schedules, 0 if it is a standby"
+        yield gauge("sbs_scheduler_active", about, self.active)
+        about = "Latest term that this scheduler process knows of"
+        yield gauge("sbs_scheduler_term", about, self.term)
+        yield total("sbs_scheduler_leads", "Times this process has begun to schedule", self.begun)
 
 
-class Unopposed:
+class Unopposed(Election):
     """The election of a scheduler that is the only one."""
 
-    leader: str | None = None
-
-    def __init__(self) -> None:
-        self._term = 0
-        self._lead: Callable[[int], None] = lambda term: None
-        self._follow: Callable[[], None] = lambda: None
+    leader = None
 
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
-        """See :class:`~sglang_sbs.router.election.Election`."""
         self.begin(lead, follow)
         await asyncio.Event().wait()
 
     def begin(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
         """It leads at once."""
-        self._lead, self._follow = lead, follow
+        self._lead, self._follow, self._told = lead, follow, None
         self.exceed(0)
 
     def leads(self) -> bool:
-        """See :class:`~sglang_sbs.router.election.Election`."""
         return True
 
     def exceed(self, term: int) -> None:
-        """See :class:`~sglang_sbs.router.election.Election`: of the one before this process."""
-        if self._term:
-            self._follow()
-        self._term = term + 1
-        self._lead(self._term)
+        """The scheduler before this process led in that term."""
+        self._tell(term + 1)

@@ -1,10 +1,5 @@
 """Which of several schedulers a front end speaks with.
 
-Owns the addresses and what is known of each. Must not know what is said in a session, nor how a
-lead is won.
-
-Theory of operation
--------------------
 A front end follows the scheduler that leads in the highest term, and stays with it while nobody
 leads in a higher one: a scheduler that is cut off from the others and believes that it leads keeps
 nobody. Every address is asked all the time, also while there is a session, for that alone tells of
@@ -19,10 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from sglang_sbs.router.processes.leading.line import Line
-from sglang_sbs.router.processes.leading.scouts import Dial, Scouts
+from sglang_sbs.router.processes.leading.scouts import Dial, Line, Scouts
 from sglang_sbs.router.processes.messages import FromScheduler, Look
 
 LOOK_EVERY_S = 0.5
@@ -33,34 +26,15 @@ TRY_S = 1.0
 """So long one address is tried while nobody says who leads."""
 
 
-class Choice(Protocol):
-    """What a session needs of it."""
-
-    target: str
-    """The address it is with, or tries."""
-    term: int
-    """The highest heard of."""
-
-    def connect(self, receive: Callable[[FromScheduler], None]) -> Line:
-        """A line to ``target``. May raise; then nothing is left open."""
-
-    def look(self, *, served: bool) -> str:
-        """At every beat: why to connect anew, to another ``target``; empty: there is no reason."""
-
-    def turned_away(self) -> None:
-        """``target`` says that it does not lead."""
-
-    def close(self) -> None:
-        """Nobody is asked any more."""
-
-
 class SchedulerChoice:
-    """Implements :class:`Choice`. Must be used from one event loop only."""
+    """Must be used from one event loop only."""
 
     def __init__(self, endpoints: Sequence[str], dial: Dial, name: str) -> None:
         """``endpoints``: the one to prefer first; ``name``: of this front end."""
         self.target = endpoints[0]
+        """The address the session is with, or that is tried."""
         self.term = 0
+        """The highest heard of."""
         self._endpoints = tuple(endpoints)
         self._dial = dial
         self._name = name
@@ -72,13 +46,13 @@ class SchedulerChoice:
         self._turned_away = False
 
     def connect(self, receive: Callable[[FromScheduler], None]) -> Line:
-        """See :class:`Choice`."""
+        """A line to ``target``. May raise; then nothing is left open."""
         self._tried_s = self._loop.time()
         self._turned_away = False
         return self._dial(self.target, receive)
 
     def look(self, *, served: bool) -> str:
-        """See :class:`Choice`."""
+        """At every beat: why to connect anew, to another ``target``; empty: there is no reason."""
         now_s = self._loop.time()
         if not served or now_s - self._asked_s >= LOOK_EVERY_S:
             self._asked_s = now_s
@@ -99,11 +73,10 @@ class SchedulerChoice:
         return f"trying {self.target}"
 
     def turned_away(self) -> None:
-        """See :class:`Choice`: behind one address there may be several, one of which leads."""
+        """``target`` does not lead. Behind one address there may be several, one of which does."""
         self._turned_away = True
 
     def close(self) -> None:
-        """See :class:`Choice`."""
         self._scouts.close()
 
     def _leader(self) -> str | None:

@@ -1,28 +1,34 @@
-"""Asks schedulers again and again how they stand, over a line to each.
-
-Owns those lines and the last answers. Must not know what is concluded from them: whom a front end
-follows (:mod:`.scheduler_choice`), whether a scheduler leads (:mod:`.fixed_order`).
-"""
+"""Asks schedulers again and again how they stand, over a line to each."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
-from sglang_sbs.router.processes.leading.line import Line
-from sglang_sbs.router.processes.messages import FromScheduler, Look, Standing
+from sglang_sbs.router.processes.messages import FromScheduler, Look, Standing, ToScheduler
 
 logger = logging.getLogger(__name__)
 
+
+class Line(Protocol):
+    """One session with a scheduler process, as who speaks through it sees it:
+    :class:`~sglang_sbs.router.processes.sockets.FrontEndSocket`."""
+
+    malformed: int
+
+    def tell(self, message: ToScheduler) -> bool:
+        """False if no scheduler takes it."""
+
+    def drain(self) -> None:
+        """Take what has arrived."""
+
+    def close(self, linger_ms: int = 0) -> None:
+        """``linger_ms``: how long what was told last may take to leave."""
+
+
 Dial = Callable[[str, Callable[[FromScheduler], None]], Line]
 """To an endpoint. May raise; then it has left nothing open."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    standing: Standing
-    at_s: float
 
 
 class Scouts:
@@ -34,7 +40,8 @@ class Scouts:
         self._dial = dial
         self._now = now
         self._lines: dict[str, Line] = {}
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, tuple[Standing, float]] = {}
+        """The last answer of each, and when it came."""
         self._failed: set[str] = set()
 
     def ask(self, look: Look) -> None:
@@ -47,18 +54,10 @@ class Scouts:
 
     def standing(self, endpoint: str, within_s: float) -> Standing | None:
         """As last heard, if that is no longer ago."""
-        seen = self._seen.get(endpoint)
-        if seen is None or self._now() - seen.at_s > within_s:
-            return None
-        return seen.standing
-
-    def forgive(self, stalled_s: float) -> None:
-        """This process has heard nobody for so long: that is not their silence."""
-        for seen in self._seen.values():
-            seen.at_s += stalled_s
+        standing, at_s = self._seen.get(endpoint, (None, 0.0))
+        return standing if self._now() - at_s <= within_s else None
 
     def close(self) -> None:
-        """No answers any more."""
         lines, self._lines = self._lines, {}
         for line in lines.values():
             line.close()
@@ -66,7 +65,7 @@ class Scouts:
     def _new(self, endpoint: str) -> Line | None:
         def take(message: FromScheduler) -> None:
             if isinstance(message, Standing):
-                self._seen[endpoint] = _Seen(message, self._now())
+                self._seen[endpoint] = message, self._now()
 
         try:
             line = self._lines[endpoint] = self._dial(endpoint, take)

@@ -1,0 +1,55 @@
+"""What a scheduler process knows of the others, however it is decided who leads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+
+class Election(ABC):
+    """Which of several schedulers leads."""
+
+    def __init__(self) -> None:
+        self._lead: Callable[[int], None] = lambda _term: None
+        self._follow: Callable[[], None] = lambda: None
+        self._told: int | None = None
+
+    @abstractmethod
+    async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
+        """Until cancelled, which gives the lead away.
+
+        ``lead(term)``: this process schedules from now on, in that term; every term is higher than
+        the one before. ``follow()``: it must not any more. That is said before the lead could be
+        another's, also when nobody can be asked.
+
+        Raises:
+            ValueError: there is no way to the store at all (no kubeconfig, no service account).
+        """
+
+    @property
+    @abstractmethod
+    def leader(self) -> str | None:
+        """Who is known to lead: its address."""
+
+    @abstractmethod
+    def leads(self) -> bool:
+        """Whether this process leads at this moment, by the clock: ask before every decision.
+
+        A process that was stopped and goes on may run other callbacks before the one that would
+        say ``follow``; this calls it then.
+        """
+
+    @abstractmethod
+    def exceed(self, term: int) -> None:
+        """A front end has followed another leader of this term: a lead in it or below it ends."""
+
+    def _tell(self, term: int | None) -> None:
+        """Say in which term this process leads, if that is news."""
+        if term == self._told:
+            return
+        told, self._told = self._told, None
+        if told is not None:
+            self._follow()
+        if term is not None:
+            self._told = term
+            self._lead(term)
