@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from sglang_sbs.router.engines.urls import (
     alias_key,
     normalise_worker_url,
+    split_worker_url,
 )
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.diagnosis import AS_REPORTED, as_reported, why_mute
+from sglang_sbs.router.workers.host_spelling import spelling_for
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
 from sglang_sbs.router.workers.server_info import (
     WorkerInfo,
@@ -38,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 2.0
 """Nothing heard for this long from a worker that should say something: it is asked."""
-MISSED_AFTER_S = 20.0
-"""Decode ranks miss a prefill instance after two failed heartbeats 5 s apart; one that was away for
-longer is asked for its ports anew anyway."""
 LOG_AGAIN_S = 300.0
 """A problem that comes and goes is logged at most this often; ``/workers`` always shows it."""
 RECHECK_EVERY_S = 5.0
@@ -157,6 +156,7 @@ class Registry:
             info = as_reported(info)
         changed = worker.info != info
         worker.info = info
+        self._spell()
         worker.problems.pop("unusable", None)
         worker.problems.pop("unreachable", None)
         self._check_prefix_source(worker)
@@ -174,6 +174,15 @@ class Registry:
             self.report_problem(worker, f"launch{number}", text)
         if worker.announced and changed:
             self._emit(self._instance_up(worker))
+
+    def _spell(self) -> None:
+        """Call prefill instances so that decode takes none for the process before it."""
+        decode = [one.info.sbs for one in self.of_role("decode") if one.info is not None]
+        for worker in self.of_role("prefill"):
+            sbs = worker.info.sbs if worker.info is not None else None
+            if sbs is not None and sbs.boot_id:
+                host = split_worker_url(worker.url)[1]
+                worker.spelling = spelling_for(host, sbs, decode, worker.called)
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read again: the same engine as before, or another?"""
@@ -405,10 +414,8 @@ class Registry:
 
     def _restarted(self, worker: Worker) -> None:
         logger.warning("worker %s (%s) restarted", worker.url, worker.role)
-        age_s = worker.report_age_s(self._clock())
-        if worker.role == "prefill" and (age_s is None or age_s < MISSED_AFTER_S):
-            # Decode may not have missed it and would go on talking to the old process's ports.
-            worker.spelling += 1
+        if worker.role == "prefill":
+            worker.spelling += 1  # where /server_info tells no boot id, which decides otherwise
         self._retire(worker, worker.boots.values())
         worker.boots.clear()
         worker.last_report_s.clear()

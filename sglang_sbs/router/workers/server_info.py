@@ -48,6 +48,8 @@ class SbsBlock(msgspec.Struct, frozen=True):
     """What our engine plugin adds to ``/server_info``."""
 
     boot_id: str = ""
+    booted_s: int = 0
+    """When it started, by the clock of its host, since 1970; 0: an older plugin does not say."""
     bind: str = ""
     """Where DP rank 0 listens (``tcp://HOST:PORT``; rank d at ``PORT + d``), in bind mode."""
     routers: tuple[str, ...] = ()
@@ -380,6 +382,7 @@ def _sbs_block(value: object) -> SbsBlock | None:
     routers = value.get("routers")
     return SbsBlock(
         boot_id=_text(value.get("boot_id")),
+        booted_s=max(0, _int(value.get("booted_s"))),
         bind=_text(value.get("bind")),
         routers=tuple(map(_text, routers[:_MAX_ROUTERS])) if isinstance(routers, list) else (),
         barrier=barrier if isinstance(barrier := value.get("barrier"), bool) else None,
