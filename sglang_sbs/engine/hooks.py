@@ -34,6 +34,7 @@ from sglang_sbs.engine.collect import (
     newly_started,
     note_pass,
     noted_pass,
+    read_dist_init_addr,
     read_kv_address,
     read_pass,
     read_role,
@@ -114,6 +115,7 @@ class RankHook:
         self._sink: FrameSink | None = None
         self._sglang_version = ""
         self._kv_address: KvAddress | None = None
+        self._dist_init_addr = ""
         # What this rank counted since it started.
         self._seq = 0
         self._accepted_requests = 0
@@ -334,6 +336,7 @@ class RankHook:
             self._sink = self._open_sink(self._config, reader.placement.dp_rank)
             self._reader = reader
             self._barrier = reader.placement.dp_size == 1 or shares_barrier(scheduler)
+            self._dist_init_addr = read_dist_init_addr(scheduler)
             kv = read_kv_address(scheduler)
             if kv is not None:
                 host = self._config.node_host or kv.host
@@ -436,6 +439,7 @@ class RankHook:
             barrier=self._barrier,
             kv_address=self._kv_address,
             gang_gate=self._gang_gate(),
+            dist_init_addr=self._dist_init_addr,
         )
 
     def _measure(self, begun_s: float) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 import msgspec
 
 from sglang_sbs.router.workers.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
+from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 
 AS_REPORTED = "as its EndForward says"
 """Why a worker has no barrier, where only its reports say so."""
+
+GATE_FAULTS = {
+    GATE_ALONE: "the gang gate does not hear other processes of the engine: batches come apart. Is "
+    "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
+    GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
+}
 
 
 def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
@@ -41,3 +51,38 @@ def why_mute(info: WorkerInfo) -> str:
         "reached, and that SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here are the "
         "same secret, or both unset"
     )
+
+
+def why_stranger(info: WorkerInfo, report: EndForward) -> str:
+    """Why EndForward in the name of that engine is another's; empty: it may well be its own."""
+    if not _are_apart(info.dist_init_addr, report.dist_init_addr):
+        return ""
+    return (
+        "EndForward in its name comes from an engine with --dist-init-addr "
+        f"{report.dist_init_addr!r} and is ignored; its own is {info.dist_init_addr!r}. Is "
+        "SGLANG_SBS_INSTANCE_ID the same on two engines? (All nodes of one have to be given the "
+        "same address.)"
+    )
+
+
+def _are_apart(one: str, other: str) -> bool:
+    """Whether two ``--dist-init-addr`` cannot mean the same engine."""
+    if not one or not other:
+        return False
+    (host, port), (other_host, other_port) = (
+        text.lower().rpartition(":")[::2] for text in (one, other)
+    )
+    (kind, what), (other_kind, other_what) = _told_by(host), _told_by(other_host)
+    return port != other_port or (kind == other_kind and what != other_what)
+
+
+def _told_by(host: str) -> tuple[str, str]:
+    """What tells hosts apart: of addresses the address, of names the first part. A name may mean
+    any address, and loopback means another host to everybody."""
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        return ("", "") if host == "localhost" else ("name", host.partition(".")[0])
+    if address.is_loopback or address.is_unspecified:
+        return "", ""
+    return "address", str(address)

@@ -11,30 +11,23 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from sglang_sbs.router.engines.urls import (
-    alias_key,
-    normalise_worker_url,
-    split_worker_url,
-)
+from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url, split_worker_url
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.diagnosis import AS_REPORTED, as_reported, why_mute
+from sglang_sbs.router.workers.diagnosis import (
+    AS_REPORTED,
+    GATE_FAULTS,
+    as_reported,
+    why_mute,
+    why_stranger,
+)
 from sglang_sbs.router.workers.host_spelling import spelling_for
 from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
-from sglang_sbs.router.workers.server_info import (
-    WorkerInfo,
-    node_of_rank,
-)
+from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
-from sglang_sbs.scheduling.events import (
-    InstanceDown,
-    InstanceRole,
-    InstanceUp,
-    PrefixSource,
-)
+from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
 from sglang_sbs.wire import EndForward
-from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +39,6 @@ RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
-_GATE_FAULTS = {
-    GATE_ALONE: "the gang gate does not hear other processes of the engine: batches come apart. Is "
-    "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
-    GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
-}
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -257,6 +245,12 @@ class Registry:
         no other boot is believed while the present one speaks, and one that was taken to be over is
         when the present one does not.
         """
+        stranger = why_stranger(worker.info, report) if worker.info is not None else ""
+        if stranger:
+            worker.strange_s = self._clock()
+            if "dist_init_addr" not in worker.problems:  # one of many strangers is enough
+                self.report_problem(worker, "dist_init_addr", stranger)
+            return False
         rank, boot_id = report.dp_rank, report.boot_id
         told = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
         is_told = boot_id == told
@@ -299,7 +293,7 @@ class Registry:
         return True
 
     def _hear_of_gang_gate(self, worker: Worker, rank: int, told: str) -> None:
-        if told in _GATE_FAULTS:
+        if told in GATE_FAULTS:
             worker.gates_at_fault[rank] = told
         elif worker.gates_at_fault.pop(rank, None) is None:
             return
@@ -307,7 +301,7 @@ class Registry:
         if first is None:
             worker.problems.pop("gang_gate", None)
         else:
-            fault = _GATE_FAULTS[worker.gates_at_fault[first]]
+            fault = GATE_FAULTS[worker.gates_at_fault[first]]
             self.report_problem(worker, "gang_gate", f"DP rank {first}: {fault}")
 
     def _hear_of_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
@@ -474,6 +468,8 @@ class Registry:
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:
         """Keep the diagnosis of a missing or partial EndForward signal current."""
+        if now_s - worker.strange_s >= SILENT_AFTER_S:
+            worker.problems.pop("dist_init_addr", None)
         if worker.info is None or not worker.healthy:
             return
         if not worker.last_report_s:

@@ -76,6 +76,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     nodes: int = 1
     """Hosts that its DP ranks are laid over, in order of rank; the first has the HTTP server."""
+    dist_init_addr: str = ""
+    """``--dist-init-addr``, by which its nodes find each other; empty on one node."""
     chunk_tokens: int = 0
     max_prefill_tokens: int = 0
     kv_capacity_tokens: int = 0
@@ -179,6 +181,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     return WorkerInfo(
         dp_size=dp_size,
         nodes=_nodes(data),
+        dist_init_addr=_text(data.get("dist_init_addr")) if _int(data.get("nnodes")) > 1 else "",
         chunk_tokens=_chunk_tokens(data),
         max_prefill_tokens=_int(data.get("max_prefill_tokens")),
         kv_capacity_tokens=max(0, _int(data.get("max_total_num_tokens"))),

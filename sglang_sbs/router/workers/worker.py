@@ -76,6 +76,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     retired_boots: set[str] = field(default_factory=set)
     stranger: str = ""
     """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
+    strange_s: float = -math.inf
+    """When another engine spoke in its name last (``diagnosis.why_stranger``)."""
     restarted_s: float = -math.inf
     """When another boot was believed last."""
     recheck: bool = False
