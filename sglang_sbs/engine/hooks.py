@@ -394,7 +394,6 @@ class RankHook:
         assert self._reader is not None
         limits, placement = self._reader.limits, self._reader.placement
         launch, of_pass = kind == "launch", reported or _NO_PASS
-        end_s = 0.0 if launch else self._end_s
         return EndForward(
             instance_id=self._config.instance_id,
             boot_id=self._config.boot_id,
@@ -406,8 +405,8 @@ class RankHook:
             forward_id=of_pass.forward_id,
             mode=of_pass.mode,
             launch_s=of_pass.launch_s,
-            end_s=end_s,
-            age_s=now_s - (of_pass.launch_s if launch else end_s) if reported else 0.0,
+            end_s=0.0 if launch else self._end_s,
+            age_s=now_s - (of_pass.launch_s if launch else self._end_s) if reported else 0.0,
             forward_s=0.0 if launch else self._forward_s,
             extend_tokens=of_pass.extend_tokens,
             cached_tokens=of_pass.cached_tokens,
