@@ -184,7 +184,6 @@ ALL = (
         "restart-prefill",
         "kill -9 of a prefill instance, back before decode engines miss it",
         killed("prefill-0", SHORTLY_S),
-        confuses_decode=True,
     ),
 )
 BY_NAME = {fault.name: fault for fault in ALL}

@@ -91,8 +91,6 @@ class Fault:
     """Clients' connections end with the process that is killed: no router can answer those."""
     decode_flags: Sequence[str] = ()
     """The decode instance is started anew with these, and without them afterwards."""
-    confuses_decode: bool = False
-    """It keeps ports of processes that are no more: it is started anew before the next fault."""
 
 
 class Streams(msgspec.Struct, frozen=True):
@@ -152,7 +150,7 @@ async def run_fault(
         ) as url:
             return await _under_load(site, fault, url, workload, tail_s)
     finally:
-        if fault.decode_flags or fault.confuses_decode:
+        if fault.decode_flags:
             await site.cluster.kill("decode-0")
             await site.cluster.start_instance("decode-0")
 

@@ -190,7 +190,8 @@ async def _runs(
                     cores=os.cpu_count(),
                 )
             )
-            _print(rows[-1:], console)
+            if len(loads) > 1:
+                _print(rows[-1:], console)
     return rows
 
 

@@ -141,6 +141,13 @@ def read_hosts(scheduler: Any) -> int:
     return int(getattr(scheduler.server_args, "nnodes", 0))
 
 
+def read_dist_init_addr(scheduler: Any) -> str:
+    """What the nodes of an engine have in common (``--dist-init-addr``); empty on one node."""
+    args = getattr(scheduler, "server_args", None)
+    several = int(getattr(args, "nnodes", 0)) > 1
+    return str(getattr(args, "dist_init_addr", None) or "")[:256] if several else ""
+
+
 def rank_is_on_several_hosts(scheduler: Any) -> bool:
     """Whether its processes, which follow each other in order of TP rank, are on more than one."""
     hosts = read_hosts(scheduler)

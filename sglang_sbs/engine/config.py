@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
+import time
 import uuid
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from sglang_sbs.engine import BIND, ROUTERS
 
 INSTANCE_ID = "SGLANG_SBS_INSTANCE_ID"
 BOOT_ID = "SGLANG_SBS_BOOT_ID"
+BOOTED_S = "SGLANG_SBS_BOOTED_S"
 DECODE_INTERVAL_MS = "SGLANG_SBS_DECODE_INTERVAL_MS"
 HEARTBEAT_S = "SGLANG_SBS_HEARTBEAT_S"
 KEY_FILE = "SGLANG_SBS_KEY_FILE"
@@ -39,6 +42,8 @@ class HookConfig:
     """``tcp://HOST:PORT`` of rank 0; rank d binds ``PORT + d``."""
     instance_id: str
     boot_id: str
+    booted_s: int = 0
+    """When the engine started, by this host's clock, since 1970; 0: not known."""
     decode_interval_s: float = 0.05
     heartbeat_s: float = 1.0
     gang_gate_ms: float | None = None
@@ -51,10 +56,10 @@ class HookConfig:
 
 
 def load_config(environ: MutableMapping[str, str]) -> HookConfig:
-    """Read the configuration, and leave a boot id in ``environ`` for child processes.
+    """Read the configuration, and leave a boot id and its time in ``environ`` for child processes.
 
-    SGLang calls plugins first in the main process, so the id that it writes there is inherited by
-    every rank and new for every start of the engine.
+    SGLang calls plugins first in the main process, so what it writes there is inherited by every
+    rank and new for every start of the engine.
 
     Raises:
         ConfigError: naming the variable and a value that works.
@@ -79,6 +84,8 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     boot_id = environ.get(BOOT_ID, "").strip()
     if not boot_id:
         boot_id = environ[BOOT_ID] = uuid.uuid4().hex
+        environ[BOOTED_S] = str(int(time.time()))
+    booted = environ.get(BOOTED_S, "")
     return HookConfig(
         routers=routers,
         bind=bind,
@@ -86,6 +93,7 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
         node_host=_node_host(environ.get(NODE_HOST, "").strip()),
         instance_id=environ.get(INSTANCE_ID, "").strip(),
         boot_id=boot_id,
+        booted_s=int(booted) if re.fullmatch("[0-9]{1,15}", booted) else 0,
         decode_interval_s=decode_interval_ms / 1000,
         heartbeat_s=heartbeat_s,
         gang_gate_ms=gang_gate_ms,

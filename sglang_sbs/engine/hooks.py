@@ -34,6 +34,7 @@ from sglang_sbs.engine.collect import (
     newly_started,
     note_pass,
     noted_pass,
+    read_dist_init_addr,
     read_kv_address,
     read_pass,
     read_role,
@@ -114,6 +115,7 @@ class RankHook:
         self._sink: FrameSink | None = None
         self._sglang_version = ""
         self._kv_address: KvAddress | None = None
+        self._dist_init_addr = ""
         # What this rank counted since it started.
         self._seq = 0
         self._accepted_requests = 0
@@ -334,6 +336,7 @@ class RankHook:
             self._sink = self._open_sink(self._config, reader.placement.dp_rank)
             self._reader = reader
             self._barrier = reader.placement.dp_size == 1 or shares_barrier(scheduler)
+            self._dist_init_addr = read_dist_init_addr(scheduler)
             kv = read_kv_address(scheduler)
             if kv is not None:
                 host = self._config.node_host or kv.host
@@ -391,7 +394,6 @@ class RankHook:
         assert self._reader is not None
         limits, placement = self._reader.limits, self._reader.placement
         launch, of_pass = kind == "launch", reported or _NO_PASS
-        end_s = 0.0 if launch else self._end_s
         return EndForward(
             instance_id=self._config.instance_id,
             boot_id=self._config.boot_id,
@@ -403,8 +405,8 @@ class RankHook:
             forward_id=of_pass.forward_id,
             mode=of_pass.mode,
             launch_s=of_pass.launch_s,
-            end_s=end_s,
-            age_s=now_s - (of_pass.launch_s if launch else end_s) if reported else 0.0,
+            end_s=0.0 if launch else self._end_s,
+            age_s=now_s - (of_pass.launch_s if launch else self._end_s) if reported else 0.0,
             forward_s=0.0 if launch else self._forward_s,
             extend_tokens=of_pass.extend_tokens,
             cached_tokens=of_pass.cached_tokens,
@@ -436,6 +438,7 @@ class RankHook:
             barrier=self._barrier,
             kv_address=self._kv_address,
             gang_gate=self._gang_gate(),
+            dist_init_addr=self._dist_init_addr,
         )
 
     def _measure(self, begun_s: float) -> None:

@@ -56,6 +56,7 @@ def describe(config: HookConfig) -> dict[str, object]:
     return {
         "wire_version": WIRE_VERSION,
         "boot_id": config.boot_id,
+        "booted_s": config.booted_s,
         "instance_id": config.instance_id,
         "routers": list(config.routers),
         "bind": config.bind,

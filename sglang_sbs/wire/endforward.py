@@ -134,6 +134,9 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Of a rank on another node than the engine's first: ``/server_info`` names no host for it."""
     gang_gate: str = ""
     """What became of a gang gate that was on: ``GATE_ALONE``, ``GATE_ERRORS``, or empty."""
+    dist_init_addr: str = ""
+    """``--dist-init-addr`` of an engine on several nodes, each of which has a ``boot_id`` of its
+    own; empty on one node."""
 
     @property
     def queued_tokens(self) -> int:

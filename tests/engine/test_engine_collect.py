@@ -11,6 +11,7 @@ from engine_fakes import Batch, Clock, Mode, Req, Role, Scheduler
 from sglang_sbs.engine.collect import (
     SchedulerReader,
     rank_processes,
+    read_dist_init_addr,
     read_kv_address,
     read_pass,
     read_placement,
@@ -206,3 +207,12 @@ def test_ranks_of_the_first_node_say_nothing_of_it() -> None:
     ps.node_rank = 1
     assert read_kv_address(SimpleNamespace(ps=ps, kv_events_publisher=publisher(**BOUND)))
     assert read_kv_address(SimpleNamespace(ps=SimpleNamespace(**RANKS))) is None
+
+
+def test_nodes_of_an_engine_say_what_they_have_in_common() -> None:
+    def of(**args: object) -> str:
+        return read_dist_init_addr(SimpleNamespace(server_args=SimpleNamespace(**args)))
+
+    assert of(nnodes=2, dist_init_addr="p0:5000") == "p0:5000"
+    assert of(nnodes=1, dist_init_addr="p0:5000") == of(nnodes=2, dist_init_addr=None) == of() == ""
+    assert read_dist_init_addr(SimpleNamespace()) == ""

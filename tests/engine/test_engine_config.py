@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -41,8 +42,15 @@ def test_boot_id_is_made_once_and_left_for_child_processes() -> None:
     first = load_config(environ)
     child = load_config(dict(environ))
     assert first.boot_id == child.boot_id == environ["SGLANG_SBS_BOOT_ID"]
+    assert 0 < first.booted_s == child.booted_s <= time.time()
     restarted = load_config({"SGLANG_SBS_BIND": "tcp://*:7600"})
     assert restarted.boot_id != first.boot_id
+
+
+@pytest.mark.parametrize("told", ["", "soon", "-1", "²", "1.5", "9" * 5000])
+def test_a_boot_whose_time_is_not_known(told: str) -> None:
+    environ = {"SGLANG_SBS_BOOT_ID": "given", "SGLANG_SBS_BOOTED_S": told}
+    assert load_config(environ | {"SGLANG_SBS_BIND": "tcp://*:7600"}).booted_s == 0
 
 
 @pytest.mark.parametrize(

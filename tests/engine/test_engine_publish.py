@@ -18,7 +18,7 @@ from sglang_sbs.wire import decode_endforward
 from sglang_sbs.wire.curve import keys_of
 from tools.stand_ins.kv_publisher import free_ports
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Router:

@@ -232,5 +232,8 @@ def test_a_rank_on_another_node_says_where_its_kv_events_are(node_host: str, sai
             _local_pub_endpoint="tcp://10.1.0.2:5558", _local_replay_endpoint="tcp://10.1.0.2:5658"
         )
     )
+    args = SimpleNamespace(nnodes=2, dist_init_addr="p0:5000")
+    rank.scheduler.server_args = args  # type: ignore[attr-defined]
     rank.idle()
     assert [m.kv_address for m in rank.messages] == [KvAddress(said, 5558, 5658)]
+    assert [m.dist_init_addr for m in rank.messages] == ["p0:5000"]

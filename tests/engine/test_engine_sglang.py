@@ -106,6 +106,7 @@ def test_server_info_has_the_sbs_block(hooked: dict[str, object]) -> None:
     assert hooked["sbs"] == {
         "wire_version": 1,
         "boot_id": "boot-1",
+        "booted_s": 0,  # a parent that left no time
         "instance_id": "",
         "routers": ["tcp://127.0.0.1:1"],
         "bind": None,

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 
 import pytest
 from router_processes import START_S, site, start_group
+
+
+@pytest.fixture(autouse=True)
+def _not_ignored() -> Iterator[None]:
+    """Under ``nohup`` SIGHUP is ignored, and a process that is started inherits that; what has a
+    handler here is back to the default there."""
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

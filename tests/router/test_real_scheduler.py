@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from router_harness import TIMEOUT_S, cluster, sse_events, until
+from router_harness import TIMEOUT_S, cluster, options_for, sse_events, until
 
+from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling import POLICIES, Dispatch, Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import read_event_log
 from tools.stand_ins.mock_engine import MockEngine, Rooms
@@ -162,15 +164,42 @@ async def test_a_prefill_instance_that_is_back_soon_is_called_by_another_spellin
         port = c.prefill[0].port
         await c.prefill[0].stop()
         assert (await c.generate(text="meanwhile"))[0] == 502
-        c.prefill[0].boot_id = "another"
-        await c.prefill[0].start(port)
+        await c.prefill[0].restart(port)
         await until(lambda: c.server.registry.ready)
         assert (await c.generate(text="after"))[0] == 200
         for engine in (*c.prefill, *c.decode):
             first, *_, last = engine.requests
             assert first.body["bootstrap_host"] == "127.0.0.1"
-            assert last.body["bootstrap_host"] == "0x7f.0.0.1"
+            assert_another_spelling(last.body["bootstrap_host"], "127.0.0.1")
             assert last.body["bootstrap_port"] == first.body["bootstrap_port"]
+
+
+def assert_another_spelling(told: str, host: str) -> None:
+    assert told != host
+    assert socket.inet_aton(told) == socket.inet_aton(host)
+
+
+async def test_a_router_that_starts_spells_as_the_one_before_would_have() -> None:
+    """Else decode would take the process that came back meanwhile for the one before."""
+    async with cluster(scheduler=Scheduler(SchedulerConfig()), sbs_block=True) as c:
+        assert (await c.generate(text="before"))[0] == 200
+        await c.server.stop(grace_s=0.0)
+        await c.prefill[0].restart()
+        for _ in range(2):
+            options = options_for(c.prefill, c.decode)
+            server = RouterServer(options, Scheduler(SchedulerConfig()))
+            await server.start()
+            try:
+                await until(lambda server=server: server.registry.ready)  # type: ignore[misc]
+                url = f"http://127.0.0.1:{server.port}/generate"
+                async with c.client.post(url, json={"text": "after"}) as response:
+                    assert response.status == 200
+            finally:
+                await server.stop(grace_s=0.0)
+        before, *after = (r.body["bootstrap_host"] for r in c.decode[0].requests)
+        assert before == "127.0.0.1"
+        assert_another_spelling(after[0], before)
+        assert after == [after[0]] * 2
 
 
 async def test_when_the_only_decode_instance_dies_whoever_waits_is_told_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -260,23 +261,62 @@ def test_a_batch_leaves_for_the_launch_and_not_for_the_end_of_the_pass_before():
     assert instance.forms_at_s(100.0, 0.02) == pytest.approx(end_s + 0.06)
 
 
+class Case(NamedTuple):
+    """A request, sent so long before a pass ended (s), and the next launch."""
+
+    before_s: float
+    pause_s: float
+    """From that end to the launch."""
+    learned: bool
+    gap_s: float = 0.06
+    """The pause that is usual."""
+    seen: int = 20
+    """Pauses it is known from."""
+    waiting: int = 0
+    """Requests at the rank when the pass ended."""
+    rids: tuple[str, ...] = ("r",)
+
+
 @pytest.mark.parametrize(
-    ("sent_s", "pause_s", "learned"),
-    [(100.2, 0.07, True), (100.25, 0.07, False), (100.25, 0.03, True)],
-    ids=["early", "within the pause", "sooner than usual"],
+    "case",
+    [
+        pytest.param(Case(0.1, 0.07, True), id="early"),
+        pytest.param(Case(0.05, 0.07, False), id="may have waited, within the pause"),
+        pytest.param(Case(0.02, 0.03, False, gap_s=0.005), id="may have waited, on its way"),
+        pytest.param(Case(0.05, 0.07, True, waiting=1), id="something was there"),
+        pytest.param(Case(0.05, 0.03, True), id="sooner than usual"),
+        pytest.param(Case(0.05, 0.03, False, seen=0), id="sooner than nobody knows"),
+        pytest.param(Case(0.05, 0.03, False, rids=()), id="sooner, of nothing"),
+        pytest.param(Case(0.1, -0.01, False), id="before the end"),
+    ],
 )
-def test_a_pause_is_learned_of_what_was_early_and_of_what_came_sooner(
-    sent_s: float, pause_s: float, learned: bool
-):
-    """Sent 50 ms before the end, with a pause of 60 ms: that launch may have waited for it."""
+def test_a_pause_is_learned_of_what_was_early_and_of_what_came_sooner(case: Case):
+    """What was not early may be what the launch waited for. A tenth is learned of each pause."""
     instance, base = running()
-    instance.gap_s, instance.gaps_learned = 0.06, 20
-    instance.dispatched("r", 0, 500, sent_s)
-    instance.on_report(replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3), 100.3, 0.02)
-    launch = replace(base, seq=2, forward_id=2, launch_s=50.0 + pause_s, rids=["r"])
-    instance.on_report(launch, 100.3 + pause_s, 0.02)
-    assert (instance.gap_s != 0.06) == learned
-    assert abs(instance.gap_s - 0.06) <= 0.1 * abs(pause_s - 0.06) + 1e-9
+    instance.gap_s, instance.gaps_learned = case.gap_s, case.seen
+    instance.dispatched("r", 0, 500, 100.3 - case.before_s)
+    ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3)
+    instance.on_report(replace(ended, waiting_requests=case.waiting), 100.3, 0.02)
+    launch = replace(base, seq=2, forward_id=2, rids=list(case.rids), age_s=0.02)
+    instance.on_report(launch, 100.32 + case.pause_s, 0.02)
+    share = 0.1 if case.learned else 0.0
+    assert instance.gap_s == pytest.approx(case.gap_s + share * (case.pause_s - case.gap_s))
+
+
+def test_a_pause_is_learned_once_and_not_from_a_launch_that_followed_nothing():
+    instance, base = running()
+    ended = replace(base, seq=1, kind="forward", end_s=50.0, forward_s=0.3, waiting_requests=1)
+    instance.on_report(ended, 100.3, 0.02)
+    for number in (2, 3):  # the third was launched behind the second
+        launch = replace(base, seq=number, forward_id=number, waiting_tokens=100)
+        instance.on_report(launch, 100.31, 0.02)
+    assert instance.gaps_learned == 1
+    up = InstanceUp(instance="p1", role="prefill", dp_size=1, chunk_tokens=1000)
+    fresh = PrefillInstance(up, t_default_s=0.3, default_chunk_tokens=1000)
+    fresh.dispatched("r", 0, 500, -0.1)
+    fresh.on_load_poll([600], 0.0)
+    fresh.on_report(replace(base, rids=["r"]), 0.01, 0.02)
+    assert fresh.gaps_learned == 0
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ class MockEngine:
         self.role = role
         self.dp_size = dp_size
         self.boot_id = uuid.uuid4().hex
+        self.booted_s = int(time.time())
         self.behaviour = Behaviour()
         self.behaviours: deque[Behaviour] = deque()
         self.gate = HoldGate()
@@ -137,11 +138,12 @@ class MockEngine:
             self._context.term()
             self._context = None
 
-    async def restart(self) -> None:
-        """Come back at the same address as a new boot."""
-        port = self.port
+    async def restart(self, port: int = 0) -> None:
+        """Come back at the same address as a new boot; ``port``: where it was, if it stopped."""
+        port = port or self.port
         await self.stop()
         self.boot_id = uuid.uuid4().hex
+        self.booted_s += 60  # no test has so much time
         self._seq.clear()
         await self.start(port)
 
@@ -366,7 +368,12 @@ class MockEngine:
             "internal_states": [{"effective_max_running_requests_per_dp": 64}] * self.dp_size,
         }
         if self._sbs_block:
-            info["sbs"] = {"boot_id": self.boot_id, "routers": [], "bind": None}
+            info["sbs"] = {
+                "boot_id": self.boot_id,
+                "booted_s": self.booted_s,
+                "routers": [],
+                "bind": None,
+            }
         return _json(info | self.server_info_of(port_of(request)) | self._server_info)
 
     def server_info_of(self, _port: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from sglang_sbs.doctor.facts import (
 )
 from sglang_sbs.doctor.findings import CLUSTER, Finding, finding
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
+from sglang_sbs.router.workers.diagnosis import why_stranger
 from sglang_sbs.router.workers.server_info import (
     PLUGIN_VERSION,
     SbsBlock,
@@ -42,6 +43,9 @@ def check_endforward(facts: ClusterFacts) -> Iterator[Finding]:
         yield from _plugin(facts, engine, mine)
         yield from _reports(facts, engine, mine)
     yield from _instance_ids(usable)
+    for url, report in mine.misnamed.items():
+        seen = f"reports of an engine with --dist-init-addr {report.dist_init_addr!r} name this one"
+        yield finding("plugin.instance-id", url, seen, None)
     yield from _routers(usable)
     yield from _listening(facts, heard, mine)
 
@@ -53,6 +57,8 @@ class Attribution:
         self._ranks: dict[str, dict[int, RankHeard]] = {}
         self.mismatched: dict[str, EndForward] = {}
         """A report of each engine whose ranks say something else than the engine."""
+        self.misnamed: dict[str, EndForward] = {}
+        """A report in the name of each engine that another one sent."""
         self.leftover: list[RankHeard] = []
         """Reports whose engine is not known."""
         by_boot = {
@@ -63,8 +69,11 @@ class Attribution:
         for boot, ranks in heard.ranks.items():
             engine = by_boot.get(boot)
             if engine is None:
-                instance = next(iter(ranks.values())).last.instance_id
-                engine = by_alias.get(_alias(instance)) if instance else None
+                first = next(iter(ranks.values())).last
+                engine = by_alias.get(_alias(first.instance_id)) if first.instance_id else None
+                if engine is not None and _is_strange(engine, first):
+                    self.misnamed[engine.url] = first
+                    engine = None
             if engine is None:
                 rest.append(ranks)
             else:
@@ -95,6 +104,7 @@ class Attribution:
         """An engine that lacks these very ranks (a boot id of another node, or one not shown)."""
         return (
             _may_speak(engine)
+            and not any(_is_strange(engine, heard.last) for heard in ranks.values())
             and all(self._says(engine, heard.last) for heard in ranks.values())
             and not (ranks.keys() & self.of(engine).keys())
         )
@@ -114,6 +124,10 @@ def _alias(instance_id: str) -> tuple[str, int]:
         return alias_key(normalise_worker_url(instance_id))
     except ValueError:
         return "", 0
+
+
+def _is_strange(engine: EngineFacts, report: EndForward) -> bool:
+    return engine.info is not None and bool(why_stranger(engine.info, report))
 
 
 def _may_speak(engine: EngineFacts) -> bool:

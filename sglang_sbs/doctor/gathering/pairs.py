@@ -18,6 +18,8 @@ import orjson
 from sglang_sbs.doctor.facts import EngineFacts, ProbeResult
 from sglang_sbs.doctor.gathering.engines import worker_of
 from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.engines.urls import split_worker_url
+from sglang_sbs.router.workers.host_spelling import spelling_for
 from sglang_sbs.router.workers.rank_contract import (
     decode_members,
     pick_bootstrap_room,
@@ -63,6 +65,7 @@ async def _probe(
     decode_rank = number % len(ranks_in_reach(decode.info))
     rid = uuid.uuid4().hex
     worker = worker_of(prefill, prefill.info)
+    worker.spelling = _spelling(prefill, decode)
     by_room = decode.info.rank_choice == "by_room"
     room = pick_bootstrap_room(
         *(prefill_rank, prefill.info.dp_size),
@@ -103,6 +106,16 @@ async def _probe(
     return ProbeResult(
         *(prefill.url, decode.url, prefill_rank, decode_rank), failure=failure, took_s=took_s
     )
+
+
+def _spelling(prefill: EngineFacts, decode: EngineFacts) -> int:
+    """As a router would call its host, so that decode asks this boot for its ports."""
+    assert prefill.info is not None and decode.info is not None
+    sbs = prefill.info.sbs
+    if sbs is None or not sbs.boot_id:
+        return 0
+    host = split_worker_url(prefill.url)[1]
+    return spelling_for(host, sbs, [decode.info.sbs], {})
 
 
 def _failure_of(legs: Sequence[asyncio.Task[None]]) -> str:

@@ -6,7 +6,6 @@ Owns parsing and normalisation. Must not know workers or sockets (it never resol
 from __future__ import annotations
 
 from functools import lru_cache
-from ipaddress import IPv4Address, ip_address
 from urllib.parse import urlsplit
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -63,27 +62,3 @@ def alias_key(url: str) -> tuple[str, int]:
     """Host and port with every name of this machine's loopback made equal."""
     _, host, port = split_worker_url(url)
     return ("127.0.0.1" if host in _LOOPBACK else host, port)
-
-
-def respelled(host: str, spelling: int) -> str:
-    """Another way to write the same host, each ``spelling`` its own; 0: as it is.
-
-    IPv4: the first number in hex, with more and more leading zeros (``inet_aton(3)``). IPv6: in
-    full, some groups with leading zeros. A name: some letters in upper case. With n short
-    groups, or n letters, there are 2^n ways; then they come again.
-    """
-    if not spelling:
-        return host
-    try:
-        address = ip_address(host)
-    except ValueError:
-        letters = [at for at, char in enumerate(host) if char.isascii() and char.isalpha()]
-        chosen = {at for bit, at in enumerate(letters) if spelling >> bit & 1}
-        return "".join(char.upper() if at in chosen else char for at, char in enumerate(host))
-    if isinstance(address, IPv4Address):
-        first, rest = host.split(".", 1)
-        return f"0x{'0' * (spelling - 1)}{int(first):x}.{rest}"
-    groups = [f"{int(group, 16):x}" for group in address.exploded.split(":")]
-    short = [at for at, group in enumerate(groups) if len(group) < 4]
-    chosen = {at for bit, at in enumerate(short) if spelling >> bit & 1}
-    return ":".join(f"{g:0>4}" if at in chosen else g for at, g in enumerate(groups))

@@ -424,6 +424,8 @@ def implausible(report: EndForward) -> str | None:
         return f"dp_size is {report.dp_size}"
     if not 0 < len(report.boot_id) <= 128 or len(report.instance_id) > 512:
         return "boot_id or instance_id is empty or too long"
+    if len(report.dist_init_addr) > 256:
+        return "dist_init_addr is too long"
     if len(report.rids) > MAX_RIDS:
         return f"{len(report.rids)} request ids"
     if len(report.started) > MAX_RIDS:

@@ -10,41 +10,34 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
+from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url, split_worker_url
 from sglang_sbs.router.errors import LegFailure
 from sglang_sbs.router.options.config import BreakerConfig, PrefixWish
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
-from sglang_sbs.router.workers.server_info import (
+from sglang_sbs.router.workers.diagnosis import (
     AS_REPORTED,
-    WorkerInfo,
+    GATE_FAULTS,
     as_reported,
-    node_of_rank,
     why_mute,
+    why_stranger,
 )
+from sglang_sbs.router.workers.host_spelling import spelling_for
+from sglang_sbs.router.workers.kv_addresses import RefusedAddress, told_endpoints
+from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
 from sglang_sbs.router.workers.worker import SILENT_AFTER_S, Worker, WorkerEvents
 from sglang_sbs.scheduling.events import InstanceDown, InstanceRole, InstanceUp, PrefixSource
 from sglang_sbs.wire import EndForward
-from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
 
 logger = logging.getLogger(__name__)
 
 QUIET_S = 2.0
 """Nothing heard for this long from a worker that should say something: it is asked."""
-MISSED_AFTER_S = 20.0
-"""Decode ranks miss a prefill instance after two failed heartbeats 5 s apart; one that was away for
-longer is asked for its ports anew anyway."""
 LOG_AGAIN_S = 300.0
 """A problem that comes and goes is logged at most this often; ``/workers`` always shows it."""
 RECHECK_EVERY_S = 5.0
 """``/server_info`` is read at most this often because of EndForward of an unknown boot."""
 BARRIER_S = 10.0
 """What EndForward says of the barrier is taken in at most this often, per worker."""
-_GATE_FAULTS = {
-    GATE_ALONE: "the gang gate does not hear other processes of the engine: batches come apart. Is "
-    "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
-    GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
-}
 _MAX_REMEMBERED = 256
 _MAX_PROBLEM_CHARS = 2048
 MUTE_AFTER_DISPATCHES = 3
@@ -145,6 +138,7 @@ class Registry:
             info = as_reported(info)
         changed = worker.info != info
         worker.info = info
+        self._spell()
         for solved in ("unusable", "unreachable", "bootstrap"):
             worker.problems.pop(solved, None)
         self._check_prefix_source(worker)
@@ -159,6 +153,15 @@ class Registry:
             self.report_problem(worker, f"launch{number}", text)
         if changed:
             self._announce_anew(worker)
+
+    def _spell(self) -> None:
+        """Call prefill instances so that decode takes none for the process before it."""
+        decode = [one.info.sbs for one in self.of_role("decode") if one.info is not None]
+        for worker in self.of_role("prefill"):
+            sbs = worker.info.sbs if worker.info is not None else None
+            if sbs is not None and sbs.boot_id:
+                host = split_worker_url(worker.url)[1]
+                worker.spelling = spelling_for(host, sbs, decode, worker.called)
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read again: the same engine as before, or another?"""
@@ -231,6 +234,12 @@ class Registry:
         no other boot is believed while the present one speaks, and one that was taken to be over is
         when the present one does not.
         """
+        stranger = why_stranger(worker.info, report) if worker.info is not None else ""
+        if stranger:
+            worker.strange_s = self._clock()
+            if "dist_init_addr" not in worker.problems:  # one of many strangers is enough
+                self.report_problem(worker, "dist_init_addr", stranger)
+            return False
         rank, boot_id = report.dp_rank, report.boot_id
         told = worker.info.sbs.boot_id if worker.info and worker.info.sbs else ""
         is_told = boot_id == told
@@ -271,7 +280,7 @@ class Registry:
         return True
 
     def _hear_of_gang_gate(self, worker: Worker, rank: int, told: str) -> None:
-        if told in _GATE_FAULTS:
+        if told in GATE_FAULTS:
             worker.gates_at_fault[rank] = told
         elif worker.gates_at_fault.pop(rank, None) is None:
             return
@@ -279,7 +288,7 @@ class Registry:
         if first is None:
             worker.problems.pop("gang_gate", None)
         else:
-            fault = _GATE_FAULTS[worker.gates_at_fault[first]]
+            fault = GATE_FAULTS[worker.gates_at_fault[first]]
             self.report_problem(worker, "gang_gate", f"DP rank {first}: {fault}")
 
     def _hear_of_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
@@ -380,10 +389,8 @@ class Registry:
 
     def _restarted(self, worker: Worker) -> None:
         logger.warning("worker %s (%s) restarted", worker.url, worker.role)
-        age_s = worker.report_age_s(self._clock())
-        if worker.role == "prefill" and (age_s is None or age_s < MISSED_AFTER_S):
-            # Decode may not have missed it and would go on talking to the old process's ports.
-            worker.spelling += 1
+        if worker.role == "prefill":
+            worker.spelling += 1  # where /server_info tells no boot id, which decides otherwise
         self._retire(worker, worker.boots.values())
         for of_ranks in (worker.kv_endpoints, worker.kv_refused, worker.speaks_from):
             of_ranks.clear()
@@ -441,6 +448,8 @@ class Registry:
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:
         """Keep the diagnosis of a missing or partial EndForward signal current."""
+        if now_s - worker.strange_s >= SILENT_AFTER_S:
+            worker.problems.pop("dist_init_addr", None)
         if worker.info is None or not worker.healthy:
             return
         if not worker.last_report_s:

@@ -30,8 +30,6 @@ _MAX_COUNT = 1 << 40
 _MAX_GRAPHS = 256
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 NO_DP_ATTENTION = "no --enable-dp-attention"
-AS_REPORTED = "as its EndForward says"
-"""Why a worker has no barrier, where only its reports say so."""
 
 
 class UnusableWorker(ValueError):
@@ -46,6 +44,8 @@ class SbsBlock(msgspec.Struct, frozen=True):
     """What our engine plugin adds to ``/server_info``."""
 
     boot_id: str = ""
+    booted_s: int = 0
+    """When it started, by the clock of its host, since 1970; 0: an older plugin does not say."""
     bind: str = ""
     """Where DP rank 0 listens (``tcp://HOST:PORT``; rank d at ``PORT + d``), in bind mode."""
     routers: tuple[str, ...] = ()
@@ -72,6 +72,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     nodes: int = 1
     """Hosts that its DP ranks are laid over, in order of rank; the first has the HTTP server."""
+    dist_init_addr: str = ""
+    """``--dist-init-addr``, by which its nodes find each other; empty on one node."""
     chunk_tokens: int = 0
     max_prefill_tokens: int = 0
     kv_capacity_tokens: int = 0
@@ -176,6 +178,7 @@ def parse_server_info(data: dict[str, Any], role: InstanceRole) -> WorkerInfo:
     return WorkerInfo(
         dp_size=dp_size,
         nodes=_nodes(data),
+        dist_init_addr=_text(data.get("dist_init_addr")) if _int(data.get("nnodes")) > 1 else "",
         chunk_tokens=_chunk_tokens(data),
         max_prefill_tokens=_int(data.get("max_prefill_tokens")),
         kv_capacity_tokens=_count(data.get("max_total_num_tokens")),
@@ -354,6 +357,7 @@ def _sbs_block(value: object) -> SbsBlock | None:
     routers = value.get("routers")
     return SbsBlock(
         boot_id=_text(value.get("boot_id")),
+        booted_s=max(0, _int(value.get("booted_s"))),
         bind=_text(value.get("bind")),
         routers=tuple(map(_text, routers[:_MAX_ROUTERS])) if isinstance(routers, list) else (),
         barrier=barrier if isinstance(barrier := value.get("barrier"), bool) else None,
@@ -387,39 +391,6 @@ def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEven
     topic, host = _text(value.get("topic")), _text(value.get("endpoint_host"))
     return KvEventsBlock(
         port=port, replay_port=replay or None, topic=topic, block_tokens=block_tokens, host=host
-    )
-
-
-def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
-    """What EndForward says of the barrier is believed where /server_info, which nobody else can
-    answer, does not say."""
-    told = info.sbs is not None and info.sbs.barrier is not None
-    if told or info.no_barrier not in ("", AS_REPORTED) or info.dp_size == 1:
-        return info
-    return msgspec.structs.replace(info, no_barrier="" if barrier else AS_REPORTED)
-
-
-def why_mute(info: WorkerInfo) -> str:
-    """What to do about an engine that sends no EndForward."""
-    version = parse_version(info.version)
-    if info.sbs is None and version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
-        wanted = ".".join(map(str, PLUGIN_VERSION))
-        return (
-            f"SGLang {info.version} loads no plugins: install sglang-sbs next to it, run "
-            "'sglang-sbs patch apply' there and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, or "
-            f"upgrade the engine to {wanted} or later"
-        )
-    if info.sbs is None:
-        return (
-            "the sglang-sbs plugin is not installed or not configured there: pip install . in a "
-            "checkout of sglang-sbs, next to SGLang, and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
-        )
-    speaks = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
-    return (
-        f"the plugin is there and speaks to {speaks}, but nothing arrives: check that "
-        "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind, that the port can be "
-        "reached, and that SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here are the "
-        "same secret, or both unset"
     )
 
 

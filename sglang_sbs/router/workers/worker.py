@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import field
 
-from sglang_sbs.router.engines.urls import bracketed, respelled, split_worker_url
+from sglang_sbs.router.engines.urls import bracketed, split_worker_url
 from sglang_sbs.router.workers.breaker import Breaker
+from sglang_sbs.router.workers.host_spelling import respelled
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.router.workers.server_info import WorkerInfo, ranks_in_reach, server_url
 from sglang_sbs.scheduling.events import Event, InstanceRole, InstanceUp, PrefixSource, RankChoice
@@ -66,9 +67,14 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     barrier_told_s: float = float("-inf")
     gates_at_fault: dict[int, str] = field(default_factory=dict)
     """DP ranks whose gang gate does not do what it should."""
+    called: dict[str, str] = field(default_factory=dict)
+    """The boot that each spelling of its host meant, as far as this router saw (``host_spelling``).
+    """
     retired_boots: set[str] = field(default_factory=set)
     stranger: str = ""
     """A boot id that claims to be this worker and that ``/server_info`` has not confirmed."""
+    strange_s: float = -math.inf
+    """When another engine spoke in its name last (``diagnosis.why_stranger``)."""
     restarted_s: float = -math.inf
     """When another boot was believed last."""
     recheck: bool = False
@@ -91,9 +97,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def bootstrap_host(self) -> str:
-        """What decode is told. It keeps what it knows of a prefill instance by how that is spelled
-        (SGLang, ``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``).
-        """
+        """What decode is told (``host_spelling``)."""
         return bracketed(respelled(split_worker_url(self.url)[1], self.spelling))
 
     @property

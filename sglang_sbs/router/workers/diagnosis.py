@@ -1,0 +1,88 @@
+"""What a worker's reports say of it, and what is wrong where none come."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import msgspec
+
+from sglang_sbs.router.workers.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
+from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS
+
+AS_REPORTED = "as its EndForward says"
+"""Why a worker has no barrier, where only its reports say so."""
+
+GATE_FAULTS = {
+    GATE_ALONE: "the gang gate does not hear other processes of the engine: batches come apart. Is "
+    "the plugin on every node, with the same SGLANG_SBS_GANG_GATE_MS?",
+    GATE_ERRORS: "the gang gate turned itself off after errors: see the engine's log",
+}
+
+
+def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
+    """What EndForward says of the barrier is believed where /server_info, which nobody else can
+    answer, does not say."""
+    told = info.sbs is not None and info.sbs.barrier is not None
+    if told or info.no_barrier not in ("", AS_REPORTED) or info.dp_size == 1:
+        return info
+    return msgspec.structs.replace(info, no_barrier="" if barrier else AS_REPORTED)
+
+
+def why_mute(info: WorkerInfo) -> str:
+    """What to do about an engine that sends no EndForward."""
+    version = parse_version(info.version)
+    if info.sbs is None and version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
+        wanted = ".".join(map(str, PLUGIN_VERSION))
+        return (
+            f"SGLang {info.version} loads no plugins: install sglang-sbs next to it, run "
+            "'sglang-sbs patch apply' there and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, or "
+            f"upgrade the engine to {wanted} or later"
+        )
+    if info.sbs is None:
+        return (
+            "the sglang-sbs plugin is not installed or not configured there: pip install . in a "
+            "checkout of sglang-sbs, next to SGLang, and set SGLANG_SBS_ROUTERS=tcp://ROUTER:7600"
+        )
+    speaks = ", ".join(info.sbs.routers) or info.sbs.bind or "nothing"
+    return (
+        f"the plugin is there and speaks to {speaks}, but nothing arrives: check that "
+        "SGLANG_SBS_ROUTERS names this router's --sbs-endforward-bind, that the port can be "
+        "reached, and that SGLANG_SBS_KEY_FILE there and --sbs-endforward-key-file here are the "
+        "same secret, or both unset"
+    )
+
+
+def why_stranger(info: WorkerInfo, report: EndForward) -> str:
+    """Why EndForward in the name of that engine is another's; empty: it may well be its own."""
+    if not _are_apart(info.dist_init_addr, report.dist_init_addr):
+        return ""
+    return (
+        "EndForward in its name comes from an engine with --dist-init-addr "
+        f"{report.dist_init_addr!r} and is ignored; its own is {info.dist_init_addr!r}. Is "
+        "SGLANG_SBS_INSTANCE_ID the same on two engines? (All nodes of one have to be given the "
+        "same address.)"
+    )
+
+
+def _are_apart(one: str, other: str) -> bool:
+    """Whether two ``--dist-init-addr`` cannot mean the same engine."""
+    if not one or not other:
+        return False
+    (host, port), (other_host, other_port) = (
+        text.lower().rpartition(":")[::2] for text in (one, other)
+    )
+    (kind, what), (other_kind, other_what) = _told_by(host), _told_by(other_host)
+    return port != other_port or (kind == other_kind and what != other_what)
+
+
+def _told_by(host: str) -> tuple[str, str]:
+    """What tells hosts apart: of addresses the address, of names the first part. A name may mean
+    any address, and loopback means another host to everybody."""
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        return ("", "") if host == "localhost" else ("name", host.partition(".")[0])
+    if address.is_loopback or address.is_unspecified:
+        return "", ""
+    return "address", str(address)

@@ -1,0 +1,79 @@
+"""How decode instances are told the host of a prefill instance.
+
+Decode keeps the ports of a prefill instance under the host as it is written (SGLang,
+``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``), and misses a quick
+restart. Written otherwise it is another to it, and is asked anew. What engines say of their boots
+alone decides, so that every router comes to the same spelling, also one that has just started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ipaddress import IPv4Address, ip_address
+from zlib import crc32
+
+from sglang_sbs.router.workers.server_info import SbsBlock
+
+OLDER_S = 5
+"""A decode instance that started so long before a prefill instance may have spoken to the process
+that was there before: it takes longer to start."""
+_SPELLINGS = 1 << 16
+_TRIES = 16
+_MAX_REMEMBERED = 256
+
+
+def spelling_for(
+    host: str, prefill: SbsBlock, decode: Iterable[SbsBlock | None], called: dict[str, str]
+) -> int:
+    """Which spelling of its host goes with that boot, beside these decode instances; 0: as it is.
+
+    ``None``: a decode instance that says nothing of its boot. ``called``: what other boots there
+    were called, by spelling; the new one is noted. (Short names can be spelled in few ways.)
+    """
+    if not any(_may_be_older(one, prefill) for one in decode):
+        return 0
+    if len(called) >= _MAX_REMEMBERED:
+        called.clear()
+    first = 1 + crc32(prefill.boot_id.encode()) % _SPELLINGS
+    for spelling in range(first, first + _TRIES):
+        if called.setdefault(respelled(host, spelling), prefill.boot_id) == prefill.boot_id:
+            return spelling
+    return first
+
+
+def _may_be_older(decode: SbsBlock | None, prefill: SbsBlock) -> bool:
+    if decode is None or not decode.booted_s or not prefill.booted_s:
+        return True
+    return decode.booted_s + OLDER_S <= prefill.booted_s
+
+
+def respelled(host: str, spelling: int) -> str:
+    """Another way to write the same host, each ``spelling`` its own; 0: as it is.
+
+    IPv4: numbers in hex with leading zeros (``inet_aton(3)``). IPv6: in full, some groups with
+    leading zeros. A name: some letters in upper case. With n short groups, or n letters, there are
+    2^n - 1 ways; then they come again.
+    """
+    if not spelling:
+        return host
+    try:
+        address = ip_address(host)
+    except ValueError:
+        letters = [at for at, char in enumerate(host) if char.isascii() and char.isalpha()]
+        chosen = _chosen(letters, spelling)
+        return "".join(char.upper() if at in chosen else char for at, char in enumerate(host))
+    if isinstance(address, IPv4Address):
+        zeros = [(spelling - 1) >> 4 * at & 15 for at in range(4)]
+        return ".".join(
+            f"0x{'0' * count}{int(number):x}" if count or not at else number
+            for at, (number, count) in enumerate(zip(host.split("."), zeros, strict=True))
+        )
+    groups = [f"{int(group, 16):x}" for group in address.exploded.split(":")]
+    chosen = _chosen([at for at, group in enumerate(groups) if len(group) < 4], spelling)
+    return ":".join(f"{g:0>4}" if at in chosen else g for at, g in enumerate(groups))
+
+
+def _chosen(places: list[int], spelling: int) -> set[int]:
+    """Some of them: never none, if there is one."""
+    bits = 1 + (spelling - 1) % max(1, (1 << len(places)) - 1)
+    return {at for bit, at in enumerate(places) if bits >> bit & 1}

@@ -1,0 +1,32 @@
+"""EndForward of one engine in the name of another."""
+
+from __future__ import annotations
+
+from doctor_rig import DP, Engine, rig
+
+from tools.stand_ins.mock_engine import Rooms
+
+
+async def test_reports_of_another_engine_that_name_this_one_are_told_of_and_not_counted() -> None:
+    async with rig() as r:
+        named, silent = r.prefill
+        named.info |= {"nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}
+        silent.speaks = []  # so that listening goes on until both are heard
+        stranger = Engine("prefill", Rooms(), r.endpoint)
+        stranger.says = {
+            "boot_id": "f" * 32,
+            "instance_id": named.url,
+            "dist_init_addr": "10.0.0.9:5000",
+        }
+        await stranger.speak()
+        try:
+            findings = await r.examine()
+        finally:
+            await stranger.stop()
+    (found,) = [one for one in findings if one.id == "plugin.instance-id"]
+    assert found.subject == named.url
+    assert "10.0.0.9:5000" in found.seen
+    of_named = [
+        one.seen for one in findings if (one.id, one.subject) == ("endforward.ok", named.url)
+    ]
+    assert f"of all {DP} ranks" in of_named[0]
