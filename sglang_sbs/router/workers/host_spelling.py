@@ -2,8 +2,9 @@
 
 Decode keeps the ports of a prefill instance under the host as it is written (SGLang,
 ``disaggregation/common/conn.py``: ``prefill_info_table``, ``connection_pool``), and misses a quick
-restart. Written otherwise it is another to it, and is asked anew. What engines say of their boots
-alone decides, so that every router comes to the same spelling, also one that has just started.
+restart. Written otherwise it is another to it, and is asked anew. Where engines say when they
+started, that decides, so that every router comes to the same spelling, also one that has just
+started.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ def spelling_for(
 ) -> int:
     """Which spelling of its host goes with that boot, beside these decode instances; 0: as it is.
 
-    ``None``: a decode instance that says nothing of its boot. ``called``: what other boots there
-    were called, by spelling; the new one is noted. (Short names can be spelled in few ways.)
+    ``None``: a decode instance that says nothing of its boot; beside it the host is as it is until
+    this router sees another boot there. ``called``: the boots it saw there, by spelling; the new
+    one is noted. (Short names can be spelled in few ways.)
     """
-    if not any(_may_be_older(one, prefill) for one in decode):
+    restarted = any(boot != prefill.boot_id for boot in called.values())
+    if not any(_may_be_older(one, prefill, restarted) for one in decode):
+        called.setdefault(host, prefill.boot_id)
         return 0
     if len(called) >= _MAX_REMEMBERED:
         called.clear()
@@ -41,9 +45,9 @@ def spelling_for(
     return first
 
 
-def _may_be_older(decode: SbsBlock | None, prefill: SbsBlock) -> bool:
+def _may_be_older(decode: SbsBlock | None, prefill: SbsBlock, restarted: bool) -> bool:
     if decode is None or not decode.booted_s or not prefill.booted_s:
-        return True
+        return restarted
     return decode.booted_s + OLDER_S <= prefill.booted_s
 
 

@@ -45,9 +45,16 @@ def test_a_host_is_spelled_anew_where_some_decode_instance_may_know_an_older_pro
     younger = SbsBlock(boot_id="d", booted_s=2000)
     assert spelled(PREFILL) == spelled(PREFILL, as_old, younger) == 0
     assert spelled(PREFILL, younger, older) > 0
-    for silent in (None, SbsBlock(boot_id="d")):  # no plugin, or one that does not say
-        assert spelled(PREFILL, silent) > 0
-    assert spelled(SbsBlock(boot_id="b"), younger) > 0
+
+
+@pytest.mark.parametrize("silent", [None, SbsBlock(boot_id="d")], ids=["no plugin", "an older one"])
+def test_where_decode_says_nothing_restarts_that_were_seen_count(silent: SbsBlock | None) -> None:
+    called: dict[str, str] = {}
+    assert spelling_for("10.1.2.3", PREFILL, [silent], called) == 0
+    assert spelling_for("10.1.2.3", PREFILL, [silent], called) == 0
+    again = SbsBlock(boot_id="b2", booted_s=1)
+    spelling = spelling_for("10.1.2.3", again, [silent], called)
+    assert spelling == spelling_for("10.1.2.3", again, [silent], called) > 0
 
 
 def test_the_spelling_goes_with_the_boot() -> None:
