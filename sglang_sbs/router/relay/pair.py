@@ -170,11 +170,11 @@ class Pair:
     def pause(self) -> None:
         """Stop reading from decode: the client is slow."""
         self._paused = True
-        self.decode_call.pause()
+        self.decode_call.set_paused(True)
 
     def resume(self) -> None:
         self._paused = False
-        self.decode_call.resume()
+        self.decode_call.set_paused(False)
         if self._held and not self._waits_for_prefill:
             self._release()
 
