@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
@@ -21,7 +23,6 @@ from sglang_sbs.router.api.identity import TokenCheck
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.api.tokenizing import Tokenizing
 from sglang_sbs.router.client.answer_stream import send
-from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.request_ids import request_id
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.keys import ControlKey
@@ -31,6 +32,9 @@ from sglang_sbs.router.requests.headers import asked_in, forwarded_headers
 from sglang_sbs.router.requests.plan import RouteKind
 from sglang_sbs.router.telemetry.logs import current_request_id, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
@@ -108,42 +112,33 @@ class Surface:
     # Inference --------------------------------------------------------------------------------
 
     async def _inference(self, request: web.Request) -> web.StreamResponse:
-        client = Client(request)
+        """Raises: RouterError."""
+        server, metrics, path = self._server, self._metrics, request.path
         received = list(request.headers.items())
         identifier = current_request_id.get()
-        answer = await self._relayed(request.path, received, identifier, client)
-        if answer is not None:
-            return await send(client, answer)
-        assert client.response is not None
-        return client.response
-
-    async def _relayed(
-        self, path: str, received: Sequence[tuple[str, str]], identifier: str, client: Client
-    ) -> Answer | None:
-        """Raises: RouterError."""
-        server, kind = self._server, KINDS[path]
-        metrics = self._metrics
         model = model_name(server.registry)
         started_s = time.monotonic()
-        streaming = False
+        answer: Answer | web.StreamResponse | None = None
         try:
             asked = asked_in(received, self._options.tenant_header)
-            if server.traces is None:
-                headers = forwarded_headers(received, identifier)
-                answer = await server.relay.handle(client, kind, headers, identifier, asked)
-            else:
-                with server.traces.request(path, received, identifier) as (span, passed):
-                    headers = forwarded_headers(passed, identifier)
-                    answer = await server.relay.handle(client, kind, headers, identifier, asked)
-                    status = 200 if answer is None else answer.status
-                    span.set_attribute("http.response.status_code", status)
-            streaming = answer is None
-            return answer
+            traces = server.traces
+            traced: AbstractContextManager[tuple[Span | None, list[tuple[str, str]]]]
+            traced = nullcontext((None, received))
+            if traces is not None:
+                traced = traces.request(path, received, identifier)
+            with traced as (span, passed):
+                headers = forwarded_headers(passed, identifier)
+                handle = server.relay.handle
+                answer = await handle(request, KINDS[path], headers, identifier, asked)
+                if span is not None:
+                    span.set_attribute("http.response.status_code", answer.status)
         except RouterError as error:
             metrics.request_failed(path, model, error.code)
             raise
         finally:
+            streaming = isinstance(answer, web.StreamResponse)
             metrics.served(path, model, streaming, time.monotonic() - started_s)
+        return await send(request, answer) if isinstance(answer, Answer) else answer
 
     # Every request ----------------------------------------------------------------------------
 

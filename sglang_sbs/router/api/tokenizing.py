@@ -18,7 +18,6 @@ from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.bodies import json_answer, json_object
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
-from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
@@ -77,10 +76,9 @@ class Tokenizing:
                 "tokenizer_not_found",
                 "this router has no tokenizer: start it with --tokenizer-path",
             )
-        client = Client(request)
         with server.relay.bodies.share() as share:
             try:
-                raw = await share.read(client, _MAX_BODY_BYTES)
+                raw = await share.read(request, _MAX_BODY_BYTES)
             except web.HTTPRequestEntityTooLarge:
                 detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
                 raise RouterError(413, "payload_too_large", detail) from None
@@ -92,7 +90,7 @@ class Tokenizing:
                 max(len(raw), LONG_BYTES),
                 lambda: orjson.dumps(work(tokenizer, json_object(raw))),
             )
-            return await send(client, Answer(200, body, "application/json"))
+            return await send(request, Answer(200, body, "application/json"))
 
     def _tokens(self, tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
         """Raises: RouterError (400)."""

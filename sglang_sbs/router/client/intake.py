@@ -19,7 +19,6 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import MAX_BODIES_BYTES
@@ -98,7 +97,7 @@ class BodyShare:
         self.lost = False
         """Another body got its room."""
 
-    async def read(self, request: Client, limit_bytes: int) -> bytes | bytearray:
+    async def read(self, request: web.Request, limit_bytes: int) -> bytes | bytearray:
         """The whole body.
 
         Raises:

@@ -31,19 +31,20 @@ MakeSink = Callable[[], Callable[[bytes], None]]
 class Exchange:
     """One client request."""
 
-    plan: Plan
     path: str
     headers: bytes
+    """Those that both legs get."""
     request_id: str
+    asked: Asked
     downstream: Downstream
+    pairs: dict[int, Pair]
+    """By unit index: the attempt under way."""
+    plan: Plan
     prompts: list[ReadPrompt]
     """By prompt index."""
     session: str
-    asked: Asked
     priority: int
     """Larger is more urgent."""
-    pairs: dict[int, Pair]
-    """By unit index: the attempt under way."""
     window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AHEAD))
     ending: bool = False
     """The first of its units failed, or its client left: none is sent any more."""

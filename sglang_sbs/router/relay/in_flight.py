@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
 
 from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.engines.connection_pool import Pool
@@ -28,30 +29,24 @@ _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
 
 
+@dataclass(eq=False)
 class InFlight:
-    """Also the :class:`PairObserver` of every pair."""
+    """Every pair tells it how it fares."""
 
-    def __init__(
-        self,
-        *,
-        dispatcher: Assigner,
-        pool: Pool,
-        lengths: PromptLengths,
-        metrics: RouterMetrics,
-        worker_key: str | None,
-        traces: Traces | None = None,
-    ) -> None:
-        self._traces = traces
-        self._dispatcher = dispatcher
-        self._pool = pool
-        self._lengths = lengths
-        self._metrics = metrics
-        self.aborts = Aborts(pool, worker_key, metrics.aborts.inc)
-        self._attempts: dict[str, Attempt] = {}
-        self._clients: dict[str, set[asyncio.Task[object]]] = {}
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._aborted: set[asyncio.Task[object]] = set()
-        self._idle = asyncio.Event()
+    dispatcher: Assigner
+    pool: Pool
+    lengths: PromptLengths
+    metrics: RouterMetrics
+    worker_key: InitVar[str | None]
+    traces: Traces | None = None
+    _attempts: dict[str, Attempt] = field(default_factory=dict)
+    _clients: dict[str, set[asyncio.Task[object]]] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[object]] = field(default_factory=set)
+    _aborted: set[asyncio.Task[object]] = field(default_factory=set)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self, worker_key: str | None) -> None:
+        self.aborts = Aborts(self.pool, worker_key, self.metrics.aborts.inc)
         self._idle.set()
 
     def __len__(self) -> int:
@@ -83,21 +78,15 @@ class InFlight:
             yield
         finally:
             for rid in rids:
-                tasks = self._clients.get(rid)
-                if tasks is not None:
-                    tasks.discard(task)
-                    if not tasks:
-                        del self._clients[rid]
+                tasks = self._clients.get(rid, set())
+                tasks.discard(task)
+                if not tasks:
+                    self._clients.pop(rid, None)
 
     def abort_client_request(self, rid: str) -> int:
         """End the requests whose client id starts with ``rid`` (as SGLang matches); how many."""
-        tasks = {
-            task
-            for client_rid, group in self._clients.items()
-            if client_rid.startswith(rid)
-            for task in group
-        }
-        return self._abort(tasks)
+        groups = (group for name, group in self._clients.items() if name.startswith(rid))
+        return self._abort(set().union(*groups))
 
     def abort_all(self) -> int:
         return self._abort(set(self._tasks))
@@ -119,17 +108,16 @@ class InFlight:
     # Attempts ---------------------------------------------------------------------------------
 
     def announce(self, attempt: Attempt) -> None:
-        """It begins."""
         attempt.announced_s = time.monotonic()
         self._attempts[attempt.rid] = attempt
-        if self._traces is not None:
-            attempt.trace = self._traces.announced()
+        if self.traces is not None:
+            attempt.trace = self.traces.announced()
 
     def assigned(self, attempt: Attempt) -> None:
         """The scheduler let it go."""
         assignment = attempt.assignment
         assert assignment is not None
-        self._metrics.class_held(class_of(attempt.arrival.priority), assignment.held_s)
+        self.metrics.class_held(class_of(attempt.arrival.priority), assignment.held_s)
         if attempt.trace is not None:
             attempt.trace.dispatched_ns = time.time_ns()
 
@@ -149,9 +137,9 @@ class InFlight:
         self._prefill_over(attempt)
         if attempt.placement is not None:
             attempt.placement.decode.active -= 1
-        self._metrics.attempt_ended(outcome)
-        if attempt.trace is not None and self._traces is not None:
-            self._traces.ended(attempt.trace, attempt.assignment, outcome)
+        self.metrics.attempt_ended(outcome)
+        if attempt.trace is not None and self.traces is not None:
+            self.traces.ended(attempt.trace, attempt.assignment, outcome)
 
     def sessions(self) -> dict[str, int]:
         """How many conversations have a leg in flight, by worker URL; none where it is missing."""
@@ -179,46 +167,44 @@ class InFlight:
             attempt.placement.prefill.active -= 1
             attempt.run.exchange.prefilled(attempt.run.unit.index)
 
-    # PairObserver -----------------------------------------------------------------------------
+    # What pairs tell --------------------------------------------------------------------------
 
     # Booked when what came in together has been passed on: a first byte does not wait for it.
 
     def prefill_came(self, rid: str) -> None:
-        """See :class:`~.pair.PairObserver`. Others are not held until it was read."""
-        self._pool.loop.call_soon(self._dispatcher.prefill_done, rid)
+        """Prefill's reply comes, and is long. Others are not held until it was read."""
+        self.pool.loop.call_soon(self.dispatcher.prefill_done, rid)
 
     def prefill_replied(self, rid: str, reply: PrefillReply) -> None:
-        """See :class:`~.pair.PairObserver`."""
-        self._pool.loop.call_soon(self._book_reply, rid, reply, time.monotonic())
+        self.pool.loop.call_soon(self._book_reply, rid, reply, time.monotonic())
 
     def decode_started(self, rid: str) -> None:
-        """See :class:`~.pair.PairObserver`."""
-        self._pool.loop.call_soon(self._book_start, rid, time.monotonic())
+        self.pool.loop.call_soon(self._book_start, rid, time.monotonic())
 
     def _book_reply(self, rid: str, reply: PrefillReply, now_s: float) -> None:
         attempt = self._attempts.get(rid)
-        self._dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
+        self.dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
         if attempt is None:
             return
         if attempt.trace is not None:
             attempt.trace.prefill_ns = time.time_ns()
         if attempt.prefill_open:
-            self._metrics.prefill_seconds.observe(now_s - attempt.announced_s)
+            self.metrics.prefill_seconds.observe(now_s - attempt.announced_s)
         self._prefill_over(attempt)
         if reply.prompt_tokens is not None:
-            self._lengths.learn(attempt.run.prompt.length, reply.prompt_tokens)
+            self.lengths.learn(attempt.run.prompt.length, reply.prompt_tokens)
             if reply.cached_tokens is not None and attempt.assignment is not None:
                 expected = attempt.assignment.cached_tokens
-                self._metrics.prefix_found(reply.prompt_tokens, expected, reply.cached_tokens)
+                self.metrics.prefix_found(reply.prompt_tokens, expected, reply.cached_tokens)
 
     def _book_start(self, rid: str, now_s: float) -> None:
         attempt = self._attempts.get(rid)
         if attempt is None or attempt.prefill_open:  # else its reply has said so
-            self._dispatcher.prefill_done(rid)
+            self.dispatcher.prefill_done(rid)
         if attempt is not None:
             self._prefill_over(attempt)
             asked = attempt.arrival
-            self._metrics.first_byte(
+            self.metrics.first_byte(
                 class_of(asked.priority), now_s - attempt.announced_s, asked.ttft_slo_s
             )
             if attempt.trace is not None:
@@ -251,4 +237,4 @@ class InFlight:
 
 def _lost(leg: Leg, worker: Worker) -> LegFailure:
     detail = "it answers nothing any more, not even health checks"
-    return transport_failure(leg, worker.url, detail, unreachable=False)
+    return transport_failure(leg, worker.url, detail)
