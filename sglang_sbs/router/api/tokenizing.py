@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import reprlib
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.bodies import json_answer, json_object
 from sglang_sbs.router.api.served_router import Router
@@ -22,8 +23,6 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.requests.body_fields import bad_request
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_BODY_BYTES = 4 << 20
 """Of text or ids in JSON: a larger body would hold up the event loop while it is read."""
