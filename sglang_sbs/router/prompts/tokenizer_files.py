@@ -1,7 +1,4 @@
-"""Finds the folder with a model's tokenizer: a local one, or one of Hugging Face by its id.
-
-Must not know what is in the files.
-"""
+"""Finds the folder with a model's tokenizer: a local one, or one of Hugging Face by its id."""
 
 from __future__ import annotations
 
