@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from sglang_sbs.router.requests.raw_json import JsonError, Raw, list_of, value_of
+from sglang_sbs.router.requests.raw_json import JsonError, Raw, decoded, list_of, value_of
 
 SHORT_BYTES = 64 << 10
 """What is shorter is unfolded without a thought."""
@@ -121,10 +121,7 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
         return first[: len(first) - leave_out] + second
     texts = [memoryview(v if isinstance(v, Raw) else dumped(v)) for v in (first, second)]
     if leave_out:
-        try:
-            entries = _entries.decode(texts[0])
-        except ValueError as error:
-            raise JsonError(str(error)) from error
+        entries = decoded(_entries, texts[0])
         texts[0] = memoryview(list_of(entries[: len(entries) - leave_out]))
     inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
     pieces = [one for text in inner for one in (b",", text)]

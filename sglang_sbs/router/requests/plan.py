@@ -30,26 +30,12 @@ from sglang_sbs.router.requests.splitting import Prompt, split_generate, split_o
 RouteKind = Literal["generate", "completions", "chat"]
 
 _INTERNAL_FIELDS = (
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "bootstrap_pair_key",
-    "decode_tp_size",
-    "routed_dp_rank",
-    "data_parallel_rank",
-    "disagg_prefill_dp_rank",
-    "http_worker_ipc",
-    "need_wait_for_mm_inputs",
-    "num_items_assigned",
-    "received_time",
-    "encoder_urls",
-    "lora_id",
-    "positional_embed_overrides",
-    "kv_hints",
-    "external_trace_header",
-    "background",
+    "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
+    "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "http_worker_ipc",
+    "need_wait_for_mm_inputs", "num_items_assigned", "received_time", "encoder_urls", "lora_id",
+    "positional_embed_overrides", "kv_hints", "external_trace_header", "background",
     "return_bytes",
-)
+)  # fmt: skip
 """Routing internals and fields one SGLang process sets for another: never the client's to give.
 SGLang 0.5.23 takes the later ones of anyone and believes them (``managers/io_struct.py``): a number
 for ``positional_embed_overrides`` ends an engine on CPU (``managers/scheduler.py``; elsewhere with
@@ -168,9 +154,8 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
         split = split_generate(body, limits)
     else:
         split = split_openai(kind, raw, body, limits)
-        merge = (
-            kind == "completions" and is_true(body.get("echo")) and is_true(body.get("logprobs"))
-        )
+        echoes = kind == "completions" and is_true(body.get("echo"))
+        merge = echoes and is_true(body.get("logprobs"))
     prompts, samples, as_list, own_limits = split
     common = joined(body.items())
     units = len(prompts) * samples

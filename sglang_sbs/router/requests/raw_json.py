@@ -12,11 +12,13 @@ import codecs
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
 
+T = TypeVar("T")
+Json = msgspec.Raw | bytes | bytearray | memoryview
 Raw = msgspec.Raw
 """A piece of the body, not copied: it keeps the body alive."""
 
@@ -45,6 +47,14 @@ class JsonError(ValueError):
     """It is no JSON, or too dense; the message says which."""
 
 
+def decoded(decoder: msgspec.json.Decoder[T], raw: Json, said: str = "") -> T:
+    """Raises: JsonError, beginning with ``said``."""
+    try:
+        return decoder.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"{said}{error}") from error
+
+
 def members_of(body: bytes | bytearray) -> dict[str, Raw]:
     """The members of an object by name; of several with one name the last, as in Python.
 
@@ -55,35 +65,23 @@ def members_of(body: bytes | bytearray) -> dict[str, Raw]:
     _check_density(body, b'{["')
     if first_byte(body) not in (b"{", b""):
         raise JsonError("it must be a JSON object")
-    try:
-        return _members.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(f"not valid JSON: {error}") from error
+    return decoded(_members, body, "not valid JSON: ")
 
 
 def checked_members(body: bytes | bytearray) -> dict[str, Raw]:
     """The same of an engine's answer, which may be dense: logprobs are. Raises: JsonError."""
-    try:
-        return _members.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    return decoded(_members, body)
 
 
 def checked_objects(raw: Raw) -> list[dict[str, Raw]]:
     """The members of each object of a list in it. Raises: JsonError, there is something else."""
-    try:
-        return _objects.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    return decoded(_objects, raw)
 
 
 def entries_of(raw: Raw) -> list[Raw]:
     """The entries of a list. Raises: JsonError."""
     _check_density(memoryview(raw), b'{[",')
-    try:
-        return _entries.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    return decoded(_entries, raw)
 
 
 def members_of_entry(raw: Raw) -> dict[str, Raw]:
@@ -91,10 +89,7 @@ def members_of_entry(raw: Raw) -> dict[str, Raw]:
     if first_byte(raw) != b"{":
         return {}
     _check_density(memoryview(raw), b'{["')
-    try:
-        return _members.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    return decoded(_members, raw)
 
 
 def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
@@ -115,11 +110,8 @@ def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
     if len(pieces) > most:
         return pieces
     entries = [b"[" * depth + piece + b"]" * depth for piece in pieces]
-    try:
-        for entry in entries:
-            _valid.decode(entry)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    for entry in entries:
+        decoded(_valid, entry)
     return entries
 
 
