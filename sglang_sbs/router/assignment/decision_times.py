@@ -1,7 +1,7 @@
 """How long the scheduler takes for an event, always measured, as a Prometheus histogram.
 
-Owns the buckets and the names. Must not know what an event means. Counting one costs well under a
-microsecond: there are tens of thousands per second in a large cluster.
+Counting one costs well under a microsecond: there are tens of thousands per second in a large
+cluster.
 """
 
 from __future__ import annotations
