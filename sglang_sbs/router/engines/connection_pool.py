@@ -236,16 +236,17 @@ class Pool:
 
 
 async def fetch(
-    pool: Pool, origin: str, path: str, headers: bytes, limit_s: float
+    pool: Pool, origin: str, path: str, headers: bytes, limit_s: float, *, body: bytes | None = None
 ) -> tuple[int, bytes]:
-    """``GET`` for whoever wants a small answer as a whole: its status and body.
+    """For whoever wants a small answer as a whole: its status and body. ``POST`` with a ``body``.
 
     Raises:
         UpstreamError: there was none, or it is over ``MAX_ANSWER_BYTES``.
         TimeoutError: not within ``limit_s``.
     """
     answer = _Whole(pool.loop.create_future())
-    call = pool.call(origin, (request_head("GET", origin, path, headers, 0),), answer)
+    head = request_head("POST" if body else "GET", origin, path, headers, len(body or b""))
+    call = pool.call(origin, (head, body or b""), answer)
     try:
         async with asyncio.timeout(limit_s):
             return await answer.future

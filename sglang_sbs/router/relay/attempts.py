@@ -101,11 +101,9 @@ class Attempts:
                     if last and failure.retryable and not run.opened:
                         self.metrics.gave_up(failure, path)
                         if harmful:
-                            logger.warning(
-                                "%s: %s went away under it: not sent to another engine",
-                                name,
-                                " and ".join(sorted(run.broken_off)),
-                            )
+                            gone = " and ".join(sorted(run.broken_off))
+                            why = f"{gone} went away under it: not sent to another engine"
+                            logger.warning("%s: %s", name, why)
                     raise
                 without_frames(failure)
                 run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))
@@ -190,17 +188,11 @@ class Attempts:
         )
         run.exchange.pairs[run.unit.index] = pair
         self.in_flight.started(attempt)
-        logger.debug(
-            "%s: rid %s to %s rank %d and %s rank %d after %.1f ms: %s",
-            run.exchange.request_id,
-            assignment.rid,
-            assignment.prefill,
-            assignment.prefill_rank,
-            assignment.decode,
-            assignment.decode_rank,
-            assignment.held_s * 1000,
-            assignment.reason,
-        )
+        if logger.isEnabledFor(logging.DEBUG):
+            to = f"{assignment.prefill} rank {assignment.prefill_rank} and "
+            to += f"{assignment.decode} rank {assignment.decode_rank}"
+            held = f"after {assignment.held_s * 1000:.1f} ms: {assignment.reason}"
+            logger.debug("%s: rid %s to %s %s", run.exchange.request_id, assignment.rid, to, held)
         return pair
 
     def _placement(self, assignment: Assignment) -> Placement:

@@ -8,6 +8,7 @@ second where it reads megabytes.
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -77,13 +78,11 @@ def _opened_object(raw: Raw) -> Parts:
     return value
 
 
+@dataclass(slots=True, eq=False)
 class _Spliced:
     """JSON in pieces that were not copied so far."""
 
-    __slots__ = ("pieces",)
-
-    def __init__(self, pieces: list[bytes | memoryview]) -> None:
-        self.pieces = pieces
+    pieces: list[bytes | memoryview]
 
 
 def dumped(value: Any) -> bytes:

@@ -1,7 +1,6 @@
 """What engines say of a request in their answers: an abort, an error, how many tokens.
 
-Reads SGLang's JSON (``managers/tokenizer_manager.py``, ``entrypoints/openai``). Must not know what
-becomes of the request then.
+Reads SGLang's JSON (``managers/tokenizer_manager.py``, ``entrypoints/openai``).
 """
 
 from __future__ import annotations
@@ -11,12 +10,7 @@ from typing import Any
 
 import orjson
 
-from sglang_sbs.router.errors import (
-    MAX_MESSAGE_CHARS,
-    LegFailure,
-    leg_aborted,
-    leg_status_failure,
-)
+from sglang_sbs.router.errors import MAX_MESSAGE_CHARS, LegFailure, leg_aborted, leg_status_failure
 from sglang_sbs.router.limits import MAX_COUNT, clamped_count
 
 SSE_ERROR = b'data: {"error"'
@@ -41,11 +35,10 @@ def abort_of(body: Any) -> tuple[int, str] | None:
             status = 500
         return status, str(reason.get("message") or "")
     choices = body.get("choices")
-    if isinstance(choices, list):
-        for choice in choices:
-            if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
-                return 500, ""
-    return None
+    of_choices = (
+        [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
+    )
+    return (500, "") if any(one.get("finish_reason") == "abort" for one in of_choices) else None
 
 
 def read_abort(body: bytes | bytearray) -> tuple[int, str] | None:

@@ -1,7 +1,7 @@
 """Answers put together: several single requests into one, prefill's logprobs into decode's.
 
-Owns the JSON of merged responses and stream events. Must not know sockets. Indices, sums and the
-order of outputs are those SGLang itself would give (prompt by prompt, sample by sample).
+Indices, sums and the order of outputs are those SGLang itself would give (prompt by prompt, sample
+by sample).
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ class SseSplitter:
             start = look = next_start
         del self._buffer[:start]
         if len(self._buffer) > MAX_EVENT_BYTES:
-            raise EventTooLarge(
-                f"an event of the stream is over {MAX_EVENT_BYTES >> 20} MiB: ask for fewer tokens"
-            )
+            most = f"{MAX_EVENT_BYTES >> 20} MiB"
+            raise EventTooLarge(f"an event of the stream is over {most}: ask for fewer tokens")
         self._seen = max(0, len(self._buffer) - 1)
         return payloads
 
@@ -165,9 +164,8 @@ class UsageSum:
                 self.value.setdefault(key, 0 if isinstance(amount, int) else amount)
                 continue
             self.value[key] = _sum(self.value.get(key), amount)
-        self.value["total_tokens"] = self.value.get("prompt_tokens", 0) + self.value.get(
-            "completion_tokens", 0
-        )
+        prompt, completion = (self.value.get(f"{n}_tokens", 0) for n in ("prompt", "completion"))
+        self.value["total_tokens"] = prompt + completion
 
 
 def _sum(left: Any, right: Any) -> Any:
@@ -257,9 +255,8 @@ class StreamMerger:
 
     def end(self) -> bytes:
         """The summed usage, if any, and the end mark."""
-        usage: Sequence[bytes | memoryview] = ()
-        if self._usage_event is not None:
-            usage = sse(self._usage_event | {"usage": self._usage.value})
+        event = self._usage_event
+        usage = [] if event is None else sse(event | {"usage": self._usage.value})
         return b"".join((*usage, b"data: [DONE]\n\n"))
 
 
