@@ -1,6 +1,6 @@
 """Sending aborts to engines, few at a time.
 
-Owns ``POST /abort_request`` and the queue in front of it. Thousands of clients may vanish in the same instant; a connection for each abort, all at once, would
+Thousands of clients may vanish in the same instant; a connection for each abort, all at once, would
 be a second storm, upon an engine that has enough to do.
 """
 

@@ -35,10 +35,10 @@ def abort_of(body: Any) -> tuple[int, str] | None:
             status = 500
         return status, str(reason.get("message") or "")
     choices = body.get("choices")
-    of_choices = (
-        [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
-    )
-    return (500, "") if any(one.get("finish_reason") == "abort" for one in of_choices) else None
+    for choice in choices if isinstance(choices, list) else []:
+        if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
+            return 500, ""
+    return None
 
 
 def read_abort(body: bytes | bytearray) -> tuple[int, str] | None:
