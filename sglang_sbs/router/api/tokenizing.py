@@ -86,8 +86,7 @@ class Tokenizing:
                 raise RouterError(503, "busy", detail, retry_after_s=1.0)
             # Not in the threads that prompts of requests wait for, however short it is.
             body = await server.lanes.run(
-                max(len(raw), LONG_BYTES),
-                lambda: orjson.dumps(work(tokenizer, json_object(raw))),
+                max(len(raw), LONG_BYTES), lambda: orjson.dumps(work(tokenizer, json_object(raw)))
             )
             return await send(request, Answer(200, body, "application/json"))
 

@@ -59,13 +59,13 @@ class SseSplitter:
         start, look = 0, self._seen
         while (end := self._buffer.find(_EVENT_END, look)) >= 0:
             next_start = end + len(_EVENT_END)
-            payload: bytes | memoryview | None
+            event: bytes | memoryview
             if end - start > SHORT_BYTES:
-                whole = self._buffer
-                self._buffer, next_start = whole[next_start:], 0
-                payload = _long_payload(memoryview(whole)[start:end])
+                event = memoryview(self._buffer)[start:end]
+                self._buffer, next_start = self._buffer[next_start:], 0
             else:
-                payload = _payload(bytes(self._buffer[start:end]))
+                event = bytes(self._buffer[start:end])
+            payload = _payload(event)
             if payload is not None:
                 payloads.append(payload)
             start = look = next_start
@@ -77,16 +77,14 @@ class SseSplitter:
         return payloads
 
 
-def _payload(event: bytes) -> bytes | None:
-    event = event.lstrip(b"\n")
-    return event[len(_DATA) :].strip() if event.startswith(_DATA) else None
-
-
-def _long_payload(event: memoryview) -> memoryview | None:
-    """The same with the spaces around it."""
+def _payload(event: bytes | memoryview) -> bytes | memoryview | None:
+    """Of a long one with the spaces around it."""
     begin = bytes(event[:1]).count(b"\n")  # more of them would have been an end
     end = begin + len(_DATA)
-    return event[end:] if event[begin:end] == _DATA else None
+    if event[begin:end] != _DATA:
+        return None
+    payload = event[end:]
+    return payload.strip() if isinstance(payload, bytes) else payload
 
 
 def sse(value: Any) -> list[bytes | memoryview]:
