@@ -119,8 +119,6 @@ class Surface:
             app.router.add_route("*", path, _not_implemented(name))
         return app
 
-    # Inference --------------------------------------------------------------------------------
-
     async def _inference(self, request: web.Request) -> web.StreamResponse:
         """Raises: RouterError."""
         server, metrics, path = self._server, self._metrics, request.path
@@ -149,8 +147,6 @@ class Surface:
             streaming = isinstance(answer, web.StreamResponse)
             metrics.served(path, model, streaming, time.monotonic() - started_s)
         return await send(request, answer) if isinstance(answer, Answer) else answer
-
-    # Every request ----------------------------------------------------------------------------
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

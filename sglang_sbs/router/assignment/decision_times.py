@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from sglang_sbs.router.metric_families import gauge
 from sglang_sbs.scheduling.events import (
@@ -47,12 +47,14 @@ class Spread:
         self.total_s += seconds
         self.longest_s = max(self.longest_s, seconds)
 
-    def add_to(self, family: HistogramMetricFamily, *labels: str) -> None:
+    def add_to(self, spread: HistogramMetricFamily, longest: GaugeMetricFamily, *of: str) -> None:
+        """``of``: the labels' values."""
         counted, buckets = 0, []
         for bound_s, count in zip((*BUCKETS_S, None), self.counts, strict=True):
             counted += count
             buckets.append(("+Inf" if bound_s is None else f"{bound_s:g}", float(counted)))
-        family.add_metric(labels, buckets, self.total_s)
+        spread.add_metric(of, buckets, self.total_s)
+        longest.add_metric(of, self.longest_s)
 
 
 class DecisionTimes:
@@ -75,8 +77,7 @@ class DecisionTimes:
         )
         longest = gauge("sbs_decision_longest_seconds", "The longest so far", "event")
         for kind, times in self._kinds.items():
-            times.add_to(spread, kind)
-            longest.add_metric([kind], times.longest_s)
+            times.add_to(spread, longest, kind)
         yield from (spread, longest)
 
 
@@ -85,7 +86,6 @@ def lag_families(lag: Spread) -> Iterator[Metric]:
     spread = HistogramMetricFamily(
         "sbs_scheduler_lag_seconds", "How late the scheduler process ran, ten times a second"
     )
-    lag.add_to(spread)
     longest = gauge("sbs_scheduler_lag_longest_seconds", "The longest so far")
-    longest.add_metric([], lag.longest_s)
+    lag.add_to(spread, longest)
     yield from (spread, longest)

@@ -1,7 +1,7 @@
 """Drives one scheduler object: events in, its timer, its decisions out, its log.
 
-Owns the :class:`Scheduler`, its wake-up timer and the event log. Must not know what a decision is
-good for, nor HTTP, ZMQ or workers. A defect in the policy is logged, counted and survived.
+Owns the :class:`Scheduler`, its wake-up timer and the event log. A defect in the policy is logged,
+counted and survived.
 """
 
 from __future__ import annotations

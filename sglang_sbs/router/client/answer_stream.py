@@ -1,8 +1,7 @@
 """The client's side of an answer: head, pieces, back pressure, end.
 
-Owns one response, be it streamed or whole. Must not know legs or their meaning. Pieces of a stream
-are written to the transport in the callback that brings them: per piece that saves a task switch,
-which is most of what relaying it would cost.
+Pieces of a stream are written to the transport in the callback that brings them: per piece that
+saves a task switch, which is most of what relaying it would cost.
 """
 
 from __future__ import annotations

@@ -132,9 +132,6 @@ def content_text(content: Any) -> tuple[str, bool]:
     return " ".join(texts), len(texts) == len(content)
 
 
-# Messages -------------------------------------------------------------------------------------
-
-
 def _message(message: Any, content_format: ContentFormat) -> tuple[dict[str, Any], bool]:
     """What the template gets of a message, and whether it is text only."""
     if not isinstance(message, dict):
@@ -201,9 +198,6 @@ def _tool_call(call: Any, role: str) -> dict[str, Any]:
     }
 
 
-# Tools ----------------------------------------------------------------------------------------
-
-
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools, choice = body.get("tools"), body.get("tool_choice")
     if choice == "none" or not tools:
@@ -268,9 +262,6 @@ def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
         arguments.setdefault("enable_thinking", thinking)
     effort = arguments.pop("reasoning_effort", None) or effort
     return arguments if effort is None else {"reasoning_effort": effort} | arguments
-
-
-# Jinja ----------------------------------------------------------------------------------------
 
 
 class _Generation(Extension):

@@ -135,8 +135,6 @@ class EngineTokenizers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    # What is known ----------------------------------------------------------------------------
-
     def block_format(self) -> BlockFormat | None:
         """How most prefill instances cut prompts into blocks: a prompt gets one list of names.
         ``None``: names are of no use."""
@@ -207,8 +205,6 @@ class EngineTokenizers:
                     found,
                 )
         return common[0][0] if common else None
-
-    # Asking -----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         probes = await asyncio.to_thread(self._make_probes)

@@ -1,15 +1,13 @@
 """The books on what is in flight: which rid went where, and whose client may abort it.
 
 Owns the table from rid to workers (EndForward is bound through it) and the counters per worker.
-Must not know how a request is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from sglang_sbs.router.assignment.assigner import Assigner
@@ -40,8 +38,8 @@ class InFlight:
     worker_key: InitVar[str | None]
     traces: Traces | None = None
     _attempts: dict[str, Attempt] = field(default_factory=dict)
-    _clients: dict[str, set[asyncio.Task[object]]] = field(default_factory=dict)
-    _tasks: set[asyncio.Task[object]] = field(default_factory=set)
+    _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)
+    """Of client requests, each with the client's ids for it."""
     _aborted: set[asyncio.Task[object]] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,42 +58,36 @@ class InFlight:
 
     def began(self, task: asyncio.Task[object]) -> None:
         """A client request is being served, until :meth:`over`."""
-        self._tasks.add(task)
+        self._tasks[task] = ()
         self._idle.clear()
 
+    def named(self, task: asyncio.Task[object], rids: Sequence[str]) -> None:
+        """From now on it can be aborted by these ids of its client."""
+        self._tasks[task] = rids
+
     def over(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         self._aborted.discard(task)
         if not self._tasks:
             self._idle.set()
 
-    @contextmanager
-    def named(self, rids: Sequence[str], task: asyncio.Task[object]) -> Iterator[None]:
-        """Known by the client's ids meanwhile, so that it can be aborted by them."""
-        for rid in rids:
-            self._clients.setdefault(rid, set()).add(task)
-        try:
-            yield
-        finally:
-            for rid in rids:
-                tasks = self._clients.get(rid, set())
-                tasks.discard(task)
-                if not tasks:
-                    self._clients.pop(rid, None)
-
     def abort_client_request(self, rid: str) -> int:
         """End the requests whose client id starts with ``rid`` (as SGLang matches); how many."""
-        groups = (group for name, group in self._clients.items() if name.startswith(rid))
-        return self._abort(set().union(*groups))
+        return self._abort(
+            task
+            for task, client_rids in self._tasks.items()
+            if any(client_rid.startswith(rid) for client_rid in client_rids)
+        )
 
     def abort_all(self) -> int:
-        return self._abort(set(self._tasks))
+        return self._abort(self._tasks)
 
-    def _abort(self, tasks: set[asyncio.Task[object]]) -> int:
-        for task in tasks:
-            self._aborted.add(task)
+    def _abort(self, tasks: Iterable[asyncio.Task[object]]) -> int:
+        found = list(tasks)
+        self._aborted.update(found)
+        for task in found:
             task.cancel()
-        return len(tasks)
+        return len(found)
 
     def was_aborted(self, task: asyncio.Task[object]) -> bool:
         """Its cancellation came from here, not from a client that went away."""
@@ -209,8 +201,6 @@ class InFlight:
             )
             if attempt.trace is not None:
                 attempt.trace.first_byte_ns = time.time_ns()
-
-    # Lost workers -----------------------------------------------------------------------------
 
     def fail_worker(self, worker: Worker) -> None:
         """End what waits for a worker that answers nothing any more.

@@ -1,7 +1,6 @@
 """From a client request to its answer: its plan, its units side by side, and what they answer.
 
-Owns the life of a client request. Each of its units is :mod:`.attempts`', JSON is
-:mod:`.merged_answers`'.
+Each of its units is :mod:`.attempts`', JSON is :mod:`.merged_answers`'.
 """
 
 from __future__ import annotations
@@ -94,24 +93,24 @@ class Relay:
         try:
             with self.bodies.share() as share:
                 plan = await self._plan(kind, request, share)
-                with self.in_flight.named(plan.client_rids, task):
-                    prompts = await self.prompts.read(plan)
-                    plan.forget_values()
-                    pairs: dict[int, Pair] = {}
-                    exchange = Exchange(
-                        path=PATHS[kind],
-                        headers=headers,
-                        request_id=request_id,
-                        asked=asked,
-                        downstream=Downstream(request, pairs),
-                        pairs=pairs,
-                        plan=plan,
-                        prompts=prompts,
-                        session=session_header(headers) or plan.session,
-                        priority=self._priority_of(plan),
-                    )
-                    async with self.admission.slot(len(plan.units)):
-                        return await self._serve(exchange, task)
+                self.in_flight.named(task, plan.client_rids)
+                prompts = await self.prompts.read(plan)
+                plan.forget_values()
+                pairs: dict[int, Pair] = {}
+                exchange = Exchange(
+                    path=PATHS[kind],
+                    headers=headers,
+                    request_id=request_id,
+                    asked=asked,
+                    downstream=Downstream(request, pairs),
+                    pairs=pairs,
+                    plan=plan,
+                    prompts=prompts,
+                    session=session_header(headers) or plan.session,
+                    priority=self._priority_of(plan),
+                )
+                async with self.admission.slot(len(plan.units)):
+                    return await self._serve(exchange, task)
         except (RouterError, ConnectionError, asyncio.CancelledError) as error:
             if not self._ended_here(error, task):
                 raise without_frames(error) from None
@@ -194,8 +193,6 @@ class Relay:
             raise _no_answer(engines[error.args[0]]) from error
         return Answer(200, await _joined(merged), "application/json")
 
-    # Edits of complete answers and stream events ----------------------------------------------
-
     async def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
         if not plan.edits_answers:
             return pair.body
@@ -259,8 +256,6 @@ class Relay:
 
         await self._run_all(exchange, run)
         downstream.push(merger.end())
-
-    # Units ------------------------------------------------------------------------------------
 
     async def _run_all(
         self, exchange: Exchange, run: Callable[[Unit], Coroutine[Any, Any, None]]

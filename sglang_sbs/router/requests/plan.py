@@ -1,8 +1,7 @@
 """What a client request becomes: single requests, and what their bodies have in common.
 
 Owns which fields of SGLang's request JSON a client may give, and how large all legs may be. Its
-prompts are :mod:`.splitting`'s, the bodies of the legs :mod:`.legs`'. Must not know how a request
-is sent or where to.
+prompts are :mod:`.splitting`'s, the bodies of the legs :mod:`.legs`'.
 """
 
 from __future__ import annotations

@@ -171,9 +171,10 @@ def is_true(raw: Raw | bytes | None) -> bool:
     return bool(view) and (len(view) > 5 or bytes(view) not in _FALSE)
 
 
-def joined(
-    members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]],
-) -> bytes | bytearray:
+Members = Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]
+
+
+def joined(members: Members) -> bytes | bytearray:
     """``"name":value`` of each, with commas between; a copy, and the only one."""
     pieces = member_pieces(members)
     if sum(len(memoryview(piece)) for piece in pieces) <= _PIECE_BYTES:
@@ -192,9 +193,7 @@ def list_of(values: Iterable[bytes | bytearray]) -> bytes:
     return b"".join((b"[", *pieces[1:], b"]"))
 
 
-def member_pieces(
-    members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]],
-) -> list[bytes | Raw]:
+def member_pieces(members: Members) -> list[bytes | Raw]:
     """What :func:`joined` joins."""
     pieces = [piece for name, raw in members for piece in (b",", orjson.dumps(name), b":", raw)]
     return pieces[1:]
@@ -212,8 +211,7 @@ def count_outside_strings(
 ) -> Mapping[bytes, int]:
     """How often each of ``characters`` comes in JSON outside its strings, quotes included."""
     counts = dict.fromkeys(_each(characters), 0)
-    inside = False
-    carried = b""
+    inside, carried = False, b""
     for piece in _pieces(body):
         text = (carried + piece).replace(b"\\\\", b"")
         carried = b"\\" if text.endswith(b"\\") else b""
@@ -239,10 +237,8 @@ def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> N
         return
     needed = _objects_bytes(count_outside_strings(body, characters))
     if needed > most:
-        raise JsonError(
-            f"too many values in {size} bytes of JSON: they would take {needed >> 20} MiB "
-            f"(the limit for that size is {most >> 20} MiB)"
-        )
+        why = f"they would take {needed >> 20} MiB (the limit for that size is {most >> 20} MiB)"
+        raise JsonError(f"too many values in {size} bytes of JSON: {why}")
 
 
 def _objects_bytes(counts: Mapping[bytes, int]) -> int:
