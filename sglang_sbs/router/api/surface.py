@@ -204,12 +204,8 @@ class Surface:
         """The answer to a request that may not pass. Raises: RouterError, the same."""
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding != "identity":
-            raise RouterError(
-                415,
-                "unsupported_content_encoding",
-                "send the body as it is, without Content-Encoding: what it would become cannot "
-                "be bounded",
-            )
+            why = "send the body as it is, without Content-Encoding: what it would become cannot be"
+            raise RouterError(415, "unsupported_content_encoding", f"{why} bounded")
         identifier = current_request_id.get()
         refusal = await self._access.refusal(request.method, path, request.headers, identifier)
         if refusal is None and self._is_forged(request, path):
@@ -228,16 +224,12 @@ class Surface:
         Where a key is wanted the page would have to know it.
         """
         origin = request.headers.get("Origin")
-        if (
-            origin is None
-            or request.method in ("GET", "HEAD")
-            or not path.startswith(CONTROL_PLANE)
-            or not self._access.open_to_all
-        ):
+        changes = request.method not in ("GET", "HEAD") and path.startswith(CONTROL_PLANE)
+        if origin is None or not changes or not self._access.open_to_all:
             return False
         host = request.headers.get("Host", "").lower()
         own = origin.partition("://")[2].lower() == host and is_own_host(host, self._options.host)
-        return not (own or "*" in self._origins or origin in self._origins)
+        return not own and self._origins.isdisjoint(("*", origin))
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Headers of every response, streams included."""
@@ -253,10 +245,9 @@ class Surface:
         """Headers that tell browsers who may read the answer."""
         if not self._origins:
             # As sglang_router does without the flag: browsers may read every answer.
-            if method == "OPTIONS":
-                return {"Access-Control-Allow-Origin": "*"}
-            return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": "*"}
-        if not origin or not ("*" in self._origins or origin in self._origins):
+            exposed = {} if method == "OPTIONS" else {"Access-Control-Expose-Headers": "*"}
+            return {"Access-Control-Allow-Origin": "*"} | exposed
+        if not origin or self._origins.isdisjoint(("*", origin)):
             return {}
         return {
             "Access-Control-Allow-Origin": origin,
@@ -272,9 +263,8 @@ def _failed(method: str, path: str, error: Exception) -> RouterError:
     if isinstance(error, web.RequestPayloadError):
         return bad_request("the body is not what its headers say", "unreadable_body")
     # What JSON may be as deep as it likes is read without harm, but not shown or written again.
-    if isinstance(error, RecursionError) or (
-        isinstance(error, orjson.JSONEncodeError) and "Recursion" in str(error)
-    ):
+    deep = isinstance(error, orjson.JSONEncodeError) and "Recursion" in str(error)
+    if deep or isinstance(error, RecursionError):
         return bad_request("the body is nested too deeply")
     logger.exception("%s %s failed", method, path)
     return RouterError(500, "internal_error", "internal error; see the router's log")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import reprlib
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -70,11 +71,8 @@ class Tokenizing:
         server = self._server
         tokenizer = server.tokenizer
         if tokenizer is None:
-            raise RouterError(
-                400,
-                "tokenizer_not_found",
-                "this router has no tokenizer: start it with --tokenizer-path",
-            )
+            why = "this router has no tokenizer: start it with --tokenizer-path"
+            raise RouterError(400, "tokenizer_not_found", why)
         with server.relay.bodies.share() as share:
             try:
                 raw = await share.read(request, _MAX_BODY_BYTES)
@@ -99,14 +97,14 @@ class Tokenizing:
         if not isinstance(special, bool):
             raise bad_request("add_special_tokens must be true or false")
         try:
+            encode = partial(tokenizer.pieces.encode, add_special_tokens=special)
             if messages is not None:
                 ids: Any = _chat_ids(tokenizer, body)
             elif isinstance(prompt, str):
-                ids = tokenizer.pieces.encode(prompt, add_special_tokens=special).tolist()
+                ids = encode(prompt).tolist()
             elif isinstance(prompt, list) and all(isinstance(text, str) for text in prompt):
                 _check_count("prompt", prompt)
-                encode = tokenizer.pieces.encode
-                ids = [encode(text, add_special_tokens=special).tolist() for text in prompt]
+                ids = [encode(text).tolist() for text in prompt]
             else:
                 raise bad_request("prompt must be a string or a list of strings")
         except ValueError as error:  # of the template too; or a text that is too long
@@ -139,9 +137,8 @@ def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
 def _check_count(name: str, of: list[Any]) -> None:
     """Raises: RouterError (400)."""
     if len(of) > _MOST_TEXTS:
-        raise bad_request(
-            f"{name} has {len(of)} entries; at most {_MOST_TEXTS} are answered at once"
-        )
+        most = f"at most {_MOST_TEXTS} are answered at once"
+        raise bad_request(f"{name} has {len(of)} entries; {most}")
 
 
 def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +161,6 @@ def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
             if type(one) is not int or not 0 <= one <= _MOST_TOKEN_ID:
                 raise bad_request(f"tokens: {reprlib.repr(one)} is no token id")
     # Unlike ``decode`` this lets other threads run meanwhile.
-    texts = tokenizer.tokenizer.decode_batch(
-        tokens if several else [tokens], skip_special_tokens=skip
-    )
+    decode = tokenizer.tokenizer.decode_batch
+    texts = decode(tokens if several else [tokens], skip_special_tokens=skip)
     return {"text": texts if several else texts[0]}

@@ -20,6 +20,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -256,9 +257,7 @@ class EngineTokenizers:
     async def _sees(self, url: str) -> bool:
         """Whether it takes images or sound: then its processor may want the text of a chat."""
         status, data = await self._talk("GET", f"{url}/model_info")
-        if status != 200:
-            return True
-        model = orjson.loads(data)
+        model = orjson.loads(data) if status == 200 else None
         names = ("has_image_understanding", "has_audio_understanding")
         return not isinstance(model, dict) or any(model.get(name) is not False for name in names)
 
@@ -282,12 +281,9 @@ class EngineTokenizers:
     def _tell(self, worker: Worker, verdict: Verdict) -> None:
         if not verdict.wrong:
             worker.problems.pop("tokenizer", None)
-            logger.info(
-                "worker %s: text %s, chats %s",
-                worker.url,
-                "is tokenized as here" if verdict.text else "could not be compared",
-                "too" if verdict.chat else "could not be compared",
-            )
+            text = "is tokenized as here" if verdict.text else "could not be compared"
+            chats = "too" if verdict.chat else "could not be compared"
+            logger.info("worker %s: text %s, chats %s", worker.url, text, chats)
             return
         self.registry.report_problem(
             worker,
@@ -305,18 +301,14 @@ class EngineTokenizers:
         sample = random.Random(1).choices(range(vocabulary), k=_SAMPLE)
         added = tokenizer.tokenizer.get_added_tokens_decoder().values()
         specials = [token.content for token in added][:_MAX_SPECIALS]
-        texts = [
-            *_TEXTS,
-            "".join(specials) + " " + " ".join(specials) + "\n",
-            tokenizer.tokenizer.decode(sample, skip_special_tokens=False),
-        ]
+        all_specials = "".join(specials) + " " + " ".join(specials) + "\n"
+        sampled = tokenizer.tokenizer.decode(sample, skip_special_tokens=False)
+        texts = [*_TEXTS, all_specials, sampled]
         text_ids = [tokenizer.text_ids(text).tolist() for text in texts]
-        chat_ids: list[list[int] | None] = []
-        for body in _CHATS:
-            try:
-                chat_ids.append(tokenizer.chat_ids(body).ids.tolist())
-            except TemplateError:
-                chat_ids.append(None)
+        chat_ids: list[list[int] | None] = [None] * len(_CHATS)
+        for at, body in enumerate(_CHATS):
+            with suppress(TemplateError):
+                chat_ids[at] = tokenizer.chat_ids(body).ids.tolist()
         return _Probes(texts, text_ids, chat_ids)
 
 
@@ -326,12 +318,11 @@ def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
     most: dict[str, int] = {}
     cuts = False
     for worker in workers:
-        tokens = worker.info.max_request_tokens if worker.info is not None else 0
-        if tokens <= 0:
+        info = worker.info
+        if info is None or info.max_request_tokens <= 0:
             return None
-        assert worker.info is not None
-        cuts = cuts or worker.info.cuts_prompts
-        most[worker.role] = max(tokens, most.get(worker.role, 0))
+        cuts = cuts or info.cuts_prompts
+        most[worker.role] = max(info.max_request_tokens, most.get(worker.role, 0))
     return LongestPrompt(min(most.values()), cuts) if most else None
 
 

@@ -160,10 +160,9 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
     units = len(prompts) * samples
     legs_bytes = units * len(common) + samples * sum(len(p.member) + len(p.own) for p in prompts)
     if legs_bytes > limits.legs_bytes:
-        raise bad_request(
-            f"{units} requests with {len(common)} bytes in common are {legs_bytes} bytes for the "
-            f"engines, over the limit of {limits.legs_bytes}"
-        )
+        all_legs = f"{units} requests with {len(common)} bytes in common are {legs_bytes} bytes"
+        most = f"over the limit of {limits.legs_bytes}"
+        raise bad_request(f"{all_legs} for the engines, {most}")
     return Plan(
         kind=kind,
         stream=stream,
