@@ -41,8 +41,6 @@ class _Unreadable(ValueError):
 
 @dataclass(slots=True)
 class _Family:
-    """Of one page."""
-
     declared: dict[str, str] = field(default_factory=dict)
     """The rest of its HELP and of its TYPE line."""
     lines: list[str] = field(default_factory=list)
@@ -79,8 +77,6 @@ async def merge_pages(pages: Iterable[tuple[str, Part]]) -> list[Part]:
 
 @dataclass
 class _Page:
-    """Reads one page."""
-
     label: str
     """Added to every sample."""
     _families: dict[str, _Family] = field(default_factory=dict)
@@ -93,7 +89,6 @@ class _Page:
     """Those with samples in this turn."""
 
     async def read(self, page: Part) -> dict[str, _Family]:
-        """Its families. Raises: _Unreadable."""
         for piece in _pieces(page):
             for line in piece.decode("utf-8", "replace").split("\n"):
                 if line and not line.isspace():

@@ -106,7 +106,6 @@ class Surface:
         self._access = Access(options.api_key, keys, options.control_plane_audit, tokens)
 
     def application(self) -> web.Application:
-        """The aiohttp application of the serving port."""
         server, limit = self._server, self._options.max_payload_bytes
         app = web.Application(client_max_size=limit, middlewares=[self.middleware])
         app.on_response_prepare.append(self.on_prepare)
@@ -120,7 +119,6 @@ class Surface:
         return app
 
     async def _inference(self, request: web.Request) -> web.StreamResponse:
-        """Raises: RouterError."""
         server, metrics, path = self._server, self._metrics, request.path
         received = list(request.headers.items())
         identifier = current_request_id.get()

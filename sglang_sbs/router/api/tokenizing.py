@@ -89,7 +89,6 @@ class Tokenizing:
             return await send(request, Answer(200, body, "application/json"))
 
     def _tokens(self, tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
-        """Raises: RouterError (400)."""
         prompt, messages = body.get("prompt"), body.get("messages")
         if (prompt is None) == (messages is None):
             raise bad_request("exactly one of prompt and messages must be given")
@@ -121,7 +120,6 @@ class Tokenizing:
 
 
 def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
-    """Raises: ValueError, RouterError (400)."""
     if not isinstance(body["messages"], list):
         raise bad_request("messages must be a list")
     if body.get("add_generation_prompt") is not None:
@@ -135,14 +133,12 @@ def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
 
 
 def _check_count(name: str, of: list[Any]) -> None:
-    """Raises: RouterError (400)."""
     if len(of) > _MOST_TEXTS:
         most = f"at most {_MOST_TEXTS} are answered at once"
         raise bad_request(f"{name} has {len(of)} entries; {most}")
 
 
 def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
-    """Raises: RouterError (400)."""
     tokens = body.get("tokens")
     skip = body.get("skip_special_tokens", True)
     if not isinstance(skip, bool):

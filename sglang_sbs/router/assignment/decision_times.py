@@ -58,8 +58,6 @@ class Spread:
 
 
 class DecisionTimes:
-    """One per scheduler object."""
-
     def __init__(self) -> None:
         self._kinds = {kind: Spread() for kind in (*dict.fromkeys(_KINDS.values()), _OTHER)}
         self._of_type = {event: self._kinds[kind] for event, kind in _KINDS.items()}
@@ -69,7 +67,6 @@ class DecisionTimes:
         (self._of_type.get(event) or self._kinds[_OTHER]).add(seconds)
 
     def families(self) -> Iterator[Metric]:
-        """For a scrape."""
         spread = HistogramMetricFamily(
             "sbs_decision_seconds",
             "Time the scheduler took for an event: of a request, a report, its timer",

@@ -149,7 +149,6 @@ class SchedulerPump:
         self.submit(TimerFired())
 
     def snapshot(self) -> Any:
-        """The scheduler's state for people and metrics (a msgspec struct)."""
         return self.scheduler.snapshot(time.monotonic())
 
     def flush_log(self) -> None:

@@ -184,7 +184,6 @@ class Doorman:
         self._sweep_s = math.inf
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
-        """A new connection."""
         self._enter(self._silent, transport)
 
     def rests(self, transport: asyncio.BaseTransport) -> None:
@@ -271,11 +270,9 @@ class _Line:
         self._spared: set[Any] = set()  # not weak: those of TLS under uvloop cannot be
 
     def oldest_s(self) -> float:
-        """Since when the first one waits."""
         return next(iter(self.since_s.values()), math.inf)
 
     def due_s(self) -> float:
-        """When the first one has to go."""
         return self.oldest_s() + self._patience_s
 
     def close_first(self) -> bool:
@@ -295,6 +292,5 @@ class _Line:
         return True
 
     def leave(self, transport: Any) -> None:
-        """It waits no more."""
         if self.since_s.pop(transport, None) is not None:
             self._spared.discard(transport)

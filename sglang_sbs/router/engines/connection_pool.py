@@ -45,8 +45,6 @@ def is_our_own(error: BaseException) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request on its way to one engine."""
-
     _pool: Pool
     origin: str
     """A worker's URL."""
@@ -256,8 +254,6 @@ async def fetch(
 
 @dataclass(slots=True, eq=False)
 class _Whole:
-    """Collects an answer."""
-
     future: asyncio.Future[tuple[int, bytes]]
     _status: int = 0
     _body: bytearray = field(default_factory=bytearray)

@@ -36,8 +36,6 @@ _TEXT_SEED = hashlib.sha256(b"sglang-sbs-text-v1").digest()
 
 
 class BlockFormat(NamedTuple):
-    """How an engine cuts prompts into blocks."""
-
     page_tokens: int
     bigram: bool = False
     """EAGLE keys its cache by pairs of neighbouring tokens: one fewer than there are tokens."""

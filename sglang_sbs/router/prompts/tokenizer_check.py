@@ -185,7 +185,6 @@ class EngineTokenizers:
         return model in self._models
 
     def verdict(self, worker: Worker) -> Verdict:
-        """What was found out about an engine's tokenizer."""
         info, verdict = self._verdicts.get(worker.url, (None, _UNKNOWN))
         return verdict if info is not None and info == worker.info else _UNKNOWN
 
@@ -294,7 +293,6 @@ class EngineTokenizers:
         )
 
     def _make_probes(self) -> _Probes:
-        """Takes some time."""
         tokenizer = self.tokenizer
         assert tokenizer is not None
         vocabulary = tokenizer.tokenizer.get_vocab_size()

@@ -61,7 +61,6 @@ class Aborts:
 
     @property
     def waiting(self) -> int:
-        """Aborts that wait for their turn."""
         return sum(len(engine.waiting) for engine in self._engines.values())
 
     def _start(self, worker_url: str, engine: _Engine, rid: str) -> None:

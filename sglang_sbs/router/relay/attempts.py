@@ -154,7 +154,6 @@ class Attempts:
             self.in_flight.ended(attempt, outcome)
 
     def _arrival(self, run: UnitRun) -> RequestArrived:
-        """What the scheduler is told of one more attempt."""
         exchange, prompt = run.exchange, run.prompt
         rid = uuid.uuid4().hex
         return RequestArrived(
@@ -172,7 +171,6 @@ class Attempts:
         )
 
     def _served(self, assignment: Assignment) -> None:
-        """Both engines did what was asked of them."""
         for role, engine in (("prefill", assignment.prefill), ("decode", assignment.decode)):
             self.registry.leg_succeeded(engine)
             self._suspicions.served(role, engine)
@@ -215,7 +213,6 @@ class Attempts:
     def _request(
         self, attempt: Attempt, placement: Placement, gang: GangPart | None
     ) -> PairRequest:
-        """What both legs get."""
         exchange, prefill = attempt.run.exchange, placement.prefill
         plan, ids_json = exchange.plan, attempt.run.prompt.ids_json
         if ids_json and not self.tokenizers.may_get_ids(plan.kind, prefill, placement.decode):

@@ -29,8 +29,6 @@ MakeSink = Callable[[], Callable[[bytes], None]]
 
 @dataclass(slots=True)
 class Exchange:
-    """One client request."""
-
     path: str
     headers: bytes
     """Those that both legs get."""
@@ -52,7 +50,6 @@ class Exchange:
     """By unit index: who has a place in ``window``."""
 
     async def go_ahead(self, index: int) -> None:
-        """Wait for a place in the window."""
         await self.window.acquire()
         self.ahead.add(index)
 

@@ -94,7 +94,6 @@ class InFlight:
         return task in self._aborted
 
     async def wait_idle(self) -> None:
-        """Until no client request is being served."""
         await self._idle.wait()
 
     # Attempts ---------------------------------------------------------------------------------
@@ -114,7 +113,6 @@ class InFlight:
             attempt.trace.dispatched_ns = time.time_ns()
 
     def started(self, attempt: Attempt) -> None:
-        """Both legs were sent."""
         placement = attempt.placement
         assert placement is not None
         attempt.prefill_open = True

@@ -58,8 +58,6 @@ Body = bytes | bytearray
 
 @dataclass(frozen=True, slots=True)
 class PrefillReply:
-    """What the prefill leg answered."""
-
     body: dict[str, Any]
     prompt_tokens: int | None
     cached_tokens: int | None
@@ -87,7 +85,6 @@ class PairRequest:
 
     @property
     def prefill(self) -> str:
-        """The worker's URL."""
         return self.placement.prefill.url
 
     @property

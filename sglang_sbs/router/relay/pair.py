@@ -189,7 +189,6 @@ class Pair:
         self._wake()
 
     def prefill_came(self) -> None:
-        """Its reply comes, and is long."""
         if not self.closed:
             self._in_flight.prefill_came(self.rid)
 
@@ -216,7 +215,6 @@ class Pair:
             self._complete()
 
     def decode_data(self, data: bytes) -> None:
-        """A piece of its stream."""
         if self._waits_for_prefill or self._held:
             self._held.append(data)
             self._held_bytes += len(data)

@@ -75,8 +75,6 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a client request becomes."""
-
     kind: RouteKind
     stream: bool
     units: Units

@@ -63,8 +63,6 @@ MOST_IDS_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a client request."""
-
     value: Any
     """What its tokens are counted in: text, token ids (an ``array``), the body of a chat. ``None``:
     it is not to be looked at, ``tokens`` or ``size_bytes`` say what is known."""
