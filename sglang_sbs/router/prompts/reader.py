@@ -75,7 +75,7 @@ class ReadPrompt:
     counted: Counted = "estimated"
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """What all prompts of a request are read by."""
 
     blocks: BlockFormat | None
@@ -105,7 +105,7 @@ class PromptReader:
             RouterError: 400, a prompt is longer than any engine takes. If it went there, others
                 would wait for passes that never come.
         """
-        known = _Known(self.engines.block_format(), self.engines.longest_prompt())
+        known = Known(self.engines.block_format(), self.engines.longest_prompt())
         if self._is_quick(plan, known.blocks):
             prompts = self._read_all(plan, known)
         else:
@@ -132,7 +132,7 @@ class PromptReader:
             tokens += chars // TEXT_BYTES_PER_TOKEN
         return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
 
-    def _read_all(self, plan: Plan, known: _Known) -> list[ReadPrompt]:
+    def _read_all(self, plan: Plan, known: Known) -> list[ReadPrompt]:
         longest = known.longest
         if longest is not None:
             for prompt in plan.prompts:
@@ -140,7 +140,7 @@ class PromptReader:
         prompts = [self._read(plan.model, prompt, known) for prompt in plan.prompts]
         return prompts if longest is None else [_bounded(one, longest) for one in prompts]
 
-    def _read(self, model: str, prompt: Prompt, known: _Known) -> ReadPrompt:
+    def _read(self, model: str, prompt: Prompt, known: Known) -> ReadPrompt:
         value = prompt.value
         ids: array[int] | None = None
         ids_json: bytes | None = None
