@@ -22,17 +22,10 @@ from sglang_sbs.router.prompts.chat_template import ChatTemplate, TemplateError
 from sglang_sbs.router.prompts.known_text import TextPieces
 
 _NAMED_TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_BOS_BY_CONFIG = frozenset(
-    {
-        "LlamaTokenizer",
-        "LlamaTokenizerFast",
-        "CodeLlamaTokenizer",
-        "CodeLlamaTokenizerFast",
-        "GemmaTokenizer",
-        "GemmaTokenizerFast",
-        "CohereTokenizerFast",
-    }
-)
+_BOS_BY_CONFIG = frozenset({
+    "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast",
+    "GemmaTokenizer", "GemmaTokenizerFast", "CohereTokenizerFast",
+})  # fmt: skip
 """Tokenizer classes whose ``add_bos_token`` (default: yes) SGLang honours, whatever
 ``tokenizer.json`` says (``_fix_v5_add_bos_eos_token``)."""
 

@@ -48,19 +48,10 @@ _AROUND_CHARS = 100
 _TRIES = 16
 _WORD = re.compile(r"(?<=\w)[ \n](?=\w)")
 
-_INDEPENDENT_SPLITTERS = frozenset(
-    {
-        "ByteLevel",
-        "Split",
-        "Digits",
-        "Punctuation",
-        "Whitespace",
-        "WhitespaceSplit",
-        "BertPreTokenizer",
-        "CharDelimiterSplit",
-        "UnicodeScripts",
-    }
-)
+_INDEPENDENT_SPLITTERS = frozenset({
+    "ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit",
+    "BertPreTokenizer", "CharDelimiterSplit", "UnicodeScripts",
+})  # fmt: skip
 _KNOWN_POST_PROCESSORS = frozenset(
     {"ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing"}
 )

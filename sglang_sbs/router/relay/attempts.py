@@ -126,7 +126,7 @@ class Attempts:
         outcome: Outcome = "failed"
         try:
             assignment = await self.dispatcher.assign(attempt)
-            self.in_flight.assigned(attempt)
+            self.in_flight.assigned(attempt, assignment)
             if len(exchange.plan.units) > 1:  # a policy may let go of hundreds at once
                 await self.turns.take(id(exchange))
             if exchange.ending:
@@ -185,7 +185,7 @@ class Attempts:
             self.pace,
         )
         run.exchange.pairs[run.unit.index] = pair
-        self.in_flight.started(attempt)
+        self.in_flight.started(attempt, placement)
         if logger.isEnabledFor(logging.DEBUG):
             to = f"{assignment.prefill} rank {assignment.prefill_rank} and "
             to += f"{assignment.decode} rank {assignment.decode_rank}"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 
-from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.assignment.assigner import Assigner, Assignment
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
@@ -19,6 +19,7 @@ from sglang_sbs.router.relay.exchange import Attempt
 from sglang_sbs.router.relay.leg_answers import PrefillReply
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import Traces
+from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
@@ -104,17 +105,14 @@ class InFlight:
         if self.traces is not None:
             attempt.trace = self.traces.announced()
 
-    def assigned(self, attempt: Attempt) -> None:
+    def assigned(self, attempt: Attempt, assignment: Assignment) -> None:
         """The scheduler let it go."""
-        assignment = attempt.assignment
-        assert assignment is not None
         self.metrics.class_held(class_of(attempt.arrival.priority), assignment.held_s)
         if attempt.trace is not None:
             attempt.trace.dispatched_ns = time.time_ns()
 
-    def started(self, attempt: Attempt) -> None:
-        placement = attempt.placement
-        assert placement is not None
+    def started(self, attempt: Attempt, placement: Placement) -> None:
+        """Both legs were sent."""
         attempt.prefill_open = True
         if attempt.trace is not None:
             attempt.trace.sent_ns = time.time_ns()

@@ -24,11 +24,13 @@ from sglang_sbs.router.errors import (
     own_failure,
     transport_failure,
 )
-from sglang_sbs.router.relay.engine_json import SHORT_BYTES, Parts, opened_in_parts
-from sglang_sbs.router.relay.engine_verdicts import (
+from sglang_sbs.router.relay.engine_json import (
     ABORT_MARK,
     ABORT_MARK_BYTES,
+    SHORT_BYTES,
+    Parts,
     abort_of,
+    opened_in_parts,
     read_abort,
     token_counts,
 )

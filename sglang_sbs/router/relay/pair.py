@@ -22,7 +22,7 @@ from sglang_sbs.router.engines.connection import Receiver
 from sglang_sbs.router.engines.connection_pool import Call, request_head
 from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
 from sglang_sbs.router.lanes import Pace
-from sglang_sbs.router.relay.engine_verdicts import (
+from sglang_sbs.router.relay.engine_json import (
     ABORT_MARK,
     SSE_ERROR,
     completion_tokens_of,
