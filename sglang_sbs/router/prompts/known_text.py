@@ -79,6 +79,7 @@ class TextPieces:
         self._lock = threading.Lock()
         self._specials: dict[str, int] = {}
         self._cut: re.Pattern[str] | None = None
+        """``None``: only whole texts are remembered."""
         first, last = _surroundings(tokenizer)
         self._first, self._last = array("I", first), array("I", last)
         state = json.loads(tokenizer.to_str())
@@ -93,11 +94,6 @@ class TextPieces:
                 self._cut = None
                 self._known.clear()
                 self._bytes = 0
-
-    @property
-    def cuts(self) -> bool:
-        """Whether pieces are remembered, not only whole texts."""
-        return self._cut is not None
 
     def encode(
         self, text: str, *, add_special_tokens: bool = False, most_tokens: float = math.inf

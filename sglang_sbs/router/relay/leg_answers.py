@@ -13,17 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sglang_sbs.router import errors
 from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.response_framing import MalformedResponse
-from sglang_sbs.router.errors import (
-    MAX_ERROR_BYTES,
-    Leg,
-    answer_too_large,
-    leg_aborted,
-    leg_status_failure,
-    own_failure,
-    transport_failure,
-)
 from sglang_sbs.router.relay.engine_json import (
     ABORT_MARK,
     ABORT_MARK_BYTES,
@@ -98,7 +90,7 @@ class PairRequest:
 class _Leg:
     """Collects a response; subclasses decide what it means."""
 
-    name: ClassVar[Leg]
+    name: ClassVar[errors.Leg]
     pair: Pair
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
@@ -117,25 +109,25 @@ class _Leg:
         self._size += len(data)
         if self._size > MAX_ANSWER_BYTES:
             raise MalformedResponse(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
-        if self.status == 200 or len(self.body) <= MAX_ERROR_BYTES:
+        if self.status == 200 or len(self.body) <= errors.MAX_ERROR_BYTES:
             self.body += data
 
     def failed(self, error: UpstreamError) -> None:
         if error.kind == "local":
-            self.pair.leg_failed(own_failure(self.name, self.worker, str(error)))
+            self.pair.leg_failed(errors.own_failure(self.name, self.worker, str(error)))
             return
         kind = error.kind
         self._broke(str(error), unreachable=kind == "refused", broke_off=kind == "reset")
 
     def _broke(self, why: str, *, unreachable: bool = False, broke_off: bool = False) -> None:
         self.pair.leg_failed(
-            transport_failure(
+            errors.transport_failure(
                 self.name, self.worker, why, unreachable=unreachable, broke_off=broke_off
             )
         )
 
     def _status_failed(self) -> None:
-        failure = leg_status_failure(self.name, self.worker, self.status, bytes(self.body))
+        failure = errors.leg_status_failure(self.name, self.worker, self.status, bytes(self.body))
         self.pair.leg_failed(failure)
 
 
@@ -154,7 +146,7 @@ class PrefillLeg(_Leg):
             most_bytes = MAX_STREAMED_LOGPROBS_BYTES if streamed else MAX_LOGPROBS_BYTES
             if before + len(data) > most_bytes:
                 why = f"the logprobs of the prompt are over {most_bytes >> 20} MiB; ask for fewer"
-                self.pair.leg_failed(answer_too_large(self.name, self.worker, why))
+                self.pair.leg_failed(errors.answer_too_large(self.name, self.worker, why))
                 return
         super().body_received(data)
         if self.status != 200:
@@ -200,7 +192,7 @@ class PrefillLeg(_Leg):
     def _opened(self, body: dict[str, Any]) -> None:
         abort = abort_of(body)
         if abort is not None:
-            self.pair.leg_failed(leg_aborted(self.name, self.worker, *abort))
+            self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
             return
         counts = token_counts(body, self.pair.request.asks_cached)
         self.pair.prefill_finished(PrefillReply(body, *counts, len(self.body)))
@@ -236,7 +228,7 @@ class DecodeLeg(_Leg):
             if self._aborted:
                 abort = read_abort(self.body) if small else (500, "")
             if abort is not None:
-                self.pair.leg_failed(leg_aborted(self.name, self.worker, *abort))
+                self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
                 return
             # It begins and ends as an object does: all that can be told without parsing it.
             if self.body[:1] != b"{" or self.body[-_END_BYTES:].rstrip()[-1:] != b"}":

@@ -96,6 +96,7 @@ class Relay:
                 self.in_flight.named(task, plan.client_rids)
                 prompts = await self.prompts.read(plan)
                 plan.forget_values()
+                sign = -1 if self.config.low_priority_values_first else 1
                 pairs: dict[int, Pair] = {}
                 exchange = Exchange(
                     path=PATHS[kind],
@@ -107,7 +108,7 @@ class Relay:
                     plan=plan,
                     prompts=prompts,
                     session=session_header(headers) or plan.session,
-                    priority=self._priority_of(plan),
+                    priority=clamped_priority(sign * plan.priority),
                 )
                 async with self.admission.slot(len(plan.units)):
                     return await self._serve(exchange, task)
@@ -160,10 +161,6 @@ class Relay:
         if len(body) <= _QUICK_BYTES and body.count(b",") <= _QUICK_VALUES:
             return plan_request(kind, body, self._limits)
         return await self.lanes.run(len(body), plan_request, kind, body, self._limits)
-
-    def _priority_of(self, plan: Plan) -> int:
-        sign = -1 if self.config.low_priority_values_first else 1
-        return clamped_priority(sign * plan.priority)
 
     async def _answer(self, exchange: Exchange) -> Answer | web.StreamResponse:
         plan = exchange.plan
