@@ -12,23 +12,16 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from sglang_sbs.router.metric_families import gauge
-from sglang_sbs.scheduling.events import (
-    ForwardEnded,
-    PrefillDone,
-    RequestAdopted,
-    RequestArrived,
-    RequestEnded,
-    TimerFired,
-)
+from sglang_sbs.scheduling import events
 
 BUCKETS_S = tuple(step * 10**power for power in (-5, -4, -3, -2, -1) for step in (1, 2, 3, 5, 7))
 _KINDS: dict[type, str] = {
-    RequestArrived: "request",
-    RequestAdopted: "request",
-    PrefillDone: "request",
-    RequestEnded: "request",
-    ForwardEnded: "report",
-    TimerFired: "timer",
+    events.RequestArrived: "request",
+    events.RequestAdopted: "request",
+    events.PrefillDone: "request",
+    events.RequestEnded: "request",
+    events.ForwardEnded: "report",
+    events.TimerFired: "timer",
 }
 _OTHER = "other"
 

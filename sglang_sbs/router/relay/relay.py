@@ -21,22 +21,13 @@ from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_fai
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.options.config import LEGS_GROWTH, PlanLimits, RelayConfig
 from sglang_sbs.router.prompts.reader import PromptReader
+from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
 from sglang_sbs.router.relay.exchange import Exchange
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.leg_answers import Body
-from sglang_sbs.router.relay.merged_answers import (
-    NoAnswer,
-    StreamMerger,
-    event_sink,
-    merge_answers,
-    merge_echoed_logprobs,
-    merge_input_logprobs,
-    restore_rid,
-    sse,
-)
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.headers import Asked, session_header
 from sglang_sbs.router.requests.plan import Plan, RouteKind, Unit, plan_request
@@ -183,10 +174,10 @@ class Relay:
         size = sum(map(len, answers))
         try:
             if size <= _QUICK_BYTES:
-                merged = merge_answers(plan, answers)
+                merged = merged_answers.merge_answers(plan, answers)
             else:
-                merged = await self.lanes.run(size, merge_answers, plan, answers)
-        except NoAnswer as error:
+                merged = await self.lanes.run(size, merged_answers.merge_answers, plan, answers)
+        except merged_answers.NoAnswer as error:
             raise _no_answer(engines[error.args[0]]) from error
         return Answer(200, await _joined(merged), "application/json")
 
@@ -221,12 +212,12 @@ class Relay:
         """``first``: a whole answer, or the first event of a stream."""
         if plan.merge_logprobs and pair.prefill_reply is not None:
             if plan.kind == "generate":
-                merge_input_logprobs(output, pair.prefill_reply.body)
+                merged_answers.merge_input_logprobs(output, pair.prefill_reply.body)
             elif first:
-                merge_echoed_logprobs(output, pair.prefill_reply.body)
+                merged_answers.merge_echoed_logprobs(output, pair.prefill_reply.body)
         client_rid = plan.client_rid(position)
         if client_rid is not None:
-            restore_rid(output, pair.rid, client_rid)
+            merged_answers.restore_rid(output, pair.rid, client_rid)
         return output
 
     async def _stream(self, exchange: Exchange) -> None:
@@ -234,7 +225,7 @@ class Relay:
         if plan.single and not plan.edits_answers:
             await self.attempts.run(exchange, plan.units[0], lambda: downstream.push)
             return
-        merger = StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
+        merger = merged_answers.StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
 
         def sink_of(unit: Unit) -> Callable[[], Callable[[bytes], None]]:
             begun = False
@@ -244,9 +235,9 @@ class Relay:
                 pair = exchange.pairs[unit.index]
                 edited = self._edited(plan, pair, event, unit.index, first=not begun)
                 begun = True
-                return sse(edited) if plan.single else merger.event(unit, edited)
+                return merged_answers.sse(edited) if plan.single else merger.event(unit, edited)
 
-            return lambda: event_sink(transform, downstream.push)
+            return lambda: merged_answers.event_sink(transform, downstream.push)
 
         async def run(unit: Unit) -> None:
             await self.attempts.run(exchange, unit, sink_of(unit))
