@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -91,11 +90,13 @@ def _opened_object(raw: Raw) -> Parts:
     return value
 
 
-@dataclass(slots=True, eq=False)
 class _Spliced:
-    """JSON in pieces that were not copied so far."""
+    """JSON in pieces that were not copied so far. No dataclass: orjson would write it by itself."""
 
-    pieces: list[bytes | memoryview]
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: list[bytes | memoryview]) -> None:
+        self.pieces = pieces
 
 
 def dumped(value: Any) -> bytes:
