@@ -157,7 +157,7 @@ class LegFailure(RouterError):
 
 
 def transport_failure(
-    leg: Leg, worker: str, detail: str, *, unreachable: bool, broke_off: bool = False
+    leg: Leg, worker: str, detail: str, *, unreachable: bool = False, broke_off: bool = False
 ) -> LegFailure:
     """A leg could not be reached or broke off: 502 ``prefill_server_error`` or ``decode_…``."""
     code, message = f"{leg}_server_error", f"{leg.capitalize()} server error: {detail} ({worker})"

@@ -171,7 +171,6 @@ class RouterServer:
             options.relay,
             registry=self.registry,
             dispatcher=self.dispatcher,
-            pool=self.pool,
             tokenizers=self.tokenizers,
             metrics=self.metrics,
             in_flight=self.in_flight,

@@ -23,7 +23,7 @@ from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Pace
 from sglang_sbs.router.options.config import BreakerConfig, PlanLimits
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
-from sglang_sbs.router.prompts.reader import PromptReader
+from sglang_sbs.router.prompts.reader import Known, PromptReader
 from sglang_sbs.router.relay import relay
 from sglang_sbs.router.relay.leg_answers import DecodeLeg
 from sglang_sbs.router.relay.merged_answers import merge_answers
@@ -338,7 +338,7 @@ async def test_a_text_beyond_all_contexts_is_not_looked_at() -> None:
     assert prompt.value is None
     no_engines: Any = None
     reader = PromptReader(None, PromptLengths(), BlockNamer(), no_engines, names_text=False)
-    (read,) = reader._read_all(plan, None, None)
+    (read,) = reader._read_all(plan, Known(None, None))
     assert read.length.tokens == pytest.approx(MOST_READ_BYTES / 4, rel=0.01)
     assert not read.length.exact
     reader.close()
@@ -388,11 +388,11 @@ def test_what_waits_of_a_batch_is_small() -> None:
     plan = plan_request("generate", orjson.dumps({"text": ["x"] * 1000}))
     no_engines: Any = SimpleNamespace(takes_ids=lambda kind: False)
     reader = PromptReader(None, PromptLengths(), BlockNamer(), no_engines, names_text=True)
-    reader._read_all(plan, BlockFormat(16), None)  # what is made once
+    reader._read_all(plan, Known(BlockFormat(16), None))  # what is made once
     gc.collect()
     tracemalloc.start()
     again = plan_request("generate", orjson.dumps({"text": ["x"] * 1000}))
-    read = reader._read_all(again, BlockFormat(16), None)
+    read = reader._read_all(again, Known(BlockFormat(16), None))
     again.forget_values()
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

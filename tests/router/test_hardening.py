@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import HttpVersion11
 from router_harness import cluster, options_for, sse_events, until
 from test_upstream import raw_server, read_request
 
@@ -149,7 +150,7 @@ class FakeSource:
 class FakeClient:
     """A client, and its transport, that reads when told to."""
 
-    chunked = True
+    version = HttpVersion11
 
     def __init__(self) -> None:
         self.unread = 0

@@ -306,8 +306,8 @@ class Slow(Collector):
         super().body_received(data)
         self.sizes.append(len(data))
         if self.call is not None and len(self.sizes) % 7 == 0:
-            self.call.pause()
-            asyncio.get_running_loop().call_later(0.001, self.call.resume)
+            self.call.set_paused(True)
+            asyncio.get_running_loop().call_later(0.001, self.call.set_paused, False)
 
 
 @pytest.mark.parametrize("end", ["length", "chunked", "close"])

@@ -19,12 +19,8 @@ MAX_BODY_BYTES = 1 << 20
 def json_answer(
     value: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.StreamResponse:
-    return web.Response(
-        status=status,
-        body=orjson.dumps(value),
-        content_type="application/json",
-        headers=headers,
-    )
+    body = orjson.dumps(value)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 async def read_body(request: web.Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:

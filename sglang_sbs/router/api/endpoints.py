@@ -9,7 +9,7 @@ import asyncio
 import reprlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
@@ -17,7 +17,9 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.plain_words import plain_error
+from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.bodies import json_answer, json_object, read_body
 from sglang_sbs.router.api.engine_metrics import Part, merge_pages
 from sglang_sbs.router.api.served_router import Router
@@ -27,8 +29,6 @@ from sglang_sbs.router.options.shown_options import shown_options
 from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import describe_worker
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _ASK_TIMEOUT_S = 30.0
 _MOST_TOKENS = 1 << 31
@@ -77,16 +77,12 @@ class Control:
 
     async def readiness(self, _request: web.Request) -> web.StreamResponse:
         """Ready means: a real prefill/decode pair can take a request right now."""
-        if self._server.draining:
-            return json_answer({"status": "not ready", "reason": "draining"}, 503)
+        if self._server.draining or not self._registry.ready:
+            reason = "draining" if self._server.draining else "insufficient healthy workers"
+            return json_answer({"status": "not ready", "reason": reason}, 503)
         healthy = sum(worker.usable for worker in self._registry)
-        if not self._registry.ready:
-            return json_answer(
-                {"status": "not ready", "reason": "insufficient healthy workers"}, 503
-            )
-        return json_answer(
-            {"status": "ready", "healthy_workers": healthy, "total_workers": len(self._registry)}
-        )
+        total = len(self._registry)
+        return json_answer({"status": "ready", "healthy_workers": healthy, "total_workers": total})
 
     async def health_generate(self, _request: web.Request) -> web.StreamResponse:
         """Really generates on one prefill and one decode instance.
@@ -104,10 +100,8 @@ class Control:
     async def _generate(self) -> str:
         """What is wrong with a pair, empty if nothing. Raises: RouterError, there is none."""
         pair = [self._first("prefill"), self._first("decode")]
-        answers = await self._ask_ranks(pair, "GET", "/health_generate")
-        return "; ".join(
-            f"{worker.url}: {status}" for worker, status, _ in answers if status != 200
-        )
+        answers = await self._ask_all(pair, "GET", "/health_generate", every_rank=True)
+        return "; ".join(f"{one.url}: {status}" for one, status, _ in answers if status != 200)
 
     # Model and server -------------------------------------------------------------------------
 
@@ -167,21 +161,16 @@ class Control:
         infos: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
         states: list[Any] = []
         for worker, status, body in answers:
-            value: dict[str, Any] = (
-                without_secrets(_engine_object(body))
-                if status == 200
-                else {"url": worker.url, "error": status}
-            )
+            value: dict[str, Any] = {"url": worker.url, "error": status}
+            if status == 200:
+                value = without_secrets(_engine_object(body))
             infos[worker.role].append(value)
             if worker.role == "decode" and isinstance(value.get("internal_states"), list):
                 states += value["internal_states"]
         first = infos["prefill"][0] if infos["prefill"] else {}
         snapshot = msgspec.to_builtins(self._server.dispatcher.snapshot())
-        stock = {
-            "router_manager": True,
-            "routers_count": 1,
-            "workers_count": len(self._registry),
-        }
+        count = len(self._registry)
+        stock = {"router_manager": True, "routers_count": 1, "workers_count": count}
         ours = {"sbs": snapshot, "sbs_options": shown_options(self._server.options)}
         return json_answer(first | stock | {"internal_states": states} | infos | ours)
 
@@ -190,61 +179,41 @@ class Control:
     async def list_workers(self, _request: web.Request) -> web.StreamResponse:
         now_s = time.monotonic()
         workers = [describe_worker(worker, now_s) for worker in self._registry]
-        return json_answer(
-            {
-                "workers": workers,
-                "total": len(workers),
-                **self._server.scheduled_by(),
-                "stats": {
-                    "prefill_count": len(self._registry.of_role("prefill")),
-                    "decode_count": len(self._registry.of_role("decode")),
-                    "regular_count": 0,
-                },
-            }
-        )
+        stats = {
+            "prefill_count": len(self._registry.of_role("prefill")),
+            "decode_count": len(self._registry.of_role("decode")),
+            "regular_count": 0,
+        }
+        answer = {"workers": workers, "total": len(workers)}
+        return json_answer(answer | self._server.scheduled_by() | {"stats": stats})
 
     async def add_worker(self, request: web.Request) -> web.StreamResponse:
         body = json_object(await read_body(request))
-        url, role = body.get("url"), body.get("worker_type")
-        port = body.get("bootstrap_port")
+        url, role, port = (body.get(name) for name in ("url", "worker_type", "bootstrap_port"))
         if not isinstance(url, str):
             raise bad_request('url is required, e.g. {"url": "http://10.0.0.1:30000"}')
         if role not in ("prefill", "decode"):
             raise bad_request(f"worker_type must be prefill or decode, not {reprlib.repr(role)}")
         if port is not None and (not isinstance(port, int) or not 1 <= port <= 65535):
             raise bad_request(f"bootstrap_port must be in 1..65535, not {reprlib.repr(port)}")
-        known = self._registry.by_alias(url)
-        if known is not None and known.role == role:
-            worker = known  # asked for again: tools that repeat themselves do no harm
-        else:
+        worker = self._registry.by_alias(url)
+        # Asked for again: tools that repeat themselves do no harm.
+        if worker is None or worker.role != role:
             try:
                 worker = await self._server.add_worker(url, role, port)
             except ValueError as error:
                 raise bad_request(str(error), "invalid_worker") from error
         location = f"/workers/{worker.id}"
-        answer = {
-            "status": "accepted",
-            "worker_id": worker.id,
-            "url": worker.url,
-            "location": location,
-            "message": "Worker addition queued for background processing",
-        }
-        return json_answer(answer, 202, {"Location": location})
+        return _accepted(worker, "addition", {"url": worker.url, "location": location})
 
     async def get_worker(self, request: web.Request) -> web.StreamResponse:
-        worker = self._worker(request)
-        if worker is None:
-            return _no_worker(request)
-        return json_answer(describe_worker(worker, time.monotonic()))
+        return json_answer(describe_worker(self._worker(request), time.monotonic()))
 
     async def update_worker(self, request: web.Request) -> web.StreamResponse:
         """Set ``priority``, ``cost`` and ``labels``; other fields are accepted and do nothing."""
         worker = self._worker(request)
-        if worker is None:
-            return _no_worker(request)
         body = json_object(await read_body(request))
-        priority, cost = body.get("priority"), body.get("cost")
-        labels = body.get("labels")
+        priority, cost, labels = (body.get(name) for name in ("priority", "cost", "labels"))
         if priority is not None and (type(priority) is not int or not 0 <= priority < 1 << 32):
             raise bad_request(f"priority must be a whole number >= 0, not {reprlib.repr(priority)}")
         if cost is not None and (not isinstance(cost, int | float) or isinstance(cost, bool)):
@@ -255,42 +224,47 @@ class Control:
             raise bad_request("labels must be an object of strings")
         labels = worker.labels | (labels or {})
         if sum(len(name) + len(value) for name, value in labels.items()) > _MAX_LABEL_CHARS:
-            raise bad_request(
-                f"all labels together must have at most {_MAX_LABEL_CHARS} characters"
-            )
+            most = _MAX_LABEL_CHARS
+            raise bad_request(f"all labels together must have at most {most} characters")
         if priority is not None:
             worker.priority = priority
         if cost is not None:
             worker.cost = float(cost)
         worker.labels = labels
         await self._server.update_worker(worker)
-        return _accepted(worker, "Worker update queued for background processing")
+        return _accepted(worker, "update")
 
     async def remove_worker(self, request: web.Request) -> web.StreamResponse:
         worker = self._worker(request)
-        if worker is None:
-            return _no_worker(request)
         await self._server.remove_worker(worker)
-        return _accepted(worker, "Worker removal queued for background processing")
+        return _accepted(worker, "removal")
 
-    def _worker(self, request: web.Request) -> Worker | None:
-        return self._registry.by_id(str(_uuid(request.match_info["worker_id"])))
+    def _worker(self, request: web.Request) -> Worker:
+        """Raises: WorkerError."""
+        name = request.match_info["worker_id"]
+        try:
+            worker = self._registry.by_id(str(uuid.UUID(name)))
+        except ValueError as error:
+            why = f"Invalid worker_id '{name}' (expected UUID). Error: {error}"
+            raise WorkerError(400, "BAD_REQUEST", why) from error
+        if worker is None:
+            raise WorkerError(404, "WORKER_NOT_FOUND", f"Worker {name} not found")
+        return worker
 
     # Fan-out ----------------------------------------------------------------------------------
 
     async def flush_cache(self, _request: web.Request) -> web.StreamResponse:
         workers = list(self._registry)
-        answers = await self._ask_ranks(workers, "POST", "/flush_cache")
-        failing = {worker.url for worker, status, _ in answers if status != 200}
-        flushed = [worker.url for worker in workers if worker.url not in failing]
-        for worker in workers:
-            if worker.url not in failing:
-                self._server.dispatcher.cache_flushed(worker.url, worker.dp_size)
+        answers = await self._ask_all(workers, "POST", "/flush_cache", every_rank=True)
         failed = [
             {"url": worker.url, "error": body[:200].decode("utf-8", "replace") or str(status)}
             for worker, status, body in answers
             if status != 200
         ]
+        failing = {one["url"] for one in failed}
+        flushed = [worker for worker in workers if worker.url not in failing]
+        for worker in flushed:
+            self._server.dispatcher.cache_flushed(worker.url, worker.dp_size)
         answer = {
             "status": "partial_success" if failed else "success",
             "message": (
@@ -301,31 +275,27 @@ class Control:
             "workers_flushed": len(flushed),
             "total_http_workers": len(workers),
             "total_workers": len(workers),
-            "successful": flushed,
+            "successful": [worker.url for worker in flushed],
             "failed": failed,
         }
         return json_answer(answer, 206 if failed else 200)
 
     async def loads(self, _request: web.Request) -> web.StreamResponse:
         workers = [worker for worker in self._registry if worker.info is not None]
-        answers = await self._ask_ranks(workers, "GET", "/v1/loads?include=core,disagg,queues")
+        path = "/v1/loads?include=core,disagg,queues"
+        answers = await self._ask_all(workers, "GET", path, every_rank=True)
         details: dict[str, Any] = {}
         for worker, status, body in answers:
             told = _engine_object(body).get("loads") if status == 200 else None
             if isinstance(told, list) and isinstance(before := details.get(worker.url), list):
                 told = before + told
             details[worker.url] = told
-        loads = [
-            {
-                "worker": worker.url,
-                "worker_type": worker.role,
-                "load": worker.load,
-                "details": details[worker.url],
-            }
-            for worker in workers
-        ]
         # sglang_router 0.3.2 calls the list "workers", later releases "loads".
-        short = [{"worker": load["worker"], "load": load["load"]} for load in loads]
+        short = [{"worker": worker.url, "load": worker.load} for worker in workers]
+        loads = [
+            {"worker": w.url, "worker_type": w.role, "load": w.load, "details": details[w.url]}
+            for w in workers
+        ]
         return json_answer({"loads": loads, "workers": short})
 
     async def engine_metrics(self, request: web.Request) -> web.StreamResponse:
@@ -337,11 +307,8 @@ class Control:
             self._metrics = asyncio.create_task(self._merged_metrics())
         parts = await asyncio.shield(self._metrics)
         if not parts:
-            raise RouterError(
-                503,
-                "no_engine_metrics",
-                "no worker serves /metrics: start engines with --enable-metrics",
-            )
+            why = "no worker serves /metrics: start engines with --enable-metrics"
+            raise RouterError(503, "no_engine_metrics", why)
         content_type = "text/plain; version=0.0.4; charset=utf-8"
         answer = web.StreamResponse(headers={"Content-Type": content_type})
         answer.content_length = sum(map(len, parts))
@@ -362,14 +329,10 @@ class Control:
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
         """By the id the client gave its request (prefix match, as on an engine), or all."""
         body = json_object(await read_body(request))
-        rid = body.get("rid")
-        if body.get("abort_all"):
-            count = await self._server.abort("")
-        elif isinstance(rid, str) and rid:
-            count = await self._server.abort(rid)
-        else:
+        rid = "" if body.get("abort_all") else body.get("rid")
+        if not isinstance(rid, str) or not (rid or body.get("abort_all")):
             raise bad_request("rid is required (or abort_all: true)")
-        return json_answer({"aborted": count})
+        return json_answer({"aborted": await self._server.abort(rid)})
 
     def _first(self, role: str) -> Worker:
         for worker in self._registry:
@@ -377,25 +340,18 @@ class Control:
                 return worker
         raise RouterError(503, f"no_{role}_servers", f"no usable {role} worker", retry_after_s=1.0)
 
-    async def _ask_ranks(
-        self, workers: Iterable[Worker], method: str, path: str
-    ) -> list[tuple[Worker, int, bytes]]:
-        """The same, with an answer of every DP rank where each serves HTTP itself."""
-        return await self._ask_all(workers, method, path, every_rank=True)
-
     async def _ask_all(
         self, workers: Iterable[Worker], method: str, path: str, *, every_rank: bool = False
     ) -> list[tuple[Worker, int, bytes]]:
-        """Ask several workers at once; 0 and the reason for those that cannot be reached."""
+        """Ask several workers at once; 0 and the reason for those that cannot be reached.
+        ``every_rank``: with an answer of every DP rank where each serves HTTP itself."""
         key = self._server.options.worker_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
 
         async def of(worker: Worker, url: str) -> tuple[Worker, int, bytes]:
-            session = self._server.session
+            to = (self._server.session, method, url + path)
             try:
-                return worker, *await ask(
-                    session, method, url + path, headers=headers, timeout_s=_ASK_TIMEOUT_S
-                )
+                return worker, *await ask(*to, headers=headers, timeout_s=_ASK_TIMEOUT_S)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 return worker, 0, plain_error(error).encode()
 
@@ -407,27 +363,20 @@ class Control:
         return list(await asyncio.gather(*asked))
 
 
-def _accepted(worker: Worker, message: str) -> web.StreamResponse:
-    return json_answer({"status": "accepted", "worker_id": worker.id, "message": message}, 202)
+def _accepted(worker: Worker, what: str, more: dict[str, str] | None = None) -> web.StreamResponse:
+    more = more or {}
+    message = f"Worker {what} queued for background processing"
+    answer = {"status": "accepted", "worker_id": worker.id, **more, "message": message}
+    headers = {"Location": more["location"]} if more else None
+    return json_answer(answer, 202, headers)
 
 
-def _uuid(text: str) -> uuid.UUID:
-    """Raises: HTTPBadRequest in sglang_router's words."""
-    try:
-        return uuid.UUID(text)
-    except ValueError as error:
-        body = {
-            "error": f"Invalid worker_id '{text}' (expected UUID). Error: {error}",
-            "code": "BAD_REQUEST",
-        }
-        raise web.HTTPBadRequest(
-            text=orjson.dumps(body).decode(), content_type="application/json"
-        ) from error
+class WorkerError(RouterError):
+    """In sglang_router's words for workers, unlike those for all else."""
 
-
-def _no_worker(request: web.Request) -> web.StreamResponse:
-    worker_id = request.match_info["worker_id"]
-    return json_answer({"error": f"Worker {worker_id} not found", "code": "WORKER_NOT_FOUND"}, 404)
+    def answer(self) -> Answer:
+        body = orjson.dumps({"error": self.message, "code": self.code})
+        return Answer(self.status, body, "application/json")
 
 
 def _engine_object(raw: bytes) -> dict[str, Any]:

@@ -41,8 +41,6 @@ class _Unreadable(ValueError):
 
 @dataclass(slots=True)
 class _Family:
-    """Of one page."""
-
     declared: dict[str, str] = field(default_factory=dict)
     """The rest of its HELP and of its TYPE line."""
     lines: list[str] = field(default_factory=list)
@@ -67,35 +65,30 @@ async def merge_pages(pages: Iterable[tuple[str, Part]]) -> list[Part]:
         for key, rest in sorted(of_pages[0].declared.items()):
             short += f"# {key} {name} {rest}\n".encode()
         for family in of_pages:
-            if len(family.samples) <= _PART_BYTES:
+            long = len(family.samples) > _PART_BYTES
+            if not long:
                 short += family.samples
-            else:
-                parts += (short, family.samples)
-                short = bytearray()
-            if len(short) > _PART_BYTES:
-                parts.append(short)
+            if long or len(short) > _PART_BYTES:
+                parts += (short, family.samples) if long else (short,)
                 short = bytearray()
         await asyncio.sleep(0)
     return [part for part in (*parts, short) if part]
 
 
+@dataclass
 class _Page:
-    """Reads one page."""
-
-    def __init__(self, label: str) -> None:
-        """``label`` is added to every sample."""
-        self._label = label
-        self._families: dict[str, _Family] = {}
-        """By their new names."""
-        self._current = _Family()
-        """The one that was declared last."""
-        self._names: frozenset[str] = frozenset()
-        """Of its samples."""
-        self._touched: list[_Family] = []
-        """Those with samples in this turn."""
+    label: str
+    """Added to every sample."""
+    _families: dict[str, _Family] = field(default_factory=dict)
+    """By their new names."""
+    _current: _Family = field(default_factory=_Family)
+    """The one that was declared last."""
+    _names: frozenset[str] = frozenset()
+    """Of its samples."""
+    _touched: list[_Family] = field(default_factory=list)
+    """Those with samples in this turn."""
 
     async def read(self, page: Part) -> dict[str, _Family]:
-        """Its families. Raises: _Unreadable."""
         for piece in _pieces(page):
             for line in piece.decode("utf-8", "replace").split("\n"):
                 if line and not line.isspace():
@@ -124,7 +117,7 @@ class _Page:
         family = self._current if name in self._names else self._family(name)
         if not family.lines:
             self._touched.append(family)
-        own = f"{labels},{self._label}" if labels else self._label
+        own = f"{labels},{self.label}" if labels else self.label
         family.lines.append(f"{name}{{{own}}} {sample[3]}{sample[4] or ''}\n")
 
     def _declare(self, key: str, name: str, rest: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,7 @@ class SigningKeys:
         self._config = config
         self._clock = clock
         self._keys: dict[str, PyJWK] = {}
-        self._fetched_s: float | None = None
-        self._asked_s: float | None = None
+        self._fetched_s = self._asked_s = -math.inf
         self._lock = asyncio.Lock()
         self.fetches = 0
 
@@ -77,15 +77,11 @@ class SigningKeys:
 
     @property
     def _fresh(self) -> bool:
-        return self._age_s < KEYS_LIVE_S
-
-    @property
-    def _age_s(self) -> float:
-        return float("inf") if self._fetched_s is None else self._clock() - self._fetched_s
+        return self._clock() - self._fetched_s < KEYS_LIVE_S
 
     async def _refresh(self) -> None:
         now_s = self._clock()
-        if self._asked_s is None or now_s - self._asked_s >= ASK_AGAIN_S:
+        if now_s - self._asked_s >= ASK_AGAIN_S:
             self._asked_s = now_s
             try:
                 self._keys = await self._fetch()
@@ -94,7 +90,7 @@ class SigningKeys:
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 text = str(error) or type(error).__name__
                 logger.error("no signing keys of %s: %s", self._config.issuer, text)
-        if self._age_s >= KEYS_KEPT_S:
+        if self._clock() - self._fetched_s >= KEYS_KEPT_S:
             self._keys.clear()
             raise ProviderError("the identity provider cannot be asked for its signing keys")
 
@@ -136,11 +132,11 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     async with session.get(url, allow_redirects=False) as response:
         if response.status != 200:
             raise ValueError(f"{url}: HTTP {response.status}")
-        raw = await response.content.read(_LARGEST_BYTES + 1)
-        while len(raw) <= _LARGEST_BYTES and not response.content.at_eof():
-            raw += await response.content.read(_LARGEST_BYTES + 1 - len(raw))
-    if len(raw) > _LARGEST_BYTES:
-        raise ValueError(f"{url}: more than {_LARGEST_BYTES} bytes")
+        raw = bytearray()
+        async for piece in response.content.iter_any():
+            raw += piece
+            if len(raw) > _LARGEST_BYTES:
+                raise ValueError(f"{url}: more than {_LARGEST_BYTES} bytes")
     value = json.loads(raw)
     if not isinstance(value, dict):
         raise ValueError(f"{url}: not a JSON object")
@@ -178,10 +174,8 @@ class TokenCheck:
             )
         except jwt.PyJWTError as error:
             raise TokenError(str(error)) from None
-        who = next(
-            (str(claims[c]) for c in ("sub", "email", "preferred_username") if claims.get(c)),
-            "unknown",
-        )
+        names = (claims.get(name) for name in ("sub", "email", "preferred_username"))
+        who = str(next(filter(None, names), "unknown"))
         shown = claims.get("name")
         return Principal(who, shown if isinstance(shown, str) else "", self._role(claims))
 

@@ -1,6 +1,6 @@
 """What the HTTP surface needs of the router behind it.
 
-:class:`sglang_sbs.router.server.RouterServer` is one, and builds the surface with itself.
+:class:`sglang_sbs.router.server.RouterServer` is one.
 """
 
 from __future__ import annotations

@@ -6,14 +6,16 @@ What happens behind a route is the relay's (inference) or :mod:`.endpoints`'s (e
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
-from prometheus_client import Histogram
 
-from sglang_sbs.dashboard.pages import NoRoom
+from sglang_sbs.dashboard.pages import Handler, NoRoom
 from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
@@ -21,8 +23,6 @@ from sglang_sbs.router.api.identity import TokenCheck
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.api.tokenizing import Tokenizing
 from sglang_sbs.router.client.answer_stream import send
-from sglang_sbs.router.client.client import Client
-from sglang_sbs.router.client.request_ids import request_id
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.options.keys import ControlKey
 from sglang_sbs.router.relay.relay import PATHS
@@ -32,9 +32,10 @@ from sglang_sbs.router.requests.plan import RouteKind
 from sglang_sbs.router.telemetry.logs import current_request_id, log_answer
 from sglang_sbs.router.telemetry.worker_metrics import model_name
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+logger = logging.getLogger(__name__)
 
 KINDS: dict[str, RouteKind] = {path: kind for kind, path in PATHS.items()}
 """Of inference, by path."""
@@ -62,6 +63,26 @@ _NOT_IMPLEMENTED = {
 }
 
 
+_PREFLIGHT = {
+    "Access-Control-Allow-Methods": "*",
+    "Access-Control-Allow-Headers": "*",
+    "Access-Control-Max-Age": "3600",
+}
+_ID_PREFIXES = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/generate": "gnt-",
+}
+
+
+def _request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> str:
+    """Of a client's request, as sglang_router has it: the first of the headers ``names`` that there
+    is, else a prefix and 24 alphanumerics."""
+    given = (headers.get(name) for name in names)
+    made = f"{_ID_PREFIXES.get(path, 'req-')}{random.getrandbits(96):024x}"
+    return next(filter(None, given), made)
+
+
 def _not_implemented(name: str) -> Handler:
     async def handler(_request: web.Request) -> web.StreamResponse:
         return web.Response(status=501, text=f"{name} not implemented")
@@ -74,27 +95,19 @@ class Surface:
 
     def __init__(self, server: Router) -> None:
         self._server = server
-        self._options = server.options
+        self._options = options = server.options
         self._metrics = server.metrics
-        self._origins = frozenset(server.options.cors_allowed_origins)
-        options = server.options
+        self._origins = frozenset(options.cors_allowed_origins)
+        self._id_names = tuple(name.lower() for name in options.request_id_headers)
         keys = options.control_plane_keys
         if options.admin_api_key is not None:
             keys = (ControlKey("admin-api-key", "", "admin", options.admin_api_key), *keys)
-        self._access = Access(
-            options.api_key,
-            keys,
-            audit=options.control_plane_audit,
-            tokens=TokenCheck(options.jwt) if options.jwt is not None else None,
-        )
-        self._id_names = tuple(name.lower() for name in options.request_id_headers)
+        tokens = TokenCheck(options.jwt) if options.jwt is not None else None
+        self._access = Access(options.api_key, keys, options.control_plane_audit, tokens)
 
     def application(self) -> web.Application:
-        """The aiohttp application of the serving port."""
-        server = self._server
-        app = web.Application(
-            client_max_size=server.options.max_payload_bytes, middlewares=[self.middleware]
-        )
+        server, limit = self._server, self._options.max_payload_bytes
+        app = web.Application(client_max_size=limit, middlewares=[self.middleware])
         app.on_response_prepare.append(self.on_prepare)
         for path in KINDS:
             app.router.add_post(path, self._inference)
@@ -105,114 +118,65 @@ class Surface:
             app.router.add_route("*", path, _not_implemented(name))
         return app
 
-    # Inference --------------------------------------------------------------------------------
-
     async def _inference(self, request: web.Request) -> web.StreamResponse:
-        client = Client(request)
+        server, metrics, path = self._server, self._metrics, request.path
         received = list(request.headers.items())
         identifier = current_request_id.get()
-        answer = await self._relayed(request.path, received, identifier, client)
-        if answer is not None:
-            return await send(client, answer)
-        assert client.response is not None
-        return client.response
-
-    async def _relayed(
-        self, path: str, received: Sequence[tuple[str, str]], identifier: str, client: Client
-    ) -> Answer | None:
-        """Raises: RouterError."""
-        server, kind = self._server, KINDS[path]
-        metrics = self._metrics
         model = model_name(server.registry)
         started_s = time.monotonic()
-        streaming = False
+        answer: Answer | web.StreamResponse | None = None
         try:
             asked = asked_in(received, self._options.tenant_header)
-            if server.traces is None:
-                headers = forwarded_headers(received, identifier)
-                answer = await server.relay.handle(client, kind, headers, identifier, asked)
-            else:
-                with server.traces.request(path, received, identifier) as (span, passed):
-                    headers = forwarded_headers(passed, identifier)
-                    answer = await server.relay.handle(client, kind, headers, identifier, asked)
-                    status = 200 if answer is None else answer.status
-                    span.set_attribute("http.response.status_code", status)
-            streaming = answer is None
-            return answer
+            traces = server.traces
+            traced: AbstractContextManager[tuple[Span | None, list[tuple[str, str]]]]
+            traced = nullcontext((None, received))
+            if traces is not None:
+                traced = traces.request(path, received, identifier)
+            with traced as (span, passed):
+                headers = forwarded_headers(passed, identifier)
+                handle = server.relay.handle
+                answer = await handle(request, KINDS[path], headers, identifier, asked)
+                if span is not None:
+                    span.set_attribute("http.response.status_code", answer.status)
         except RouterError as error:
             metrics.request_failed(path, model, error.code)
             raise
         finally:
+            streaming = isinstance(answer, web.StreamResponse)
             metrics.served(path, model, streaming, time.monotonic() - started_s)
-
-    # Every request ----------------------------------------------------------------------------
+        return await send(request, answer) if isinstance(answer, Answer) else answer
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        path = request.path
-        self._server.doorman.heard(request.transport)
-        identifier = request_id(path, request.headers, self._id_names)
-        current_request_id.set(identifier)
+        path, server = request.path, self._server
+        server.doorman.heard(request.transport)
+        current_request_id.set(_request_id(path, request.headers, self._id_names))
         known = request.match_info.http_exception is None
         resource = request.match_info.route.resource
         label = resource.canonical if known and resource is not None else "unknown"
         started_s = time.monotonic()
         duration = self._metrics.http_started(request.method, label, started_s)
-        error_code = ""
-        status = 499
+        status, error_code = 499, ""
         try:
             response = await self._respond(request, handler, path, known)
-            status = response.status
-            error_code = response.headers.get("X-SMG-Error-Code", "")
+            status, error_code = response.status, response.headers.get("X-SMG-Error-Code", "")
         finally:
-            self._answered(request.method, path, status, error_code, started_s, duration)
+            self._metrics.http_ended(status, error_code, started_s)
+            seconds = time.monotonic() - started_s
+            duration.observe(seconds)
+            log_answer(request.method, path, status, error_code, seconds)
             if request.transport is not None:  # also one that is closed with something unsent
-                self._server.doorman.rests(request.transport)
+                server.doorman.rests(request.transport)
         return response
-
-    def _answered(
-        self,
-        method: str,
-        path: str,
-        status: int,
-        error_code: str,
-        started_s: float,
-        duration: Histogram,
-    ) -> None:
-        self._metrics.http_ended(status, error_code, started_s)
-        seconds = time.monotonic() - started_s
-        duration.observe(seconds)
-        log_answer(method, path, status, error_code, seconds)
 
     async def _respond(
         self, request: web.Request, handler: Handler, path: str, known: bool
     ) -> web.StreamResponse:
         if request.method == "OPTIONS":
-            return self._preflight()
-        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        if known and encoding != "identity":
-            return RouterError(
-                415,
-                "unsupported_content_encoding",
-                "send the body as it is, without Content-Encoding: what it would become cannot "
-                "be bounded",
-            ).response()
-        if known:
-            identifier = current_request_id.get()
-            refusal = await self._access.refusal_after_asking(
-                request.method, path, request.headers, identifier
-            )
-            if refusal is not None:
-                return refusal
-            if self._is_forged(request, path):
-                return RouterError(
-                    403,
-                    "cross_origin_request",
-                    "a web page of elsewhere may change nothing here: set a key "
-                    "(--control-plane-api-keys, --admin-api-key), or name its origin in "
-                    "--cors-allowed-origins",
-                ).response()
+            return web.Response(headers=None if self._origins else _PREFLIGHT)
         try:
+            if known and (refusal := await self._refusal(request, path)) is not None:
+                return refusal
             return await handler(request)
         except RouterError as error:
             return error.response()
@@ -220,13 +184,10 @@ class Surface:
             return RouterError(503, "too_many_dashboards", str(error), retry_after_s=5.0).response()
         except web.HTTPRequestEntityTooLarge:
             limit = self._options.max_payload_bytes
-            return RouterError(
-                413, "payload_too_large", f"the body is over {limit} bytes (--max-payload-size)"
-            ).response()
+            why = f"the body is over {limit} bytes (--max-payload-size)"
+            return RouterError(413, "payload_too_large", why).response()
         except web.HTTPMethodNotAllowed as error:
             return web.Response(status=405, headers={"Allow": error.headers.get("Allow", "")})
-        except web.HTTPBadRequest as error:
-            return web.Response(status=400, text=error.text, content_type=error.content_type)
         except web.HTTPNotFound:
             return web.Response(status=404)
         except ConnectionResetError:
@@ -237,34 +198,36 @@ class Surface:
                 response.force_close()  # where the next request begins is not known
             return response
 
+    async def _refusal(self, request: web.Request, path: str) -> web.Response | None:
+        """The answer to a request that may not pass. Raises: RouterError, the same."""
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding != "identity":
+            why = "send the body as it is, without Content-Encoding: what it would become cannot be"
+            raise RouterError(415, "unsupported_content_encoding", f"{why} bounded")
+        identifier = current_request_id.get()
+        refusal = await self._access.refusal(request.method, path, request.headers, identifier)
+        if refusal is None and self._is_forged(request, path):
+            raise RouterError(
+                403,
+                "cross_origin_request",
+                "a web page of elsewhere may change nothing here: set a key "
+                "(--control-plane-api-keys, --admin-api-key), or name its origin in "
+                "--cors-allowed-origins",
+            )
+        return refusal
+
     def _is_forged(self, request: web.Request, path: str) -> bool:
         """Whether a browser sends it for a page of elsewhere, which its user knows nothing of.
 
         Where a key is wanted the page would have to know it.
         """
         origin = request.headers.get("Origin")
-        if (
-            origin is None
-            or request.method in ("GET", "HEAD")
-            or not path.startswith(CONTROL_PLANE)
-            or not self._access.open_to_all
-        ):
+        changes = request.method not in ("GET", "HEAD") and path.startswith(CONTROL_PLANE)
+        if origin is None or not changes or not self._access.open_to_all:
             return False
         host = request.headers.get("Host", "").lower()
         own = origin.partition("://")[2].lower() == host and is_own_host(host, self._options.host)
-        return not (own or "*" in self._origins or origin in self._origins)
-
-    def _preflight(self) -> web.Response:
-        headers = (
-            {}
-            if self._origins
-            else {
-                "Access-Control-Allow-Methods": "*",
-                "Access-Control-Allow-Headers": "*",
-                "Access-Control-Max-Age": "3600",
-            }
-        )
-        return web.Response(status=200, headers=headers)
+        return not own and self._origins.isdisjoint(("*", origin))
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Headers of every response, streams included."""
@@ -280,10 +243,9 @@ class Surface:
         """Headers that tell browsers who may read the answer."""
         if not self._origins:
             # As sglang_router does without the flag: browsers may read every answer.
-            if method == "OPTIONS":
-                return {"Access-Control-Allow-Origin": "*"}
-            return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": "*"}
-        if not origin or not ("*" in self._origins or origin in self._origins):
+            exposed = {} if method == "OPTIONS" else {"Access-Control-Expose-Headers": "*"}
+            return {"Access-Control-Allow-Origin": "*"} | exposed
+        if not origin or self._origins.isdisjoint(("*", origin)):
             return {}
         return {
             "Access-Control-Allow-Origin": origin,
@@ -299,9 +261,8 @@ def _failed(method: str, path: str, error: Exception) -> RouterError:
     if isinstance(error, web.RequestPayloadError):
         return bad_request("the body is not what its headers say", "unreadable_body")
     # What JSON may be as deep as it likes is read without harm, but not shown or written again.
-    if isinstance(error, RecursionError) or (
-        isinstance(error, orjson.JSONEncodeError) and "Recursion" in str(error)
-    ):
+    deep = isinstance(error, orjson.JSONEncodeError) and "Recursion" in str(error)
+    if deep or isinstance(error, RecursionError):
         return bad_request("the body is nested too deeply")
     logger.exception("%s %s failed", method, path)
     return RouterError(500, "internal_error", "internal error; see the router's log")

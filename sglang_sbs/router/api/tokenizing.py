@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import reprlib
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.api.bodies import json_answer, json_object
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
-from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.requests.body_fields import bad_request
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_BODY_BYTES = 4 << 20
 """Of text or ids in JSON: a larger body would hold up the event loop while it is read."""
@@ -72,15 +71,11 @@ class Tokenizing:
         server = self._server
         tokenizer = server.tokenizer
         if tokenizer is None:
-            raise RouterError(
-                400,
-                "tokenizer_not_found",
-                "this router has no tokenizer: start it with --tokenizer-path",
-            )
-        client = Client(request)
+            why = "this router has no tokenizer: start it with --tokenizer-path"
+            raise RouterError(400, "tokenizer_not_found", why)
         with server.relay.bodies.share() as share:
             try:
-                raw = await share.read(client, _MAX_BODY_BYTES)
+                raw = await share.read(request, _MAX_BODY_BYTES)
             except web.HTTPRequestEntityTooLarge:
                 detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
                 raise RouterError(413, "payload_too_large", detail) from None
@@ -89,13 +84,11 @@ class Tokenizing:
                 raise RouterError(503, "busy", detail, retry_after_s=1.0)
             # Not in the threads that prompts of requests wait for, however short it is.
             body = await server.lanes.run(
-                max(len(raw), LONG_BYTES),
-                lambda: orjson.dumps(work(tokenizer, json_object(raw))),
+                max(len(raw), LONG_BYTES), lambda: orjson.dumps(work(tokenizer, json_object(raw)))
             )
-            return await send(client, Answer(200, body, "application/json"))
+            return await send(request, Answer(200, body, "application/json"))
 
     def _tokens(self, tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
-        """Raises: RouterError (400)."""
         prompt, messages = body.get("prompt"), body.get("messages")
         if (prompt is None) == (messages is None):
             raise bad_request("exactly one of prompt and messages must be given")
@@ -103,14 +96,14 @@ class Tokenizing:
         if not isinstance(special, bool):
             raise bad_request("add_special_tokens must be true or false")
         try:
+            encode = partial(tokenizer.pieces.encode, add_special_tokens=special)
             if messages is not None:
                 ids: Any = _chat_ids(tokenizer, body)
             elif isinstance(prompt, str):
-                ids = tokenizer.pieces.encode(prompt, add_special_tokens=special).tolist()
+                ids = encode(prompt).tolist()
             elif isinstance(prompt, list) and all(isinstance(text, str) for text in prompt):
                 _check_count("prompt", prompt)
-                encode = tokenizer.pieces.encode
-                ids = [encode(text, add_special_tokens=special).tolist() for text in prompt]
+                ids = [encode(text).tolist() for text in prompt]
             else:
                 raise bad_request("prompt must be a string or a list of strings")
         except ValueError as error:  # of the template too; or a text that is too long
@@ -127,7 +120,6 @@ class Tokenizing:
 
 
 def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
-    """Raises: ValueError, RouterError (400)."""
     if not isinstance(body["messages"], list):
         raise bad_request("messages must be a list")
     if body.get("add_generation_prompt") is not None:
@@ -141,15 +133,12 @@ def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
 
 
 def _check_count(name: str, of: list[Any]) -> None:
-    """Raises: RouterError (400)."""
     if len(of) > _MOST_TEXTS:
-        raise bad_request(
-            f"{name} has {len(of)} entries; at most {_MOST_TEXTS} are answered at once"
-        )
+        most = f"at most {_MOST_TEXTS} are answered at once"
+        raise bad_request(f"{name} has {len(of)} entries; {most}")
 
 
 def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
-    """Raises: RouterError (400)."""
     tokens = body.get("tokens")
     skip = body.get("skip_special_tokens", True)
     if not isinstance(skip, bool):
@@ -168,7 +157,6 @@ def _text(tokenizer: ChatTokenizer, body: dict[str, Any]) -> dict[str, Any]:
             if type(one) is not int or not 0 <= one <= _MOST_TOKEN_ID:
                 raise bad_request(f"tokens: {reprlib.repr(one)} is no token id")
     # Unlike ``decode`` this lets other threads run meanwhile.
-    texts = tokenizer.tokenizer.decode_batch(
-        tokens if several else [tokens], skip_special_tokens=skip
-    )
+    decode = tokenizer.tokenizer.decode_batch
+    texts = decode(tokens if several else [tokens], skip_special_tokens=skip)
     return {"text": texts if several else texts[0]}

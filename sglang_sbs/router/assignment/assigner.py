@@ -1,9 +1,9 @@
 """What the relay tells the scheduler of its requests, wherever that is.
 
 Owns the requests of this process that the scheduler was told of, from :meth:`Assigner.assign` until
-they are refused or ended. Must not know HTTP, ZMQ or workers. :class:`~.dispatcher.Dispatcher` is
-the one for a scheduler in this process, :mod:`sglang_sbs.router.processes.scheduler_link` the one
-for a scheduler in another. O(1) per event besides the scheduler's own work.
+they are refused or ended. :class:`~.scheduler_driver.Dispatcher` is the one for a scheduler in this
+process, :mod:`sglang_sbs.router.processes.scheduler_link` the one for a scheduler in another. O(1)
+per event besides the scheduler's own work.
 """
 
 from __future__ import annotations
@@ -66,8 +66,6 @@ class Assigner(ABC):
         self._give_up_s = give_up_s
         self._requests: dict[str, Announced] = {}
 
-    # What the router does with requests -------------------------------------------------------
-
     async def assign(self, request: Announced) -> Assignment:
         """Wait for instances and ranks. Cancelling it ends the request as aborted.
 
@@ -105,9 +103,7 @@ class Assigner(ABC):
         request = self._requests.get(rid)
         if request is not None:
             request.prefilled = True
-            self._say(
-                PrefillDone(rid=rid, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
-            )
+            self._say(PrefillDone(rid, prompt_tokens, cached_tokens))
 
     def ended(self, rid: str, outcome: Outcome, completion_tokens: int | None = None) -> None:
         """Report the end of a request; only the first report of each is passed on."""
@@ -119,8 +115,6 @@ class Assigner(ABC):
         for rank in range(dp_size):
             self._say(BlocksCleared(instance=instance, dp_rank=rank))
 
-    # Decisions --------------------------------------------------------------------------------
-
     def _decided(self, command: Dispatch | Refuse) -> None:
         """What the scheduler says of a request; of one that ended meanwhile it is told so."""
         request = self._requests.get(command.rid)
@@ -130,9 +124,8 @@ class Assigner(ABC):
         if isinstance(command, Refuse):
             del self._requests[command.rid]
             if not decision.done():
-                decision.set_exception(
-                    Refused(command.cause, command.message, command.retry_after_s)
-                )
+                refused = Refused(command.cause, command.message, command.retry_after_s)
+                decision.set_exception(refused)
         elif not decision.done():
             request.assignment = command
             if request.arrival.blocks:  # nobody asks for them again, and there may be thousands
@@ -153,8 +146,6 @@ class Assigner(ABC):
             message = "the scheduler failed on this request; the router's log has the cause"
             request.decision.set_exception(RouterError(500, "scheduler_error", message))
         self.ended(rid, "failed")
-
-    # Views ------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:

@@ -1,7 +1,7 @@
 """How long the scheduler takes for an event, always measured, as a Prometheus histogram.
 
-Owns the buckets and the names. Must not know what an event means. Counting one costs well under a
-microsecond: there are tens of thousands per second in a large cluster.
+Counting one costs well under a microsecond: there are tens of thousands per second in a large
+cluster.
 """
 
 from __future__ import annotations
@@ -9,26 +9,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from sglang_sbs.router.metric_families import gauge
-from sglang_sbs.scheduling.events import (
-    ForwardEnded,
-    PrefillDone,
-    RequestAdopted,
-    RequestArrived,
-    RequestEnded,
-    TimerFired,
-)
+from sglang_sbs.scheduling import events
 
 BUCKETS_S = tuple(step * 10**power for power in (-5, -4, -3, -2, -1) for step in (1, 2, 3, 5, 7))
 _KINDS: dict[type, str] = {
-    RequestArrived: "request",
-    RequestAdopted: "request",
-    PrefillDone: "request",
-    RequestEnded: "request",
-    ForwardEnded: "report",
-    TimerFired: "timer",
+    events.RequestArrived: "request",
+    events.RequestAdopted: "request",
+    events.PrefillDone: "request",
+    events.RequestEnded: "request",
+    events.ForwardEnded: "report",
+    events.TimerFired: "timer",
 }
 _OTHER = "other"
 
@@ -47,17 +40,17 @@ class Spread:
         self.total_s += seconds
         self.longest_s = max(self.longest_s, seconds)
 
-    def add_to(self, family: HistogramMetricFamily, *labels: str) -> None:
+    def add_to(self, spread: HistogramMetricFamily, longest: GaugeMetricFamily, *of: str) -> None:
+        """``of``: the labels' values."""
         counted, buckets = 0, []
         for bound_s, count in zip((*BUCKETS_S, None), self.counts, strict=True):
             counted += count
             buckets.append(("+Inf" if bound_s is None else f"{bound_s:g}", float(counted)))
-        family.add_metric(labels, buckets, self.total_s)
+        spread.add_metric(of, buckets, self.total_s)
+        longest.add_metric(of, self.longest_s)
 
 
 class DecisionTimes:
-    """One per scheduler object."""
-
     def __init__(self) -> None:
         self._kinds = {kind: Spread() for kind in (*dict.fromkeys(_KINDS.values()), _OTHER)}
         self._of_type = {event: self._kinds[kind] for event, kind in _KINDS.items()}
@@ -67,17 +60,15 @@ class DecisionTimes:
         (self._of_type.get(event) or self._kinds[_OTHER]).add(seconds)
 
     def families(self) -> Iterator[Metric]:
-        """For a scrape."""
         spread = HistogramMetricFamily(
             "sbs_decision_seconds",
             "Time the scheduler took for an event: of a request, a report, its timer",
             labels=["event"],
         )
+        longest = gauge("sbs_decision_longest_seconds", "The longest so far", None, "event")
         for kind, times in self._kinds.items():
-            times.add_to(spread, kind)
-        yield spread
-        longest = {kind: times.longest_s for kind, times in self._kinds.items()}
-        yield gauge("sbs_decision_longest_seconds", "The longest so far", longest, "event")
+            times.add_to(spread, longest, kind)
+        yield from (spread, longest)
 
 
 def lag_families(lag: Spread) -> Iterator[Metric]:
@@ -85,6 +76,6 @@ def lag_families(lag: Spread) -> Iterator[Metric]:
     spread = HistogramMetricFamily(
         "sbs_scheduler_lag_seconds", "How late the scheduler process ran, ten times a second"
     )
-    lag.add_to(spread)
-    yield spread
-    yield gauge("sbs_scheduler_lag_longest_seconds", "The longest so far", lag.longest_s)
+    longest = gauge("sbs_scheduler_lag_longest_seconds", "The longest so far")
+    lag.add_to(spread, longest)
+    yield from (spread, longest)

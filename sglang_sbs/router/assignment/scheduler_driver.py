@@ -1,7 +1,7 @@
 """Drives one scheduler object: events in, its timer, its decisions out, its log.
 
-Owns the :class:`Scheduler`, its wake-up timer and the event log. Must not know what a decision is
-good for, nor HTTP, ZMQ or workers. A defect in the policy is logged, counted and survived.
+Owns the :class:`Scheduler`, its wake-up timer and the event log. A defect in the policy is logged,
+counted and survived.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sglang_sbs.router.assignment.assigner import Assigner
 from sglang_sbs.router.assignment.decision_times import DecisionTimes
 from sglang_sbs.router.assignment.gang_parts import GangParts
 from sglang_sbs.scheduling.eventlog import EventLogWriter
@@ -52,35 +54,27 @@ Observer = Callable[[Event, Sequence[Command], float], None]
 """Must neither raise nor block."""
 
 
+@dataclass(eq=False)
 class SchedulerPump:
     """Must be used from one event loop only."""
 
-    def __init__(
-        self,
-        scheduler: SchedulerLike,
-        *,
-        decided: Callable[[Dispatch | Refuse], None],
-        failed: Callable[[str], None],
-        counts: DispatchObserver | None = None,
-        event_log: EventLogWriter | None = None,
-    ) -> None:
-        """``failed`` gets the rid of a request on whose arrival the scheduler failed."""
-        self.errors = 0
-        """Events the scheduler failed on."""
-        self.times = DecisionTimes()
-        self.observer: Observer | None = None
-        """Told of every event and what was answered, while somebody looks."""
-        self._scheduler = scheduler
-        self._decided = decided
-        self._failed = failed
-        self._counts = counts
-        self._log = event_log
-        self._traceback_s = -math.inf
-        self._inbox: deque[Event] = deque()
-        self._handling = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
-        self._gangs = GangParts()
+    scheduler: SchedulerLike
+    decided: Callable[[Dispatch | Refuse], None]
+    failed: Callable[[str], None]
+    """Gets the rid of a request on whose arrival the scheduler failed."""
+    counts: DispatchObserver | None = None
+    event_log: EventLogWriter | None = None
+    observer: Observer | None = None
+    """Told of every event and what was answered, while somebody looks."""
+    errors: int = 0
+    """Events the scheduler failed on."""
+    times: DecisionTimes = field(default_factory=DecisionTimes)
+    _gangs: GangParts = field(default_factory=GangParts)
+    _inbox: deque[Event] = field(default_factory=deque)
+    _traceback_s: float = -math.inf
+    _handling: bool = False
+    _closed: bool = False
+    _timer: asyncio.TimerHandle | None = None
 
     def submit(self, event: Event) -> None:
         """Hand an event to the scheduler and carry out what it answers.
@@ -100,29 +94,26 @@ class SchedulerPump:
     def _handle(self, event: Event) -> None:
         now_s = time.monotonic()
         try:
-            commands = self._scheduler.handle(event, now_s)
+            commands = self.scheduler.handle(event, now_s)
         except Exception:
             # A defect in the policy must not hang the request nor silence the signal sources.
             self._scheduler_failed(event, now_s)
             return
         self.times.took(type(event), time.monotonic() - now_s)
-        if self._log is not None:
-            try:
-                self._log.write(now_s, event, commands)
-            except OSError as error:
-                self._log_failed(error)
+        if self.event_log is not None:
+            self._write(lambda log: log.write(now_s, event, commands))
         if self.observer is not None:
             self.observer(event, commands, now_s)
         for command in self._gangs.told(commands):
             if isinstance(command, WakeAt):
                 self._wake_at(command.time_s, now_s)
                 continue
-            if self._counts is not None:
+            if self.counts is not None:
                 if isinstance(command, Dispatch):
-                    self._counts.dispatched(command)
+                    self.counts.dispatched(command)
                 else:
-                    self._counts.refused(command)
-            self._decided(command)
+                    self.counts.refused(command)
+            self.decided(command)
 
     def _scheduler_failed(self, event: Event, now_s: float) -> None:
         self.errors += 1
@@ -130,16 +121,21 @@ class SchedulerPump:
             self._traceback_s = now_s
             logger.exception("the scheduler failed on %r", event)
         if isinstance(event, RequestArrived):
-            self._failed(event.rid)
+            self.failed(event.rid)
         if not self._closed:
             self._wake_at(now_s + _RETRY_S, now_s)
 
-    def _log_failed(self, error: OSError) -> None:
+    def _write(self, step: Callable[[EventLogWriter], None]) -> None:
         """A full disk must not stop the router."""
-        logger.error("the event log ends here: %s", error)
-        log, self._log = self._log, None
-        if log is not None:
-            log.abandon()
+        log = self.event_log
+        try:
+            if log is not None:
+                step(log)
+        except OSError as error:
+            logger.error("the event log ends here: %s", error)
+            self.event_log = None
+            if log is not None:
+                log.abandon()
 
     def _wake_at(self, time_s: float, now_s: float) -> None:
         if self._timer is not None:
@@ -152,21 +148,11 @@ class SchedulerPump:
         self._timer = None
         self.submit(TimerFired())
 
-    @property
-    def scheduler(self) -> SchedulerLike:
-        """For who only reads it."""
-        return self._scheduler
-
     def snapshot(self) -> Any:
-        """The scheduler's state for people and metrics (a msgspec struct)."""
-        return self._scheduler.snapshot(time.monotonic())
+        return self.scheduler.snapshot(time.monotonic())
 
     def flush_log(self) -> None:
-        if self._log is not None:
-            try:
-                self._log.flush()
-            except OSError as error:
-                self._log_failed(error)
+        self._write(lambda log: log.flush())
 
     def close(self) -> None:
         """Stop the timer and close the log; events after this are dropped."""
@@ -174,9 +160,40 @@ class SchedulerPump:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._log is not None:
-            try:
-                self._log.close()
-            except OSError as error:
-                self._log_failed(error)
-            self._log = None
+        self._write(lambda log: log.close())
+        self.event_log = None
+
+
+class Dispatcher(Assigner):
+    """The assigner whose scheduler is in this process. Everybody else in the router, too, tells the
+    scheduler through it (:meth:`submit`)."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        *,
+        observer: DispatchObserver | None = None,
+        event_log: EventLogWriter | None = None,
+        give_up_s: float | None = None,
+    ) -> None:
+        """``give_up_s``: see :class:`~.assigner.Assigner`."""
+        super().__init__(give_up_s)
+        self.pump = SchedulerPump(scheduler, self._decided, self._fail, observer, event_log)
+
+    def submit(self, event: Event) -> None:
+        self.pump.submit(event)
+
+    _say = submit
+
+    @property
+    def scheduler_errors(self) -> int:
+        return self.pump.errors
+
+    def snapshot(self) -> Any:
+        return self.pump.snapshot()
+
+    def flush_log(self) -> None:
+        self.pump.flush_log()
+
+    def close(self) -> None:
+        self.pump.close()

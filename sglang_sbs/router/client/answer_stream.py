@@ -1,8 +1,7 @@
 """The client's side of an answer: head, pieces, back pressure, end.
 
-Owns one response, be it streamed or whole. Must not know legs or their meaning. Pieces of a stream
-are written to the transport in the callback that brings them: per piece that saves a task switch,
-which is most of what relaying it would cost.
+Pieces of a stream are written to the transport in the callback that brings them: per piece that
+saves a task switch, which is most of what relaying it would cost.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import MIN_BYTES_PER_S
 
 logger = logging.getLogger(__name__)
@@ -40,21 +38,23 @@ class Source(Protocol):
 
 
 class Downstream:
-    def __init__(self, client: Client, sources: Mapping[int, Source]) -> None:
+    """A streamed answer."""
+
+    def __init__(self, request: web.Request, sources: Mapping[int, Source]) -> None:
         """``sources`` are paused while the client reads too slowly; more may be added later."""
-        self._client = client
+        self._request = request
+        self._sources = sources
+        self.response: web.StreamResponse | None = None
+        """Once its head has left, or is leaving: errors can only be events from now on."""
+        self._chunked = request.version >= HttpVersion11
         self._transport: asyncio.WriteTransport | None = None
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
-        self._chunked = client.chunked
         self._paused = False
         self._paused_s = 0.0
         self._recheck_s = _RECHECK_S
         self._unsent = self._most_unsent = 0
         self._ended = False
-        self._sources = sources
-        self.opened = False
-        """The head has left, or is leaving: errors can only be events from now on."""
 
     def push(self, data: bytes | memoryview) -> None:
         """Send a piece; kept until the head has been sent. A view, of something long, is not
@@ -108,7 +108,7 @@ class Downstream:
         if transport is not None and loop.time() > self._paused_s + patience_s:
             logger.info("a client took too little in %.0f s and is let go", patience_s)
             transport.abort()
-        elif self._client.transport is not None:
+        elif self._request.transport is not None:
             loop.call_later(self._recheck_s, self._recheck)
 
     async def open(self, content_type: str) -> None:
@@ -117,45 +117,44 @@ class Downstream:
         Raises:
             ConnectionResetError: the client is gone.
         """
-        if self.opened:
+        if self.response is not None:
             return
-        self.opened = True
+        self.response = response = web.StreamResponse(headers={"Content-Type": content_type})
+        if self._chunked:
+            response.enable_chunked_encoding()
         pending, self._pending = self._pending, []
         try:
             async with asyncio.timeout(FINISH_S):
-                await self._client.begin(content_type, b"".join(pending))
+                await response.prepare(self._request)
+                await response.write(b"".join(pending))
         except TimeoutError:
-            if self._client.transport is not None:
-                self._client.transport.abort()
-            raise ConnectionResetError("the client does not read") from None
-        self._transport = self._client.transport
+            raise _hung_up(self._request) from None
+        self._transport = self._request.transport
         if self._transport is None:
             raise ConnectionResetError("client connection is gone")
         pending, self._pending = self._pending, []
         for data in pending:  # what came meanwhile
             self.push(data)
 
-    async def finish(self) -> None:
+    async def finish(self) -> web.StreamResponse:
         """End the body.
 
         Raises:
             ConnectionResetError: the client does not take it; its connection is closed.
         """
+        assert self.response is not None
         self._ended = True
         transport = self._transport
-        if transport is not None and transport.get_write_buffer_size() == 0:
-            await self._client.end()  # nothing waits for the client: nor will this
-            return
+        waits = transport is None or transport.get_write_buffer_size() > 0
         try:
-            async with asyncio.timeout(FINISH_S):
-                await self._client.end()
+            async with asyncio.timeout(FINISH_S if waits else None):
+                await self.response.write_eof()
         except TimeoutError:
-            if transport is not None:
-                transport.abort()
-            raise ConnectionResetError("the client stopped reading") from None
+            raise _hung_up(self._request) from None
+        return self.response
 
 
-async def send(client: Client, answer: Answer) -> web.StreamResponse:
+async def send(request: web.Request, answer: Answer) -> web.StreamResponse:
     """Send a whole answer: a large one as the client takes it, a piece in a turn.
 
     Raises:
@@ -170,7 +169,7 @@ async def send(client: Client, answer: Answer) -> web.StreamResponse:
     due_s = loop.time() + FINISH_S
     try:
         async with asyncio.timeout_at(due_s) as deadline:
-            await response.prepare(client.request)
+            await response.prepare(request)
             for at in range(0, len(answer.body), LARGE_PIECE_BYTES):
                 await response.write(answer.body[at : at + LARGE_PIECE_BYTES])
                 await asyncio.sleep(0)
@@ -180,7 +179,12 @@ async def send(client: Client, answer: Answer) -> web.StreamResponse:
                 deadline.reschedule(due_s)
             await response.write_eof()
     except TimeoutError:
-        if client.transport is not None:
-            client.transport.abort()
-        raise ConnectionResetError("the client stopped reading") from None
+        raise _hung_up(request) from None
     return response
+
+
+def _hung_up(request: web.Request) -> ConnectionResetError:
+    """Closes the connection of a client that does not read."""
+    if request.transport is not None:
+        request.transport.abort()
+    return ConnectionResetError("the client stopped reading")

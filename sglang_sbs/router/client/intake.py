@@ -1,8 +1,7 @@
 """How requests come in: the pace and size a client must keep to, and the memory of all bodies.
 
-Owns reading request bodies and the guard against connections that never say anything whole. Must
-not know what a request means. Without both, a client that sends a byte a minute holds a descriptor
-and memory for as long as it likes.
+Without both, a client that sends a byte a minute holds a descriptor and memory for as long as it
+likes.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import Turns
 from sglang_sbs.router.options.config import MAX_BODIES_BYTES
@@ -41,6 +40,7 @@ _SMALL_PIECE_BYTES = 1 << 14
 """A piece that waits for no turn: who dribbles takes none from those that send."""
 
 
+@dataclass
 class Bodies:
     """What all bodies may take together, each from its first byte to the end of its request.
 
@@ -48,12 +48,11 @@ class Bodies:
     quarter more: they get in however many large ones there are.
     """
 
-    def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self.held_bytes = 0
-        self.coming: dict[BodyShare, asyncio.Timeout] = {}
-        """Those not here yet, with what can end them early."""
-        self.turns = Turns(_LARGE_AT_ONCE)
+    max_bytes: int = MAX_BODIES_BYTES
+    held_bytes: int = 0
+    coming: dict[BodyShare, asyncio.Timeout] = field(default_factory=dict)
+    """Those not here yet, with what can end them early."""
+    turns: Turns = field(default_factory=lambda: Turns(_LARGE_AT_ONCE))
 
     @contextmanager
     def share(self) -> Iterator[BodyShare]:
@@ -69,7 +68,7 @@ class Bodies:
         share.held_bytes += more_bytes
         self.held_bytes += more_bytes
         small = share.held_bytes <= _SMALL_BYTES
-        limit_bytes = self._max_bytes * 5 // 4 if small else self._max_bytes
+        limit_bytes = self.max_bytes * 5 // 4 if small else self.max_bytes
         while self.held_bytes > limit_bytes:
             largest = max(self.coming, key=lambda one: one.held_bytes, default=share)
             if largest.held_bytes <= share.held_bytes:
@@ -80,25 +79,21 @@ class Bodies:
             self.coming.pop(largest).reschedule(0.0)
 
     def no_room(self) -> RouterError:
-        return RouterError(
-            503,
-            "router_overloaded",
-            f"no room for this body: all bodies together may take {self._max_bytes} bytes "
-            "(--sbs-max-bodies-size)",
-            retry_after_s=1.0,
-        )
+        most = f"{self.max_bytes} bytes (--sbs-max-bodies-size)"
+        why = f"no room for this body: all bodies together may take {most}"
+        return RouterError(503, "router_overloaded", why, retry_after_s=1.0)
 
 
+@dataclass(eq=False)
 class BodyShare:
     """What the body of one request takes of it."""
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self.held_bytes = 0
-        self.lost = False
-        """Another body got its room."""
+    bodies: Bodies
+    held_bytes: int = 0
+    lost: bool = False
+    """Another body got its room."""
 
-    async def read(self, request: Client, limit_bytes: int) -> bytes | bytearray:
+    async def read(self, request: web.Request, limit_bytes: int) -> bytes | bytearray:
         """The whole body.
 
         Raises:
@@ -112,33 +107,30 @@ class BodyShare:
             whole = request.content.read_nowait()
             if len(whole) > limit_bytes:
                 raise web.HTTPRequestEntityTooLarge(limit_bytes)
-            self._bodies.took(self, len(whole))
+            self.bodies.took(self, len(whole))
             return whole
         body = bytearray()
         started_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(GRACE_S) as deadline:
-                self._bodies.coming[self] = deadline
+                self.bodies.coming[self] = deadline
                 while not self.lost and (data := await request.content.readany()):
                     body += data
                     if len(body) > limit_bytes:
                         raise web.HTTPRequestEntityTooLarge(limit_bytes)
-                    self._bodies.took(self, len(data))
+                    self.bodies.took(self, len(data))
                     if len(body) > _SMALL_BYTES and len(data) > _SMALL_PIECE_BYTES:
                         started_s += await self._turn(deadline)
                     if not self.lost:
                         deadline.reschedule(started_s + GRACE_S + len(body) / MIN_BYTES_PER_S)
         except TimeoutError:
             if not self.lost:
-                raise RouterError(
-                    408,
-                    "body_too_slow",
-                    f"the body stopped after {len(body)} bytes or comes too slowly",
-                ) from None
+                why = f"the body stopped after {len(body)} bytes or comes too slowly"
+                raise RouterError(408, "body_too_slow", why) from None
         finally:
-            self._bodies.coming.pop(self, None)
+            self.bodies.coming.pop(self, None)
         if self.lost:
-            raise self._bodies.no_room()
+            raise self.bodies.no_room()
         return body  # a copy as bytes would hold up the loop
 
     async def _turn(self, deadline: asyncio.Timeout) -> float:
@@ -146,7 +138,7 @@ class BodyShare:
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         deadline.reschedule(None)
-        await self._bodies.turns.take(self)
+        await self.bodies.turns.take(self)
         return loop.time() - asked_s
 
 
@@ -192,7 +184,6 @@ class Doorman:
         self._sweep_s = math.inf
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
-        """A new connection."""
         self._enter(self._silent, transport)
 
     def rests(self, transport: asyncio.BaseTransport) -> None:
@@ -215,9 +206,11 @@ class Doorman:
         while len(self._silent.since_s) + len(self._idle.since_s) >= self._most:
             min(self._silent, self._idle, key=_Line.oldest_s).close_first()
         line.since_s[transport] = asyncio.get_running_loop().time()
-        self._look_at(min(self._silent.due_s(), self._idle.due_s()))
+        self._look_again()
 
-    def _look_at(self, due_s: float) -> None:
+    def _look_again(self) -> None:
+        """When the next one has to go."""
+        due_s = min(self._silent.due_s(), self._idle.due_s())
         if due_s >= self._sweep_s:
             return
         if self._sweep is not None:
@@ -231,33 +224,27 @@ class Doorman:
         for line in (self._silent, self._idle):
             while line.due_s() <= now_s:
                 line.close_first()
-        due_s = min(self._silent.due_s(), self._idle.due_s())
-        if due_s < math.inf:
-            self._look_at(due_s)
+        self._look_again()
 
 
+@dataclass(eq=False)
 class Gate(asyncio.Protocol):
     """Stands in for aiohttp's protocol until there is a connection, which a doorman then watches to
     its end."""
 
-    def __init__(
-        self,
-        doorman: Doorman,
-        serve: Callable[[], asyncio.Protocol],
-        has_room: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """``serve`` makes aiohttp's protocol; a connection there is no room for is closed."""
-        self._doorman = doorman
-        self._serve = serve
-        self._has_room = has_room
+    doorman: Doorman
+    serve: Callable[[], asyncio.Protocol]
+    """Makes aiohttp's protocol."""
+    has_room: Callable[[], bool] = lambda: True
+    """A connection there is no room for is closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not self._has_room():
+        if not self.has_room():
             transport.abort()  # type: ignore[attr-defined]
             return
-        self._doorman.watch(transport)
-        protocol = self._serve()
-        transport.set_protocol(_Leaving(protocol, partial(self._doorman.heard, transport)))
+        self.doorman.watch(transport)
+        protocol = self.serve()
+        transport.set_protocol(_Leaving(protocol, partial(self.doorman.heard, transport)))
         protocol.connection_made(transport)
 
 
@@ -283,11 +270,9 @@ class _Line:
         self._spared: set[Any] = set()  # not weak: those of TLS under uvloop cannot be
 
     def oldest_s(self) -> float:
-        """Since when the first one waits."""
         return next(iter(self.since_s.values()), math.inf)
 
     def due_s(self) -> float:
-        """When the first one has to go."""
         return self.oldest_s() + self._patience_s
 
     def close_first(self) -> bool:
@@ -307,6 +292,5 @@ class _Line:
         return True
 
     def leave(self, transport: Any) -> None:
-        """It waits no more."""
         if self.since_s.pop(transport, None) is not None:
             self._spared.discard(transport)

@@ -1,7 +1,7 @@
 """One connection to an engine: a request is written, its answer read, one at a time.
 
-Owns the slices in which both happen, the framing of the answer, and back pressure. Must not know
-where the connection comes from or what becomes of it, nor SGLang, PD or JSON.
+Owns the slices in which both happen, the framing of the answer, and back pressure. Knows neither
+SGLang nor JSON, nor what becomes of the connection.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from sglang_sbs.router.engines.response_framing import MalformedResponse, ResponseReader
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.engines.connection_pool import Call, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -43,66 +47,24 @@ class Receiver(Protocol):
     def failed(self, error: UpstreamError) -> None: ...
 
 
-class CarriedCall(Protocol):
-    """A call as its connection knows it."""
-
-    origin: str
-    """A worker's URL."""
-    receiver: Receiver | None
-    """``None``: nobody wants the answer any more."""
-
-    def completed(self) -> None:
-        """The answer is whole."""
-
-    def lost(self, error: UpstreamError, *, silent: bool) -> None:
-        """The connection is over before that; ``silent``: not a byte of an answer came."""
-
-
-class ConnectionKeeper(Protocol):
-    """Who made a connection."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def keep(self, connection: Connection) -> None:
-        """An exchange is over, and the connection can carry another."""
-
-    def forget(self, connection: Connection) -> None:
-        """It is closed, or lost."""
-
-
+@dataclass(slots=True, eq=False)
 class Connection(asyncio.Protocol):
     """One TCP connection carrying one exchange at a time (no pipelining)."""
 
-    __slots__ = (
-        "_paused",
-        "_pool",
-        "_reader",
-        "_silent",
-        "_unread",
-        "_unsent",
-        "_writable",
-        "call",
-        "idle_since",
-        "origin",
-        "transport",
-    )
-
-    transport: asyncio.Transport
-
-    def __init__(self, pool: ConnectionKeeper, origin: str) -> None:
-        self._pool = pool
-        self.origin = origin
-        self.call: CarriedCall | None = None
-        self.idle_since = 0.0
-        self._paused = False
-        self._writable = True
-        self._unsent: Iterator[bytes | bytearray] | None = None
-        """What is left of a large request."""
-        self._unread = b""
-        """What came and waits for its turn; nothing is read meanwhile."""
-        self._reader = ResponseReader()
-        self._silent = True
-        """Not a byte of the answer so far."""
+    _pool: Pool
+    origin: str
+    call: Call | None = None
+    idle_since: float = 0.0
+    transport: asyncio.Transport = field(init=False)
+    _paused: bool = False
+    _writable: bool = True
+    _unsent: Iterator[bytes | bytearray] | None = None
+    """What is left of a large request."""
+    _unread: bytes = b""
+    """What came and waits for its turn; nothing is read meanwhile."""
+    _reader: ResponseReader = field(default_factory=ResponseReader)
+    _silent: bool = True
+    """Not a byte of the answer so far."""
 
     def send(self, payload: Sequence[bytes | bytearray]) -> None:
         """Write a request: now, or the later parts of a large one as the engine takes it."""
@@ -206,11 +168,11 @@ class Connection(asyncio.Protocol):
             logger.exception("an answer of %s could not be used", self.origin)
             self._give_up(call, f"unusable response: {error}")
 
-    def _give_up(self, call: CarriedCall, detail: str) -> None:
+    def _give_up(self, call: Call, detail: str) -> None:
         self.close()
-        call.lost(UpstreamError("protocol", detail), silent=False)
+        call.lost("protocol", detail, silent=False)
 
-    def _complete(self, call: CarriedCall, *, reusable: bool) -> None:
+    def _complete(self, call: Call, *, reusable: bool) -> None:
         self.call = None
         self._reader.begin()
         self._silent = True
@@ -236,4 +198,4 @@ class Connection(asyncio.Protocol):
             call.completed()
             return
         detail = f"connection lost ({exc})" if exc else "connection closed before the end"
-        call.lost(UpstreamError("reset", detail), silent=self._silent)
+        call.lost("reset", detail, silent=self._silent)

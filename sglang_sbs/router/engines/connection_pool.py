@@ -3,8 +3,7 @@
 Owns which connection carries a call: kept, made anew, or replaced once where it crossed with the
 engine's idle close. What passes over it is :mod:`.connection`'s. A received piece of body reaches
 the :class:`~.connection.Receiver` in the same event loop callback that read it, with no task,
-future or buffer in between; that is what makes relaying a chunk cheap. Must not know SGLang, PD or
-JSON.
+future or buffer in between; that is what makes relaying a chunk cheap.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from sglang_sbs.router.engines.connection import (
-    Connection,
-    FailureKind,
-    Receiver,
-    UpstreamError,
-)
+from sglang_sbs.router.engines.connection import Connection, FailureKind, Receiver, UpstreamError
 from sglang_sbs.router.engines.control_requests import MAX_ANSWER_BYTES
 from sglang_sbs.router.engines.response_framing import MalformedResponse
 from sglang_sbs.router.engines.urls import bracketed, split_worker_url
@@ -47,36 +43,21 @@ def is_our_own(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _OUR_OWN_ERRORS
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """One request on its way to one engine."""
-
-    __slots__ = (
-        "_connection",
-        "_paused",
-        "_pool",
-        "_replayable",
-        "_sent_s",
-        "_task",
-        "origin",
-        "payload",
-        "receiver",
-        "sent",
-    )
-
-    def __init__(
-        self, pool: Pool, origin: str, payload: Sequence[bytes | bytearray], receiver: Receiver
-    ) -> None:
-        self._pool = pool
-        self.origin = origin
-        self.payload = payload
-        self.receiver: Receiver | None = receiver
-        self._connection: Connection | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._replayable = True
-        self._sent_s = 0.0
-        self._paused = False
-        self.sent = False
-        """The request was written to a connection: the engine may know it."""
+    _pool: Pool
+    origin: str
+    """A worker's URL."""
+    payload: Sequence[bytes | bytearray]
+    receiver: Receiver | None
+    """``None``: nobody wants the answer any more."""
+    sent: bool = False
+    """The request was written to a connection: the engine may know it."""
+    _connection: Connection | None = None
+    _task: asyncio.Task[None] | None = None
+    _replayable: bool = True
+    _sent_s: float = 0.0
+    _paused: bool = False
 
     def start(self, *, fresh: bool = False) -> None:
         connection = None if fresh else self._pool.take_idle(self.origin)
@@ -95,36 +76,23 @@ class Call:
             self._connection.close()
             self._connection = None
 
-    def pause(self) -> None:
-        """Read no further until :meth:`resume`; also before there is a connection."""
-        self._paused = True
-        self._apply_pause()
-
-    def resume(self) -> None:
-        self._paused = False
-        self._apply_pause()
-
-    def _apply_pause(self) -> None:
-        connection = self._connection
-        if connection is not None:
-            connection.set_paused(self._paused)
+    def set_paused(self, paused: bool) -> None:
+        """Read no further while it is; also before there is a connection."""
+        self._paused = paused
+        if self._connection is not None:
+            self._connection.set_paused(paused)
 
     async def _connect(self) -> None:
         try:
             connection = await self._pool.connect(self.origin)
         except ConnectionRefusedError as error:
-            self._fail(UpstreamError("refused", f"connection refused ({error})"))
+            self._fail("refused", f"connection refused ({error})")
             return
         except TimeoutError:
-            limit = self._pool.connect_timeout_s
-            self._fail(UpstreamError("connect", f"no connection within {limit:g} s"))
+            self._fail("connect", f"no connection within {self._pool.connect_timeout_s:g} s")
             return
-        except OSError as error:
-            kind: FailureKind = "local" if is_our_own(error) else "connect"
-            self._fail(UpstreamError(kind, f"cannot connect ({error})"))
-            return
-        except ValueError as error:  # a host name that cannot be one (IDNA)
-            self._fail(UpstreamError("connect", f"cannot connect ({error})"))
+        except (OSError, ValueError) as error:  # of a host name that cannot be one (IDNA)
+            self._fail("local" if is_our_own(error) else "connect", f"cannot connect ({error})")
             return
         finally:
             self._task = None
@@ -145,14 +113,15 @@ class Call:
         if self._paused:
             connection.set_paused(True)
 
-    def _fail(self, error: UpstreamError) -> None:
+    def _fail(self, kind: FailureKind, detail: str) -> None:
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
-            receiver.failed(error)
+            receiver.failed(UpstreamError(kind, detail))
 
     # Called by the connection.
 
     def completed(self) -> None:
+        """The answer is whole."""
         self._connection = None
         receiver, self.receiver = self.receiver, None
         if receiver is None:
@@ -163,33 +132,28 @@ class Call:
             logger.exception("an answer of %s could not be used", self.origin)
             receiver.failed(UpstreamError("protocol", f"unusable response: {error}"))
 
-    def lost(self, error: UpstreamError, *, silent: bool) -> None:
-        """The connection went away; an idle one the engine had just closed is replaced once."""
+    def lost(self, kind: FailureKind, detail: str, *, silent: bool) -> None:
+        """The connection is over before that; ``silent``: not a byte of an answer came. An idle one
+        that the engine had just closed is replaced once."""
         self._connection = None
         fresh = time.monotonic() - self._sent_s < REPLAY_WITHIN_S
         if silent and fresh and self._replayable and self.receiver is not None:
             self._replayable = False
             self.start(fresh=True)
         else:
-            self._fail(error)
+            self._fail(kind, detail)
 
 
+@dataclass(eq=False)
 class Pool:
     """Connections to engines: as many as there are calls, the idle ones kept for reuse."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        ssl_context: ssl.SSLContext | None = None,
-        connect_timeout_s: float = 10.0,
-    ) -> None:
-        self.loop = loop
-        self.connect_timeout_s = connect_timeout_s
-        self._ssl = ssl_context
-        self._idle: dict[str, deque[Connection]] = {}
-        self._all: set[Connection] = set()
-        self._addresses: dict[str, tuple[float, list[str]]] = {}
+    loop: asyncio.AbstractEventLoop
+    ssl_context: ssl.SSLContext | None = None
+    connect_timeout_s: float = 10.0
+    _idle: dict[str, deque[Connection]] = field(default_factory=dict)
+    _all: set[Connection] = field(default_factory=set)
+    _addresses: dict[str, tuple[float, list[str]]] = field(default_factory=dict)
 
     def call(self, origin: str, payload: Sequence[bytes | bytearray], receiver: Receiver) -> Call:
         """Send a request (``head`` plus body pieces) to ``origin``, a normalised worker URL."""
@@ -217,6 +181,7 @@ class Pool:
         return None
 
     def keep(self, connection: Connection) -> None:
+        """An exchange is over, and the connection can carry another."""
         connection.idle_since = time.monotonic()
         idle = self._idle.setdefault(connection.origin, deque())
         idle.append(connection)
@@ -224,6 +189,7 @@ class Pool:
             idle.popleft().close()
 
     def forget(self, connection: Connection) -> None:
+        """It is closed, or lost."""
         self._all.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle and connection in idle:
@@ -232,7 +198,7 @@ class Pool:
     async def connect(self, origin: str) -> Connection:
         """To the first address of the host that takes it. Raises: OSError (also TimeoutError)."""
         scheme, host, port = split_worker_url(origin)
-        tls = scheme == "https"
+        tls = (self._tls, host) if scheme == "https" else (None, None)
         async with asyncio.timeout(self.connect_timeout_s):
             addresses = await self._resolve(host, port)
             for left in range(len(addresses) - 1, -1, -1):
@@ -241,8 +207,8 @@ class Pool:
                         lambda: Connection(self, origin),
                         addresses[0],
                         port,
-                        ssl=self._tls_context() if tls else None,
-                        server_hostname=host if tls else None,
+                        ssl=tls[0],
+                        server_hostname=tls[1],
                     )
                     break
                 except OSError:
@@ -252,34 +218,33 @@ class Pool:
         self._all.add(connection)
         return connection
 
-    def _tls_context(self) -> ssl.SSLContext:
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
         """Made once: loading the system's CAs takes milliseconds of the event loop."""
-        if self._ssl is None:
-            self._ssl = ssl.create_default_context()
-        return self._ssl
+        return self.ssl_context or ssl.create_default_context()
 
     async def _resolve(self, host: str, port: int) -> list[str]:
-        known = self._addresses.get(host)
-        now = time.monotonic()
-        if known is not None and known[0] > now:
-            return known[1]
-        infos = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
-        self._addresses[host] = (now + _DNS_TTL_S, addresses)
+        until_s, addresses = self._addresses.get(host, (0.0, []))
+        now_s = time.monotonic()
+        if until_s <= now_s:
+            infos = await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+            self._addresses[host] = (now_s + _DNS_TTL_S, addresses)
         return addresses
 
 
 async def fetch(
-    pool: Pool, origin: str, path: str, headers: bytes, limit_s: float
+    pool: Pool, origin: str, path: str, headers: bytes, limit_s: float, *, body: bytes | None = None
 ) -> tuple[int, bytes]:
-    """``GET`` for whoever wants a small answer as a whole: its status and body.
+    """For whoever wants a small answer as a whole: its status and body. ``POST`` with a ``body``.
 
     Raises:
         UpstreamError: there was none, or it is over ``MAX_ANSWER_BYTES``.
         TimeoutError: not within ``limit_s``.
     """
     answer = _Whole(pool.loop.create_future())
-    call = pool.call(origin, (request_head("GET", origin, path, headers, 0),), answer)
+    head = request_head("POST" if body else "GET", origin, path, headers, len(body or b""))
+    call = pool.call(origin, (head, body or b""), answer)
     try:
         async with asyncio.timeout(limit_s):
             return await answer.future
@@ -287,15 +252,11 @@ async def fetch(
         call.cancel()
 
 
+@dataclass(slots=True, eq=False)
 class _Whole:
-    """Collects an answer."""
-
-    __slots__ = ("_body", "_status", "future")
-
-    def __init__(self, future: asyncio.Future[tuple[int, bytes]]) -> None:
-        self.future = future
-        self._status = 0
-        self._body = bytearray()
+    future: asyncio.Future[tuple[int, bytes]]
+    _status: int = 0
+    _body: bytearray = field(default_factory=bytearray)
 
     def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self._status = status
@@ -317,12 +278,9 @@ class _Whole:
 def request_head(method: str, origin: str, path: str, headers: bytes, content_length: int) -> bytes:
     """The request line and headers; ``headers`` are ready-made lines, each ending in CRLF."""
     _, host, port = split_worker_url(origin)
-    return (
-        (
-            f"{method} {path} HTTP/1.1\r\nhost: {bracketed(host)}:{port}\r\n"
-            f"content-type: application/json\r\naccept-encoding: identity\r\n"
-            f"content-length: {content_length}\r\n"
-        ).encode("latin-1")
-        + headers
-        + b"\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nhost: {bracketed(host)}:{port}\r\n"
+        f"content-type: application/json\r\naccept-encoding: identity\r\n"
+        f"content-length: {content_length}\r\n"
     )
+    return head.encode("latin-1") + headers + b"\r\n"

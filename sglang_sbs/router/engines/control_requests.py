@@ -46,13 +46,9 @@ async def ask(
         OSError: as above.
         TimeoutError: not all of it came within ``timeout_s``.
     """
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with session.request(
-        method,
-        url,
-        headers=headers,
-        json=json,
-        allow_redirects=False,
-        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        method, url, headers=headers, json=json, allow_redirects=False, timeout=timeout
     ) as response:
         pieces: list[bytes] = []
         size = 0

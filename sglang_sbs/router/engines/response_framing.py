@@ -1,8 +1,7 @@
 """HTTP/1.1 responses off the wire, read by llhttp: head, body without its framing, end.
 
 Owns what may be acted on of what llhttp reads (RFC 9112): whatever two parsers could read in two
-ways is an error. Must not know sockets, connections or who asked. Every defect is a
-:class:`MalformedResponse`.
+ways is an error. Every defect is a :class:`MalformedResponse`.
 """
 
 from __future__ import annotations
@@ -37,15 +36,8 @@ class ResponseReader:
     """Reads the answers on one connection, one at a time."""
 
     __slots__ = (
-        "_bare_bytes",
-        "_end",
-        "_fields",
-        "_parser",
-        "_pieces",
-        "head",
-        "on_body",
-        "surplus",
-    )
+        "_bare_bytes", "_end", "_fields", "_parser", "_pieces", "head", "on_body", "surplus"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -125,9 +117,8 @@ class ResponseReader:
         transfer = headers.get("transfer-encoding", "chunked").lower()
         if transfer != "chunked":
             raise MalformedResponse(f"transfer-encoding {transfer[:40]!r}")
-        until_eof = status not in _NO_BODY and headers.keys().isdisjoint(
-            ("transfer-encoding", "content-length")
-        )
+        framed = "transfer-encoding" in headers or "content-length" in headers
+        until_eof = status not in _NO_BODY and not framed
         self.head = ResponseHead(status, headers, self._parser.should_keep_alive(), until_eof)
 
     def on_message_complete(self) -> None:

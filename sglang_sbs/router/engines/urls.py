@@ -1,6 +1,6 @@
 """Worker URLs: one spelling per worker, and which spellings mean the same host.
 
-Owns parsing and normalisation. Must not know workers or sockets (it never resolves a name).
+No name is ever resolved here.
 """
 
 from __future__ import annotations

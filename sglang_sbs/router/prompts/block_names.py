@@ -1,7 +1,7 @@
 """What SGLang's KV events call the full pages of a prompt.
 
-Owns naming: token ids in, the signed 64-bit names out that an engine publishes for the same tokens
-(``BlockStored.block_hashes``). Must not know where ids come from or who holds which block.
+Token ids in, the signed 64-bit names out that an engine publishes for the same tokens
+(``BlockStored.block_hashes``).
 
 A page's digest is SHA-256 over the digest of the page before it and its token ids as little-endian
 uint32; its name is the first 8 bytes, big-endian (``get_native_hash`` and ``hash_str_to_int64`` in
@@ -36,8 +36,6 @@ _TEXT_SEED = hashlib.sha256(b"sglang-sbs-text-v1").digest()
 
 
 class BlockFormat(NamedTuple):
-    """How an engine cuts prompts into blocks."""
-
     page_tokens: int
     bigram: bool = False
     """EAGLE keys its cache by pairs of neighbouring tokens: one fewer than there are tokens."""
@@ -143,25 +141,17 @@ def _hash_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, byt
 
 def _scoped(names: array[int], scope: bytes) -> array[int]:
     """As SGLang's ``namespaced_block_hash``."""
-    return array(
-        "q",
-        (
-            int.from_bytes(_sha256(scope + name.to_bytes(8, "big", signed=True))[:8], signed=True)
-            for name in names
-        ),
-    )
+    digests = (_sha256(scope + name.to_bytes(8, "big", signed=True)) for name in names)
+    return array("q", (int.from_bytes(digest[:8], signed=True) for digest in digests))
 
 
 def _encoded(*parts: str | None) -> bytes:
     """Unambiguous for any strings and their absence."""
-    out = b""
-    for part in parts:
-        if part is None:
-            out += b"\x00"
-        else:
-            data = part.encode("utf-8", "surrogatepass")
-            out += b"\x01" + len(data).to_bytes(8, "little") + data
-    return out
+    texts = (None if part is None else part.encode("utf-8", "surrogatepass") for part in parts)
+    return b"".join(
+        b"\x00" if text is None else b"\x01%b%b" % (len(text).to_bytes(8, "little"), text)
+        for text in texts
+    )
 
 
 def _sha256(data: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 Owns what SGLang does to messages and tools before the template sees them
 (``OpenAIServingChat._apply_jinja_template``, the models of ``entrypoints/openai/protocol.py``) and
-the environment transformers runs templates in. Must not know tokens or files. Models whose prompts
+the environment transformers runs templates in. Models whose prompts
 SGLang renders without a Jinja template (built-in conversations, DeepSeek-V3.2, Kimi K3) are not
 rendered right here; :mod:`.tokenizer_check` finds that out by asking the engine.
 """
@@ -41,9 +41,7 @@ _MODEL_SPECIFIC = ("reasoning_effort", "reasoning", "thinking", "task")
 """Fields SGLang translates by rules of the model's parsers."""
 _NOT_FOR_TEMPLATES = frozenset({"chat_template", "tokenize", "return_dict", "reasoning_effort"})
 """Template arguments that SGLang refuses or reads itself."""
-_SCHEMA_TYPES = frozenset(
-    {"string", "number", "integer", "object", "array", "boolean", "null"},
-)
+_SCHEMA_TYPES = frozenset({"string", "number", "integer", "object", "array", "boolean", "null"})
 
 
 class TemplateError(ValueError):
@@ -86,12 +84,8 @@ class ChatTemplate:
             raise TemplateError(type(error).__name__) from error
 
     def _render(self, body: Mapping[str, Any]) -> RenderedChat:
-        only_text = True
-        messages = []
-        for message in body["messages"]:
-            shaped, plain = _message(message, self.content_format)
-            messages.append(shaped)
-            only_text = only_text and plain
+        shaped = [_message(message, self.content_format) for message in body["messages"]]
+        messages = [message for message, _ in shaped]
         continuation = ""
         last = messages[-1] if messages else {}
         if last.get("role") == "assistant" and isinstance(last.get("content"), str):
@@ -108,7 +102,7 @@ class ChatTemplate:
         return RenderedChat(
             text=text,
             continuation=continuation,
-            only_text=only_text,
+            only_text=all(plain for _, plain in shaped),
             certain=not any(body.get(name) is not None for name in _MODEL_SPECIFIC)
             and not _NOT_FOR_TEMPLATES.intersection(arguments)
             and not _has_odd_types(tools),
@@ -138,15 +132,11 @@ def content_text(content: Any) -> tuple[str, bool]:
     return " ".join(texts), len(texts) == len(content)
 
 
-# Messages -------------------------------------------------------------------------------------
-
-
 def _message(message: Any, content_format: ContentFormat) -> tuple[dict[str, Any], bool]:
     """What the template gets of a message, and whether it is text only."""
     if not isinstance(message, dict):
         raise TemplateError("a message is not an object")
-    role = message.get("role")
-    content = message.get("content")
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise TemplateError("a message has no role")
     if role != "user":
@@ -154,7 +144,7 @@ def _message(message: Any, content_format: ContentFormat) -> tuple[dict[str, Any
         if role not in _ROLES:
             raise TemplateError(f"no such role: {role}")
     content, only_text = _content("" if content is None else content, content_format)
-    if role == "tool" and isinstance(content, list) and _all_text(content):
+    if role == "tool" and isinstance(content, list) and all(p["type"] == "text" for p in content):
         content = " ".join(part["text"] for part in content)
     out: dict[str, Any] = {"role": role, "content": content}
     if role == "user":
@@ -193,10 +183,6 @@ def _content(content: Any, content_format: ContentFormat) -> tuple[Any, bool]:
     return " ".join(part["text"] for part in parts if part["type"] == "text"), only_text
 
 
-def _all_text(parts: list[dict[str, Any]]) -> bool:
-    return all(part["type"] == "text" for part in parts)
-
-
 def _tool_call(call: Any, role: str) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments")
@@ -212,12 +198,8 @@ def _tool_call(call: Any, role: str) -> dict[str, Any]:
     }
 
 
-# Tools ----------------------------------------------------------------------------------------
-
-
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = body.get("tools")
-    choice = body.get("tool_choice")
+    tools, choice = body.get("tools"), body.get("tool_choice")
     if choice == "none" or not tools:
         return None
     shaped = [_tool(tool) for tool in tools]
@@ -233,16 +215,10 @@ def _tool(tool: Any) -> dict[str, Any]:
     deferred = given.get("defer_loading")
     if deferred is None:
         deferred = tool.get("defer_loading")
-    known = {
-        "description": given.get("description"),
-        "name": given["name"],
-        "parameters": given.get("parameters"),
-        "strict": given.get("strict"),
-        "defer_loading": deferred,
-    }
-    for name in ("strict", "defer_loading"):
-        if known[name] is None:
-            del known[name]
+    known = {name: given.get(name) for name in ("description", "name", "parameters")}
+    known["name"] = given["name"]
+    optional = {"strict": given.get("strict"), "defer_loading": deferred}
+    known |= {name: value for name, value in optional.items() if value is not None}
     order = [name for name in given if name in known]
     order += [name for name in known if name not in order]
     return {
@@ -288,9 +264,6 @@ def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     return arguments if effort is None else {"reasoning_effort": effort} | arguments
 
 
-# Jinja ----------------------------------------------------------------------------------------
-
-
 class _Generation(Extension):
     """``{% generation %}`` marks what a model said, for training; here it is only its content."""
 
@@ -307,20 +280,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]

@@ -1,8 +1,7 @@
 """A model's own tokenizer and chat template, without transformers.
 
 Owns reading ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` the way
-transformers and SGLang do, and token ids of texts and chats. Must not know requests or threads:
-tokenizing blocks.
+transformers and SGLang do, and token ids of texts and chats. Tokenizing blocks.
 """
 
 from __future__ import annotations
@@ -22,18 +21,11 @@ from tokenizers.processors import TemplateProcessing
 from sglang_sbs.router.prompts.chat_template import ChatTemplate, TemplateError
 from sglang_sbs.router.prompts.known_text import TextPieces
 
-_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_BOS_BY_CONFIG = frozenset(
-    {
-        "LlamaTokenizer",
-        "LlamaTokenizerFast",
-        "CodeLlamaTokenizer",
-        "CodeLlamaTokenizerFast",
-        "GemmaTokenizer",
-        "GemmaTokenizerFast",
-        "CohereTokenizerFast",
-    }
-)
+_NAMED_TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_BOS_BY_CONFIG = frozenset({
+    "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast",
+    "GemmaTokenizer", "GemmaTokenizerFast", "CohereTokenizerFast",
+})  # fmt: skip
 """Tokenizer classes whose ``add_bos_token`` (default: yes) SGLang honours, whatever
 ``tokenizer.json`` says (``_fix_v5_add_bos_eos_token``)."""
 
@@ -87,28 +79,22 @@ class ChatTokenizer:
         except Exception as error:
             raise ValueError(f"--tokenizer-path: {path}: {error}") from error
         config = _read_json(path.with_name("tokenizer_config.json"))
-        special = {
-            f"{name}_token": token
-            for name in _NAMED_TOKENS
-            if (token := _token_text(config.get(f"{name}_token"))) is not None
-        }
+        named = {name: _token_text(config.get(name)) for name in _NAMED_TOKENS}
+        special = {name: token for name, token in named.items() if token is not None}
         _add_configured_tokens(tokenizer, config)
         _add_bos(tokenizer, config, special.get("bos_token"))
+        own_file = path.with_name("chat_template.jinja")
+        template: str | None
         if chat_template is not None:
             try:
-                # As SGLang reads the file named by its own flag.
-                template: str | None = (
-                    chat_template.read_text("utf-8").strip("\n").replace("\\n", "\n")
-                )
+                written = chat_template.read_text("utf-8")
             except OSError as error:
                 raise ValueError(f"--chat-template: {error}") from error
+            template = written.strip("\n").replace("\\n", "\n")  # as SGLang's own flag does
+        elif own_file.is_file():
+            template = own_file.read_text("utf-8")
         else:
-            own_file = path.with_name("chat_template.jinja")
-            template = (
-                own_file.read_text("utf-8")
-                if own_file.is_file()
-                else _first_template(config.get("chat_template"))
-            )
+            template = _first_template(config.get("chat_template"))
         try:
             return cls(tokenizer, template, special, _max_length(config))
         except jinja2.TemplateError as error:
@@ -164,20 +150,14 @@ def _add_configured_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> N
     if not isinstance(listed, dict):
         return
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    by_id = sorted((int(key), value) for key, value in listed.items() if str(key).isdigit())
-    for _, value in by_id:
+    for _, value in sorted((int(id_), one) for id_, one in listed.items() if str(id_).isdigit()):
         content = _token_text(value)
         if content is None or content in known:
             continue
+        flags = {name: bool(value.get(name)) for name in ("single_word", "lstrip", "rstrip")}
         special = bool(value.get("special"))
-        token = AddedToken(
-            content,
-            single_word=bool(value.get("single_word")),
-            lstrip=bool(value.get("lstrip")),
-            rstrip=bool(value.get("rstrip")),
-            normalized=bool(value.get("normalized", not special)),
-            special=special,
-        )
+        normalized = bool(value.get("normalized", not special))
+        token = AddedToken(content, normalized=normalized, special=special, **flags)
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
 
 
@@ -195,10 +175,6 @@ def _add_bos(tokenizer: Tokenizer, config: Mapping[str, Any], bos: str | None) -
 
 def _first_template(value: Any) -> str | None:
     """``chat_template`` of the config: a string, or named ones, of which SGLang takes the first."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        for item in value:
-            if isinstance(item, dict) and isinstance(item.get("template"), str):
-                return str(item["template"])
-    return None
+    named = value if isinstance(value, list) else [{"template": value}]
+    templates = (item.get("template") for item in named if isinstance(item, dict))
+    return next((one for one in templates if isinstance(one, str)), None)

@@ -1,7 +1,7 @@
 """Tokenizing text that was partly tokenized before.
 
 Owns the cut of a text at its special tokens, and the memory of what the pieces between them became.
-Must not know chats or requests. Blocks: to be called in threads.
+Blocks: to be called in threads.
 
 Why a piece's ids do not depend on its neighbours: a Hugging Face tokenizer first takes the added
 tokens out of the raw text (leftmost, longest) and then normalises, splits and encodes each rest on
@@ -48,19 +48,10 @@ _AROUND_CHARS = 100
 _TRIES = 16
 _WORD = re.compile(r"(?<=\w)[ \n](?=\w)")
 
-_INDEPENDENT_SPLITTERS = frozenset(
-    {
-        "ByteLevel",
-        "Split",
-        "Digits",
-        "Punctuation",
-        "Whitespace",
-        "WhitespaceSplit",
-        "BertPreTokenizer",
-        "CharDelimiterSplit",
-        "UnicodeScripts",
-    }
-)
+_INDEPENDENT_SPLITTERS = frozenset({
+    "ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit",
+    "BertPreTokenizer", "CharDelimiterSplit", "UnicodeScripts",
+})  # fmt: skip
 _KNOWN_POST_PROCESSORS = frozenset(
     {"ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing"}
 )
@@ -88,6 +79,7 @@ class TextPieces:
         self._lock = threading.Lock()
         self._specials: dict[str, int] = {}
         self._cut: re.Pattern[str] | None = None
+        """``None``: only whole texts are remembered."""
         first, last = _surroundings(tokenizer)
         self._first, self._last = array("I", first), array("I", last)
         state = json.loads(tokenizer.to_str())
@@ -102,11 +94,6 @@ class TextPieces:
                 self._cut = None
                 self._known.clear()
                 self._bytes = 0
-
-    @property
-    def cuts(self) -> bool:
-        """Whether pieces are remembered, not only whole texts."""
-        return self._cut is not None
 
     def encode(
         self, text: str, *, add_special_tokens: bool = False, most_tokens: float = math.inf
@@ -200,16 +187,14 @@ def _kept_bytes(key: str | bytes, ids: array[int]) -> int:
 
 def _groups(pieces: Sequence[str]) -> Iterator[list[str]]:
     """Some at a time, so that the tokenizer's objects are not all there at once."""
-    group: list[str] = []
-    chars = 0
-    for piece in pieces:
-        if group and chars + len(piece) > _AT_ONCE_CHARS:
-            yield group
-            group, chars = [], 0
-        group.append(piece)
+    start = chars = 0
+    for at, piece in enumerate(pieces):
+        if at > start and chars + len(piece) > _AT_ONCE_CHARS:
+            yield list(pieces[start:at])
+            start, chars = at, 0
         chars += len(piece)
-    if group:
-        yield group
+    if pieces:
+        yield list(pieces[start:])
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -230,9 +215,9 @@ def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 def _cutting_tokens(state: dict[str, Any]) -> dict[str, int]:
     """Added tokens by which any text may be cut; empty: none may."""
-    if not _splits_independently(state.get("pre_tokenizer")):
+    if not _is_one_of(_INDEPENDENT_SPLITTERS, state.get("pre_tokenizer"), "pretokenizers"):
         return {}
-    if not _is_known_post_processor(state.get("post_processor")):
+    if not _is_one_of(_KNOWN_POST_PROCESSORS, state.get("post_processor"), "processors"):
         return {}
     tokens = [token for token in state.get("added_tokens") or () if not token["normalized"]]
     if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in tokens):
@@ -240,17 +225,8 @@ def _cutting_tokens(state: dict[str, Any]) -> dict[str, int]:
     return {token["content"]: token["id"] for token in tokens if token["content"]}
 
 
-def _splits_independently(config: dict[str, Any] | None) -> bool:
-    if config is None:
-        return True
-    if config.get("type") == "Sequence":
-        return all(map(_splits_independently, config["pretokenizers"]))
-    return config.get("type") in _INDEPENDENT_SPLITTERS
-
-
-def _is_known_post_processor(config: dict[str, Any] | None) -> bool:
-    if config is None:
-        return True
-    if config.get("type") == "Sequence":
-        return all(map(_is_known_post_processor, config["processors"]))
-    return config.get("type") in _KNOWN_POST_PROCESSORS
+def _is_one_of(known: frozenset[str], config: dict[str, Any] | None, parts: str) -> bool:
+    """Also a sequence of them, under the name ``parts``; or none at all."""
+    if config is not None and config.get("type") == "Sequence":
+        return all(_is_one_of(known, part, parts) for part in config[parts])
+    return config is None or config.get("type") in known

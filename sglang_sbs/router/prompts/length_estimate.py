@@ -1,7 +1,6 @@
 """How many tokens a prompt has when nobody can count them: an estimate that learns.
 
-Owns the estimate and its calibration: UTF-8 bytes times a ratio that follows the ``prompt_tokens``
-engines report. Must not know tokenizers or requests in flight.
+UTF-8 bytes times a ratio that follows the ``prompt_tokens`` engines report.
 """
 
 from __future__ import annotations
@@ -57,11 +56,12 @@ class PromptLengths:
         """An engine said how many tokens that prompt really had."""
         if reported_tokens <= 0:
             return
-        if self._observe_error is not None and not length.exact:
-            self._observe_error((length.tokens - reported_tokens) / reported_tokens)
         if length.exact:
             self.contradicted += length.tokens != reported_tokens
-        if length.exact or length.size_bytes == 0:
+            return
+        if self._observe_error is not None:
+            self._observe_error((length.tokens - reported_tokens) / reported_tokens)
+        if length.size_bytes == 0:
             return
         ratio = length.size_bytes / reported_tokens
         ratio = min(max(ratio, _LEAST_BYTES_PER_TOKEN), _MOST_BYTES_PER_TOKEN)

@@ -1,7 +1,6 @@
 """What the router finds out about a prompt before it asks the scheduler: tokens and block names.
 
-Owns the order of attempts (ids given, tokenizer, estimate). Must not know requests in flight,
-instances or how anything is placed.
+Owns the order of attempts: ids given, tokenizer, estimate.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.errors import RouterError
@@ -26,6 +25,9 @@ from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import Plan
 from sglang_sbs.router.requests.raw_json import json_of_ids
 from sglang_sbs.router.requests.splitting import Prompt
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.prompts.tokenizer_check import EngineTokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -56,33 +58,10 @@ class LongestPrompt(NamedTuple):
 
     def check(self, tokens: int, *, at_least: bool = False) -> None:
         """Raises: RouterError (400), every engine would refuse a prompt of so many tokens."""
-        if tokens <= self.tokens or self.cuts:
-            return
-        raise RouterError(
-            400,
-            "prompt_too_long",
-            f"the prompt has {'at least ' if at_least else ''}{counted(tokens, 'token')}; no "
-            f"engine takes more than {self.tokens:,}",
-        )
-
-
-class Engines(Protocol):
-    """What the engines make of prompts, as far as it is known."""
-
-    def block_format(self) -> BlockFormat | None:
-        """How prefill instances cut prompts into blocks; ``None``: names are of no use."""
-
-    def agrees(self, kind: PromptKind) -> bool:
-        """False: some engine is known to come to other token ids than the tokenizer here."""
-
-    def takes_ids(self, kind: PromptKind) -> bool:
-        """Whether token ids may be sent in place of such prompts, to some engine at least."""
-
-    def serves(self, model: str) -> bool:
-        """Whether this is a model's whole name, though it looks like ``model:adapter``."""
-
-    def longest_prompt(self) -> LongestPrompt | None:
-        """``None``: it is not known of every engine."""
+        if tokens > self.tokens and not self.cuts:
+            found = f"{'at least ' if at_least else ''}{counted(tokens, 'token')}"
+            most = f"no engine takes more than {self.tokens:,}"
+            raise RouterError(400, "prompt_too_long", f"the prompt has {found}; {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +75,28 @@ class ReadPrompt:
     counted: Counted = "estimated"
 
 
+class Known(NamedTuple):
+    """What all prompts of a request are read by."""
+
+    blocks: BlockFormat | None
+    longest: LongestPrompt | None
+    tokenizes: bool = True
+
+
+@dataclass(eq=False)
 class PromptReader:
-    def __init__(
-        self,
-        tokenizer: ChatTokenizer | None,
-        lengths: PromptLengths,
-        namer: BlockNamer,
-        engines: Engines,
-        *,
-        names_text: bool,
-        lanes: Lanes | None = None,
-    ) -> None:
-        """``names_text``: text nobody can tokenize gets block names too, good for the approximate
-        index only."""
-        self._tokenizer = tokenizer
-        self._lengths = lengths
-        self._namer = namer
-        self._engines = engines
-        self._names_text = names_text
-        self._lanes = lanes or Lanes()
-        self._template_warned = False
-        self.counts: Counter[Counted] = Counter()
+    tokenizer: ChatTokenizer | None
+    lengths: PromptLengths
+    namer: BlockNamer
+    engines: EngineTokenizers
+    names_text: bool
+    """Text nobody can tokenize gets block names too, good for the approximate index only."""
+    lanes: Lanes = field(default_factory=Lanes)
+    counts: Counter[Counted] = field(default_factory=Counter)
+    _template_warned: bool = False
 
     def close(self) -> None:
-        self._lanes.close()
+        self.lanes.close()
 
     async def read(self, plan: Plan) -> list[ReadPrompt]:
         """One per prompt of the plan. What takes time is done off the loop.
@@ -128,15 +105,14 @@ class PromptReader:
             RouterError: 400, a prompt is longer than any engine takes. If it went there, others
                 would wait for passes that never come.
         """
-        format_ = self._engines.block_format()
-        longest = self._engines.longest_prompt()
-        if self._is_quick(plan, format_):
-            prompts = self._read_all(plan, format_, longest)
+        known = Known(self.engines.block_format(), self.engines.longest_prompt())
+        if self._is_quick(plan, known.blocks):
+            prompts = self._read_all(plan, known)
         else:
             size = len(plan.common) + sum(len(prompt.member) for prompt in plan.prompts)
-            busy = size >= LONG_BYTES and self._lanes.long_bytes > _MOST_BACKLOG_BYTES
-            read = self._read_all
-            prompts = await self._lanes.run(size, read, plan, format_, longest, tokenizes=not busy)
+            if size >= LONG_BYTES and self.lanes.long_bytes > _MOST_BACKLOG_BYTES:
+                known = known._replace(tokenizes=False)
+            prompts = await self.lanes.run(size, self._read_all, plan, known)
         self.counts.update(prompt.counted for prompt in prompts)
         return prompts
 
@@ -150,81 +126,68 @@ class PromptReader:
                 tokens += len(prompt.value)
             elif prompt.value is not None:
                 chars += len(prompt.member) or len(plan.common)
-        if self._tokenizer is not None and chars > _QUICK_CHARS:
+        if self.tokenizer is not None and chars > _QUICK_CHARS:
             return False
-        if self._names_text:
+        if self.names_text:
             tokens += chars // TEXT_BYTES_PER_TOKEN
         return format_ is None or tokens // format_.page_tokens <= _QUICK_PAGES
 
-    def _read_all(
-        self,
-        plan: Plan,
-        format_: BlockFormat | None,
-        longest: LongestPrompt | None,
-        *,
-        tokenizes: bool = True,
-    ) -> list[ReadPrompt]:
+    def _read_all(self, plan: Plan, known: Known) -> list[ReadPrompt]:
+        longest = known.longest
         if longest is not None:
             for prompt in plan.prompts:
                 _check_size(prompt, longest)
-        read = partial(self._read, plan, format_=format_, longest=longest, tokenizes=tokenizes)
-        prompts = [read(prompt) for prompt in plan.prompts]
+        prompts = [self._read(plan.model, prompt, known) for prompt in plan.prompts]
         return prompts if longest is None else [_bounded(one, longest) for one in prompts]
 
-    def _read(
-        self,
-        plan: Plan,
-        prompt: Prompt,
-        format_: BlockFormat | None,
-        longest: LongestPrompt | None,
-        tokenizes: bool,
-    ) -> ReadPrompt:
+    def _read(self, model: str, prompt: Prompt, known: Known) -> ReadPrompt:
         value = prompt.value
         ids: array[int] | None = None
         ids_json: bytes | None = None
-        counted: Counted = "estimated"
+        counted: Counted = "given"
         if isinstance(value, array):
-            counted = "given"
             length = PromptLength(max(1, len(value)), exact=True)
             ids = value
         elif value is None and prompt.size_bytes:
-            estimate = round(prompt.size_bytes / self._lengths.bytes_per_token)
+            counted = "estimated"
+            estimate = round(prompt.size_bytes / self.lengths.bytes_per_token)
             length = PromptLength(max(1, estimate), exact=False)
         elif value is None:
-            counted = "given"
             length = PromptLength(max(1, prompt.tokens), exact=True)
-        elif tokenizes and (read := self._tokenize(value, longest)) is not None:
-            kind: PromptKind = "chat" if isinstance(value, dict) else "text"
-            exact = read.exact and self._engines.agrees(kind)
+        elif known.tokenizes and (read := self._tokenize(value, known.longest)) is not None:
+            kind = _kind_of(value)
+            exact = read.exact and self.engines.agrees(kind)
             length = PromptLength(max(1, len(read.ids)), exact)
-            if exact:
-                counted = "tokenized"
-                ids = read.ids
-            if exact and read.certain and prompt.takes_ids and self._engines.takes_ids(kind):
+            counted, ids = ("tokenized", read.ids) if exact else ("estimated", None)
+            if exact and read.certain and prompt.takes_ids and self.engines.takes_ids(kind):
                 ids_json = json_of_ids(read.ids)
         else:
-            length = self._lengths.estimate(value)
+            counted = "estimated"
+            length = self.lengths.estimate(value)
+        blocks = _NO_BLOCKS
         if not prompt.alone:
             counted = "estimated"
             length = replace(length, exact=False, size_bytes=0)
-        if format_ is None or not prompt.alone or prompt.namespace is None:
-            return _without_blocks(length, ids_json, counted)
-        namespace = self._with_adapter(prompt.namespace, plan.model)
-        blocks = self._name(value, ids, format_, namespace)
-        if not blocks:
-            return _without_blocks(length, ids_json, counted)
-        return ReadPrompt(length, blocks, format_.page_tokens, ids_json, counted)
+        elif known.blocks is not None and prompt.namespace is not None:
+            namespace = self._with_adapter(prompt.namespace, model)
+            blocks = self._name(value, ids, known.blocks, namespace)
+        if blocks and known.blocks is not None:
+            return ReadPrompt(length, blocks, known.blocks.page_tokens, ids_json, counted)
+        if ids_json is not None:
+            return ReadPrompt(length, ids_json=ids_json, counted=counted)
+        return _of_length(length, counted)
 
     def _tokenize(self, value: Any, longest: LongestPrompt | None) -> PromptIds | None:
         """``None``: its length is to be estimated. Raises: RouterError, it is too long."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        agrees = self._engines.agrees("chat" if isinstance(value, dict) else "text")
-        most = longest.tokens if longest is not None and agrees and not longest.cuts else math.inf
+        most = math.inf
+        if longest is not None and not longest.cuts and self.engines.agrees(_kind_of(value)):
+            most = longest.tokens
         try:
             if isinstance(value, str):
-                return PromptIds(self._tokenizer.text_ids(value, most))
-            return self._tokenizer.chat_ids(value, most)
+                return PromptIds(self.tokenizer.text_ids(value, most))
+            return self.tokenizer.chat_ids(value, most)
         except TooManyTokens as found:
             assert longest is not None
             longest.check(found.args[0], at_least=True)
@@ -238,32 +201,32 @@ class PromptReader:
             return None
 
     def _name(
-        self,
-        value: Any,
-        ids: array[int] | None,
-        format_: BlockFormat,
-        namespace: Namespace,
+        self, value: Any, ids: array[int] | None, format_: BlockFormat, namespace: Namespace
     ) -> array[int]:
         if ids is not None:
             try:
-                return self._namer.names(ids, format_, namespace)
+                return self.namer.names(ids, format_, namespace)
             except ValueError:  # embeddings, or nonsense the engine will refuse
                 return _NO_BLOCKS
-        if not self._names_text:
-            return _NO_BLOCKS
-        text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else None
-        if isinstance(value, dict):
+        text = None
+        if self.names_text and isinstance(value, str):
+            text = value.encode("utf-8", "surrogatepass")
+        elif self.names_text and isinstance(value, dict):
             text = chat_bytes(value)
         if text is None:
             return _NO_BLOCKS
-        return self._namer.text_names(text, format_.page_tokens, namespace)
+        return self.namer.text_names(text, format_.page_tokens, namespace)
 
     def _with_adapter(self, namespace: Namespace, model: str) -> Namespace:
         """``base-model:adapter-name`` comes before ``lora_path``."""
         _, colon, adapter = model.partition(":")
-        if not colon or not adapter or self._engines.serves(model):
+        if not colon or not adapter or self.engines.serves(model):
             return namespace
         return replace(namespace, lora=adapter.strip())
+
+
+def _kind_of(value: Any) -> PromptKind:
+    return "chat" if isinstance(value, dict) else "text"
 
 
 def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
@@ -272,12 +235,6 @@ def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
         longest.check(len(prompt.value))
     size = len(prompt.value) if isinstance(prompt.value, str) else prompt.size_bytes
     longest.check(size // _MOST_BYTES_PER_TOKEN, at_least=True)
-
-
-def _without_blocks(length: PromptLength, ids_json: bytes | None, counted: Counted) -> ReadPrompt:
-    if ids_json is not None:
-        return ReadPrompt(length, ids_json=ids_json, counted=counted)
-    return _of_length(length, counted)
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 Owns the comparison of the router's tokenizer with each engine's (``POST /tokenize``), and what
 follows: whether names and counts made here are right, and whether token ids may be sent instead of
-text. Must not know requests.
+text.
 
 An engine is asked once for each of its starts. It gets texts and chats that would tell any two
 tokenizers or templates apart that are not made to deceive: white space, digits, several scripts,
@@ -20,8 +20,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import orjson
@@ -53,49 +54,29 @@ _TEXTS = (
     "def f(x):\n    return {'a': [x**2, 0x1F]}  # käse \u00e9 e\u0301 \u212b",
     "漢字かな 한국어 русский العربية हिन्दी \U0001f600\U0001f1e9\U0001f1ea \u200b\ufeff",
 )
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Wetter, 天気 <now>",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            "required": ["city"],
-        },
-    },
+_PLACE = {"city": {"type": "string"}, "days": {"type": "integer"}}
+_WEATHER = {
+    "name": "get_weather",
+    "description": "Wetter, 天気 <now>",
+    "parameters": {"type": "object", "properties": _PLACE, "required": ["city"]},
 }
+_TOOLS = [{"type": "function", "function": _WEATHER}]
 _ASKED = {"role": "user", "content": " What's the weather in Köln? "}
-_CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        {
-            "id": "call_0",
-            "type": "function",
-            "function": {"name": "get_weather", "arguments": '{"city": "Köln", "days": 2}'},
-        }
-    ],
-}
+_OF_KOELN = {"name": "get_weather", "arguments": '{"city": "Köln", "days": 2}'}
+_CALL = {"id": "call_0", "type": "function", "function": _OF_KOELN}
+_CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 _RESULT = {"role": "tool", "tool_call_id": "call_0", "content": '{"sky": "grey"}'}
+_BRIEF = {"role": "system", "content": "Be brief."}
 _PARTS = [{"type": "text", "text": "And"}, {"type": "text", "text": "now?"}]
+_AGAIN = [{"role": "assistant", "content": "Grey."}, {"role": "user", "content": _PARTS}]
+_BEGUN = [_ASKED, {"role": "assistant", "content": "It is"}]
 _CHATS: tuple[dict[str, Any], ...] = (
     {"messages": [_ASKED]},
-    {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            _ASKED,
-            {"role": "assistant", "content": "Grey."},
-            {"role": "user", "content": _PARTS},
-        ]
-    },
-    {"messages": [_ASKED], "tools": [_TOOL]},
-    {"messages": [_ASKED, _CALL, _RESULT], "tools": [_TOOL]},
-    {
-        "messages": [_ASKED, {"role": "assistant", "content": "It is"}],
-        "continue_final_message": True,
-    },
-    {"messages": [_ASKED, {"role": "assistant", "content": "It is"}]},
+    {"messages": [_BRIEF, _ASKED, *_AGAIN]},
+    {"messages": [_ASKED], "tools": _TOOLS},
+    {"messages": [_ASKED, _CALLED, _RESULT], "tools": _TOOLS},
+    {"messages": _BEGUN, "continue_final_message": True},
+    {"messages": _BEGUN},
 )
 
 
@@ -107,46 +88,47 @@ class Verdict:
     chat: bool | None = None
     takes_chat_ids: bool = False
 
-    def of(self, kind: PromptKind) -> bool | None:
-        return self.chat if kind == "chat" else self.text
+    @property
+    def wrong(self) -> list[PromptKind]:
+        """What the engine is known to make other token ids of."""
+        judged: list[tuple[PromptKind, bool | None]] = [("text", self.text), ("chat", self.chat)]
+        return [kind for kind, agrees in judged if agrees is False]
 
 
 _UNKNOWN = Verdict()
 
 
-class EngineTokenizers:
-    """See :class:`~sglang_sbs.router.prompts.reader.Engines`; asked from several threads."""
+class _Probes(NamedTuple):
+    texts: list[str]
+    text_ids: list[list[int]]
+    chat_ids: list[list[int] | None]
+    """Of ``_CHATS``; ``None``: refused."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        session: aiohttp.ClientSession,
-        tokenizer: ChatTokenizer | None,
-        *,
-        forwarding: Forwarding,
-        names_blocks: bool,
-        api_key: str | None,
-    ) -> None:
-        """``names_blocks``: somebody wants block names."""
-        self._registry = registry
-        self._session = session
-        self._tokenizer = tokenizer
-        self._forwarding = forwarding
-        self._names_blocks = names_blocks
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._verdicts: dict[str, tuple[WorkerInfo, Verdict]] = {}
-        self._again_s: dict[str, float] = {}
-        self._disagreeing: frozenset[PromptKind] = frozenset()
-        self._format: BlockFormat | None = None
-        self._models: frozenset[str] = frozenset()
-        self._longest: LongestPrompt | None = None
-        self._looked_s = -_EVERY_S
-        self._task: asyncio.Task[None] | None = None
-        self._odd_pages = ""
+
+@dataclass(eq=False)
+class EngineTokenizers:
+    """May be asked from several threads."""
+
+    registry: Registry
+    session: aiohttp.ClientSession
+    tokenizer: ChatTokenizer | None
+    forwarding: Forwarding
+    names_blocks: bool
+    """Somebody wants block names."""
+    api_key: str | None
+    _verdicts: dict[str, tuple[WorkerInfo, Verdict]] = field(default_factory=dict)
+    _again_s: dict[str, float] = field(default_factory=dict)
+    _disagreeing: frozenset[PromptKind] = frozenset()
+    _format: BlockFormat | None = None
+    _models: frozenset[str] = frozenset()
+    _longest: LongestPrompt | None = None
+    _looked_s: float = -_EVERY_S
+    _task: asyncio.Task[None] | None = None
+    _odd_pages: str = ""
 
     def start(self) -> None:
         """Ask engines as they come up; nobody is asked without a tokenizer."""
-        if self._tokenizer is not None:
+        if self.tokenizer is not None:
             self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
@@ -154,17 +136,16 @@ class EngineTokenizers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    # What is known ----------------------------------------------------------------------------
-
     def block_format(self) -> BlockFormat | None:
-        """Of most prefill instances: a prompt gets one list of names."""
-        if not self._names_blocks:
+        """How most prefill instances cut prompts into blocks: a prompt gets one list of names.
+        ``None``: names are of no use."""
+        if not self.names_blocks:
             return None
         self._look()
         return self._format
 
     def longest_prompt(self) -> LongestPrompt | None:
-        """See :class:`~sglang_sbs.router.prompts.reader.Engines`."""
+        """``None``: it is not known of every engine."""
         self._look()
         return self._longest
 
@@ -173,52 +154,49 @@ class EngineTokenizers:
         if now_s - self._looked_s < _EVERY_S:
             return
         self._looked_s = now_s
-        if self._names_blocks:
+        if self.names_blocks:
             self._format = self._common_format()
-        infos = [worker.info for worker in self._registry]
+        infos = [worker.info for worker in self.registry]
         self._models = frozenset(info.model_id for info in infos if info is not None)
-        self._longest = longest_prompt(self._registry)
+        self._longest = longest_prompt(self.registry)
 
     def agrees(self, kind: PromptKind) -> bool:
+        """False: some engine is known to come to other token ids than the tokenizer here."""
         return kind not in self._disagreeing
 
     def takes_ids(self, kind: PromptKind) -> bool:
-        return self._forwarding == "on" or (
-            self._forwarding == "auto"
+        """Whether token ids may be sent in place of such prompts, to some engine at least."""
+        return self.forwarding == "on" or (
+            self.forwarding == "auto"
             and any(_may_get_ids(verdict, kind) for _, verdict in self._verdicts.copy().values())
         )
 
     def may_get_ids(self, kind: RouteKind, *workers: Worker) -> bool:
         """Whether all of these engines may get token ids instead of such a prompt's text."""
-        if self._forwarding != "auto":
-            return self._forwarding == "on"
+        if self.forwarding != "auto":
+            return self.forwarding == "on"
         asked: PromptKind = "chat" if kind == "chat" else "text"
-        for worker in workers:
-            info, verdict = self._verdicts.get(worker.url, (None, _UNKNOWN))
-            if info is None or info != worker.info or not _may_get_ids(verdict, asked):
-                return False
-            if kind == "completions" and info.completion_template:
-                return False
-        return True
+        return all(_may_get_ids(self.verdict(worker), asked) for worker in workers) and not (
+            kind == "completions" and any(w.info and w.info.completion_template for w in workers)
+        )
 
     def serves(self, model: str) -> bool:
+        """Whether this is a model's whole name, though it looks like ``model:adapter``."""
         return model in self._models
 
     def verdict(self, worker: Worker) -> Verdict:
-        """What was found out about an engine's tokenizer."""
         info, verdict = self._verdicts.get(worker.url, (None, _UNKNOWN))
         return verdict if info is not None and info == worker.info else _UNKNOWN
 
     def _common_format(self) -> BlockFormat | None:
         formats = Counter(
             BlockFormat(worker.info.page_size, worker.info.bigram)
-            for worker in self._registry
+            for worker in self.registry
             if worker.role == "prefill" and worker.info is not None
         )
-        if not formats:
-            return None
-        if len(formats) > 1:
-            found = ", ".join(f"{n} with {_said(format_)}" for format_, n in formats.most_common())
+        common = formats.most_common()
+        if len(common) > 1:
+            found = ", ".join(f"{n} with {_said(format_)}" for format_, n in common)
             if found != self._odd_pages:
                 self._odd_pages = found
                 logger.warning(
@@ -226,21 +204,19 @@ class EngineTokenizers:
                     "only on the most common kind. Give all the same --page-size",
                     found,
                 )
-        return formats.most_common(1)[0][0]
-
-    # Asking -----------------------------------------------------------------------------------
+        return common[0][0] if common else None
 
     async def _watch(self) -> None:
         probes = await asyncio.to_thread(self._make_probes)
         while True:
             try:
-                await self._ask_all(*probes)
+                await self._ask_all(probes)
             except Exception:
                 logger.exception("comparing tokenizers failed")
             await asyncio.sleep(_EVERY_S)
 
-    async def _ask_all(self, texts: list[str], text_ids: list[Any], chat_ids: list[Any]) -> None:
-        workers = {worker.url: worker for worker in self._registry}
+    async def _ask_all(self, probes: _Probes) -> None:
+        workers = {worker.url: worker for worker in self.registry}
         for url in self._verdicts.keys() - workers.keys():
             del self._verdicts[url]
         for worker in workers.values():
@@ -253,34 +229,24 @@ class EngineTokenizers:
             self._again_s[worker.url] = time.monotonic() + _AGAIN_S
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    verdict = await self._ask(worker.url, info, texts, text_ids, chat_ids)
+                    verdict = await self._ask(worker.url, info, probes)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 logger.debug("worker %s: its tokenizer is not known: %s", worker.url, error)
                 continue
             self._verdicts[worker.url] = (info, verdict)
             self._tell(worker, verdict)
-        kinds: tuple[PromptKind, ...] = ("text", "chat")
         verdicts = [verdict for _, verdict in self._verdicts.values()]
-        self._disagreeing = frozenset(
-            kind for kind in kinds if any(verdict.of(kind) is False for verdict in verdicts)
-        )
+        self._disagreeing = frozenset(kind for one in verdicts for kind in one.wrong)
 
-    async def _ask(
-        self,
-        url: str,
-        info: WorkerInfo,
-        texts: list[str],
-        text_ids: list[Any],
-        chat_ids: list[Any],
-    ) -> Verdict:
-        answer = await self._post(url, {"prompt": texts, "add_special_tokens": True})
-        text = None if answer is None else answer.get("tokens") == text_ids
+    async def _ask(self, url: str, info: WorkerInfo, probes: _Probes) -> Verdict:
+        answer = await self._post(url, {"prompt": probes.texts, "add_special_tokens": True})
+        text = None if answer is None else answer.get("tokens") == probes.text_ids
         agreed = []
-        for body, ids in zip(_CHATS, chat_ids, strict=True):
+        for body, ids in zip(_CHATS, probes.chat_ids, strict=True):
             answer = await self._post(url, body)
             # A chat that the template refuses must be refused here too.
             agreed.append((answer.get("tokens") if answer is not None else None) == ids)
-        known = answer is not None or any(ids is not None for ids in chat_ids)
+        known = answer is not None or any(ids is not None for ids in probes.chat_ids)
         chat = all(agreed) if known and text is not None else None
         numbers = parse_version(info.version)
         new = numbers is not None and (numbers >= CHAT_IDS_VERSION or numbers == (0, 0, 0))
@@ -290,9 +256,7 @@ class EngineTokenizers:
     async def _sees(self, url: str) -> bool:
         """Whether it takes images or sound: then its processor may want the text of a chat."""
         status, data = await self._talk("GET", f"{url}/model_info")
-        if status != 200:
-            return True
-        model = orjson.loads(data)
+        model = orjson.loads(data) if status == 200 else None
         names = ("has_image_understanding", "has_audio_understanding")
         return not isinstance(model, dict) or any(model.get(name) is not False for name in names)
 
@@ -309,50 +273,41 @@ class EngineTokenizers:
     async def _talk(
         self, method: str, url: str, body: Mapping[str, Any] | None = None
     ) -> tuple[int, bytes]:
-        return await ask(
-            self._session, method, url, headers=self._headers, timeout_s=_ANSWER_S, json=body
-        )
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        to = (self.session, method, url)
+        return await ask(*to, headers=headers, timeout_s=_ANSWER_S, json=body)
 
     def _tell(self, worker: Worker, verdict: Verdict) -> None:
-        wrong = [kind for kind in ("text", "chat") if getattr(verdict, kind) is False]
-        if not wrong:
+        if not verdict.wrong:
             worker.problems.pop("tokenizer", None)
-            logger.info(
-                "worker %s: text %s, chats %s",
-                worker.url,
-                "is tokenized as here" if verdict.text else "could not be compared",
-                "too" if verdict.chat else "could not be compared",
-            )
+            text = "is tokenized as here" if verdict.text else "could not be compared"
+            chats = "too" if verdict.chat else "could not be compared"
+            logger.info("worker %s: text %s, chats %s", worker.url, text, chats)
             return
-        self._registry.report_problem(
+        self.registry.report_problem(
             worker,
             "tokenizer",
-            f"comes to other token ids for {' and '.join(wrong)} than --tokenizer-path, so that "
-            "lengths are estimates and prefixes are not found: give the directory of the model it "
-            "serves, and --chat-template as the engine has it",
+            f"comes to other token ids for {' and '.join(verdict.wrong)} than --tokenizer-path, so "
+            "that lengths are estimates and prefixes are not found: give the directory of the "
+            "model it serves, and --chat-template as the engine has it",
         )
 
-    def _make_probes(self) -> tuple[list[str], list[Any], list[Any]]:
-        """Texts, their ids, and the ids of the chats (``None``: refused). Takes some time."""
-        tokenizer = self._tokenizer
+    def _make_probes(self) -> _Probes:
+        tokenizer = self.tokenizer
         assert tokenizer is not None
         vocabulary = tokenizer.tokenizer.get_vocab_size()
         sample = random.Random(1).choices(range(vocabulary), k=_SAMPLE)
         added = tokenizer.tokenizer.get_added_tokens_decoder().values()
         specials = [token.content for token in added][:_MAX_SPECIALS]
-        texts = [
-            *_TEXTS,
-            "".join(specials) + " " + " ".join(specials) + "\n",
-            tokenizer.tokenizer.decode(sample, skip_special_tokens=False),
-        ]
+        all_specials = "".join(specials) + " " + " ".join(specials) + "\n"
+        sampled = tokenizer.tokenizer.decode(sample, skip_special_tokens=False)
+        texts = [*_TEXTS, all_specials, sampled]
         text_ids = [tokenizer.text_ids(text).tolist() for text in texts]
-        chat_ids: list[Any] = []
-        for body in _CHATS:
-            try:
-                chat_ids.append(tokenizer.chat_ids(body).ids.tolist())
-            except TemplateError:
-                chat_ids.append(None)
-        return texts, text_ids, chat_ids
+        chat_ids: list[list[int] | None] = [None] * len(_CHATS)
+        for at, body in enumerate(_CHATS):
+            with suppress(TemplateError):
+                chat_ids[at] = tokenizer.chat_ids(body).ids.tolist()
+        return _Probes(texts, text_ids, chat_ids)
 
 
 def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
@@ -361,17 +316,16 @@ def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
     most: dict[str, int] = {}
     cuts = False
     for worker in workers:
-        tokens = worker.info.max_request_tokens if worker.info is not None else 0
-        if tokens <= 0:
+        info = worker.info
+        if info is None or info.max_request_tokens <= 0:
             return None
-        assert worker.info is not None
-        cuts = cuts or worker.info.cuts_prompts
-        most[worker.role] = max(tokens, most.get(worker.role, 0))
+        cuts = cuts or info.cuts_prompts
+        most[worker.role] = max(info.max_request_tokens, most.get(worker.role, 0))
     return LongestPrompt(min(most.values()), cuts) if most else None
 
 
 def _may_get_ids(verdict: Verdict, kind: PromptKind) -> bool:
-    return bool(verdict.of(kind)) and (kind == "text" or verdict.takes_chat_ids)
+    return verdict.text is True if kind == "text" else bool(verdict.chat) and verdict.takes_chat_ids
 
 
 def _said(format_: BlockFormat) -> str:

@@ -1,7 +1,4 @@
-"""Finds the folder with a model's tokenizer: a local one, or one of Hugging Face by its id.
-
-Must not know what is in the files.
-"""
+"""Finds the folder with a model's tokenizer: a local one, or one of Hugging Face by its id."""
 
 from __future__ import annotations
 
@@ -36,10 +33,8 @@ def tokenizer_folder(named: Path) -> Path:
     try:
         return Path(snapshot_download(str(named), allow_patterns=list(_FILES)))
     except HFValidationError:
-        raise ValueError(
-            f"{flag}: no such folder, and no id of a model; give a model's directory or its "
-            "ORG/NAME"
-        ) from None
+        why = "no such folder, and no id of a model; give a model's directory or its ORG/NAME"
+        raise ValueError(f"{flag}: {why}") from None
     except Exception as error:  # the hub's answers, its time-outs, a full disk: all end the same
         reason = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
         raise ValueError(

@@ -1,6 +1,5 @@
 """Sending aborts to engines, few at a time.
 
-Owns ``POST /abort_request`` and the queue in front of it. Must not know why a request is aborted.
 Thousands of clients may vanish in the same instant; a connection for each abort, all at once, would
 be a second storm, upon an engine that has enough to do.
 """
@@ -10,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import orjson
 
 from sglang_sbs.router.engines.connection import UpstreamError
-from sglang_sbs.router.engines.connection_pool import Pool, request_head
+from sglang_sbs.router.engines.connection_pool import Pool, fetch
 
 AT_ONCE = 16
 """Aborts under way to one engine; the others wait for their turn."""
@@ -42,6 +42,7 @@ class Aborts:
         self._headers = f"authorization: Bearer {worker_key}\r\n".encode() if worker_key else b""
         self._sent = sent
         self._engines: dict[str, _Engine] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -60,54 +61,28 @@ class Aborts:
 
     @property
     def waiting(self) -> int:
-        """Aborts that wait for their turn."""
         return sum(len(engine.waiting) for engine in self._engines.values())
 
     def _start(self, worker_url: str, engine: _Engine, rid: str) -> None:
         engine.under_way += 1
         self._idle.clear()
         self._sent()
+        task = self._pool.loop.create_task(self._abort(worker_url, engine, rid))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _abort(self, url: str, engine: _Engine, rid: str) -> None:
         body = orjson.dumps({"rid": rid})
-        head = request_head("POST", worker_url, "/abort_request", self._headers, len(body))
-        answer = _Answer(lambda: self._over(worker_url, engine))
-        call = self._pool.call(worker_url, (head, body), answer)
-
-        def give_up() -> None:
-            # A stopped engine takes connections and never answers: do not collect them.
-            call.cancel()
-            answer.message_complete()
-
-        answer.timer = self._pool.loop.call_later(ANSWER_S, give_up)
-
-    def _over(self, worker_url: str, engine: _Engine) -> None:
+        # A stopped engine takes connections and never answers: do not collect them.
+        with suppress(UpstreamError, TimeoutError):
+            await fetch(self._pool, url, "/abort_request", self._headers, ANSWER_S, body=body)
         engine.under_way -= 1
         oldest_s = time.monotonic() - STALE_S
         while engine.waiting and engine.under_way < AT_ONCE:
-            rid, asked_s = engine.waiting.popleft()
+            next_rid, asked_s = engine.waiting.popleft()
             if asked_s >= oldest_s:
-                self._start(worker_url, engine, rid)
+                self._start(url, engine, next_rid)
         if not engine.under_way:
-            del self._engines[worker_url]
+            del self._engines[url]
             if not self._engines:
                 self._idle.set()
-
-
-class _Answer:
-    """A receiver that only wants to know when it is over."""
-
-    def __init__(self, over: Callable[[], None]) -> None:
-        self.timer: asyncio.TimerHandle | None = None
-        self._over: Callable[[], None] | None = over
-
-    def head_received(self, status: int, headers: Mapping[str, str]) -> None: ...
-    def body_received(self, data: bytes) -> None: ...
-
-    def message_complete(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        over, self._over = self._over, None
-        if over is not None:
-            over()
-
-    def failed(self, error: UpstreamError) -> None:
-        self.message_complete()

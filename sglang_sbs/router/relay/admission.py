@@ -1,7 +1,6 @@
 """The front door: how many requests may be inside at once (``--max-concurrent-requests``).
 
-Owns the token bucket and the FIFO in front of it. Must not know what a request is. Holding for
-batching is the scheduler's business, not this queue's.
+A token bucket, and a FIFO in front of it. Holding for batching is the scheduler's business.
 
 The bucket is sglang_router's: it holds ``max_concurrent`` tokens, a request takes one and gives it
 back at its end. ``--rate-limit-tokens-per-second`` adds further ones with time, never beyond the
@@ -13,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from sglang_sbs.plain_words import counted
 from sglang_sbs.router.errors import RouterError
@@ -42,50 +42,41 @@ class Admission:
         self._refill_per_s = refill_per_s
         self._tokens = float(max_concurrent)
         self._filled_s = 0.0
-        self._running = 0
+        self.running = 0
         self._queue: deque[tuple[asyncio.Future[None], int]] = deque()
         """With the tokens each needs."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def running(self) -> int:
-        return self._running
-
-    @property
     def queued(self) -> int:
         return len(self._queue)
 
-    def slot(self, units: int = 1) -> _Slot:
-        """Tokens for the time of an ``async with``. See :meth:`enter` for what it may raise."""
-        return _Slot(self, units)
-
-    async def enter(self, units: int = 1) -> None:
-        """Take a token for each unit, to be given back by :meth:`leave`.
+    @asynccontextmanager
+    async def slot(self, units: int = 1) -> AsyncIterator[None]:
+        """A token for each unit, or all there are if they are fewer.
 
         Raises:
             RouterError: 429 when the queue is full, 503 when no token came free in time or this
                 process is out of descriptors.
         """
         if not self._has_room(units):
-            raise RouterError(
-                503,
-                "router_overloaded",
-                "this router has no file descriptors left; raise its limit (ulimit -n)",
-                retry_after_s=1.0,
-            )
-        if self._size >= 1:
+            why = "this router has no file descriptors left; raise its limit (ulimit -n)"
+            raise RouterError(503, "router_overloaded", why, retry_after_s=1.0)
+        tokens = min(units, self._size)
+        if tokens >= 1:
             try:
-                await self._acquire(min(units, self._size))
+                await self._acquire(tokens)
             except RouterError:
                 self._observe(False)
                 raise
             self._observe(True)
-        self._running += units
-
-    def leave(self, units: int = 1) -> None:
-        self._running -= units
-        if self._size >= 1:
-            self._give_back(min(units, self._size))
+        self.running += units
+        try:
+            yield
+        finally:
+            self.running -= units
+            if tokens >= 1:
+                self._give_back(tokens)
 
     async def _acquire(self, tokens: int) -> None:
         self._refill()
@@ -93,13 +84,9 @@ class Admission:
             self._tokens -= tokens
             return
         if len(self._queue) >= self._queue_size:
-            raise RouterError(
-                429,
-                "queue_full",
-                f"{counted(self._running, 'request')} running and {len(self._queue):,} waiting "
-                "(--max-concurrent-requests, --queue-size)",
-                retry_after_s=1.0,
-            )
+            told = f"{counted(self.running, 'request')} running and {len(self._queue):,} waiting"
+            why = f"{told} (--max-concurrent-requests, --queue-size)"
+            raise RouterError(429, "queue_full", why, retry_after_s=1.0)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((future, tokens))
         self._arm()
@@ -108,12 +95,8 @@ class Admission:
                 await future
         except TimeoutError:
             self._withdraw(future, tokens)
-            raise RouterError(
-                503,
-                "queue_timeout",
-                f"waited {self._timeout_s:g} s for a slot (--queue-timeout-secs)",
-                retry_after_s=self._timeout_s,
-            ) from None
+            why = f"waited {self._timeout_s:g} s for a slot (--queue-timeout-secs)"
+            raise RouterError(503, "queue_timeout", why, retry_after_s=self._timeout_s) from None
         except asyncio.CancelledError:
             self._withdraw(future, tokens)
             raise
@@ -158,19 +141,3 @@ class Admission:
     def _refilled(self) -> None:
         self._timer = None
         self._hand_out()
-
-
-class _Slot:
-    """Cheaper than a generator's context manager: every request goes through one."""
-
-    __slots__ = ("_door", "_units")
-
-    def __init__(self, door: Admission, units: int) -> None:
-        self._door = door
-        self._units = units
-
-    async def __aenter__(self) -> None:
-        await self._door.enter(self._units)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._door.leave(self._units)

@@ -12,9 +12,9 @@ import logging
 import random
 import time
 import uuid
+from dataclasses import dataclass, field
 
 from sglang_sbs.router.assignment.assigner import Assigner, Assignment
-from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, without_frames
 from sglang_sbs.router.lanes import Pace, Turns
 from sglang_sbs.router.options.config import RelayConfig
@@ -41,34 +41,23 @@ _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
 
 
+@dataclass(eq=False)
 class Attempts:
     """Of all client requests: :meth:`run` takes one of their units to its end."""
 
-    def __init__(
-        self,
-        config: RelayConfig,
-        *,
-        registry: Registry,
-        dispatcher: Assigner,
-        pool: Pool,
-        tokenizers: EngineTokenizers,
-        metrics: RouterMetrics,
-        in_flight: InFlight,
-    ) -> None:
-        self._config = config
-        self._registry = registry
-        self._dispatcher = dispatcher
-        self._pool = pool
-        self._tokenizers = tokenizers
-        self._metrics = metrics
-        self._in_flight = in_flight
-        self._suspicions = Suspicions()
-        self.sent_as_ids = 0
-        """Attempts whose engines got token ids in place of text."""
-        self.pace = Pace()
-        """Of work on long answers."""
-        self.turns = Turns(_AT_ONCE)
-        """Of batches, whose units begin, are sent and end a few at a time."""
+    config: RelayConfig
+    registry: Registry
+    dispatcher: Assigner
+    tokenizers: EngineTokenizers
+    metrics: RouterMetrics
+    in_flight: InFlight
+    sent_as_ids: int = 0
+    """Attempts whose engines got token ids in place of text."""
+    pace: Pace = field(default_factory=Pace)
+    """Of work on long answers."""
+    turns: Turns = field(default_factory=lambda: Turns(_AT_ONCE))
+    """Of batches, whose units begin, are sent and end a few at a time."""
+    _suspicions: Suspicions = field(default_factory=Suspicions)
 
     async def run(self, exchange: Exchange, unit: Unit, make_sink: MakeSink | None) -> Pair:
         """One unit to its end, retried while none of its bytes left. Raises: RouterError."""
@@ -90,7 +79,7 @@ class Attempts:
         for failure in suspects:
             role, engine = failure.leg, failure.worker
             if served or (alone and self._suspicions.against(role, engine, now_s)):
-                self._registry.leg_failed(failure)
+                self.registry.leg_failed(failure)
 
     async def _retried(self, run: UnitRun) -> Pair:
         path, name = run.exchange.path, run.exchange.request_id
@@ -100,34 +89,32 @@ class Attempts:
                 return await self._attempt(run)
             except LegFailure as failure:
                 if failure.transport:
-                    self._registry.leg_failed(failure)
+                    self.registry.leg_failed(failure)
                 elif failure.counts_against_worker:
                     run.suspects.append(failure)
-                self._metrics.leg_failed(failure)
+                self.metrics.leg_failed(failure)
                 if failure.broke_off:
                     run.broken_off.add(failure.worker)
                 harmful = len(run.broken_off) >= _MOST_BROKEN_OFF
-                last = run.attempts >= self._config.max_attempts or harmful
+                last = run.attempts >= self.config.max_attempts or harmful
                 if run.opened or not failure.retryable or last:
                     if last and failure.retryable and not run.opened:
-                        self._metrics.gave_up(failure, path)
+                        self.metrics.gave_up(failure, path)
                         if harmful:
-                            logger.warning(
-                                "%s: %s went away under it: not sent to another engine",
-                                name,
-                                " and ".join(sorted(run.broken_off)),
-                            )
+                            gone = " and ".join(sorted(run.broken_off))
+                            why = f"{gone} went away under it: not sent to another engine"
+                            logger.warning("%s: %s", name, why)
                     raise
                 without_frames(failure)
                 run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))
-                self._metrics.retried(failure, path)
+                self.metrics.retried(failure, path)
                 logger.info("%s: attempt %d failed (%s), retrying", name, run.attempts, failure)
             backoff_s = self._backoff_s(run.attempts)
-            self._metrics.backs_off(run.attempts, backoff_s)
+            self.metrics.backs_off(run.attempts, backoff_s)
             await asyncio.sleep(backoff_s)
 
     def _backoff_s(self, attempt: int) -> float:
-        config = self._config
+        config = self.config
         base_s = config.initial_backoff_s * config.backoff_multiplier ** (attempt - 1)
         jitter = 1 + config.jitter_factor * random.uniform(-1, 1)
         return min(base_s, config.max_backoff_s) * jitter
@@ -135,11 +122,11 @@ class Attempts:
     async def _attempt(self, run: UnitRun) -> Pair:
         exchange = run.exchange
         attempt = Attempt(arrival=self._arrival(run), run=run)
-        self._in_flight.announce(attempt)
+        self.in_flight.announce(attempt)
         outcome: Outcome = "failed"
         try:
-            assignment = await self._dispatcher.assign(attempt)
-            self._in_flight.assigned(attempt)
+            assignment = await self.dispatcher.assign(attempt)
+            self.in_flight.assigned(attempt, assignment)
             if len(exchange.plan.units) > 1:  # a policy may let go of hundreds at once
                 await self.turns.take(id(exchange))
             if exchange.ending:
@@ -163,15 +150,14 @@ class Attempts:
                 tokens = attempt.pair.completion_tokens
                 if outcome != "completed":
                     attempt.pair.abort()
-            self._dispatcher.ended(attempt.rid, outcome, tokens)
-            self._in_flight.ended(attempt, outcome)
+            self.dispatcher.ended(attempt.rid, outcome, tokens)
+            self.in_flight.ended(attempt, outcome)
 
     def _arrival(self, run: UnitRun) -> RequestArrived:
-        """What the scheduler is told of one more attempt."""
         exchange, prompt = run.exchange, run.prompt
         rid = uuid.uuid4().hex
         return RequestArrived(
-            rid=SIZED_RID_PREFIX + rid if self._config.sends_gangs else rid,
+            rid=SIZED_RID_PREFIX + rid if self.config.sends_gangs else rid,
             prompt_tokens=prompt.length.tokens,
             estimated=not prompt.length.exact,
             max_new_tokens=run.unit.max_new_tokens,
@@ -185,68 +171,51 @@ class Attempts:
         )
 
     def _served(self, assignment: Assignment) -> None:
-        """Both engines did what was asked of them."""
         for role, engine in (("prefill", assignment.prefill), ("decode", assignment.decode)):
-            self._registry.leg_succeeded(engine)
+            self.registry.leg_succeeded(engine)
             self._suspicions.served(role, engine)
 
     def _start(self, attempt: Attempt, assignment: Assignment) -> Pair:
         """Send both legs, in this very callback where connections are at hand."""
         run, placement = attempt.run, self._placement(assignment)
         attempt.pair = pair = Pair(
-            self._pool,
             self._request(attempt, placement, assignment.gang),
-            self._in_flight,
-            self._in_flight.aborts.send,
+            self.in_flight,
             run.make_sink() if run.make_sink is not None else None,
             self.pace,
         )
         run.exchange.pairs[run.unit.index] = pair
-        self._in_flight.started(attempt)
-        logger.debug(
-            "%s: rid %s to %s rank %d and %s rank %d after %.1f ms: %s",
-            run.exchange.request_id,
-            assignment.rid,
-            assignment.prefill,
-            assignment.prefill_rank,
-            assignment.decode,
-            assignment.decode_rank,
-            assignment.held_s * 1000,
-            assignment.reason,
-        )
+        self.in_flight.started(attempt, placement)
+        if logger.isEnabledFor(logging.DEBUG):
+            to = f"{assignment.prefill} rank {assignment.prefill_rank} and "
+            to += f"{assignment.decode} rank {assignment.decode_rank}"
+            held = f"after {assignment.held_s * 1000:.1f} ms: {assignment.reason}"
+            logger.debug("%s: rid %s to %s %s", run.exchange.request_id, assignment.rid, to, held)
         return pair
 
     def _placement(self, assignment: Assignment) -> Placement:
         """Raises: LegFailure, RouterError: it cannot be sent there now."""
-        prefill = self._registry.get(assignment.prefill)
-        decode = self._registry.get(assignment.decode)
-        if prefill is None or decode is None:
-            gone = assignment.prefill if prefill is None else assignment.decode
-            leg: Leg = "prefill" if prefill is None else "decode"
-            raise LegFailure(leg, gone, 503, f"{leg}_unavailable", f"worker {gone} was removed")
+        prefill = self.registry.get(assignment.prefill)
+        decode = self.registry.get(assignment.decode)
+        if prefill is None:
+            raise _unavailable("prefill", assignment.prefill, "was removed")
+        if decode is None:
+            raise _unavailable("decode", assignment.decode, "was removed")
         placement = Placement(prefill, assignment.prefill_rank, decode, assignment.decode_rank)
-        for worker, rank in (
-            (prefill, placement.prefill_rank),
-            (decode, placement.decode_rank),
-        ):
+        for worker, rank in ((prefill, placement.prefill_rank), (decode, placement.decode_rank)):
             if worker.info is None:  # its engine was started anew since it was chosen
-                why = f"{worker.url} has been restarted"
-                raise LegFailure(worker.role, worker.url, 503, f"{worker.role}_unavailable", why)
+                raise _unavailable(worker.role, worker.url, "has been restarted")
             if not 0 <= rank < worker.dp_size:
-                raise RouterError(
-                    500,
-                    "rank_out_of_range",
-                    f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})",
-                )
+                why = f"DP rank {rank} of {worker.url} is outside [0, {worker.dp_size})"
+                raise RouterError(500, "rank_out_of_range", why)
         return placement
 
     def _request(
         self, attempt: Attempt, placement: Placement, gang: GangPart | None
     ) -> PairRequest:
-        """What both legs get."""
         exchange, prefill = attempt.run.exchange, placement.prefill
         plan, ids_json = exchange.plan, attempt.run.prompt.ids_json
-        if ids_json and not self._tokenizers.may_get_ids(plan.kind, prefill, placement.decode):
+        if ids_json and not self.tokenizers.may_get_ids(plan.kind, prefill, placement.decode):
             ids_json = None
         self.sent_as_ids += ids_json is not None
         details = prefill.info is not None and prefill.info.cached_details
@@ -256,7 +225,7 @@ class Attempts:
             plan,
             placement,
             rid=attempt.rid,
-            room=placement.pick_room((gang or _alone()) if self._config.sends_gangs else None),
+            room=placement.pick_room((gang or _alone()) if self.config.sends_gangs else None),
             ids_json=ids_json,
             asks_cached=asks_cached,
         )
@@ -271,6 +240,10 @@ class Attempts:
             needs_prefill_reply=plan.merge_logprobs,
             asks_cached=asks_cached,
         )
+
+
+def _unavailable(role: Leg, url: str, why: str) -> LegFailure:
+    return LegFailure(role, url, 503, f"{role}_unavailable", f"worker {url} {why}")
 
 
 def _alone() -> GangPart:

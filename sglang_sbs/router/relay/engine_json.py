@@ -1,24 +1,37 @@
-"""Answers of engines, opened only as far as somebody has to look into them.
+"""Answers of engines: opened only as far as somebody has to look into them, and what they say.
 
 A long answer is nearly all text, logprobs or hidden states that only pass through: they stay the
 JSON they came as. Unfolding them would take ten times their size, and keep the event loop for a
-second where it reads megabytes.
+second where it reads megabytes. What they say of a request (an abort, an error, how many tokens) is
+SGLang's JSON (``managers/tokenizer_manager.py``, ``entrypoints/openai``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from typing import Any
 
 import msgspec
 import orjson
 
-from sglang_sbs.router.requests.raw_json import JsonError, Raw, list_of, value_of
+from sglang_sbs.router.errors import MAX_MESSAGE_CHARS, LegFailure, leg_aborted, leg_status_failure
+from sglang_sbs.router.limits import MAX_COUNT, clamped_count
+from sglang_sbs.router.requests.raw_json import JsonError, Raw, decoded, list_of, value_of
 
 SHORT_BYTES = 64 << 10
 """What is shorter is unfolded without a thought."""
 _OPENED = ("meta_info", "usage", "logprobs")
 """Objects that are looked into, of an answer or of its choice."""
+
+SSE_ERROR = b'data: {"error"'
+"""An event that begins so reports an error."""
+ABORT_MARK = re.compile(rb'"(?:type|finish_reason)":"abort"')
+"""In an answer of an aborted request, and maybe in others."""
+ABORT_MARK_BYTES = 23
+"""No such mark is longer."""
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_MOST_DIGITS = 18
 
 _members = msgspec.json.Decoder(dict[str, Raw])
 _entries = msgspec.json.Decoder(list[Raw])
@@ -78,7 +91,7 @@ def _opened_object(raw: Raw) -> Parts:
 
 
 class _Spliced:
-    """JSON in pieces that were not copied so far."""
+    """JSON in pieces that were not copied so far. No dataclass: orjson would write it by itself."""
 
     __slots__ = ("pieces",)
 
@@ -121,11 +134,84 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
         return first[: len(first) - leave_out] + second
     texts = [memoryview(v if isinstance(v, Raw) else dumped(v)) for v in (first, second)]
     if leave_out:
-        try:
-            entries = _entries.decode(texts[0])
-        except ValueError as error:
-            raise JsonError(str(error)) from error
+        entries = decoded(_entries, texts[0])
         texts[0] = memoryview(list_of(entries[: len(entries) - leave_out]))
     inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
     pieces = [one for text in inner for one in (b",", text)]
     return _Spliced([b"[", *pieces[1:], b"]"])
+
+
+def abort_of(body: Any) -> tuple[int, str] | None:
+    """Status and message if a response body says that the engine aborted the request."""
+    if not isinstance(body, dict):
+        return None
+    meta = body.get("meta_info")
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        status = reason.get("status_code")
+        if not isinstance(status, int) or not 400 <= status < 600:
+            status = 500
+        return status, str(reason.get("message") or "")
+    choices = body.get("choices")
+    for choice in choices if isinstance(choices, list) else []:
+        if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
+            return 500, ""
+    return None
+
+
+def read_abort(body: bytes | bytearray) -> tuple[int, str] | None:
+    """The same of an answer as it came."""
+    try:
+        return abort_of(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        return None
+
+
+def completion_tokens_of(data: bytes | bytearray) -> int | None:
+    """By the last place where an answer, or the end of a stream, says so."""
+    found = _COMPLETION_TOKENS.match(data, max(0, data.rfind(b'"completion_tokens"')))
+    if found is None:
+        return None
+    digits = found[1]
+    return MAX_COUNT if len(digits) > _MOST_DIGITS else clamped_count(int(digits))
+
+
+def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
+    """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's ``sglext``.
+
+    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``.
+    """
+    meta, usage = body.get("meta_info"), body.get("usage")
+    if isinstance(meta, dict):
+        prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")
+    elif isinstance(usage, dict):
+        prompt = usage.get("prompt_tokens")
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        if asks_cached:
+            extra = body.get("sglext")
+            tiers = (extra if isinstance(extra, dict) else {}).get("cached_tokens_details") or {}
+            cached = sum(tokens for tokens in tiers.values() if isinstance(tokens, int))
+    else:
+        return None, None
+    return (
+        clamped_count(prompt) if isinstance(prompt, int) else None,
+        clamped_count(cached) if isinstance(cached, int) else None,
+    )
+
+
+def sse_failure(worker: str, data: bytes) -> LegFailure | None:
+    """The failure an SSE event of decode reports, if it does."""
+    try:
+        event = orjson.loads(data.split(b"\n\n", 1)[0].removeprefix(b"data:"))
+    except orjson.JSONDecodeError:
+        event = None
+    if isinstance(event, dict) and isinstance(event.get("error"), dict):
+        error = event["error"]
+        code = error.get("code")
+        status = code if isinstance(code, int) and 400 <= code < 600 else 500
+        failure = leg_status_failure("decode", worker, status, b"")
+        failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
+        return failure
+    abort = abort_of(event)
+    return leg_aborted("decode", worker, *abort) if abort is not None else None

@@ -29,21 +29,20 @@ MakeSink = Callable[[], Callable[[bytes], None]]
 
 @dataclass(slots=True)
 class Exchange:
-    """One client request."""
-
-    plan: Plan
     path: str
     headers: bytes
+    """Those that both legs get."""
     request_id: str
+    asked: Asked
     downstream: Downstream
+    pairs: dict[int, Pair]
+    """By unit index: the attempt under way."""
+    plan: Plan
     prompts: list[ReadPrompt]
     """By prompt index."""
     session: str
-    asked: Asked
     priority: int
     """Larger is more urgent."""
-    pairs: dict[int, Pair]
-    """By unit index: the attempt under way."""
     window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_AHEAD))
     ending: bool = False
     """The first of its units failed, or its client left: none is sent any more."""
@@ -51,7 +50,6 @@ class Exchange:
     """By unit index: who has a place in ``window``."""
 
     async def go_ahead(self, index: int) -> None:
-        """Wait for a place in the window."""
         await self.window.acquire()
         self.ahead.add(index)
 

@@ -1,17 +1,16 @@
 """The books on what is in flight: which rid went where, and whose client may abort it.
 
 Owns the table from rid to workers (EndForward is bound through it) and the counters per worker.
-Must not know how a request is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
 
-from sglang_sbs.router.assignment.assigner import Assigner
+from sglang_sbs.router.assignment.assigner import Assigner, Assignment
 from sglang_sbs.router.engines.connection_pool import Pool
 from sglang_sbs.router.errors import Leg, LegFailure, transport_failure
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
@@ -20,6 +19,7 @@ from sglang_sbs.router.relay.exchange import Attempt
 from sglang_sbs.router.relay.leg_answers import PrefillReply
 from sglang_sbs.router.telemetry.metrics import RouterMetrics
 from sglang_sbs.router.telemetry.tracing import Traces
+from sglang_sbs.router.workers.placement import Placement
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Outcome
 from sglang_sbs.scheduling.queue.priority import class_of
@@ -28,30 +28,24 @@ _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
 
 
+@dataclass(eq=False)
 class InFlight:
-    """Also the :class:`PairObserver` of every pair."""
+    """Every pair tells it how it fares."""
 
-    def __init__(
-        self,
-        *,
-        dispatcher: Assigner,
-        pool: Pool,
-        lengths: PromptLengths,
-        metrics: RouterMetrics,
-        worker_key: str | None,
-        traces: Traces | None = None,
-    ) -> None:
-        self._traces = traces
-        self._dispatcher = dispatcher
-        self._pool = pool
-        self._lengths = lengths
-        self._metrics = metrics
-        self.aborts = Aborts(pool, worker_key, metrics.aborts.inc)
-        self._attempts: dict[str, Attempt] = {}
-        self._clients: dict[str, set[asyncio.Task[object]]] = {}
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._aborted: set[asyncio.Task[object]] = set()
-        self._idle = asyncio.Event()
+    dispatcher: Assigner
+    pool: Pool
+    lengths: PromptLengths
+    metrics: RouterMetrics
+    worker_key: InitVar[str | None]
+    traces: Traces | None = None
+    _attempts: dict[str, Attempt] = field(default_factory=dict)
+    _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)
+    """Of client requests, each with the client's ids for it."""
+    _aborted: set[asyncio.Task[object]] = field(default_factory=set)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self, worker_key: str | None) -> None:
+        self.aborts = Aborts(self.pool, worker_key, self.metrics.aborts.inc)
         self._idle.set()
 
     def __len__(self) -> int:
@@ -65,78 +59,60 @@ class InFlight:
 
     def began(self, task: asyncio.Task[object]) -> None:
         """A client request is being served, until :meth:`over`."""
-        self._tasks.add(task)
+        self._tasks[task] = ()
         self._idle.clear()
 
+    def named(self, task: asyncio.Task[object], rids: Sequence[str]) -> None:
+        """From now on it can be aborted by these ids of its client."""
+        self._tasks[task] = rids
+
     def over(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         self._aborted.discard(task)
         if not self._tasks:
             self._idle.set()
 
-    @contextmanager
-    def named(self, rids: Sequence[str], task: asyncio.Task[object]) -> Iterator[None]:
-        """Known by the client's ids meanwhile, so that it can be aborted by them."""
-        for rid in rids:
-            self._clients.setdefault(rid, set()).add(task)
-        try:
-            yield
-        finally:
-            for rid in rids:
-                tasks = self._clients.get(rid)
-                if tasks is not None:
-                    tasks.discard(task)
-                    if not tasks:
-                        del self._clients[rid]
-
     def abort_client_request(self, rid: str) -> int:
         """End the requests whose client id starts with ``rid`` (as SGLang matches); how many."""
-        tasks = {
+        return self._abort(
             task
-            for client_rid, group in self._clients.items()
-            if client_rid.startswith(rid)
-            for task in group
-        }
-        return self._abort(tasks)
+            for task, client_rids in self._tasks.items()
+            if any(client_rid.startswith(rid) for client_rid in client_rids)
+        )
 
     def abort_all(self) -> int:
-        return self._abort(set(self._tasks))
+        return self._abort(self._tasks)
 
-    def _abort(self, tasks: set[asyncio.Task[object]]) -> int:
-        for task in tasks:
-            self._aborted.add(task)
+    def _abort(self, tasks: Iterable[asyncio.Task[object]]) -> int:
+        found = list(tasks)
+        self._aborted.update(found)
+        for task in found:
             task.cancel()
-        return len(tasks)
+        return len(found)
 
     def was_aborted(self, task: asyncio.Task[object]) -> bool:
         """Its cancellation came from here, not from a client that went away."""
         return task in self._aborted
 
     async def wait_idle(self) -> None:
-        """Until no client request is being served."""
         await self._idle.wait()
 
     # Attempts ---------------------------------------------------------------------------------
 
     def announce(self, attempt: Attempt) -> None:
-        """It begins."""
         attempt.announced_s = time.monotonic()
         self._attempts[attempt.rid] = attempt
-        if self._traces is not None:
-            attempt.trace = self._traces.announced()
+        if self.traces is not None:
+            attempt.trace = self.traces.announced()
 
-    def assigned(self, attempt: Attempt) -> None:
+    def assigned(self, attempt: Attempt, assignment: Assignment) -> None:
         """The scheduler let it go."""
-        assignment = attempt.assignment
-        assert assignment is not None
-        self._metrics.class_held(class_of(attempt.arrival.priority), assignment.held_s)
+        self.metrics.class_held(class_of(attempt.arrival.priority), assignment.held_s)
         if attempt.trace is not None:
             attempt.trace.dispatched_ns = time.time_ns()
 
-    def started(self, attempt: Attempt) -> None:
+    def started(self, attempt: Attempt, placement: Placement) -> None:
         """Both legs were sent."""
-        placement = attempt.placement
-        assert placement is not None
         attempt.prefill_open = True
         if attempt.trace is not None:
             attempt.trace.sent_ns = time.time_ns()
@@ -149,9 +125,9 @@ class InFlight:
         self._prefill_over(attempt)
         if attempt.placement is not None:
             attempt.placement.decode.active -= 1
-        self._metrics.attempt_ended(outcome)
-        if attempt.trace is not None and self._traces is not None:
-            self._traces.ended(attempt.trace, attempt.assignment, outcome)
+        self.metrics.attempt_ended(outcome)
+        if attempt.trace is not None and self.traces is not None:
+            self.traces.ended(attempt.trace, attempt.assignment, outcome)
 
     def sessions(self) -> dict[str, int]:
         """How many conversations have a leg in flight, by worker URL; none where it is missing."""
@@ -179,52 +155,48 @@ class InFlight:
             attempt.placement.prefill.active -= 1
             attempt.run.exchange.prefilled(attempt.run.unit.index)
 
-    # PairObserver -----------------------------------------------------------------------------
+    # What pairs tell --------------------------------------------------------------------------
 
     # Booked when what came in together has been passed on: a first byte does not wait for it.
 
     def prefill_came(self, rid: str) -> None:
-        """See :class:`~.pair.PairObserver`. Others are not held until it was read."""
-        self._pool.loop.call_soon(self._dispatcher.prefill_done, rid)
+        """Prefill's reply comes, and is long. Others are not held until it was read."""
+        self.pool.loop.call_soon(self.dispatcher.prefill_done, rid)
 
     def prefill_replied(self, rid: str, reply: PrefillReply) -> None:
-        """See :class:`~.pair.PairObserver`."""
-        self._pool.loop.call_soon(self._book_reply, rid, reply, time.monotonic())
+        self.pool.loop.call_soon(self._book_reply, rid, reply, time.monotonic())
 
     def decode_started(self, rid: str) -> None:
-        """See :class:`~.pair.PairObserver`."""
-        self._pool.loop.call_soon(self._book_start, rid, time.monotonic())
+        self.pool.loop.call_soon(self._book_start, rid, time.monotonic())
 
     def _book_reply(self, rid: str, reply: PrefillReply, now_s: float) -> None:
         attempt = self._attempts.get(rid)
-        self._dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
+        self.dispatcher.prefill_done(rid, reply.prompt_tokens, reply.cached_tokens)
         if attempt is None:
             return
         if attempt.trace is not None:
             attempt.trace.prefill_ns = time.time_ns()
         if attempt.prefill_open:
-            self._metrics.prefill_seconds.observe(now_s - attempt.announced_s)
+            self.metrics.prefill_seconds.observe(now_s - attempt.announced_s)
         self._prefill_over(attempt)
         if reply.prompt_tokens is not None:
-            self._lengths.learn(attempt.run.prompt.length, reply.prompt_tokens)
+            self.lengths.learn(attempt.run.prompt.length, reply.prompt_tokens)
             if reply.cached_tokens is not None and attempt.assignment is not None:
                 expected = attempt.assignment.cached_tokens
-                self._metrics.prefix_found(reply.prompt_tokens, expected, reply.cached_tokens)
+                self.metrics.prefix_found(reply.prompt_tokens, expected, reply.cached_tokens)
 
     def _book_start(self, rid: str, now_s: float) -> None:
         attempt = self._attempts.get(rid)
         if attempt is None or attempt.prefill_open:  # else its reply has said so
-            self._dispatcher.prefill_done(rid)
+            self.dispatcher.prefill_done(rid)
         if attempt is not None:
             self._prefill_over(attempt)
             asked = attempt.arrival
-            self._metrics.first_byte(
+            self.metrics.first_byte(
                 class_of(asked.priority), now_s - attempt.announced_s, asked.ttft_slo_s
             )
             if attempt.trace is not None:
                 attempt.trace.first_byte_ns = time.time_ns()
-
-    # Lost workers -----------------------------------------------------------------------------
 
     def fail_worker(self, worker: Worker) -> None:
         """End what waits for a worker that answers nothing any more.
@@ -251,4 +223,4 @@ class InFlight:
 
 def _lost(leg: Leg, worker: Worker) -> LegFailure:
     detail = "it answers nothing any more, not even health checks"
-    return transport_failure(leg, worker.url, detail, unreachable=False)
+    return transport_failure(leg, worker.url, detail)

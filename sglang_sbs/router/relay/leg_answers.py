@@ -1,7 +1,7 @@
 """The answers of the two legs: collected as they come, bounded, and judged.
 
-One receiver for prefill and one for decode. Each says what its answer means to whoever sent it
-(:class:`LegVerdicts`), and must not know what the other leg does.
+One receiver for prefill and one for decode. Each tells its pair what its answer means, and must not
+know what the other leg does.
 """
 
 from __future__ import annotations
@@ -10,32 +10,27 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from sglang_sbs.router import errors
 from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.response_framing import MalformedResponse
-from sglang_sbs.router.errors import (
-    MAX_ERROR_BYTES,
-    Leg,
-    LegFailure,
-    answer_too_large,
-    leg_aborted,
-    leg_status_failure,
-    own_failure,
-    transport_failure,
-)
-from sglang_sbs.router.lanes import Pace
-from sglang_sbs.router.relay.engine_json import SHORT_BYTES, Parts, opened_in_parts
-from sglang_sbs.router.relay.engine_verdicts import (
+from sglang_sbs.router.relay.engine_json import (
     ABORT_MARK,
     ABORT_MARK_BYTES,
+    SHORT_BYTES,
+    Parts,
     abort_of,
+    opened_in_parts,
     read_abort,
     token_counts,
 )
 from sglang_sbs.router.requests.raw_json import JsonError
 from sglang_sbs.router.workers.placement import Placement
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.relay.pair import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +52,6 @@ Body = bytes | bytearray
 
 @dataclass(frozen=True, slots=True)
 class PrefillReply:
-    """What the prefill leg answered."""
-
     body: dict[str, Any]
     prompt_tokens: int | None
     cached_tokens: int | None
@@ -86,7 +79,6 @@ class PairRequest:
 
     @property
     def prefill(self) -> str:
-        """The worker's URL."""
         return self.placement.prefill.url
 
     @property
@@ -94,104 +86,54 @@ class PairRequest:
         return self.placement.decode.url
 
 
-class LegVerdicts(Protocol):
-    """Who is told what the legs answered."""
-
-    status: int
-    content_type: str
-    """Both of decode's answer."""
-    pace: Pace
-    request: PairRequest
-
-    def leg_failed(self, failure: LegFailure) -> None: ...
-
-    @property
-    def closed(self) -> bool:
-        """Nobody waits for the answers any more."""
-
-    def prefill_came(self) -> None:
-        """Its reply comes, and is long."""
-
-    def prefill_finished(self, reply: PrefillReply) -> None: ...
-
-    def decode_data(self, data: bytes) -> None:
-        """A piece of its stream."""
-
-    def decode_finished(self, body: Body) -> None:
-        """``body`` is empty if it was streamed."""
-
-
+@dataclass(slots=True, eq=False)
 class _Leg:
     """Collects a response; subclasses decide what it means."""
 
-    __slots__ = ("_size", "body", "pair", "status")
-
-    def __init__(self, pair: LegVerdicts) -> None:
-        self.pair = pair
-        self.status = 0
-        self._size = 0
-        self.body = bytearray()
-
-    @property
-    def name(self) -> Leg:
-        raise NotImplementedError
+    name: ClassVar[errors.Leg]
+    pair: Pair
+    status: int = 0
+    body: bytearray = field(default_factory=bytearray)
+    _size: int = 0
+    _aborted: bool = False
+    """There is an abort's mark in ``body``."""
 
     @property
     def worker(self) -> str:
-        raise NotImplementedError
+        return self.pair.request.prefill if self.name == "prefill" else self.pair.request.decode
 
     def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
 
-    def most_bytes(self) -> int:
-        """Of an answer; a longer one is none."""
-        return MAX_ANSWER_BYTES
-
     def body_received(self, data: bytes) -> None:
         self._size += len(data)
-        if self._size > self.most_bytes():
-            raise MalformedResponse(f"its answer is over {self.most_bytes() >> 20} MiB")
-        if self.status == 200 or len(self.body) <= MAX_ERROR_BYTES:
+        if self._size > MAX_ANSWER_BYTES:
+            raise MalformedResponse(f"its answer is over {MAX_ANSWER_BYTES >> 20} MiB")
+        if self.status == 200 or len(self.body) <= errors.MAX_ERROR_BYTES:
             self.body += data
-
-    def message_complete(self) -> None:
-        raise NotImplementedError
 
     def failed(self, error: UpstreamError) -> None:
         if error.kind == "local":
-            self.pair.leg_failed(own_failure(self.name, self.worker, str(error)))
+            self.pair.leg_failed(errors.own_failure(self.name, self.worker, str(error)))
             return
+        kind = error.kind
+        self._broke(str(error), unreachable=kind == "refused", broke_off=kind == "reset")
+
+    def _broke(self, why: str, *, unreachable: bool = False, broke_off: bool = False) -> None:
         self.pair.leg_failed(
-            transport_failure(
-                self.name,
-                self.worker,
-                str(error),
-                unreachable=error.kind == "refused",
-                broke_off=error.kind == "reset",
+            errors.transport_failure(
+                self.name, self.worker, why, unreachable=unreachable, broke_off=broke_off
             )
         )
 
     def _status_failed(self) -> None:
-        self.pair.leg_failed(
-            leg_status_failure(self.name, self.worker, self.status, bytes(self.body))
-        )
+        failure = errors.leg_status_failure(self.name, self.worker, self.status, bytes(self.body))
+        self.pair.leg_failed(failure)
 
 
 class PrefillLeg(_Leg):
     __slots__ = ()
-
-    @property
-    def name(self) -> Leg:
-        return "prefill"
-
-    @property
-    def worker(self) -> str:
-        return self.pair.request.prefill
-
-    @property
-    def _most_logprobs_bytes(self) -> int:
-        stream = self.pair.request.stream
-        return MAX_STREAMED_LOGPROBS_BYTES if stream else MAX_LOGPROBS_BYTES
+    name = "prefill"
 
     @property
     def _is_needed(self) -> bool:
@@ -199,9 +141,13 @@ class PrefillLeg(_Leg):
 
     def body_received(self, data: bytes) -> None:
         before = self._size
-        if self._is_needed and before + len(data) > self._most_logprobs_bytes:
-            self._too_large()
-            return
+        if self._is_needed:
+            streamed = self.pair.request.stream
+            most_bytes = MAX_STREAMED_LOGPROBS_BYTES if streamed else MAX_LOGPROBS_BYTES
+            if before + len(data) > most_bytes:
+                why = f"the logprobs of the prompt are over {most_bytes >> 20} MiB; ask for fewer"
+                self.pair.leg_failed(errors.answer_too_large(self.name, self.worker, why))
+                return
         super().body_received(data)
         if self.status != 200:
             return
@@ -209,11 +155,6 @@ class PrefillLeg(_Leg):
             self.pair.prefill_came()
         if self._size > _SMALL_BYTES and not self._is_needed:
             self.body.clear()  # that it came is all that counts
-
-    def _too_large(self) -> None:
-        most = f"{self._most_logprobs_bytes >> 20} MiB"
-        why = f"the logprobs of the prompt are over {most}; ask for fewer"
-        self.pair.leg_failed(answer_too_large("prefill", self.worker, why))
 
     def message_complete(self) -> None:
         if self.pair.closed:
@@ -243,37 +184,23 @@ class PrefillLeg(_Leg):
             else:
                 self._open_soon(parts)
         except JsonError:
-            self._unusable("the reply is not a JSON object")
+            self._broke("the reply is not a JSON object")
         except Exception as error:
             logger.exception("an answer of %s could not be used", self.worker)
-            self._unusable(f"unusable response: {error}")
-
-    def _unusable(self, why: str) -> None:
-        self.pair.leg_failed(transport_failure("prefill", self.worker, why, unreachable=False))
+            self._broke(f"unusable response: {error}")
 
     def _opened(self, body: dict[str, Any]) -> None:
         abort = abort_of(body)
         if abort is not None:
-            self.pair.leg_failed(leg_aborted("prefill", self.worker, *abort))
+            self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
             return
         counts = token_counts(body, self.pair.request.asks_cached)
         self.pair.prefill_finished(PrefillReply(body, *counts, len(self.body)))
 
 
 class DecodeLeg(_Leg):
-    __slots__ = ("_aborted",)
-
-    def __init__(self, pair: LegVerdicts) -> None:
-        super().__init__(pair)
-        self._aborted = False
-
-    @property
-    def name(self) -> Leg:
-        return "decode"
-
-    @property
-    def worker(self) -> str:
-        return self.pair.request.decode
+    __slots__ = ()
+    name = "decode"
 
     def head_received(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = self.pair.status = status
@@ -295,18 +222,16 @@ class DecodeLeg(_Leg):
         if self.status != 200:
             self._status_failed()
             return
-        if not self.pair.request.stream and self._aborted:
-            abort = (500, "") if len(self.body) > _SMALL_BYTES else read_abort(self.body)
-            if abort is not None:
-                self.pair.leg_failed(leg_aborted("decode", self.worker, *abort))
-                return
-        if not self.pair.request.stream and not _looks_like_json(self.body):
-            self.failed(UpstreamError("protocol", "the reply is not a JSON object"))
-            return
         small = len(self.body) <= _SMALL_BYTES
+        if not self.pair.request.stream:
+            abort = None
+            if self._aborted:
+                abort = read_abort(self.body) if small else (500, "")
+            if abort is not None:
+                self.pair.leg_failed(errors.leg_aborted(self.name, self.worker, *abort))
+                return
+            # It begins and ends as an object does: all that can be told without parsing it.
+            if self.body[:1] != b"{" or self.body[-_END_BYTES:].rstrip()[-1:] != b"}":
+                self._broke("the reply is not a JSON object")
+                return
         self.pair.decode_finished(bytes(self.body) if small else self.body)
-
-
-def _looks_like_json(body: bytearray) -> bool:
-    """Whether it begins and ends as an object does: all that can be told without parsing it."""
-    return body[:1] == b"{" and body[-_END_BYTES:].rstrip()[-1:] == b"}"

@@ -1,7 +1,7 @@
 """Answers put together: several single requests into one, prefill's logprobs into decode's.
 
-Owns the JSON of merged responses and stream events. Must not know sockets. Indices, sums and the
-order of outputs are those SGLang itself would give (prompt by prompt, sample by sample).
+Indices, sums and the order of outputs are those SGLang itself would give (prompt by prompt, sample
+by sample).
 """
 
 from __future__ import annotations
@@ -59,35 +59,32 @@ class SseSplitter:
         start, look = 0, self._seen
         while (end := self._buffer.find(_EVENT_END, look)) >= 0:
             next_start = end + len(_EVENT_END)
-            payload: bytes | memoryview | None
+            event: bytes | memoryview
             if end - start > SHORT_BYTES:
-                whole = self._buffer
-                self._buffer, next_start = whole[next_start:], 0
-                payload = _long_payload(memoryview(whole)[start:end])
+                event = memoryview(self._buffer)[start:end]
+                self._buffer, next_start = self._buffer[next_start:], 0
             else:
-                payload = _payload(bytes(self._buffer[start:end]))
+                event = bytes(self._buffer[start:end])
+            payload = _payload(event)
             if payload is not None:
                 payloads.append(payload)
             start = look = next_start
         del self._buffer[:start]
         if len(self._buffer) > MAX_EVENT_BYTES:
-            raise EventTooLarge(
-                f"an event of the stream is over {MAX_EVENT_BYTES >> 20} MiB: ask for fewer tokens"
-            )
+            most = f"{MAX_EVENT_BYTES >> 20} MiB"
+            raise EventTooLarge(f"an event of the stream is over {most}: ask for fewer tokens")
         self._seen = max(0, len(self._buffer) - 1)
         return payloads
 
 
-def _payload(event: bytes) -> bytes | None:
-    event = event.lstrip(b"\n")
-    return event[len(_DATA) :].strip() if event.startswith(_DATA) else None
-
-
-def _long_payload(event: memoryview) -> memoryview | None:
-    """The same with the spaces around it."""
+def _payload(event: bytes | memoryview) -> bytes | memoryview | None:
+    """Of a long one with the spaces around it."""
     begin = bytes(event[:1]).count(b"\n")  # more of them would have been an end
     end = begin + len(_DATA)
-    return event[end:] if event[begin:end] == _DATA else None
+    if event[begin:end] != _DATA:
+        return None
+    payload = event[end:]
+    return payload.strip() if isinstance(payload, bytes) else payload
 
 
 def sse(value: Any) -> list[bytes | memoryview]:
@@ -165,9 +162,8 @@ class UsageSum:
                 self.value.setdefault(key, 0 if isinstance(amount, int) else amount)
                 continue
             self.value[key] = _sum(self.value.get(key), amount)
-        self.value["total_tokens"] = self.value.get("prompt_tokens", 0) + self.value.get(
-            "completion_tokens", 0
-        )
+        prompt, completion = (self.value.get(f"{n}_tokens", 0) for n in ("prompt", "completion"))
+        self.value["total_tokens"] = prompt + completion
 
 
 def _sum(left: Any, right: Any) -> Any:
@@ -257,9 +253,8 @@ class StreamMerger:
 
     def end(self) -> bytes:
         """The summed usage, if any, and the end mark."""
-        usage: Sequence[bytes | memoryview] = ()
-        if self._usage_event is not None:
-            usage = sse(self._usage_event | {"usage": self._usage.value})
+        event = self._usage_event
+        usage = [] if event is None else sse(event | {"usage": self._usage.value})
         return b"".join((*usage, b"data: [DONE]\n\n"))
 
 

@@ -1,8 +1,8 @@
 """One attempt at a request: its prefill leg and its decode leg, as one thing that works or fails.
 
 Owns both exchanges, the verdict on the pair, and the abort of both. What one leg's answer means is
-:mod:`.leg_answers`'. Must not know clients, retries or the scheduler: it reports through
-:class:`PairObserver` and is awaited.
+:mod:`.leg_answers`'. Must not know clients or retries: :class:`~.in_flight.InFlight` is told how it
+fares, and who sent it waits for it.
 
 Decode's body goes to ``sink`` in the callback that received it. Prefill is watched on the side:
 its failure fails the pair only until decode has produced its first byte, for from then on decode
@@ -16,13 +16,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sglang_sbs.router.engines.connection import Receiver
-from sglang_sbs.router.engines.connection_pool import Call, Pool, request_head
+from sglang_sbs.router.engines.connection_pool import Call, request_head
 from sglang_sbs.router.errors import EventTooLarge, LegFailure, answer_too_large, transport_failure
 from sglang_sbs.router.lanes import Pace
-from sglang_sbs.router.relay.engine_verdicts import (
+from sglang_sbs.router.relay.engine_json import (
     ABORT_MARK,
     SSE_ERROR,
     completion_tokens_of,
@@ -35,6 +35,9 @@ from sglang_sbs.router.relay.leg_answers import (
     PrefillLeg,
     PrefillReply,
 )
+
+if TYPE_CHECKING:
+    from sglang_sbs.router.relay.in_flight import InFlight
 
 logger = logging.getLogger(__name__)
 
@@ -51,33 +54,15 @@ _ABORT_AGAIN_S = 1.0
 """An engine that is still tokenizing ignores an abort; young legs get a second one after this."""
 
 
-class PairObserver(Protocol):
-    """Who is told how a pair fares."""
-
-    def prefill_came(self, rid: str) -> None:
-        """Its reply comes; it is long, and what it says will be told when it was read."""
-
-    def prefill_replied(self, rid: str, reply: PrefillReply) -> None: ...
-    def decode_started(self, rid: str) -> None: ...
-
-
-class Aborter(Protocol):
-    """Sends ``POST /abort_request`` to an engine, not waiting for the answer."""
-
-    def __call__(self, worker_url: str, rid: str) -> None: ...
-
-
 class Pair:
     """``sink`` takes decode's stream; without streaming the whole body is in ``body``."""
 
     def __init__(
         self,
-        pool: Pool,
         request: PairRequest,
-        observer: PairObserver,
-        abort: Aborter,
+        in_flight: InFlight,
         sink: Callable[[bytes], None] | None,
-        pace: Pace | None = None,
+        pace: Pace,
     ) -> None:
         """``pace`` is that of all pairs."""
         self.request = request
@@ -86,12 +71,15 @@ class Pair:
         self.content_type = ""
         self.body: Body = b""
         self.prefill_reply: PrefillReply | None = None
-        self.pace = pace or Pace()
+        self.pace = pace
         self.chunks = 0
         """Events of the stream so far."""
-        self._pool = pool
-        self._observer = observer
-        self._send_abort = abort
+        self.opened = False
+        """Decode's first byte is there, or the whole of an answer that is not streamed."""
+        self.closed = False
+        """Aborted: whatever comes now is for nobody."""
+        self._in_flight = in_flight
+        self._pool = in_flight.pool
         self._sink = sink
         self._waits_for_prefill = request.needs_prefill_reply
         self._held: deque[bytes] = deque()
@@ -99,13 +87,11 @@ class Pair:
         self._held_bytes = 0
         self._paused = False
         self._tail = b""
-        self._opened = False
         self._done = False
         self._failure: LegFailure | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._prefill_over = False
         self._decode_over = False
-        self._closed = False
         self._started_s = time.monotonic()
         # Prefill first: it is the one that queues. Both writes leave in this very callback.
         to = request.placement.prefill_origin, request.placement.decode_origin
@@ -121,12 +107,8 @@ class Pair:
     # For the relay ----------------------------------------------------------------------------
 
     async def wait_open(self) -> None:
-        """Until decode's first byte (streaming) or its whole answer is there.
-
-        Raises:
-            LegFailure: a leg failed first; both are aborted already.
-        """
-        while not self._opened:
+        """Raises: LegFailure, a leg failed first; both are aborted already."""
+        while not self.opened:
             await self._wait()
 
     async def wait_done(self) -> None:
@@ -143,11 +125,15 @@ class Pair:
         finally:
             self._waiter = None
 
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
     def abort(self) -> None:
         """End both legs now, on the engines too. Does nothing once both are over."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._sink = None
         if not self._prefill_over:
             self._abort_leg(self.prefill_call)
@@ -159,29 +145,21 @@ class Pair:
         call.cancel()
         if not sent:
             return
-        self._send_abort(call.origin, self.rid)
+        send = self._in_flight.aborts.send
+        send(call.origin, self.rid)
         if time.monotonic() - self._started_s < _ABORT_AGAIN_S:
-            self._pool.loop.call_later(_ABORT_AGAIN_S, self._send_abort, call.origin, self.rid)
-
-    @property
-    def opened(self) -> bool:
-        return self._opened
+            self._pool.loop.call_later(_ABORT_AGAIN_S, send, call.origin, self.rid)
 
     def pause(self) -> None:
         """Stop reading from decode: the client is slow."""
         self._paused = True
-        self.decode_call.pause()
+        self.decode_call.set_paused(True)
 
     def resume(self) -> None:
         self._paused = False
-        self.decode_call.resume()
+        self.decode_call.set_paused(False)
         if self._held and not self._waits_for_prefill:
             self._release()
-
-    @property
-    def closed(self) -> bool:
-        """Aborted: whatever comes now is for nobody."""
-        return self._closed
 
     @property
     def engine_failed(self) -> bool:
@@ -191,40 +169,36 @@ class Pair:
     @property
     def completion_tokens(self) -> int | None:
         """As the answer says, else counted by stream events; ``None`` if neither helps."""
-        data = self._tail or self.body
-        said = completion_tokens_of(data)
+        said = completion_tokens_of(self._tail or self.body)
         return (self.chunks or None) if said is None else said
 
     # Verdicts (from the legs) -----------------------------------------------------------------
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
     def leg_failed(self, failure: LegFailure) -> None:
-        if self._closed or self._done:
+        if self.closed or self._done:
             return
+        over = not failure.transport or failure.unreachable
         if failure.leg == "prefill":
-            self._prefill_over = not failure.transport or failure.unreachable
-            if self._opened:
+            self._prefill_over = over
+            if self.opened:
                 return
         else:
-            self._decode_over = not failure.transport or failure.unreachable
+            self._decode_over = over
         self._failure = failure
         self.abort()
         self._wake()
 
     def prefill_came(self) -> None:
-        if not self._closed:
-            self._observer.prefill_came(self.rid)
+        if not self.closed:
+            self._in_flight.prefill_came(self.rid)
 
     def prefill_finished(self, reply: PrefillReply) -> None:
         self._prefill_over = True
-        if self._closed:
+        if self.closed:
             return
         self.prefill_reply = reply
         self._waits_for_prefill = False
-        self._observer.prefill_replied(self.rid, reply)
+        self._in_flight.prefill_replied(self.rid, reply)
         if self._held:
             self.resume()
         elif self._decode_over:
@@ -235,7 +209,7 @@ class Pair:
         prefill's logprobs."""
         while self._held and not self._paused:
             self._forward(self._held.popleft())
-            if self._failure is not None or self._closed:
+            if self._failure is not None or self.closed:
                 return
         if not self._held and self._decode_over:
             self._complete()
@@ -250,7 +224,7 @@ class Pair:
         self._forward(data)
 
     def _forward(self, data: bytes) -> None:
-        if not self._opened:
+        if not self.opened:
             failure = self._first_event_failure(data)
             if failure is not None:
                 self.leg_failed(failure)
@@ -268,29 +242,30 @@ class Pair:
             # A sink that edits events parses them: what it cannot read is decode's fault.
             why = repr(error)  # who keeps the line must not keep what led to it
             logger.warning("unreadable event in the stream of %s: %s", self.request.decode, why)
-            self.leg_failed(self._decode_broke("unreadable event in its stream"))
+            self._decode_broke("unreadable event in its stream")
 
     def _open(self) -> None:
-        self._opened = True
-        self._observer.decode_started(self.rid)
+        self.opened = True
+        self._in_flight.decode_started(self.rid)
         self._wake()
 
     def _first_event_failure(self, data: bytes) -> LegFailure | None:
         """SGLang reports errors of a stream inside it: catch them while a retry is possible."""
         if self._event_stream and not data.lstrip().startswith(_SSE_STARTS):
-            return self._decode_broke("what it streams are no events")
-        if not (data.startswith(SSE_ERROR) or ABORT_MARK.search(data)):
-            return None
-        return sse_failure(self.request.decode, data)
+            return transport_failure("decode", self.request.decode, "what it streams are no events")
+        if data.startswith(SSE_ERROR) or ABORT_MARK.search(data):
+            return sse_failure(self.request.decode, data)
+        return None
 
     @property
     def _event_stream(self) -> bool:
         return self.request.stream and self.content_type.startswith(_EVENT_STREAM)
 
-    def _decode_broke(self, detail: str) -> LegFailure:
-        return transport_failure("decode", self.request.decode, detail, unreachable=False)
+    def _decode_broke(self, detail: str) -> None:
+        self.leg_failed(transport_failure("decode", self.request.decode, detail))
 
     def decode_finished(self, body: Body) -> None:
+        """``body`` is empty if it was streamed."""
         self._decode_over = True
         self.body = body
         if self.request.stream or not self.request.needs_prefill_reply or self.prefill_reply:
@@ -299,18 +274,18 @@ class Pair:
     def _complete(self) -> None:
         if self._held or self._failure is not None:
             return
-        if not self._opened:
+        if not self.opened:
             if self.request.stream:
-                self.leg_failed(self._decode_broke("the stream is empty"))
+                self._decode_broke("the stream is empty")
                 return
             self._open()
         elif self._event_stream and _END_MARK not in self._tail:
             # SGLang ends every stream with the mark, also one that reports an error.
-            self.leg_failed(self._decode_broke("the stream ended without [DONE]"))
+            self._decode_broke("the stream ended without [DONE]")
             return
         self._done = True
         self._sink = None
-        if not self._prefill_over and not self._closed:
+        if not self._prefill_over and not self.closed:
             self._pool.loop.call_later(_SETTLE_S, self._give_up_prefill)
         self._wake()
 

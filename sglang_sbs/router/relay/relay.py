@@ -1,7 +1,6 @@
 """From a client request to its answer: its plan, its units side by side, and what they answer.
 
-Owns the life of a client request. Each of its units is :mod:`.attempts`', JSON is
-:mod:`.merged_answers`'.
+Each of its units is :mod:`.attempts`', JSON is :mod:`.merged_answers`'.
 """
 
 from __future__ import annotations
@@ -10,32 +9,25 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from aiohttp import web
 
 from sglang_sbs.router.answer import Answer
 from sglang_sbs.router.client.answer_stream import Downstream
-from sglang_sbs.router.client.client import Client
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure, without_frames
 from sglang_sbs.router.lanes import Lanes
 from sglang_sbs.router.options.config import LEGS_GROWTH, PlanLimits, RelayConfig
 from sglang_sbs.router.prompts.reader import PromptReader
+from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
 from sglang_sbs.router.relay.exchange import Exchange
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.relay.leg_answers import Body
-from sglang_sbs.router.relay.merged_answers import (
-    NoAnswer,
-    StreamMerger,
-    event_sink,
-    merge_answers,
-    merge_echoed_logprobs,
-    merge_input_logprobs,
-    restore_rid,
-    sse,
-)
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.headers import Asked, session_header
 from sglang_sbs.router.requests.plan import Plan, RouteKind, Unit, plan_request
@@ -58,34 +50,26 @@ _JOINED_BYTES = 512 << 10
 """Of an answer, copied in one turn of the event loop."""
 
 
+@dataclass(eq=False)
 class Relay:
-    def __init__(
-        self,
-        config: RelayConfig,
-        *,
-        attempts: Attempts,
-        prompts: PromptReader,
-        metrics: RouterMetrics,
-        admission: Admission,
-        in_flight: InFlight,
-        lanes: Lanes,
-    ) -> None:
-        self._config = config
-        self.attempts = attempts
-        self._prompts = prompts
-        self._metrics = metrics
-        self._admission = admission
-        self._in_flight = in_flight
-        self._lanes = lanes
+    config: RelayConfig
+    attempts: Attempts
+    prompts: PromptReader
+    metrics: RouterMetrics
+    admission: Admission
+    in_flight: InFlight
+    lanes: Lanes
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.bodies = Bodies(config.max_bodies_bytes)
-        self._limits = PlanLimits(
-            config.max_samples, config.max_units, LEGS_GROWTH * config.max_payload_bytes
-        )
+        legs_bytes = LEGS_GROWTH * config.max_payload_bytes
+        self._limits = PlanLimits(config.max_samples, config.max_units, legs_bytes)
 
     async def handle(
-        self, client: Client, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
-    ) -> Answer | None:
-        """Answer one client request; ``None``: the answer was streamed to the client.
+        self, request: web.Request, kind: RouteKind, headers: bytes, request_id: str, asked: Asked
+    ) -> Answer | web.StreamResponse:
+        """Answer one client request; a stream has been sent already.
 
         ``headers`` are those that both legs get; ``asked`` is what the others say.
 
@@ -96,105 +80,84 @@ class Relay:
         task = asyncio.current_task()
         assert task is not None
         # From the first byte on: a request whose body is still coming is waited for at the end.
-        self._in_flight.began(task)
+        self.in_flight.began(task)
         try:
-            return await self._serve(client, kind, headers, request_id, asked, task)
+            with self.bodies.share() as share:
+                plan = await self._plan(kind, request, share)
+                self.in_flight.named(task, plan.client_rids)
+                prompts = await self.prompts.read(plan)
+                plan.forget_values()
+                sign = -1 if self.config.low_priority_values_first else 1
+                pairs: dict[int, Pair] = {}
+                exchange = Exchange(
+                    path=PATHS[kind],
+                    headers=headers,
+                    request_id=request_id,
+                    asked=asked,
+                    downstream=Downstream(request, pairs),
+                    pairs=pairs,
+                    plan=plan,
+                    prompts=prompts,
+                    session=session_header(headers) or plan.session,
+                    priority=clamped_priority(sign * plan.priority),
+                )
+                async with self.admission.slot(len(plan.units)):
+                    return await self._serve(exchange, task)
         except (RouterError, ConnectionError, asyncio.CancelledError) as error:
-            if not isinstance(error, asyncio.CancelledError) or not self._in_flight.was_aborted(
-                task
-            ):
+            if not self._ended_here(error, task):
                 raise without_frames(error) from None
-            task.uncancel()
         finally:
-            self._in_flight.over(task)
+            self.in_flight.over(task)
         raise _aborted()
 
+    def _ended_here(self, error: BaseException, task: asyncio.Task[Any]) -> bool:
+        """Whether it was aborted by its id, or at the router's end: it goes on with an answer."""
+        ended = isinstance(error, asyncio.CancelledError) and self.in_flight.was_aborted(task)
+        if ended:
+            task.uncancel()
+        return ended
+
     async def _serve(
-        self,
-        client: Client,
-        kind: RouteKind,
-        headers: bytes,
-        request_id: str,
-        asked: Asked,
-        task: asyncio.Task[Any],
-    ) -> Answer | None:
-        with self.bodies.share() as share:
-            plan = await self._plan(kind, client, share)
-            return await self._serve_plan(client, plan, headers, request_id, asked, task)
+        self, exchange: Exchange, task: asyncio.Task[Any]
+    ) -> Answer | web.StreamResponse:
+        downstream = exchange.downstream
+        try:
+            async with asyncio.timeout(self.config.request_timeout_s):
+                return await self._answer(exchange)
+        except TimeoutError:
+            limit = self.config.request_timeout_s
+            message = f"no complete answer within {limit:g} s (--request-timeout-secs)"
+            error = RouterError(504, "request_timeout", message)
+        except RouterError as caught:
+            error = caught
+        except asyncio.CancelledError as cancelled:
+            if not self._ended_here(cancelled, task):
+                raise
+            error = _aborted()
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception:
+            if downstream.response is None:
+                raise
+            logger.exception("%s: the stream broke here", exchange.request_id)
+            error = RouterError(500, "internal_error", "internal error in the router")
+        if downstream.response is None:
+            raise error
+        downstream.push(without_frames(error).sse_event())
+        self.metrics.stream_broken(error)
+        return await downstream.finish()
 
-    async def _serve_plan(
-        self,
-        client: Client,
-        plan: Plan,
-        headers: bytes,
-        request_id: str,
-        asked: Asked,
-        task: asyncio.Task[Any],
-    ) -> Answer | None:
-        pairs: dict[int, Pair] = {}
-        with self._in_flight.named(plan.client_rids, task):
-            prompts = await self._prompts.read(plan)
-            plan.forget_values()
-            exchange = Exchange(
-                plan=plan,
-                path=PATHS[plan.kind],
-                headers=headers,
-                request_id=request_id,
-                downstream=Downstream(client, pairs),
-                pairs=pairs,
-                prompts=prompts,
-                session=session_header(headers) or plan.session,
-                asked=asked,
-                priority=self._priority_of(plan),
-            )
-            async with self._admission.slot(len(plan.units)):
-                try:
-                    async with asyncio.timeout(self._config.request_timeout_s):
-                        return await self._answer(exchange)
-                except TimeoutError:
-                    limit = self._config.request_timeout_s
-                    error = RouterError(
-                        504,
-                        "request_timeout",
-                        f"no complete answer within {limit:g} s (--request-timeout-secs)",
-                    )
-                except RouterError as caught:
-                    error = caught
-                except asyncio.CancelledError:
-                    if not self._in_flight.was_aborted(task):
-                        raise
-                    task.uncancel()
-                    error = _aborted()
-                except ConnectionError:
-                    raise  # the client is gone
-                except Exception:
-                    if not exchange.downstream.opened:
-                        raise
-                    logger.exception("%s: the stream broke here", request_id)
-                    error = RouterError(500, "internal_error", "internal error in the router")
-                if not exchange.downstream.opened:
-                    raise error
-                exchange.downstream.push(without_frames(error).sse_event())
-                self._metrics.stream_broken(error)
-                await exchange.downstream.finish()
-                return None
-
-    async def _plan(self, kind: RouteKind, client: Client, share: BodyShare) -> Plan:
-        body = await share.read(client, self._config.max_payload_bytes)
+    async def _plan(self, kind: RouteKind, request: web.Request, share: BodyShare) -> Plan:
+        body = await share.read(request, self.config.max_payload_bytes)
         if len(body) <= _QUICK_BYTES and body.count(b",") <= _QUICK_VALUES:
             return plan_request(kind, body, self._limits)
-        return await self._lanes.run(len(body), plan_request, kind, body, self._limits)
+        return await self.lanes.run(len(body), plan_request, kind, body, self._limits)
 
-    def _priority_of(self, plan: Plan) -> int:
-        sign = -1 if self._config.low_priority_values_first else 1
-        return clamped_priority(sign * plan.priority)
-
-    async def _answer(self, exchange: Exchange) -> Answer | None:
+    async def _answer(self, exchange: Exchange) -> Answer | web.StreamResponse:
         plan = exchange.plan
         if plan.stream:
             await self._stream(exchange)
-            await exchange.downstream.finish()
-            return None
+            return await exchange.downstream.finish()
         if plan.single:
             pair = await self.attempts.run(exchange, plan.units[0], None)
             return Answer(pair.status, await self._body_of(plan, pair, 0), pair.content_type)
@@ -211,14 +174,12 @@ class Relay:
         size = sum(map(len, answers))
         try:
             if size <= _QUICK_BYTES:
-                merged = merge_answers(plan, answers)
+                merged = merged_answers.merge_answers(plan, answers)
             else:
-                merged = await self._lanes.run(size, merge_answers, plan, answers)
-        except NoAnswer as error:
+                merged = await self.lanes.run(size, merged_answers.merge_answers, plan, answers)
+        except merged_answers.NoAnswer as error:
             raise _no_answer(engines[error.args[0]]) from error
         return Answer(200, await _joined(merged), "application/json")
-
-    # Edits of complete answers and stream events ----------------------------------------------
 
     async def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
         if not plan.edits_answers:
@@ -251,12 +212,12 @@ class Relay:
         """``first``: a whole answer, or the first event of a stream."""
         if plan.merge_logprobs and pair.prefill_reply is not None:
             if plan.kind == "generate":
-                merge_input_logprobs(output, pair.prefill_reply.body)
+                merged_answers.merge_input_logprobs(output, pair.prefill_reply.body)
             elif first:
-                merge_echoed_logprobs(output, pair.prefill_reply.body)
+                merged_answers.merge_echoed_logprobs(output, pair.prefill_reply.body)
         client_rid = plan.client_rid(position)
         if client_rid is not None:
-            restore_rid(output, pair.rid, client_rid)
+            merged_answers.restore_rid(output, pair.rid, client_rid)
         return output
 
     async def _stream(self, exchange: Exchange) -> None:
@@ -264,7 +225,7 @@ class Relay:
         if plan.single and not plan.edits_answers:
             await self.attempts.run(exchange, plan.units[0], lambda: downstream.push)
             return
-        merger = StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
+        merger = merged_answers.StreamMerger(plan, plan.client_rid(0) or uuid.uuid4().hex)
 
         def sink_of(unit: Unit) -> Callable[[], Callable[[bytes], None]]:
             begun = False
@@ -274,17 +235,15 @@ class Relay:
                 pair = exchange.pairs[unit.index]
                 edited = self._edited(plan, pair, event, unit.index, first=not begun)
                 begun = True
-                return sse(edited) if plan.single else merger.event(unit, edited)
+                return merged_answers.sse(edited) if plan.single else merger.event(unit, edited)
 
-            return lambda: event_sink(transform, downstream.push)
+            return lambda: merged_answers.event_sink(transform, downstream.push)
 
         async def run(unit: Unit) -> None:
             await self.attempts.run(exchange, unit, sink_of(unit))
 
         await self._run_all(exchange, run)
         downstream.push(merger.end())
-
-    # Units ------------------------------------------------------------------------------------
 
     async def _run_all(
         self, exchange: Exchange, run: Callable[[Unit], Coroutine[Any, Any, None]]
@@ -368,4 +327,4 @@ def _aborted() -> RouterError:
 
 def _no_answer(engine: str, role: Leg = "decode") -> LegFailure:
     message = "the reply is not a JSON object as SGLang's"
-    return transport_failure(role, engine, message, unreachable=False)
+    return transport_failure(role, engine, message)

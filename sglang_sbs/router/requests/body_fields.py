@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.limits import MAX_COUNT, MAX_SESSION_CHARS
+from sglang_sbs.router.limits import MAX_SESSION_CHARS, clamped_count
 from sglang_sbs.router.requests.raw_json import (
     MOST_SHOWN,
     Raw,
@@ -117,20 +117,15 @@ def namespace_of(fields: Fields) -> Namespace | None:
 
 
 def session_of(body: Mapping[str, Raw]) -> str:
-    for name in _SESSION_FIELDS:
-        if session := text_of(body, name):
-            return session
-    return ""
+    return next(filter(None, (text_of(body, name) for name in _SESSION_FIELDS)), "")
 
 
 def priority_of(body: Mapping[str, Raw]) -> int:
     raw = given(body, "priority")
-    if raw is None:
-        return 0
-    value = scalar(body, "priority")
-    if not isinstance(value, int) or isinstance(value, bool):
+    value = 0 if raw is None else scalar(body, "priority")
+    if raw is not None and type(value) is not int:
         raise bad_request(f"priority must be a whole number, as in 1, not {shown(raw)}")
-    return value
+    return int(value)
 
 
 def text_of(body: Mapping[str, Raw], name: str) -> str:
@@ -157,15 +152,13 @@ def text_bytes_of(messages: Raw) -> int:
 
 def output_limit(value: Any) -> int | None:
     """A limit of output tokens as the scheduler may count with; the engine judges nonsense."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    return min(max(0, value), MAX_COUNT)
+    return clamped_count(value) if type(value) is int else None
 
 
 def positive(name: str, value: Any) -> int:
     if value is None:
         return 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if type(value) is not int or value < 1:
         scalar = isinstance(value, str | int | float)
         told = str(value)[:MOST_SHOWN] if scalar else f"a {type(value).__name__}"
         raise bad_request(f"{name} must be a whole number >= 1, not {told}")

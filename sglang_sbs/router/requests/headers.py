@@ -1,7 +1,4 @@
-"""Request headers: which of them both legs get, and what the others ask of the scheduler.
-
-Owns what is read from a client's headers. Must not know its body.
-"""
+"""Request headers: which of them both legs get, and what the others ask of the scheduler."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.limits import MAX_SESSION_CHARS
+from sglang_sbs.router.requests.body_fields import bad_request
 from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
 
 SLO_HEADER = "x-sgl-ttft-slo-ms"
@@ -18,23 +15,18 @@ SLO_HEADER = "x-sgl-ttft-slo-ms"
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
 """No line breaks: what is forwarded stays one header. The parser in front sees to it as well."""
 
+_ID_HEADER, _SESSION_HEADER = "x-request-id", "x-smg-routing-key"
 _FORWARDED_HEADERS = frozenset(
-    {
-        "authorization",
-        "x-request-id",
-        "x-correlation-id",
-        "traceparent",
-        "tracestate",
-        "x-smg-routing-key",
-    }
+    {"authorization", "x-correlation-id", "traceparent", "tracestate", _SESSION_HEADER}
 )
+_MILLISECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
 
 
 def session_header(headers: bytes) -> str:
     """``x-smg-routing-key`` of forwarded header lines: what a client calls its conversation."""
     for line in headers.split(b"\r\n"):
         name, _, value = line.partition(b": ")
-        if name == b"x-smg-routing-key":
+        if name == _SESSION_HEADER.encode():
             return value.decode("utf-8", "replace")[:MAX_SESSION_CHARS]
     return ""
 
@@ -47,11 +39,11 @@ def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> by
     """
     lines = []
     if _HEADER_VALUE.fullmatch(request_id):
-        lines.append(f"x-request-id: {request_id}\r\n")
+        lines.append(f"{_ID_HEADER}: {request_id}\r\n")
     for name, value in headers:
         lower = name.lower()
-        passes = lower in _FORWARDED_HEADERS or lower.startswith("x-request-id-")
-        if passes and lower != "x-request-id" and _HEADER_VALUE.fullmatch(value):
+        passes = lower in _FORWARDED_HEADERS or lower.startswith(f"{_ID_HEADER}-")
+        if passes and _HEADER_VALUE.fullmatch(value):
             lines.append(f"{lower}: {value}\r\n")
     return "".join(lines).encode("utf-8", "surrogateescape")
 
@@ -73,27 +65,19 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> A
     slo = _only(headers, SLO_HEADER)
     tenant = None if tenant_header is None else _only(headers, tenant_header)
     if tenant is not None and len(tenant) > MOST_TENANT_CHARS:
-        raise _bad_header(
-            f"{tenant_header} has {len(tenant)} characters: write at most {MOST_TENANT_CHARS}"
-        )
+        most = f"write at most {MOST_TENANT_CHARS}"
+        raise bad_request(f"{tenant_header} has {len(tenant)} characters: {most}")
     return Asked(None if slo is None else _milliseconds(slo) / 1e3, tenant or "")
 
 
 def _only(headers: Sequence[tuple[str, str]], name: str) -> str | None:
     values = [value.strip() for key, value in headers if key.lower() == name]
     if len(values) > 1:
-        raise _bad_header(f"{name} is there {len(values)} times: write it once")
+        raise bad_request(f"{name} is there {len(values)} times: write it once")
     return values[0] if values else None
 
 
 def _milliseconds(text: str) -> float:
     if not _MILLISECONDS.fullmatch(text) or float(text) <= 0:
-        raise _bad_header(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {text!r:.40}")
+        raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {text!r:.40}")
     return float(text)
-
-
-_MILLISECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
-
-
-def _bad_header(message: str) -> RouterError:
-    return RouterError(400, "invalid_request", message)

@@ -1,8 +1,7 @@
 """What a client request becomes: single requests, and what their bodies have in common.
 
 Owns which fields of SGLang's request JSON a client may give, and how large all legs may be. Its
-prompts are :mod:`.splitting`'s, the bodies of the legs :mod:`.legs`'. Must not know how a request
-is sent or where to.
+prompts are :mod:`.splitting`'s, the bodies of the legs :mod:`.legs`'.
 """
 
 from __future__ import annotations
@@ -30,26 +29,12 @@ from sglang_sbs.router.requests.splitting import Prompt, split_generate, split_o
 RouteKind = Literal["generate", "completions", "chat"]
 
 _INTERNAL_FIELDS = (
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "bootstrap_pair_key",
-    "decode_tp_size",
-    "routed_dp_rank",
-    "data_parallel_rank",
-    "disagg_prefill_dp_rank",
-    "http_worker_ipc",
-    "need_wait_for_mm_inputs",
-    "num_items_assigned",
-    "received_time",
-    "encoder_urls",
-    "lora_id",
-    "positional_embed_overrides",
-    "kv_hints",
-    "external_trace_header",
-    "background",
+    "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
+    "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "http_worker_ipc",
+    "need_wait_for_mm_inputs", "num_items_assigned", "received_time", "encoder_urls", "lora_id",
+    "positional_embed_overrides", "kv_hints", "external_trace_header", "background",
     "return_bytes",
-)
+)  # fmt: skip
 """Routing internals and fields one SGLang process sets for another: never the client's to give.
 SGLang 0.5.23 takes the later ones of anyone and believes them (``managers/io_struct.py``): a number
 for ``positional_embed_overrides`` ends an engine on CPU (``managers/scheduler.py``; elsewhere with
@@ -90,8 +75,6 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a client request becomes."""
-
     kind: RouteKind
     stream: bool
     units: Units
@@ -168,18 +151,16 @@ def _plan(kind: RouteKind, raw: bytes | bytearray, limits: PlanLimits) -> Plan:
         split = split_generate(body, limits)
     else:
         split = split_openai(kind, raw, body, limits)
-        merge = (
-            kind == "completions" and is_true(body.get("echo")) and is_true(body.get("logprobs"))
-        )
+        echoes = kind == "completions" and is_true(body.get("echo"))
+        merge = echoes and is_true(body.get("logprobs"))
     prompts, samples, as_list, own_limits = split
     common = joined(body.items())
     units = len(prompts) * samples
     legs_bytes = units * len(common) + samples * sum(len(p.member) + len(p.own) for p in prompts)
     if legs_bytes > limits.legs_bytes:
-        raise bad_request(
-            f"{units} requests with {len(common)} bytes in common are {legs_bytes} bytes for the "
-            f"engines, over the limit of {limits.legs_bytes}"
-        )
+        all_legs = f"{units} requests with {len(common)} bytes in common are {legs_bytes} bytes"
+        most = f"over the limit of {limits.legs_bytes}"
+        raise bad_request(f"{all_legs} for the engines, {most}")
     return Plan(
         kind=kind,
         stream=stream,

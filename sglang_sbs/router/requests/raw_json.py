@@ -12,11 +12,13 @@ import codecs
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
 
+T = TypeVar("T")
+Json = msgspec.Raw | bytes | bytearray | memoryview
 Raw = msgspec.Raw
 """A piece of the body, not copied: it keeps the body alive."""
 
@@ -45,6 +47,14 @@ class JsonError(ValueError):
     """It is no JSON, or too dense; the message says which."""
 
 
+def decoded(decoder: msgspec.json.Decoder[T], raw: Json, said: str = "") -> T:
+    """Raises: JsonError, beginning with ``said``."""
+    try:
+        return decoder.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"{said}{error}") from error
+
+
 def members_of(body: bytes | bytearray) -> dict[str, Raw]:
     """The members of an object by name; of several with one name the last, as in Python.
 
@@ -55,35 +65,23 @@ def members_of(body: bytes | bytearray) -> dict[str, Raw]:
     _check_density(body, b'{["')
     if first_byte(body) not in (b"{", b""):
         raise JsonError("it must be a JSON object")
-    try:
-        return _members.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(f"not valid JSON: {error}") from error
+    return decoded(_members, body, "not valid JSON: ")
 
 
 def checked_members(body: bytes | bytearray) -> dict[str, Raw]:
     """The same of an engine's answer, which may be dense: logprobs are. Raises: JsonError."""
-    try:
-        return _members.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    return decoded(_members, body)
 
 
 def checked_objects(raw: Raw) -> list[dict[str, Raw]]:
     """The members of each object of a list in it. Raises: JsonError, there is something else."""
-    try:
-        return _objects.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    return decoded(_objects, raw)
 
 
 def entries_of(raw: Raw) -> list[Raw]:
     """The entries of a list. Raises: JsonError."""
     _check_density(memoryview(raw), b'{[",')
-    try:
-        return _entries.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    return decoded(_entries, raw)
 
 
 def members_of_entry(raw: Raw) -> dict[str, Raw]:
@@ -91,10 +89,7 @@ def members_of_entry(raw: Raw) -> dict[str, Raw]:
     if first_byte(raw) != b"{":
         return {}
     _check_density(memoryview(raw), b'{["')
-    try:
-        return _members.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    return decoded(_members, raw)
 
 
 def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
@@ -115,11 +110,8 @@ def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
     if len(pieces) > most:
         return pieces
     entries = [b"[" * depth + piece + b"]" * depth for piece in pieces]
-    try:
-        for entry in entries:
-            _valid.decode(entry)
-    except (ValueError, RecursionError) as error:
-        raise JsonError(str(error)) from error
+    for entry in entries:
+        decoded(_valid, entry)
     return entries
 
 
@@ -179,9 +171,10 @@ def is_true(raw: Raw | bytes | None) -> bool:
     return bool(view) and (len(view) > 5 or bytes(view) not in _FALSE)
 
 
-def joined(
-    members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]],
-) -> bytes | bytearray:
+Members = Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]]
+
+
+def joined(members: Members) -> bytes | bytearray:
     """``"name":value`` of each, with commas between; a copy, and the only one."""
     pieces = member_pieces(members)
     if sum(len(memoryview(piece)) for piece in pieces) <= _PIECE_BYTES:
@@ -200,9 +193,7 @@ def list_of(values: Iterable[bytes | bytearray]) -> bytes:
     return b"".join((b"[", *pieces[1:], b"]"))
 
 
-def member_pieces(
-    members: Iterable[tuple[str, Raw]] | Iterable[tuple[str, Raw | bytes]],
-) -> list[bytes | Raw]:
+def member_pieces(members: Members) -> list[bytes | Raw]:
     """What :func:`joined` joins."""
     pieces = [piece for name, raw in members for piece in (b",", orjson.dumps(name), b":", raw)]
     return pieces[1:]
@@ -220,8 +211,7 @@ def count_outside_strings(
 ) -> Mapping[bytes, int]:
     """How often each of ``characters`` comes in JSON outside its strings, quotes included."""
     counts = dict.fromkeys(_each(characters), 0)
-    inside = False
-    carried = b""
+    inside, carried = False, b""
     for piece in _pieces(body):
         text = (carried + piece).replace(b"\\\\", b"")
         carried = b"\\" if text.endswith(b"\\") else b""
@@ -247,10 +237,8 @@ def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> N
         return
     needed = _objects_bytes(count_outside_strings(body, characters))
     if needed > most:
-        raise JsonError(
-            f"too many values in {size} bytes of JSON: they would take {needed >> 20} MiB "
-            f"(the limit for that size is {most >> 20} MiB)"
-        )
+        why = f"they would take {needed >> 20} MiB (the limit for that size is {most >> 20} MiB)"
+        raise JsonError(f"too many values in {size} bytes of JSON: {why}")
 
 
 def _objects_bytes(counts: Mapping[bytes, int]) -> int:

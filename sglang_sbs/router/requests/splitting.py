@@ -39,38 +39,19 @@ from sglang_sbs.router.requests.raw_json import (
 )
 
 _PER_PROMPT_FIELDS = (
-    "text",
-    "input_ids",
-    "input_embeds",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "mm_hashes",
-    "mm_content_hashes",
-    "sampling_params",
-    "watermark",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "token_ids_logprob",
-    "return_sampling_mask",
-    "sampling_logprobs_mode",
-    "return_hidden_states",
-    "modalities",
-    "lora_path",
-    "custom_logit_processor",
-    "extra_key",
-    "cache_salt",
-    "multi_item_delimiter_indices",
+    "text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data",
+    "mm_hashes", "mm_content_hashes", "sampling_params", "watermark", "return_logprob",
+    "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_sampling_mask",
+    "sampling_logprobs_mode", "return_hidden_states", "modalities", "lora_path",
+    "custom_logit_processor", "extra_key", "cache_salt", "multi_item_delimiter_indices",
     "token_indices_to_pool",
-)
+)  # fmt: skip
 """Fields of ``GenerateReqInput`` that a batch may give per prompt (its ``__getitem__``)."""
 
-_LOGPROB_FIELDS = ("token_ids_logprob",)
-"""Lists of their own right: per prompt only when they are lists of lists."""
+_LIST_OF_LISTS = "token_ids_logprob"
+"""A list in its own right: per prompt only when it is one of lists."""
 
 _PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
-_PROMPT_FIELDS_SET = frozenset(_PROMPT_FIELDS)
 _NUMBER_STARTS = frozenset(b"%c" % one for one in b"-0123456789")
 _DEFAULT_MAX_TOKENS = {"generate": 128, "completions": 16, "chat": None}
 
@@ -82,8 +63,6 @@ MOST_IDS_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a client request."""
-
     value: Any
     """What its tokens are counted in: text, token ids (an ``array``), the body of a chat. ``None``:
     it is not to be looked at, ``tokens`` or ``size_bytes`` say what is known."""
@@ -132,13 +111,11 @@ def split_generate(body: _Body, limits: PlanLimits) -> _Split:
     own: list[_Own] = [{} for _ in range(batch or 1)]
     if batch is not None:
         _move_own(body, own, batch)
-    others = not _PROMPT_FIELDS_SET.isdisjoint(body)
+    others = any(name in body for name in _PROMPT_FIELDS)
     prompts = _prompts(key, values or [prompt], body, own, takes_ids=key == "text" and not others)
     if len(params) != len(prompts):
         params = params * len(prompts)
-    of_prompts = [output_limit(one.get("max_new_tokens")) for one in params]
-    default = _DEFAULT_MAX_TOKENS["generate"]
-    found = [default if limit is None else limit for limit in of_prompts]
+    found = [_first_limit("generate", one.get("max_new_tokens")) for one in params]
     return prompts, samples, batch is not None or samples > 1, found
 
 
@@ -155,7 +132,7 @@ def _batch_of(key: str, raw: Raw, limits: PlanLimits) -> list[Raw] | list[bytes]
             raise bad_request("text must not be an empty list")
         return None
     if key == "text":
-        _check_count(raw, b",", limits)
+        _check_count(raw, limits)
         return entries_of(raw)
     depth = 1 if key == "input_ids" else 2
     if inner != b"[" or (depth == 2 and first_byte(raw, 2) != b"["):
@@ -163,13 +140,11 @@ def _batch_of(key: str, raw: Raw, limits: PlanLimits) -> list[Raw] | list[bytes]
     return number_lists_of(raw, depth, limits.units)
 
 
-def _check_count(raw: Raw, separator: bytes, limits: PlanLimits) -> None:
-    """That a list of texts or such has not too many entries, before it becomes one."""
+def _check_count(raw: Raw, limits: PlanLimits) -> None:
+    """That a list of texts has not too many entries, before it becomes one."""
     view = memoryview(raw)
-    if len(view) < limits.units:
-        return
-    entries = count_outside_strings(view, b'",')[separator] + 1
-    _check_units(entries, 1, limits)
+    if len(view) >= limits.units:
+        _check_units(count_outside_strings(view, b'",')[b","] + 1, 1, limits)
 
 
 def _params_of(body: _Body, batch: int | None) -> list[dict[str, Any]]:
@@ -184,7 +159,7 @@ def _params_of(body: _Body, batch: int | None) -> list[dict[str, Any]]:
         _check_entries("sampling_params", entries, batch)
     else:
         entries = [value_of(raw)]
-    if not all(item is None or isinstance(item, dict) for item in entries):
+    if not all(isinstance(item, dict | None) for item in entries):
         raise bad_request("sampling_params must be an object or a list of objects")
     return [item or {} for item in entries]
 
@@ -195,7 +170,7 @@ def _move_own(body: _Body, own: list[_Own], batch: int) -> None:
         raw = body.get(name)
         if raw is None or first_byte(raw) != b"[":
             continue
-        if name in _LOGPROB_FIELDS and first_byte(raw, 1) != b"[":
+        if name == _LIST_OF_LISTS and first_byte(raw, 1) != b"[":
             continue
         entries = entries_of(raw)
         _check_entries(name, entries, batch)
@@ -238,26 +213,29 @@ def split_openai(
         plain = not is_true(body.get("echo"))
         own: list[_Own] = [{} for _ in values]
         prompts = _prompts("prompt", values, body, own, takes_ids=plain)
-    limit = output_limit(scalar(body, "max_completion_tokens"))
-    if limit is None:
-        limit = output_limit(scalar(body, "max_tokens"))
-    if limit is None:
-        limit = _DEFAULT_MAX_TOKENS[kind]
-    return prompts, samples, False, [limit] * len(prompts)
+    given_limits = (scalar(body, name) for name in ("max_completion_tokens", "max_tokens"))
+    return prompts, samples, False, [_first_limit(kind, *given_limits)] * len(prompts)
+
+
+def _first_limit(kind: str, *values: Any) -> int | None:
+    """Of output tokens: the first value that is one, else SGLang's default."""
+    limits = (*map(output_limit, values), _DEFAULT_MAX_TOKENS[kind])
+    return next((limit for limit in limits if limit is not None), None)
 
 
 def _completion_prompts(raw: Raw | None, limits: PlanLimits) -> list[Raw] | list[bytes]:
-    first = b"" if raw is None else first_byte(raw)
-    inner = first_byte(raw, 1) if raw is not None and first == b"[" else b""
-    if raw is not None and (first == b'"' or inner in _NUMBER_STARTS):
-        return [raw]
-    if raw is not None and inner == b'"':
-        _check_count(raw, b",", limits)
-        entries = entries_of(raw)
-        if all(first_byte(entry) == b'"' for entry in entries):
-            return entries
-    if raw is not None and inner == b"[":
-        return number_lists_of(raw, 1, limits.units)
+    if raw is not None:
+        first = first_byte(raw)
+        inner = first_byte(raw, 1) if first == b"[" else b""
+        if first == b'"' or inner in _NUMBER_STARTS:
+            return [raw]
+        if inner == b"[":
+            return number_lists_of(raw, 1, limits.units)
+        if inner == b'"':
+            _check_count(raw, limits)
+            entries = entries_of(raw)
+            if all(first_byte(entry) == b'"' for entry in entries):
+                return entries
     raise bad_request("prompt must be a string, a list of strings or token ids")
 
 
@@ -274,18 +252,10 @@ def _prompts(
             here = {name: rest[name] for name in NAMESPACE_FIELDS if name in rest}
             its_namespace = namespace_of(here | fields)
         just_it = alone and (not fields or is_alone(fields))
-        prompts.append(
-            Prompt(
-                value=value,
-                member=joined([(key, raw)]),
-                own=joined(fields.items()),
-                namespace=its_namespace,
-                alone=just_it,
-                takes_ids=takes_ids and just_it and isinstance(value, str),
-                tokens=tokens,
-                size_bytes=size_bytes,
-            )
-        )
+        may_be_ids = takes_ids and just_it and isinstance(value, str)
+        member, its_own = joined([(key, raw)]), joined(fields.items())
+        sizes = (tokens, size_bytes)
+        prompts.append(Prompt(value, member, its_own, its_namespace, just_it, may_be_ids, *sizes))
     return prompts
 
 
@@ -307,37 +277,22 @@ def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
 
 def _chat_prompt(raw: bytes | bytearray, body: _Body) -> Prompt:
     ids = given(body, "input_ids")  # instead of what the messages would become
-    value: Any = None
-    tokens = size_bytes = 0
     if ids is not None:
-        value, tokens, _ = _read("input_ids", ids)
-    elif len(raw) <= MOST_READ_BYTES:
-        body.pop("input_ids", None)
-        value = value_of(raw)
+        read = _read("input_ids", ids)
     else:
-        body.pop("input_ids", None)
-        size_bytes = 1 + text_bytes_of(body["messages"])
+        body.pop("input_ids", None)  # it is null
+        small = len(raw) <= MOST_READ_BYTES
+        read = (value_of(raw), 0, 0) if small else (None, 0, 1 + text_bytes_of(body["messages"]))
+    value, tokens, size_bytes = read
     alone = is_alone(body)
-    return Prompt(
-        value=value,
-        member=b"",
-        own=b"",
-        namespace=namespace_of(body),
-        alone=alone,
-        takes_ids=alone and ids is None,
-        tokens=tokens,
-        size_bytes=size_bytes,
-    )
+    takes_ids = alone and ids is None
+    return Prompt(value, b"", b"", namespace_of(body), alone, takes_ids, tokens, size_bytes)
 
 
 def _check_units(prompts: int, samples: int, limits: PlanLimits) -> None:
     if samples > limits.samples:
-        raise bad_request(
-            f"n is {samples}: more than {limits.samples} samples of a prompt at once "
-            "(--sbs-max-samples)"
-        )
+        most = f"more than {limits.samples} samples of a prompt at once (--sbs-max-samples)"
+        raise bad_request(f"n is {samples}: {most}")
     if prompts * samples > limits.units:
-        raise bad_request(
-            f"{prompts} prompts x {samples} samples are more than {limits.units} requests at once "
-            "(--sbs-max-batch)"
-        )
+        most = f"more than {limits.units} requests at once (--sbs-max-batch)"
+        raise bad_request(f"{prompts} prompts x {samples} samples are {most}")

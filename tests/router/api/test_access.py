@@ -107,7 +107,7 @@ def test_options_do_not_show_control_plane_keys() -> None:
         parse_flags(["--control-plane-api-keys", "a:b:admin:x", "a:c:user:y"])
 
 
-def test_every_key_is_compared_whichever_fits(monkeypatch: Any) -> None:
+async def test_every_key_is_compared_whichever_fits(monkeypatch: Any) -> None:
     compared: list[bytes] = []
 
     def compare(given: bytes, key: bytes) -> bool:
@@ -117,7 +117,7 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: Any) -> None:
     monkeypatch.setattr("sglang_sbs.router.api.access.hmac.compare_digest", compare)
     keys = [ControlKey(str(n), "", "admin", f"k{n}") for n in range(3)]
     access = Access(None, keys)
-    assert access.refusal("GET", "/workers", bearer("k0"), "") is None
+    assert await access.refusal("GET", "/workers", bearer("k0"), "") is None
     assert compared == [b"k0", b"k1", b"k2"]
     assert parse_control_key("a:b:ADMIN:k:1").key == "k:1"
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from sglang_sbs.router.assignment.assigner import Announced
-from sglang_sbs.router.assignment.dispatcher import Dispatcher
+from sglang_sbs.router.assignment.scheduler_driver import Dispatcher
 from sglang_sbs.router.errors import Refused, RouterError
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter, read_event_log

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import orjson
 import pytest
+from aiohttp import HttpVersion11
 from router_harness import cluster, until
 
 from sglang_sbs.router.api import bodies
@@ -45,7 +46,7 @@ class FakeLoop:
 class StuckClient:
     """A client, and its transport, that reads so many bytes per second."""
 
-    chunked = True
+    version = HttpVersion11
 
     def __init__(self, loop: FakeLoop, bytes_per_s: int) -> None:
         self.transport = self

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from aiohttp import HttpVersion11
 from msgspec import Raw
 
 from sglang_sbs.router.client import intake
@@ -112,7 +113,7 @@ class Transport:
 
 
 def test_a_long_piece_of_a_stream_is_not_copied() -> None:
-    client: Any = type("Client", (), {"chunked": True})
+    client: Any = type("Client", (), {"version": HttpVersion11})
     stream, transport = Downstream(client, {}), Transport()
     stream._transport = transport  # type: ignore[assignment]
     long = memoryview(bytes(MIB))

@@ -178,8 +178,8 @@ async def test_a_stream_begins_and_ends_once_whatever_is_in_it(
 ) -> None:
     async with cluster() as c, Talk(c) as talk:
 
-        async def handle(client: Any, *_: Any) -> None:
-            stream = Downstream(client, {})
+        async def handle(asked: Any, *_: Any) -> Any:
+            stream = Downstream(asked, {})
             for data in pieces[:1]:
                 stream.push(data)  # before the head may go
             await stream.open("text/event-stream")
@@ -189,6 +189,7 @@ async def test_a_stream_begins_and_ends_once_whatever_is_in_it(
             for _ in range(2):
                 await stream.finish()
                 stream.push(b"too late")
+            return stream.response
 
         monkeypatch.setattr(c.server.relay, "handle", handle)
         for _ in range(2):  # the second one meets no stray byte of the first

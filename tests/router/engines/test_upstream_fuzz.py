@@ -259,13 +259,13 @@ def test_a_receiver_that_raises_fails_its_call_in_either_callback() -> None:
 def test_a_connection_that_was_paused_is_read_again_by_its_next_user() -> None:
     class Slow(Once):
         def body_received(self, data: bytes) -> None:
-            call.pause()
+            call.set_paused(True)
 
     pool, connection, transport, call = exchange(Slow())
     connection.data_received(VALID["length"])
     assert pool.take_idle(ORIGIN) is connection
     assert transport.reading
-    call.resume()  # the slow client catches up later: nobody's business any more
+    call.set_paused(False)  # the slow client catches up later: nobody's business any more
     assert transport.reading
 
 
@@ -274,10 +274,10 @@ def test_a_pause_holds_for_a_call_that_has_no_connection_yet() -> None:
     connection, transport = Connection(pool, ORIGIN), FakeTransport()
     connection.transport = transport  # type: ignore[assignment]
     call = Call(pool, ORIGIN, (b"GET",), Once())
-    call.pause()
+    call.set_paused(True)
     call._send(connection)
     assert not transport.reading
-    call.resume()
+    call.set_paused(False)
     assert transport.reading
 
 

@@ -226,7 +226,7 @@ words = st.lists(
 def test_pieces_come_to_the_ids_of_the_whole(name: str, texts: list[str]) -> None:
     tokenizer = TOKENIZERS[name]
     pieces = TextPieces(tokenizer)
-    assert pieces.cuts
+    assert pieces._cut
     for text in (*texts, "".join(texts), *texts):
         for special in (True, False):
             expected = tokenizer.encode(text, add_special_tokens=special).ids
@@ -239,7 +239,7 @@ def test_tokenizers_that_look_at_neighbours_are_given_whole_texts() -> None:
     metaspace = tiny(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first"))
     for tokenizer in (swallows, metaspace):
         pieces = TextPieces(tokenizer)
-        assert not pieces.cuts
+        assert not pieces._cut
         text = "hello <mask><|im_end|> world <|im_start|>"
         for _ in range(2):
             expected = tokenizer.encode(text, add_special_tokens=False).ids

@@ -20,7 +20,7 @@ from sglang_sbs.router.prompts.known_text import MOST_WHOLE_CHARS
 from sglang_sbs.router.prompts.length_estimate import PromptLengths, chat_bytes
 from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind, PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import longest_prompt
-from sglang_sbs.router.relay.engine_verdicts import token_counts
+from sglang_sbs.router.relay.engine_json import token_counts
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.raw_json import json_of_ids, token_ids_of

@@ -22,7 +22,7 @@ from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.processes.messages import decode_to_scheduler, encode
 from sglang_sbs.router.prompts.block_names import BlockNamer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
-from sglang_sbs.router.prompts.reader import PromptReader
+from sglang_sbs.router.prompts.reader import Known, PromptReader
 from sglang_sbs.router.requests.headers import forwarded_headers
 from sglang_sbs.router.requests.legs import leg_bodies
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS, plan_request
@@ -135,7 +135,7 @@ def test_any_json_is_a_plan_or_a_400(kind: Any, extra: dict[str, Any], keep: boo
     except RouterError as error:
         assert error.status == 400
         return
-    for prompt in READER._read_all(plan, None, None):
+    for prompt in READER._read_all(plan, Known(None, None)):
         assert prompt.length.tokens >= 1
     for unit in plan.units:
         assert unit.max_new_tokens is None or unit.max_new_tokens >= 0
