@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
 import aiohttp
 
-from sglang_sbs.doctor.catalogue.table import GROUPS, Severity
+from sglang_sbs.doctor.checks import cluster, endforward, engine, prefill, router, security
 from sglang_sbs.doctor.checks.cluster import check_cluster
 from sglang_sbs.doctor.checks.endforward import Attribution, check_endforward
 from sglang_sbs.doctor.checks.engine import check_engine
@@ -15,7 +15,7 @@ from sglang_sbs.doctor.checks.prefill import check_prefill
 from sglang_sbs.doctor.checks.router import check_router
 from sglang_sbs.doctor.checks.security import check_security
 from sglang_sbs.doctor.facts import ClusterFacts, Heard, ProbeResult, Target
-from sglang_sbs.doctor.findings import Finding, finding
+from sglang_sbs.doctor.findings import GROUPS, Finding, Severity, Wording
 from sglang_sbs.doctor.gathering.endforward import Ear, endpoints_to_hear
 from sglang_sbs.doctor.gathering.engines import Asker, examine_all
 from sglang_sbs.doctor.gathering.pairs import probe_pairs
@@ -25,6 +25,16 @@ from sglang_sbs.router.options.tls import worker_session
 
 Progress = Callable[[str], None]
 """Told what is being done, in a few words."""
+
+CATALOGUE: Mapping[str, Wording] = {
+    **engine.finding,
+    **cluster.finding,
+    **endforward.finding,
+    **prefill.finding,
+    **security.finding,
+    **router.finding,
+}
+"""Every finding the doctor can make."""
 
 
 async def gather(options: DoctorOptions, progress: Progress = lambda _doing: None) -> ClusterFacts:
@@ -55,7 +65,7 @@ def judge(facts: ClusterFacts) -> list[Finding]:
     """Every finding, by group and the worst first within it."""
     found = [*check_cluster(facts), *check_router(facts), *check_security(facts)]
     found += [one for engine in facts.engines for one in check_engine(engine)]
-    found += [*check_prefill(facts), *check_endforward(facts), *_probes(facts)]
+    found += [*check_prefill(facts), *check_endforward(facts)]
     groups, severities = list(GROUPS), list(Severity)
     found.sort(key=lambda one: (groups.index(one.group), -severities.index(one.severity)))
     return list(dict.fromkeys(found))
@@ -84,13 +94,3 @@ async def _probe(
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     progress(f"one request through each of {len(prefill) * len(decode)} pairs")
     return await probe_pairs(session, facts.options, prefill, decode)
-
-
-def _probes(facts: ClusterFacts) -> Iterator[Finding]:
-    for result in facts.probes:
-        pair = f"{result.prefill} -> {result.decode}"
-        ranks = f"prefill rank {result.prefill_rank}, decode rank {result.decode_rank}"
-        if result.failure:
-            yield finding("probe.failed", pair, f"{ranks}: {result.failure}")
-        else:
-            yield finding("probe.ok", pair, f"{ranks}: one token in {result.took_s:.2f} s")

@@ -6,6 +6,7 @@ The JSON has ``"schema": 1``; fields are only ever added.
 from __future__ import annotations
 
 import textwrap
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -13,24 +14,11 @@ from rich.text import Text
 
 from sglang_sbs import __version__
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
-from sglang_sbs.doctor.findings import (
-    CLUSTER,
-    ROUTER,
-    Finding,
-    Severity,
-    Verdict,
-    count,
-    verdict,
-)
+from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding, Severity, count, verdict
 
-SCHEMA = 1
 _TOLD = (
-    "version",
-    "dp_size",
-    "chunk_tokens",
-    "kv_capacity_tokens",
-    "max_running_requests",
-    "page_size",
+    *("version", "dp_size", "chunk_tokens", "kv_capacity_tokens"),
+    *("max_running_requests", "page_size"),
 )
 """Of what an engine says of itself."""
 _MARK_CHARS = 9
@@ -45,24 +33,20 @@ _MARKS = {
 
 def exit_code(findings: list[Finding], *, strict: bool) -> int:
     """0: nothing worse than notes (warnings too unless ``strict``); 1: something is wrong."""
-    bad = {Verdict.BROKEN, Verdict.WARNINGS} if strict else {Verdict.BROKEN}
-    return int(verdict(findings) in bad)
+    return int(verdict(findings) in ({"broken", "warnings"} if strict else {"broken"}))
 
 
 def as_json(facts: ClusterFacts, findings: list[Finding]) -> dict[str, Any]:
     """The report of schema 1."""
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "sglang_sbs_version": __version__,
         "verdict": verdict(findings),
         "exit_code": exit_code(findings, strict=facts.options.strict),
         "counts": {str(severity): number for severity, number in count(findings).items()},
         "router": facts.router.url if facts.router is not None else None,
         "engines": [_engine(engine) for engine in facts.engines],
-        "findings": [
-            {name: getattr(one, name) for name in ("id", "severity", "subject", "seen", "change")}
-            for one in findings
-        ],
+        "findings": [asdict(one) for one in findings],
     }
 
 
@@ -126,21 +110,24 @@ def _wrapped(text: str, width: int) -> list[str]:
     return lines or [""]
 
 
+_VERDICTS = {
+    "healthy": ("healthy", "bold green"),
+    "warnings": ("works, and could be better", "bold yellow"),
+    "broken": ("broken", "bold red"),
+}
+
+
 def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
     """``broken: 2 errors, 1 warning, ... in 4 engines``."""
     counts = count(findings)
     parts = [
-        f"{counts[severity]} {severity}{'' if counts[severity] == 1 else 's'}"
+        _plural(counts[severity], str(severity))
         for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
         if counts[severity]
     ]
-    result = verdict(findings)
-    style = {"healthy": "bold green", "warnings": "bold yellow", "broken": "bold red"}[result]
-    engines = len(facts.engines)
-    tail = f"{', '.join(parts) or 'no findings'} in {engines} engine{'' if engines == 1 else 's'}"
-    said = {
-        Verdict.HEALTHY: "healthy",
-        Verdict.WARNINGS: "works, and could be better",
-        Verdict.BROKEN: "broken",
-    }[result]
-    return Text.assemble((said, style), f": {tail}")
+    said = f"{', '.join(parts) or 'no findings'} in {_plural(len(facts.engines), 'engine')}"
+    return Text.assemble(_VERDICTS[verdict(findings)], f": {said}")
+
+
+def _plural(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"

@@ -13,10 +13,9 @@ import pytest
 from doctor_rig import DP, Engine, Rig, rig
 from rust_mock_engine import RustMockEngine
 
-from sglang_sbs.doctor.catalogue.table import CATALOGUE, Severity
-from sglang_sbs.doctor.examine import gather, judge
+from sglang_sbs.doctor.examine import CATALOGUE, gather, judge
 from sglang_sbs.doctor.facts import ClusterFacts, Target
-from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding
+from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding, Severity
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.engine.publish import Publisher
 from sglang_sbs.wire import encode_endforward

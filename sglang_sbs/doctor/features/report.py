@@ -14,8 +14,7 @@ from rich.text import Text
 
 from sglang_sbs import __version__
 from sglang_sbs.doctor.facts import ClusterFacts
-from sglang_sbs.doctor.features.rules import State
-from sglang_sbs.doctor.features.table import FeatureRow
+from sglang_sbs.doctor.features.rules import FeatureRow, State
 
 _STYLES = {State.ON: "green", State.PARTLY: "yellow", State.OFF: "cyan", State.UNKNOWN: "dim"}
 

@@ -270,7 +270,7 @@ class Asker:
             return
         bootstrap.status = answer.status
         bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()
-        bootstrap.layout = answer.json_object()
+        bootstrap.layout = answer.json_object() or {}
 
 
 def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:

@@ -34,14 +34,8 @@ def _unheard(facts: RouterFacts) -> bool:
     """It would use reports, and some rank of an engine that answers has sent none yet."""
     if not facts_of(facts.state.get("policy")).reads_reports:
         return False
-    answering = {entry.get("url") for entry in facts.workers if entry.get("usable") is True}
-    return any(
-        rank.get("age_s") is None
-        for role in ("prefill", "decode")
-        for instance in facts.state.get(role, ())
-        if instance.get("instance") in answering
-        for rank in instance["ranks"]
-    )
+    answering = [str(entry.get("url")) for entry in facts.workers if entry.get("usable") is True]
+    return any(age_s is None for url in answering for age_s in facts.ages_s(url).values())
 
 
 async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
