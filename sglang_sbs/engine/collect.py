@@ -1,10 +1,7 @@
-"""Reads SGLang's scheduler objects: the fields of EndForward, wherever a version keeps them.
+"""Reads SGLang's scheduler objects: the fields of EndForward, wherever 0.5.6 to 0.5.23 keep them.
 
-Owns attribute names of SGLang 0.5.6 to 0.5.23 (file names below are relative to ``sglang/srt``).
-Must not know sockets, messages or time, and must not change anything but marks on its own
-``_sbs_*`` attributes.
-
-All objects are SGLang's and untyped here (``Any``), so that this package needs no SGLang.
+Changes nothing but marks of its own, ``_sbs_*``. File names are relative to ``sglang/srt``. All
+objects are SGLang's and untyped here (``Any``), so that this package needs no SGLang.
 """
 
 from __future__ import annotations
@@ -65,13 +62,9 @@ class Occupancy(NamedTuple):
 
 def is_quiescent(occupancy: Occupancy, role: Role) -> bool:
     """Nothing launched, waiting or bootstrapping: ``EndForward.idle`` of a message with these."""
-    return (
-        occupancy.inflight_passes == 0
-        and occupancy.waiting_requests == 0
-        and occupancy.bootstrapping_requests == 0
-        and not occupancy.chunking
-        and (role == "prefill" or occupancy.running_requests == 0)
-    )
+    passes, waiting, bootstrapping, chunking, _transfers, running = occupancy
+    busy = passes or waiting or bootstrapping or chunking or (role != "prefill" and running)
+    return not busy
 
 
 class Backlog(NamedTuple):
@@ -116,7 +109,7 @@ def _attn_dp_size(scheduler: Any) -> int:
 
 
 class Processes(NamedTuple):
-    """How many processes there are, and which this one is."""
+    """How many there are, and which this one is."""
 
     of_rank: int
     """Of a DP rank (attention TP x CP), per pipeline stage; 0: this SGLang does not say."""
@@ -157,10 +150,9 @@ def read_kv_address(scheduler: Any) -> KvAddress | None:
     ``ZmqEventPublisher`` of ``disaggregation/kv_events.py``, which is on the scheduler itself
     before 0.5.14; its sockets bind the rank's own ports. The host is empty for a wildcard.
     """
-    ranks = _parallel(scheduler)
-    node_rank = getattr(ranks, "node_rank", None)
-    if node_rank is None:
-        node_rank = getattr(getattr(scheduler, "server_args", None), "node_rank", 0)
+    told = getattr(scheduler, "server_args", None)
+    node_rank = getattr(_parallel(scheduler), "node_rank", None)
+    node_rank = getattr(told, "node_rank", 0) if node_rank is None else node_rank
     owner = getattr(scheduler, "kv_events_publisher", scheduler)
     publisher = getattr(owner, "kv_event_publisher", None)
     bound = _bound_tcp(publisher, "_local_pub_endpoint", "_endpoint")
@@ -172,9 +164,9 @@ def read_kv_address(scheduler: Any) -> KvAddress | None:
 
 def _bound_tcp(publisher: Any, *names: str) -> tuple[str, int] | None:
     """Host (empty for a wildcard) and port of the first of the attributes that is there."""
-    name = next((name for name in names if hasattr(publisher, name)), None)
+    bound = [getattr(publisher, name) for name in names if hasattr(publisher, name)]
     try:
-        host, port = split_tcp(getattr(publisher, name) or "" if name is not None else "")
+        host, port = split_tcp(bound[0] or "" if bound else "")
     except ValueError:
         return None
     return "" if host in ("*", "0.0.0.0", "::") else host, port
@@ -216,9 +208,7 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pas
 
     ``extend_num_tokens`` stays set on decode batches that were merged from prefilled ones, so only
     an extend pass has extend tokens; ``TARGET_VERIFY`` counts as extend in SGLang, not here.
-
-    Args:
-        entered_s: when run_batch was entered, where the batch has no ``launch_ts`` (< 0.5.18).
+    ``entered_s``: when run_batch was entered, where the batch has no ``launch_ts`` (< 0.5.18).
     """
     mode = batch.forward_mode
     is_extend = mode.is_extend() and not mode.is_target_verify()
@@ -303,9 +293,7 @@ class SchedulerReader:
             max_running_requests=int(getattr(scheduler, "max_running_requests", 0) or 0),
             kv_capacity_tokens=int(getattr(scheduler, "max_total_num_tokens", 0) or 0),
         )
-        for name, value in self.limits._asdict().items():
-            if not value:
-                self.missing.append(name)
+        self.missing += [name for name, value in self.limits._asdict().items() if not value]
 
     def inflight(self) -> list[Pass]:
         """Passes launched and not yet processed, oldest first (overlap scheduling only)."""
@@ -360,16 +348,15 @@ class SchedulerReader:
         if is_health_check(req) or getattr(req, "_sbs_accepted", False):
             return False
         if role == "prefill":
-            queue = s.disagg_prefill_bootstrap_queue.queue
-            taken = bool(queue) and queue[-1] is req
+            newest = s.disagg_prefill_bootstrap_queue.queue[-1:]
         elif role == "decode":
-            queue = s.disagg_decode_prealloc_queue.queue
-            taken = bool(queue) and queue[-1].req is req
+            newest = [entry.req for entry in s.disagg_decode_prealloc_queue.queue[-1:]]
         else:
-            taken = bool(s.waiting_queue) and s.waiting_queue[-1] is req
-        if taken:
-            req._sbs_accepted = True
-        return taken
+            newest = s.waiting_queue[-1:]
+        if not newest or newest[0] is not req:
+            return False
+        req._sbs_accepted = True
+        return True
 
     def newly_aborted(self, abort: Any, role: Role) -> int:
         """How many accepted requests an ``AbortReq`` ends, before the scheduler handles it.
@@ -470,10 +457,8 @@ def _launched_len(req: Any) -> int:
     if hasattr(req, "extend_end"):
         end = req.extend_end
     elif hasattr(req, "extend_range"):
-        end = None if req.extend_range is None else req.extend_range.end
-    elif hasattr(req, "fill_len"):
-        end = req.fill_len
+        end = getattr(req.extend_range, "end", None)
     else:
-        end = len(req.fill_ids)
+        end = req.fill_len if hasattr(req, "fill_len") else len(req.fill_ids)
     # None: taken back before its next chunk was cut.
     return _prefix_len(req) if end is None else int(end)

@@ -1,8 +1,8 @@
 """Where the processes of an engine tell each other how far their parts of a gang are.
 
 On one host they do over datagram sockets, one per direction and pair, as a socket queues few
-messages. Between hosts :mod:`.gang_gather` takes their place. Must not know SGLang, nor what a gang
-waits for. Nothing here blocks; a message that is lost makes a gang wait until its time is over.
+messages. Between hosts :mod:`.gang_gather` takes their place. Nothing here blocks; a message that
+is lost makes a gang wait until its time is over.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -43,58 +44,47 @@ class Deserted(Exception):
     """Somebody has left the board, and all who are on it know in the same turn."""
 
 
-class Board(Protocol):
-    """What a rank says to the others of its engine, and hears of them."""
+class Board(ABC):
+    """What a rank says to the others of its engine, and the newest word it heard of each, of the
+    gangs that were spoken of last."""
 
-    tells_absence: bool
+    tells_absence = False
     """Who is not on it is known without waiting for a word."""
-
-    def say(self, tag: int, word: Word) -> None: ...
-
-    def listen(self) -> bool:
-        """Take in what was said, and whether anything was; to be called in every turn, as little of
-        it can wait.
-
-        Raises:
-            Deserted: nobody may wait for anybody on it from now on.
-        """
-
-    def heard(self, tag: int) -> Mapping[int, Word]:
-        """By rank, this one included."""
-
-    def close(self) -> None: ...
-
-
-class Memory:
-    """The newest word of each rank, of the gangs that were spoken of last."""
 
     def __init__(self) -> None:
         self._words: dict[int, dict[int, Word]] = {}
 
-    def note(self, tag: int, rank: int, word: Word) -> None:
+    @abstractmethod
+    def say(self, tag: int, word: Word) -> None: ...
+
+    @abstractmethod
+    def listen(self) -> bool:
+        """Take in what was said, and whether anything was; to be called in every turn, as little of
+        it can wait. Raises: Deserted, nobody may wait for anybody on it from now on."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def heard(self, tag: int) -> Mapping[int, Word]:
+        """By rank, this one included."""
+        return self._words.get(tag, {})
+
+    def _note(self, tag: int, rank: int, word: Word) -> None:
         self._words.setdefault(tag, {})[rank] = word
         while len(self._words) > _MOST_GANGS:
             del self._words[next(iter(self._words))]
 
-    def of(self, tag: int) -> Mapping[int, Word]:
-        return self._words.get(tag, {})
 
-
-class SocketBoard:
+class SocketBoard(Board):
     """Over Linux's abstract Unix sockets, which leave nothing behind."""
 
-    tells_absence = False
-
     def __init__(self, name: str, rank: int, ranks: int) -> None:
-        """``name``: the same on all ranks of the engine, and of no other engine.
-
-        Raises:
-            OSError: an address is taken, or this is no Linux.
-        """
+        """``name``: the same on all ranks of the engine, and of no other engine. Raises: OSError,
+        an address is taken, or this is no Linux."""
+        super().__init__()
         self._rank = rank
         peers = [peer for peer in range(ranks) if peer != rank]
         self._addresses = [f"\0{name}.{rank}.{peer}" for peer in peers]
-        self._memory = Memory()
         self._inboxes: dict[int, socket.socket] = {}
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.setblocking(False)
@@ -108,20 +98,15 @@ class SocketBoard:
             raise
 
     def say(self, tag: int, word: Word) -> None:
-        self._memory.note(tag, self._rank, replace(word))
+        self._note(tag, self._rank, replace(word))
         message = _MESSAGE.pack(tag, *astuple(word))
         for address in self._addresses:
-            try:
+            with suppress(OSError):  # it is not up yet, or its queue is full
                 self._out.sendto(message, address)
-            except OSError:
-                continue  # it is not up yet, or its queue is full
 
     def listen(self) -> bool:
         read = [self._read(peer, inbox) for peer, inbox in self._inboxes.items()]
         return any(read)
-
-    def heard(self, tag: int) -> Mapping[int, Word]:
-        return self._memory.of(tag)
 
     def close(self) -> None:
         for one in (self._out, *self._inboxes.values()):
@@ -138,7 +123,7 @@ class SocketBoard:
             if len(data) == _MESSAGE.size:
                 read = True
                 tag, *word = _MESSAGE.unpack(data)
-                self._memory.note(tag, peer, Word(*word))
+                self._note(tag, peer, Word(*word))
 
 
 class Line:
