@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from sglang_sbs.cluster.flag_words import text_flag, without_flag, without_given
-from sglang_sbs.cluster.router_command import router_argv
 from sglang_sbs.testing.cpu_engine.environment import (
     CPU_DECODE_FLAGS,
     CPU_ENGINE_FLAGS,
@@ -163,7 +163,7 @@ class ClusterPlan:
     @property
     def servers(self) -> tuple[ServerPlan, ...]:
         """Every server, the router last."""
-        return (*self.instances, *([self.router] if self.router is not None else []))
+        return self.instances if self.router is None else (*self.instances, self.router)
 
     def of_role(self, role: Role) -> tuple[InstancePlan, ...]:
         return tuple(instance for instance in self.instances if instance.role is role)
@@ -172,32 +172,23 @@ class ClusterPlan:
 def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> ClusterPlan:
     """Plan every process of the cluster.
 
-    `port_blocks` yields first ports of disjoint free blocks of `PORTS_PER_INSTANCE`.
-
-    Raises:
-        PlanError: the message names the flag and what to write instead.
+    `port_blocks` yields first ports of disjoint free blocks of `PORTS_PER_INSTANCE`. Raises:
+    PlanError, which names the flag and what to write instead.
     """
     _check(options)
-    if uses_rust_server(options.environment):
-        _check_rust_server(options)
     router_port, endforward_endpoint = options.router_port, None
     if options.with_router:
         first = next(port_blocks)
         endforward_endpoint = f"tcp://127.0.0.1:{first + 1}"
         router_port = first if router_port is None else router_port
     shape = _shape_of(options, endforward_endpoint)
-    counts = {
-        Role.PREFILL: options.prefill_instances,
-        Role.DECODE: options.decode_instances,
-        Role.UNIFIED: options.unified_instances,
-    }
-    instances: list[InstancePlan] = []
-    for role, count in counts.items():
-        for number in range(count):
-            gpu = len(instances) * shape.gpus
-            instances.append(
-                _plan_instance(options, shape, role, f"{role}-{number}", gpu, port_blocks)
-            )
+    names = [(Role.PREFILL, n) for n in range(options.prefill_instances)]
+    names += [(Role.DECODE, n) for n in range(options.decode_instances)]
+    names += [(Role.UNIFIED, n) for n in range(options.unified_instances)]
+    instances = [
+        _plan_instance(options, shape, role, f"{role}-{number}", at * shape.gpus, port_blocks)
+        for at, (role, number) in enumerate(names)
+    ]
     router = None
     if endforward_endpoint is not None and router_port is not None:
         router = _plan_router(options, instances, router_port, endforward_endpoint)
@@ -224,12 +215,12 @@ class _Shape(NamedTuple):
 
 
 def _shape_of(options: ClusterOptions, endforward_endpoint: str | None) -> _Shape:
-    flags = options.engine_flags
     on_cpu = options.cpu or options.virtual_gpu is not None
-    tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
-    pipeline_parallel = _int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
-    ranks = _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
-    dp_attention = "--enable-dp-attention" in flags
+    pipeline_parallel = _int_flag(
+        options.engine_flags, "--pp", "--pp-size", "--pipeline-parallel-size"
+    )
+    tensor_parallel, ranks = _tensor_and_data_parallel(options.engine_flags)
+    dp_attention = "--enable-dp-attention" in options.engine_flags
     gpus = tensor_parallel * pipeline_parallel * (1 if dp_attention else ranks)
     environment = dict(options.environment)
     environment.pop("SGLANG_SBS_BOOT_ID", None)  # of this process, where SGLang has loaded plugins
@@ -317,10 +308,10 @@ def _check(options: ClusterOptions) -> None:
         if count < 0 or (count == 0 and options.unified_instances == 0):
             raise PlanError(f"{flag} must be at least 1, got {count}")
     nodes = options.prefill_nodes
-    ranks = _int_flag(options.engine_flags, "--tp", "--tp-size", "--tensor-parallel-size")
-    if nodes != 1 and (nodes < 1 or ranks % nodes or options.host != "127.0.0.1"):
+    processes, ranks = _tensor_and_data_parallel(options.engine_flags)
+    if nodes != 1 and (nodes < 1 or processes % nodes or options.host != "127.0.0.1"):
         raise PlanError(
-            f"prefill_nodes is {nodes}: --tp {ranks} must be a multiple of it, and the host "
+            f"prefill_nodes is {nodes}: --tp {processes} must be a multiple of it, and the host "
             "127.0.0.1"
         )
     for flags in (options.engine_flags, options.prefill_flags, options.decode_flags):
@@ -331,19 +322,22 @@ def _check(options: ClusterOptions) -> None:
             if flag in _MODEL_FLAGS and flags is not options.engine_flags:
                 raise PlanError(f"{flag} cannot differ between prefill and decode")
 
-
-def _check_rust_server(options: ClusterOptions) -> None:
-    data_parallel = _int_flag(options.engine_flags, "--dp", "--dp-size", "--data-parallel-size")
-    if data_parallel % options.prefill_nodes:
+    if not uses_rust_server(options.environment):
+        return
+    if ranks % nodes:
         raise PlanError(
-            f"{options.prefill_nodes} nodes and {RUST_SERVER_ENV}=1: --dp {data_parallel} must be "
-            "a multiple of that"
+            f"{nodes} nodes and {RUST_SERVER_ENV}=1: --dp {ranks} must be a multiple of that"
         )
-    if data_parallel > PORTS_PER_INSTANCE:
+    if ranks > PORTS_PER_INSTANCE:
         raise PlanError(
-            f"--dp {data_parallel} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
+            f"--dp {ranks} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
             f"instance has {PORTS_PER_INSTANCE} here: unset {RUST_SERVER_ENV}"
         )
+
+
+def _tensor_and_data_parallel(flags: Sequence[str]) -> tuple[int, int]:
+    tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
+    return tensor_parallel, _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
 
 
 class _Ports(NamedTuple):
@@ -360,19 +354,10 @@ def uses_rust_server(environment: Mapping[str, str]) -> bool:
 
 
 def _engine_argv(
-    options: ClusterOptions,
-    role: Role,
-    ports: _Ports,
-    first_gpu: int,
-    shape: _Shape,
-    node: Node,
+    options: ClusterOptions, role: Role, ports: _Ports, first_gpu: int, shape: _Shape, node: Node
 ) -> tuple[str, ...]:
-    role_flags = {
-        Role.PREFILL: options.prefill_flags,
-        Role.DECODE: options.decode_flags,
-        Role.UNIFIED: (),
-    }[role]
-    given = [*options.engine_flags, *role_flags]
+    role_flags = {Role.PREFILL: options.prefill_flags, Role.DECODE: options.decode_flags}
+    given = [*options.engine_flags, *role_flags.get(role, ())]
     planned = ["--model-path", options.model_path]
     planned += ["--host", node.host, "--port", str(ports.http)]
     if node.nodes > 1:
@@ -448,17 +433,27 @@ def pd_urls(instances: Sequence[InstancePlan]) -> tuple[list[tuple[str, int | No
     return prefill, [one.url for one in instances if one.role is Role.DECODE]
 
 
+def router_argv(
+    prefill: Iterable[tuple[str, int | None]],
+    decode: Iterable[str],
+    module: str = "sglang_sbs.launch_router",
+) -> list[str]:
+    """Argv for engines at these URLs (prefill with bootstrap port); the router's flags follow."""
+    argv = [sys.executable, "-m", module, "--pd-disaggregation"]
+    for url, bootstrap_port in prefill:
+        argv += ["--prefill", url, *([] if bootstrap_port is None else [str(bootstrap_port)])]
+    for url in decode:
+        argv += ["--decode", url]
+    return argv
+
+
 def _plan_router(
-    options: ClusterOptions,
-    instances: Sequence[InstancePlan],
-    port: int,
-    endforward_endpoint: str,
+    options: ClusterOptions, instances: Sequence[InstancePlan], port: int, endforward_endpoint: str
 ) -> ServerPlan:
     argv = router_argv(*pd_urls(instances))
     argv += ["--host", options.router_host, "--port", str(port)]
-    tokenizer = options.router_tokenizer
-    if tokenizer is None:
-        tokenizer = options.model_path
+    named = options.router_tokenizer
+    tokenizer = options.model_path if named is None else named
     defaults = ["--tokenizer-path", tokenizer] if tokenizer else []
     defaults += ["--sbs-endforward-bind", endforward_endpoint]
     argv += without_given(defaults, options.router_flags)
@@ -477,14 +472,12 @@ def _plan_router(
 def _int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
     """Value of the last of `names` in `flags` (SGLang lets a later one win)."""
     value = default
-    for index, word in enumerate(flags):
+    for word, following in zip_longest(flags, flags[1:], fillvalue=""):
         name, equals, text = word.partition("=")
-        if name not in names:
-            continue
-        if not equals:
-            text = flags[index + 1] if index + 1 < len(flags) else ""
-        try:
-            value = int(text)
-        except ValueError:
-            raise PlanError(f"{name} must be a whole number, got {text!r}") from None
+        if name in names:
+            text = text if equals else following
+            try:
+                value = int(text)
+            except ValueError:
+                raise PlanError(f"{name} must be a whole number, got {text!r}") from None
     return value
