@@ -8,15 +8,8 @@ from typing import Any
 
 from sglang_sbs.doctor.facts import EngineFacts, listed, number, text
 from sglang_sbs.doctor.findings import Finding, Findings
-from sglang_sbs.router.workers.server_info import (
-    MIN_VERSION,
-    NO_DP_ATTENTION,
-    PLUGIN_VERSION,
-    WorkerInfo,
-    parse_version,
-    ranks_in_reach,
-    server_url,
-)
+from sglang_sbs.router.workers import server_info
+from sglang_sbs.router.workers.server_info import WorkerInfo
 
 MIN_CHUNK_TOKENS = 512
 """Per rank; passes below it are mostly fixed cost (the paper: 3K and 5K)."""
@@ -190,14 +183,14 @@ def _reach(facts: EngineFacts) -> Iterator[_Said]:
             yield f"reach.{facts.failure.kind}", facts.failure.text
     elif info is None:
         mode = text(facts.data, "disaggregation_mode")
-        numbers = parse_version(text(facts.data, "version"))
+        numbers = server_info.parse_version(text(facts.data, "version"))
         if mode not in ("", role):
             seen = f"runs with --disaggregation-mode {mode} and is given as --{role}"
             change = f"relaunch it with --disaggregation-mode {role}"
             if mode != "null":
                 change = f"list it under --{mode}, or {change}"
             yield "reach.wrong-role", seen, change
-        elif numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
+        elif numbers is not None and (0, 0, 0) < numbers < server_info.MIN_VERSION:
             yield "version.too-old", facts.unusable
         else:
             kind = "rank-server" if facts.rank_out_of_reach else "unusable"
@@ -209,19 +202,19 @@ def _reach(facts: EngineFacts) -> Iterator[_Said]:
         scheme = "HTTPS" if url.startswith("https") else "HTTP"
         seen = f"answers over {scheme}, ready for requests"
         if info.rust_server and info.dp_size > 1:
-            last = ranks_in_reach(info)[-1]
-            seen += f", each DP rank at its own port to {server_url(url, info, last)}"
+            last = server_info.ranks_in_reach(info)[-1]
+            seen += f", each DP rank at its own port to {server_info.server_url(url, info, last)}"
             if last < info.dp_size - 1:
                 seen += f"; ranks {last + 1} to {info.dp_size - 1} are on other nodes, not asked"
         yield "reach.ok", seen
 
 
 def _version(info: WorkerInfo) -> Iterator[_Said]:
-    numbers = parse_version(info.version)
+    numbers = server_info.parse_version(info.version)
     if numbers is None or numbers == (0, 0, 0):
         said = f"calls itself {info.version!r}" if info.version else "does not say its version"
         yield "version.unknown", said
-    elif numbers < PLUGIN_VERSION and info.sbs is None:
+    elif numbers < server_info.PLUGIN_VERSION and info.sbs is None:
         yield "version.needs-patch", f"runs SGLang {info.version}"
     if info.coupled:
         yield "version.coupled", f"runs SGLang {info.version}"
@@ -230,7 +223,7 @@ def _version(info: WorkerInfo) -> Iterator[_Said]:
 def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     prefill = facts.target.role == "prefill"
     found = list(_limits_of_prefill(facts, info)) if prefill else []
-    if info.no_barrier == NO_DP_ATTENTION:
+    if info.no_barrier == server_info.NO_DP_ATTENTION:
         seen = f"dp {info.dp_size} without --enable-dp-attention"
         found.append(("limits.no-dp-attention", seen))
     elif info.no_barrier and prefill:

@@ -91,10 +91,13 @@ def _feature(
     return add
 
 
+_NOBODY = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
+
+
 def _over(engines: Sequence[EngineFacts], fault: Callable[[EngineFacts], str], on: str) -> Seen:
     """On if no engine has a fault, off if all have one."""
     if not engines:
-        return Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
+        return _NOBODY
     faults = {engine.url: said for engine in engines if (said := fault(engine))}
     if not faults:
         return Seen(State.ON, on)
@@ -134,7 +137,7 @@ def endforward(view: FeatureView) -> Seen:
     are followed by load polls, more coarsely."""
     ranks = {engine.url: view.silent_ranks(engine) for engine in view.engines}
     if not ranks:
-        return _over((), lambda _: "", "")
+        return _NOBODY
     if any(silent is None for silent in ranks.values()):
         return Seen(State.UNKNOWN, "nobody listened here", "give --router URL")
     every = sum(engine.known.dp_size for engine in view.engines)
@@ -352,7 +355,7 @@ def pass_limit(view: FeatureView) -> Seen:
     """An engine with --prefill-max-requests ends a pass early when it has so many."""
     limits = {e.url: n for e in view.prefill if (n := number(e.data, "prefill_max_requests")) > 0}
     if not view.prefill:
-        return _over((), lambda _: "", "")
+        return _NOBODY
     if not limits:
         return Seen(State.OFF, "no prefill engine has --prefill-max-requests", "")
     limit = min(limits.values())
@@ -388,7 +391,7 @@ def rust_server(view: FeatureView) -> Seen:
     """Engines with SGLANG_RUST_SERVER=1 have one HTTP address per DP rank."""
     told = [engine.known.rust_server for engine in view.engines]
     if not told:
-        return _over((), lambda _: "", "")
+        return _NOBODY
     if not any(told):
         return Seen(State.OFF, "engines serve HTTP from Python", "")
     if all(told):

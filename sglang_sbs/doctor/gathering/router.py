@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
-from sglang_sbs.doctor.facts import Failure, RouterFacts, Target
+from sglang_sbs.doctor.facts import Failure, RouterFacts, Target, number
 from sglang_sbs.doctor.gathering.engines import Answer, Asker, NoAnswer
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engines.urls import normalise_worker_url
-from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.scheduling.policy_names import facts_of
 
 _ASK_AGAIN_S = 0.5
@@ -69,23 +67,17 @@ def targets_of(facts: RouterFacts) -> list[Target]:
     """The engines a router has, as it has them."""
     targets = []
     for entry in facts.workers:
-        role: Any = entry.get("worker_type")
+        role = entry.get("worker_type")
+        port = number(entry, "bootstrap_port")
         try:
             url = normalise_worker_url(str(entry.get("url")))
         except ValueError:
             continue
-        if role in ("prefill", "decode"):
-            targets.append(Target(url, _role(role), _port(entry) if role == "prefill" else None))
+        if role == "prefill":
+            targets.append(Target(url, "prefill", port if 1 <= port <= 65535 else None))
+        elif role == "decode":
+            targets.append(Target(url, "decode"))
     return targets
-
-
-def _role(text: str) -> InstanceRole:
-    return "prefill" if text == "prefill" else "decode"
-
-
-def _port(entry: dict[str, Any]) -> int | None:
-    port = entry.get("bootstrap_port")
-    return port if isinstance(port, int) and 1 <= port <= 65535 else None
 
 
 def _failure(answer: Answer) -> Failure | None:
