@@ -34,10 +34,6 @@ _ROUND = 200
 """Requests that are drawn at a time."""
 
 
-class PortTakenError(RuntimeError):
-    """A port the demo was to serve at is in use; the message names the flag."""
-
-
 @dataclass(slots=True)
 class Traffic:
     answered: int = 0
@@ -74,11 +70,12 @@ class Traffic:
 def keep(args: argparse.Namespace, router_flags: Sequence[str], console: Console) -> int:
     """Bring the cluster up and keep it under load until SIGINT or SIGTERM; the exit code.
 
-    ``args``: the demo's command line, checked. Raises: PortTakenError, before anything is started.
+    ``args``: the demo's command line, checked. Raises: RuntimeError, a port is taken; nothing is
+    started then.
     """
     for flag, port in (("--port", args.port), ("--prometheus-port", args.prometheus_port)):
         if not is_port_free(port):
-            raise PortTakenError(
+            raise RuntimeError(
                 f"port {port} is in use: end what listens there, or choose another with {flag}"
             )
     prefill, decode = args.topology_counts

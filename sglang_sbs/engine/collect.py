@@ -324,8 +324,8 @@ class SchedulerReader:
     def backlog(self, role: Role) -> Backlog:
         """Tokens behind :meth:`occupancy`."""
         s = self.scheduler
-        inflight = self.inflight()
-        bootstrapping = 0
+        inflight, chunked, bootstrapping = self.inflight(), s.chunked_req, 0
+        left = 0 if chunked is None else max(0, chunked.seqlen - _launched_len(chunked))
         if role == "prefill":
             queue = s.disagg_prefill_bootstrap_queue.queue
             bootstrapping = sum(len(req.origin_input_ids) for req in queue)
@@ -334,8 +334,8 @@ class SchedulerReader:
             inflight_requests=sum(launched.batch_size for launched in inflight),
             waiting_tokens=self._waiting_tokens(role),
             bootstrapping_tokens=bootstrapping,
-            chunk_remainder_tokens=self._chunk_remainder(),
-            kv_tokens=self._kv_tokens(),
+            chunk_remainder_tokens=left,
+            kv_tokens=0 if self._used_tokens is None else int(self._used_tokens()),
         )
 
     def accepted(self, req: Any, role: Role) -> bool:
@@ -413,13 +413,6 @@ class SchedulerReader:
         if chunked is not None:
             tokens -= max(0, chunked.seqlen - _prefix_len(chunked))
         return max(0, tokens)
-
-    def _chunk_remainder(self) -> int:
-        chunked = self.scheduler.chunked_req
-        return 0 if chunked is None else max(0, chunked.seqlen - _launched_len(chunked))
-
-    def _kv_tokens(self) -> int:
-        return 0 if self._used_tokens is None else int(self._used_tokens())
 
 
 def _used_tokens_reader(scheduler: Any) -> Callable[[], Any] | None:

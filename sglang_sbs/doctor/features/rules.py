@@ -44,13 +44,16 @@ class Seen(NamedTuple):
     change: str | None = None
 
 
+Decide = Callable[[FeatureView], Seen]
+
+
 class Feature(NamedTuple):
     id: str
     title: str
     meaning: str
     turn_on: str
     """Which flag or variable, on which side."""
-    decide: Callable[[FeatureView], Seen]
+    decide: Decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +81,10 @@ def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
     return rows
 
 
-def _feature(
-    title: str, turn_on: str
-) -> Callable[[Callable[[FeatureView], Seen]], Callable[[FeatureView], Seen]]:
+def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
     """Makes a function a row of the table."""
 
-    def add(decide: Callable[[FeatureView], Seen]) -> Callable[[FeatureView], Seen]:
+    def add(decide: Decide) -> Decide:
         name, meaning = decide.__name__.replace("_", "-"), " ".join((decide.__doc__ or "").split())
         FEATURES.append(Feature(name, title, meaning, turn_on, decide))
         return decide
