@@ -92,11 +92,7 @@ class LocalCluster:
 
     async def start_instance(self, name: str, flags: Sequence[str] = ()) -> None:
         """Start the planned instance `name` again, with more flags; returns when it is ready.
-
-        Raises:
-            KeyError: no such instance was planned.
-            ClusterStartError: it did not come up.
-        """
+        Raises: KeyError, none was planned; ClusterStartError, it did not come up."""
         plan = {instance.name: instance for instance in self.plan.instances}[name]
         self._started_s = time.monotonic()
         process, *_ = [

@@ -64,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep; exit code 1 if any request failed."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    policies = args.policies.split(",")
+    policies = args.policies = args.policies.split(",")
     unknown = [p for p in policies if p not in POLICY_NAMES]
     if unknown:
         parser.error(f"--policies: {unknown[0]!r} is not one of {', '.join(POLICY_NAMES)}")
     try:
-        topology = parse_topology(args.topology)
-        loads = [float(load) for load in args.loads.split(",")]
+        args.topology_counts = parse_topology(args.topology)
+        loads = args.loads = [float(load) for load in args.loads.split(",")]
     except ValueError as error:
         parser.error(str(error))
     if min(loads) <= 0 or args.seeds < 1 or args.requests < 1:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (lacking := without_sglang("bench", on_cpu=True)) is not None:
         parser.error(lacking)
     console = Console()
-    rows = asyncio.run(_sweep(args, policies, loads, topology, console))
+    rows = asyncio.run(_sweep(args, console))
     _print(rows, policies, loads, console)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -93,16 +93,12 @@ def policy_flags(name: str) -> list[str]:
     return ["--policy", name, *NO_FLOW_CONTROL]
 
 
-async def _sweep(
-    args: argparse.Namespace,
-    policies: Sequence[str],
-    loads: Sequence[float],
-    topology: tuple[int, int],
-    console: Console,
-) -> list[dict[str, Any]]:
+async def _sweep(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    policies, loads = args.policies, args.loads
+    prefill, decode = args.topology_counts
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    async with running_rig(*topology, args.dp, args.out, console) as rig:
+    async with running_rig(prefill, decode, args.dp, args.out, console) as rig:
         for load in loads:
             for seed in range(1, args.seeds + 1):
                 workload = Workload(qps=load * rig.capacity_qps, requests=args.requests, seed=seed)

@@ -19,12 +19,9 @@ Progress = Callable[[str], None]
 """Told what is being done, in a few words."""
 
 CATALOGUE: Mapping[str, Wording] = {
-    **engine.finding,
-    **cluster.finding,
-    **endforward.finding,
-    **prefill.finding,
-    **security.finding,
-    **router.finding,
+    name: wording
+    for module in (engine, cluster, endforward, prefill, security, router)
+    for name, wording in module.finding.items()
 }
 """Every finding the doctor can make."""
 

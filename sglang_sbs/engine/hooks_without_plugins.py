@@ -35,10 +35,8 @@ class HookRegistry:
     def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
         """Wrap ``package.module.function`` or ``package.module.Class.method``.
 
-        Registering the same hook again changes nothing: a process may come here twice.
-
-        Raises:
-            LookupError: nothing of that name is loaded.
+        Registering the same hook again changes nothing: a process may come here twice. Raises:
+        LookupError, nothing of that name is loaded.
         """
         owner_name, _, name = target.rpartition(".")
         owner = _find(owner_name)
