@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks import CHECKOUT
-from sglang_sbs.cluster.router_command import router_argv
+from sglang_sbs.cluster.plan import router_argv
 
 _START_S = 60.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
-from sglang_sbs.doctor.catalogue.table import CATALOGUE, GROUPS
-from sglang_sbs.doctor.features.table import FEATURES
+from sglang_sbs.doctor.examine import CATALOGUE
+from sglang_sbs.doctor.features.rules import FEATURES
+from sglang_sbs.doctor.findings import GROUPS, Severity
 
 
 def catalogue_table() -> str:
     """Every finding, by group: a section of ``docs/doctor.md``."""
     lines: list[str] = []
+    ok_first = sorted(CATALOGUE.items(), key=lambda item: item[1].severity is not Severity.OK)
     for group, title in GROUPS.items():
         lines += [f"### {title}", ""]
         lines += ["| id | severity | meaning | what to do |", "|---|---|---|---|"]
-        for name, entry in CATALOGUE.items():
+        for name, entry in ok_first:
             if name.partition(".")[0] == group:
                 cells = (f"`{name}`", entry.severity, entry.meaning, entry.change or "—")
                 lines.append("| " + " | ".join(cell.replace("*", "\\*") for cell in cells) + " |")

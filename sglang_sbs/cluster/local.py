@@ -9,22 +9,14 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
-from sglang_sbs.cluster.logs import last_log_lines
+from sglang_sbs.cluster import readiness
 from sglang_sbs.cluster.plan import ClusterPlan, InstancePlan, ServerPlan
-from sglang_sbs.cluster.readiness import (
-    ENGINE_READINESS_PATHS,
-    ROUTER_READINESS_PATHS,
-    NotReadyError,
-    freeze_gc,
-    wait_until_ready,
-)
-from sglang_sbs.cluster.spawn import ChildSpawner, NurserySpawner, Spawner
-from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor
+from sglang_sbs.cluster.spawn import Nursery, Spawn, last_words, spawn_child
+from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor, unless_it_dies
 
 ENGINE_STOP_GRACE_S = 20.0
 DEFAULT_STARTUP_TIMEOUT_S = 1800.0
@@ -66,8 +58,9 @@ class LocalCluster:
         self._startup_timeout_s = startup_timeout_s
         self._on_progress = on_progress
         self._supervisor = Supervisor()
-        self._children = ChildSpawner()
-        self._nursery: NurserySpawner | None = None
+        self._nursery: Nursery | None = None
+        self._spawn: Spawn = spawn_child
+        """Of engines."""
         self._started_s = 0.0
 
     @property
@@ -81,28 +74,17 @@ class LocalCluster:
         return self.plan.router
 
     def pid(self, name: str) -> int:
-        """Process id of the server process called `name` (`prefill-0`, `router`, …).
-
-        Raises:
-            KeyError: no such process was started.
-        """
+        """Process id of the server process called `name` (`prefill-0`, `router`, …). Raises:
+        KeyError."""
         return self._supervisor.called(name).pid
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send `number` to every process of the server called `name`.
-
-        Raises:
-            KeyError: no such process is running.
-        """
+        """Send `number` to every process of the server called `name`. Raises: KeyError."""
         self._supervisor.signal(name, number)
 
     async def kill(self, name: str) -> None:
         """SIGKILL every process of the server called `name`, on all its nodes; returns when it is
-        gone.
-
-        Raises:
-            KeyError: no such process is running.
-        """
+        gone. Raises: KeyError."""
         await self._supervisor.kill(name)
         for instance in self.plan.instances:
             for follower in instance.followers if instance.name == name else ():
@@ -110,29 +92,21 @@ class LocalCluster:
 
     async def start_instance(self, name: str, flags: Sequence[str] = ()) -> None:
         """Start the planned instance `name` again, with more flags; returns when it is ready.
-
-        Raises:
-            KeyError: no such instance was planned.
-            ClusterStartError: it did not come up.
-        """
-        plans = {instance.name: instance for instance in self.plan.instances}
-        plan = dataclasses.replace(plans[name], argv=(*plans[name].argv, *flags))
+        Raises: KeyError, none was planned; ClusterStartError, it did not come up."""
+        plan = {instance.name: instance for instance in self.plan.instances}[name]
         self._started_s = time.monotonic()
-        process = await self._supervisor.start(plan, self._nursery or self._children)
-        for follower in plan.followers:
-            again = dataclasses.replace(follower, argv=(*follower.argv, *flags))
-            await self._supervisor.start(again, self._nursery or self._children)
+        process, *_ = [
+            await self._supervisor.start(
+                dataclasses.replace(one, argv=(*one.argv, *flags)), self._spawn
+            )
+            for one in (plan, *plan.followers)
+        ]
         self._report(name, "starting")
         async with aiohttp.ClientSession() as session:
-            ready = asyncio.create_task(self._wait_for_engine(session, plan))
-            first: list[asyncio.Future[Any]] = [ready, process.exited]
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                ready.cancel()
-                raise ClusterStartError(
-                    str(ProcessDiedError(name, process.exited.result(), plan.log_path))
-                )
-            await ready
+            try:
+                await unless_it_dies(self._wait_for_engine(session, plan), process)
+            except ProcessDiedError as error:
+                raise ClusterStartError(str(error)) from error
 
     async def __aenter__(self) -> Self:
         self._started_s = time.monotonic()
@@ -146,12 +120,7 @@ class LocalCluster:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_raised: object) -> None:
         await self._stop()
 
     async def wait_for_death(self) -> ProcessDiedError:
@@ -159,18 +128,17 @@ class LocalCluster:
         return await self._supervisor.first_death()
 
     async def _start_engines(self) -> None:
-        spawner: Spawner = self._children
         if self.plan.fork_engines:
             self._report("nursery", "importing SGLang")
-            self._nursery = NurserySpawner(
-                self.plan.nursery_environment, self.plan.log_dir / "nursery.log"
-            )
-            self._supervisor.watch(await self._nursery.open())
+            log_path = self.plan.log_dir / "nursery.log"
+            nursery = self._nursery = await Nursery.start(self.plan.nursery_environment, log_path)
+            await nursery.ready
+            self._supervisor.watch(nursery.itself)
             self._report("nursery", "ready")
-            spawner = self._nursery
+            self._spawn = nursery.spawn
         for instance in self.plan.instances:
             for process in (instance, *instance.followers):
-                await self._supervisor.start(process, spawner)
+                await self._supervisor.start(process, self._spawn)
                 self._report(process.name, "starting")
         async with aiohttp.ClientSession() as session:
             await self._unless_one_dies(
@@ -179,17 +147,19 @@ class LocalCluster:
 
     async def _wait_for_engine(self, session: aiohttp.ClientSession, plan: InstancePlan) -> None:
         for url in plan.server_urls:
-            await self._wait_for(session, plan, ENGINE_READINESS_PATHS, url)
+            await self._wait_for(session, plan, readiness.ENGINE_READINESS_PATHS, url)
         # Where ranks serve HTTP themselves there is no Python server, and nothing to freeze.
         if self.plan.fork_engines and plan.rank_servers == 1:
-            await freeze_gc(session, plan.url)
+            await readiness.freeze_gc(session, plan.url)
         self._report(plan.name, "ready")
 
     async def _start_router(self, plan: ServerPlan) -> None:
-        await self._supervisor.start(plan, self._children)
+        await self._supervisor.start(plan)
         self._report(plan.name, "starting")
         async with aiohttp.ClientSession() as session:
-            await self._unless_one_dies(self._wait_for(session, plan, ROUTER_READINESS_PATHS))
+            await self._unless_one_dies(
+                self._wait_for(session, plan, readiness.ROUTER_READINESS_PATHS)
+            )
         self._report(plan.name, "ready")
 
     async def _wait_for(
@@ -201,12 +171,9 @@ class LocalCluster:
     ) -> None:
         left_s = self._startup_timeout_s - (time.monotonic() - self._started_s)
         try:
-            await wait_until_ready(session, url or plan.url, paths, left_s)
-        except NotReadyError as error:
-            raise ClusterStartError(
-                f"{plan.name}: {error}. Last lines of {plan.log_path}:\n"
-                f"{last_log_lines(plan.log_path)}"
-            ) from error
+            await readiness.wait_until_ready(session, url or plan.url, paths, left_s)
+        except readiness.NotReadyError as error:
+            raise ClusterStartError(f"{plan.name}: {error}. {last_words(plan.log_path)}") from error
 
     async def _unless_one_dies(self, *waits: Coroutine[Any, Any, None]) -> None:
         """Run `waits` to their ends, or raise what failed first: one of them, or a process."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from sglang_sbs.cluster.flag_words import text_flag, without_flag, without_given
-from sglang_sbs.cluster.router_command import router_argv
 from sglang_sbs.testing.cpu_engine.environment import (
     CPU_DECODE_FLAGS,
     CPU_ENGINE_FLAGS,
@@ -163,7 +163,7 @@ class ClusterPlan:
     @property
     def servers(self) -> tuple[ServerPlan, ...]:
         """Every server, the router last."""
-        return (*self.instances, *([self.router] if self.router is not None else []))
+        return self.instances if self.router is None else (*self.instances, self.router)
 
     def of_role(self, role: Role) -> tuple[InstancePlan, ...]:
         return tuple(instance for instance in self.instances if instance.role is role)
@@ -172,140 +172,153 @@ class ClusterPlan:
 def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> ClusterPlan:
     """Plan every process of the cluster.
 
-    `port_blocks` yields first ports of disjoint free blocks of `PORTS_PER_INSTANCE`.
-
-    Raises:
-        PlanError: the message names the flag and what to write instead.
+    `port_blocks` yields first ports of disjoint free blocks of `PORTS_PER_INSTANCE`. Raises:
+    PlanError, which names the flag and what to write instead.
     """
     _check(options)
-    if uses_rust_server(options.environment):
-        _check_rust_server(options)
-    router_port, endforward_endpoint = options.router_port, None
-    if options.with_router:
-        first = next(port_blocks)
-        endforward_endpoint = f"tcp://127.0.0.1:{first + 1}"
-        router_port = first if router_port is None else router_port
-    shape = _shape_of(options, endforward_endpoint)
-    counts = {
-        Role.PREFILL: options.prefill_instances,
-        Role.DECODE: options.decode_instances,
-        Role.UNIFIED: options.unified_instances,
-    }
-    instances: list[InstancePlan] = []
-    for role, count in counts.items():
-        for number in range(count):
-            gpu = len(instances) * shape.gpus
-            instances.append(
-                _plan_instance(options, shape, role, f"{role}-{number}", gpu, port_blocks)
+    return _Planner(options, port_blocks).plan()
+
+
+class _Planner:
+    def __init__(self, options: ClusterOptions, port_blocks: Iterator[int]) -> None:
+        flags = options.engine_flags
+        tensor_parallel, self._ranks = _tensor_and_data_parallel(flags)
+        pipeline_parallel = _int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
+        replicas = 1 if "--enable-dp-attention" in flags else self._ranks
+        self._gpus = tensor_parallel * pipeline_parallel * replicas
+        """Of one instance."""
+        self._options = options
+        self._port_blocks = port_blocks
+        self._on_cpu = options.cpu or options.virtual_gpu is not None
+        self._environment = dict(options.environment)
+        # Of this process, where SGLang has loaded plugins.
+        self._environment.pop("SGLANG_SBS_BOOT_ID", None)
+        if self._on_cpu:
+            self._environment |= cpu_engine_environment(
+                self._gpus, options.virtual_gpu, self._environment
             )
-    router = None
-    if endforward_endpoint is not None and router_port is not None:
-        router = _plan_router(options, instances, router_port, endforward_endpoint)
-    return ClusterPlan(
-        instances=tuple(instances),
-        router=router,
-        fork_engines=shape.on_cpu,
-        nursery_environment=shape.environment,
-        log_dir=options.log_dir,
-    )
+        self._router_block = next(port_blocks) if options.with_router else None
 
-
-class _Shape(NamedTuple):
-    on_cpu: bool
-    ranks: int
-    """DP ranks."""
-    gpus: int
-    """Of one instance."""
-    environment: dict[str, str]
-    endforward_endpoint: str | None
-    """The router's; None: there is none."""
-    publishes_kv: bool
-    """Prefill instances publish KV events."""
-
-
-def _shape_of(options: ClusterOptions, endforward_endpoint: str | None) -> _Shape:
-    flags = options.engine_flags
-    on_cpu = options.cpu or options.virtual_gpu is not None
-    tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
-    pipeline_parallel = _int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
-    ranks = _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
-    dp_attention = "--enable-dp-attention" in flags
-    gpus = tensor_parallel * pipeline_parallel * (1 if dp_attention else ranks)
-    environment = dict(options.environment)
-    environment.pop("SGLANG_SBS_BOOT_ID", None)  # of this process, where SGLang has loaded plugins
-    if on_cpu:
-        environment |= cpu_engine_environment(gpus, options.virtual_gpu, environment)
-    publishes_kv = _wants_kv_events(options) and ranks <= PORTS_PER_INSTANCE
-    return _Shape(on_cpu, ranks, gpus, environment, endforward_endpoint, publishes_kv)
-
-
-def _plan_instance(
-    options: ClusterOptions,
-    shape: _Shape,
-    role: Role,
-    name: str,
-    first_gpu: int,
-    port_blocks: Iterator[int],
-) -> InstancePlan:
-    first = next(port_blocks)
-    rust_server = uses_rust_server(shape.environment) and role is not Role.UNIFIED  # asked directly
-    # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
-    ports = (
-        _Ports(first, http := next(port_blocks), bootstrap=http)
-        if rust_server
-        else _Ports(first, first + HTTP_OFFSET, first + BOOTSTRAP_OFFSET)
-    )
-    kv_ports = None
-    if shape.publishes_kv and role is Role.PREFILL:
-        kv_ports = _kv_events_ports(first, shape.ranks, port_blocks)
-    count = options.prefill_nodes if role is Role.PREFILL else 1
-    nodes = [Node(node, count, _node_host(options.host, node)) for node in range(count)]
-    argvs = [
-        _engine_argv(
-            options, role, ports, first_gpu + node.rank * (shape.gpus // count), shape, node
+    def plan(self) -> ClusterPlan:
+        options = self._options
+        names = [(Role.PREFILL, n) for n in range(options.prefill_instances)]
+        names += [(Role.DECODE, n) for n in range(options.decode_instances)]
+        names += [(Role.UNIFIED, n) for n in range(options.unified_instances)]
+        instances = tuple(
+            self._instance(role, f"{role}-{number}", at * self._gpus)
+            for at, (role, number) in enumerate(names)
         )
-        + _kv_events_flags(node.host, kv_ports)
-        for node in nodes
-    ]
-    url = f"http://{options.host}:{ports.http}"
-    environment = _environment_of(options, shape, role, url)
-    return InstancePlan(
-        name=name,
-        role=role,
-        argv=argvs[0],
-        environment=environment,
-        log_path=options.log_dir / f"{name}.log",
-        followers=tuple(
-            ProcessPlan(
-                name=f"{name}-node-{node.rank}",
-                argv=argv,
-                # All nodes are this machine: without it they would look like node 0.
-                environment={**environment, "SGLANG_SBS_NODE_HOST": node.host},
-                log_path=options.log_dir / f"{name}-node-{node.rank}.log",
-            )
-            for node, argv in zip(nodes[1:], argvs[1:], strict=True)
-        ),
-        url=url,
-        host=options.host,
-        bootstrap_port=ports.bootstrap if role is Role.PREFILL else None,
-        ranks=shape.ranks,
-        rank_servers=shape.ranks if rust_server else 1,
-    )
+        first = self._router_block
+        return ClusterPlan(
+            instances=instances,
+            router=None if first is None else _plan_router(options, instances, first),
+            fork_engines=self._on_cpu,
+            nursery_environment=self._environment,
+            log_dir=options.log_dir,
+        )
+
+    def _instance(self, role: Role, name: str, first_gpu: int) -> InstancePlan:
+        options, first = self._options, next(self._port_blocks)
+        rust_server = (
+            uses_rust_server(self._environment) and role is not Role.UNIFIED
+        )  # asked directly
+        # Its listeners take a port per rank, and the bootstrap registry is on the first of them.
+        http = next(self._port_blocks) if rust_server else first + HTTP_OFFSET
+        bootstrap = http if rust_server else first + BOOTSTRAP_OFFSET
+        ports = _Ports(first, http, bootstrap, self._kv_events_ports(role, first))
+        count = options.prefill_nodes if role is Role.PREFILL else 1
+        nodes = [Node(node, count, _node_host(options.host, node)) for node in range(count)]
+        gpus = self._gpus // count
+        argvs = [self._argv(role, ports, node, first_gpu + node.rank * gpus) for node in nodes]
+        url = f"http://{options.host}:{http}"
+        environment = self._environment_of(role, url)
+        return InstancePlan(
+            name=name,
+            role=role,
+            argv=argvs[0],
+            environment=environment,
+            log_path=options.log_dir / f"{name}.log",
+            followers=tuple(
+                ProcessPlan(
+                    name=f"{name}-node-{node.rank}",
+                    argv=argv,
+                    # All nodes are this machine: without it they would look like node 0.
+                    environment={**environment, "SGLANG_SBS_NODE_HOST": node.host},
+                    log_path=options.log_dir / f"{name}-node-{node.rank}.log",
+                )
+                for node, argv in zip(nodes[1:], argvs[1:], strict=True)
+            ),
+            url=url,
+            host=options.host,
+            bootstrap_port=bootstrap if role is Role.PREFILL else None,
+            ranks=self._ranks,
+            rank_servers=self._ranks if rust_server else 1,
+        )
+
+    def _environment_of(self, role: Role, url: str) -> dict[str, str]:
+        """Of the processes of the instance at ``url``."""
+        environment = dict(self._environment)
+        if role is Role.UNIFIED:
+            environment.pop(RUST_SERVER_ENV, None)
+        elif role is Role.PREFILL and uses_rust_server(environment):
+            environment.setdefault(HEALTH_PASS_ENV, "0")  # decode asks every 5 s
+        if self._router_block is not None:
+            environment["SGLANG_SBS_ROUTERS"] = _endforward_endpoint(self._router_block)
+            environment["SGLANG_SBS_INSTANCE_ID"] = url
+            if key_file := text_flag(self._options.router_flags, "--sbs-endforward-key-file"):
+                environment["SGLANG_SBS_KEY_FILE"] = key_file
+        return environment
+
+    def _argv(self, role: Role, ports: _Ports, node: Node, first_gpu: int) -> tuple[str, ...]:
+        options = self._options
+        role_flags = {Role.PREFILL: options.prefill_flags, Role.DECODE: options.decode_flags}
+        given = [*options.engine_flags, *role_flags.get(role, ())]
+        planned = ["--model-path", options.model_path]
+        planned += ["--host", node.host, "--port", str(ports.http)]
+        if node.nodes > 1:
+            planned += ["--nnodes", str(node.nodes), "--node-rank", str(node.rank)]
+        # Without DP attention each rank is an engine of its own, for which SGLang finds ports.
+        if self._ranks == 1 or "--enable-dp-attention" in given:
+            planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
+            planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
+        if role is not Role.UNIFIED:
+            planned += ["--disaggregation-mode", str(role)]
+        if role is Role.PREFILL:
+            planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
+        if self._on_cpu:
+            defaults = list(CPU_ENGINE_FLAGS)
+            defaults += ["--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]
+            defaults += [
+                "--max-running-requests",
+                str(CPU_MAX_RUNNING_REQUESTS_PER_RANK * self._ranks),
+            ]
+            if role is not Role.UNIFIED:
+                defaults += CPU_PD_FLAGS
+            if role is Role.DECODE:
+                defaults += CPU_DECODE_FLAGS
+            planned += without_given(defaults, given)
+        elif first_gpu or "--base-gpu-id" in given:
+            step = _int_flag(given, "--gpu-id-step")
+            base = _int_flag(given, "--base-gpu-id", default=0)
+            given = without_flag(given, "--base-gpu-id")
+            planned += ["--base-gpu-id", str(base + first_gpu * step)]
+        events = _kv_events_flags(node.host, ports.kv_events)
+        return (sys.executable, "-m", "sglang.launch_server", *planned, *given, *events)
+
+    def _kv_events_ports(self, role: Role, first_port: int) -> tuple[int, int] | None:
+        """Rank d publishes at the first port + d and answers replays at the second + d."""
+        if role is not Role.PREFILL or self._ranks > PORTS_PER_INSTANCE:
+            return None
+        if not _wants_kv_events(self._options):
+            return None
+        if self._ranks > _KV_EVENTS_RANKS:
+            return next(self._port_blocks), next(self._port_blocks)
+        events = first_port + KV_EVENTS_OFFSET
+        return events, events + _KV_EVENTS_RANKS
 
 
-def _environment_of(options: ClusterOptions, shape: _Shape, role: Role, url: str) -> dict[str, str]:
-    """Of the processes of the instance at ``url``."""
-    environment = dict(shape.environment)
-    if role is Role.UNIFIED:
-        environment.pop(RUST_SERVER_ENV, None)
-    elif role is Role.PREFILL and uses_rust_server(environment):
-        environment.setdefault(HEALTH_PASS_ENV, "0")  # decode asks every 5 s
-    if shape.endforward_endpoint is not None:
-        environment["SGLANG_SBS_ROUTERS"] = shape.endforward_endpoint
-        environment["SGLANG_SBS_INSTANCE_ID"] = url
-        if key_file := text_flag(options.router_flags, "--sbs-endforward-key-file"):
-            environment["SGLANG_SBS_KEY_FILE"] = key_file
-    return environment
+def _endforward_endpoint(router_block: int) -> str:
+    return f"tcp://127.0.0.1:{router_block + 1}"
 
 
 def _check(options: ClusterOptions) -> None:
@@ -317,10 +330,10 @@ def _check(options: ClusterOptions) -> None:
         if count < 0 or (count == 0 and options.unified_instances == 0):
             raise PlanError(f"{flag} must be at least 1, got {count}")
     nodes = options.prefill_nodes
-    ranks = _int_flag(options.engine_flags, "--tp", "--tp-size", "--tensor-parallel-size")
-    if nodes != 1 and (nodes < 1 or ranks % nodes or options.host != "127.0.0.1"):
+    processes, ranks = _tensor_and_data_parallel(options.engine_flags)
+    if nodes != 1 and (nodes < 1 or processes % nodes or options.host != "127.0.0.1"):
         raise PlanError(
-            f"prefill_nodes is {nodes}: --tp {ranks} must be a multiple of it, and the host "
+            f"prefill_nodes is {nodes}: --tp {processes} must be a multiple of it, and the host "
             "127.0.0.1"
         )
     for flags in (options.engine_flags, options.prefill_flags, options.decode_flags):
@@ -330,76 +343,37 @@ def _check(options: ClusterOptions) -> None:
                 raise PlanError(f"{flag} cannot be passed to the engines: {_PLANNED_FLAGS[flag]}")
             if flag in _MODEL_FLAGS and flags is not options.engine_flags:
                 raise PlanError(f"{flag} cannot differ between prefill and decode")
-
-
-def _check_rust_server(options: ClusterOptions) -> None:
-    data_parallel = _int_flag(options.engine_flags, "--dp", "--dp-size", "--data-parallel-size")
-    if data_parallel % options.prefill_nodes:
+    if not uses_rust_server(options.environment):
+        return
+    if ranks % nodes:
         raise PlanError(
-            f"{options.prefill_nodes} nodes and {RUST_SERVER_ENV}=1: --dp {data_parallel} must be "
-            "a multiple of that"
+            f"{nodes} nodes and {RUST_SERVER_ENV}=1: --dp {ranks} must be a multiple of that"
         )
-    if data_parallel > PORTS_PER_INSTANCE:
+    if ranks > PORTS_PER_INSTANCE:
         raise PlanError(
-            f"--dp {data_parallel} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
+            f"--dp {ranks} with {RUST_SERVER_ENV}=1 needs a port per DP rank, and an "
             f"instance has {PORTS_PER_INSTANCE} here: unset {RUST_SERVER_ENV}"
         )
 
 
+def _tensor_and_data_parallel(flags: Sequence[str]) -> tuple[int, int]:
+    tensor_parallel = _int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
+    return tensor_parallel, _int_flag(flags, "--dp", "--dp-size", "--data-parallel-size")
+
+
 class _Ports(NamedTuple):
-    """Of one instance: its block's first, its HTTP server's (rank 0's), its KV registry's."""
+    """Of one instance: its block's first, its HTTP server's (rank 0's), its KV registry's,
+    and the first of its KV events' and of their replays'."""
 
     first: int
     http: int
     bootstrap: int
+    kv_events: tuple[int, int] | None
 
 
 def uses_rust_server(environment: Mapping[str, str]) -> bool:
     """Whether engines started with `environment` serve HTTP from every DP rank."""
     return environment.get(RUST_SERVER_ENV, "").lower() in ("true", "1", "yes", "y")
-
-
-def _engine_argv(
-    options: ClusterOptions,
-    role: Role,
-    ports: _Ports,
-    first_gpu: int,
-    shape: _Shape,
-    node: Node,
-) -> tuple[str, ...]:
-    role_flags = {
-        Role.PREFILL: options.prefill_flags,
-        Role.DECODE: options.decode_flags,
-        Role.UNIFIED: (),
-    }[role]
-    given = [*options.engine_flags, *role_flags]
-    planned = ["--model-path", options.model_path]
-    planned += ["--host", node.host, "--port", str(ports.http)]
-    if node.nodes > 1:
-        planned += ["--nnodes", str(node.nodes), "--node-rank", str(node.rank)]
-    # Without DP attention each rank is an engine of its own, for which SGLang finds ports.
-    if shape.ranks == 1 or "--enable-dp-attention" in given:
-        planned += ["--nccl-port", str(ports.first + NCCL_OFFSET)]
-        planned += ["--dist-init-addr", f"127.0.0.1:{ports.first + DIST_INIT_OFFSET}"]
-    if role is not Role.UNIFIED:
-        planned += ["--disaggregation-mode", str(role)]
-    if role is Role.PREFILL:
-        planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
-    if shape.on_cpu:
-        defaults = list(CPU_ENGINE_FLAGS)
-        defaults += ["--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)]
-        defaults += ["--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS_PER_RANK * shape.ranks)]
-        if role is not Role.UNIFIED:
-            defaults += CPU_PD_FLAGS
-        if role is Role.DECODE:
-            defaults += CPU_DECODE_FLAGS
-        planned += without_given(defaults, given)
-    elif first_gpu or "--base-gpu-id" in given:
-        step = _int_flag(given, "--gpu-id-step")
-        base = _int_flag(given, "--base-gpu-id", default=0)
-        given = without_flag(given, "--base-gpu-id")
-        planned += ["--base-gpu-id", str(base + first_gpu * step)]
-    return (sys.executable, "-m", "sglang.launch_server", *planned, *given)
 
 
 def _wants_kv_events(options: ClusterOptions) -> bool:
@@ -412,14 +386,6 @@ def _wants_kv_events(options: ClusterOptions) -> bool:
         and not names & {"--disable-radix-cache", "--kv-events-config"}
         and _int_flag(given, "--page-size") >= MIN_KV_EVENTS_PAGE_SIZE
     )
-
-
-def _kv_events_ports(first_port: int, ranks: int, port_blocks: Iterator[int]) -> tuple[int, int]:
-    """Rank d publishes at the first port + d and answers replays at the second + d."""
-    if ranks > _KV_EVENTS_RANKS:
-        return next(port_blocks), next(port_blocks)
-    events = first_port + KV_EVENTS_OFFSET
-    return events, events + _KV_EVENTS_RANKS
 
 
 def _kv_events_flags(host: str, ports: tuple[int, int] | None) -> tuple[str, ...]:
@@ -448,19 +414,30 @@ def pd_urls(instances: Sequence[InstancePlan]) -> tuple[list[tuple[str, int | No
     return prefill, [one.url for one in instances if one.role is Role.DECODE]
 
 
+def router_argv(
+    prefill: Iterable[tuple[str, int | None]],
+    decode: Iterable[str],
+    module: str = "sglang_sbs.launch_router",
+) -> list[str]:
+    """Argv for engines at these URLs (prefill with bootstrap port); the router's flags follow."""
+    argv = [sys.executable, "-m", module, "--pd-disaggregation"]
+    for url, bootstrap_port in prefill:
+        argv += ["--prefill", url, *([] if bootstrap_port is None else [str(bootstrap_port)])]
+    for url in decode:
+        argv += ["--decode", url]
+    return argv
+
+
 def _plan_router(
-    options: ClusterOptions,
-    instances: Sequence[InstancePlan],
-    port: int,
-    endforward_endpoint: str,
+    options: ClusterOptions, instances: Sequence[InstancePlan], block: int
 ) -> ServerPlan:
+    port = block if options.router_port is None else options.router_port
     argv = router_argv(*pd_urls(instances))
     argv += ["--host", options.router_host, "--port", str(port)]
-    tokenizer = options.router_tokenizer
-    if tokenizer is None:
-        tokenizer = options.model_path
+    named = options.router_tokenizer
+    tokenizer = options.model_path if named is None else named
     defaults = ["--tokenizer-path", tokenizer] if tokenizer else []
-    defaults += ["--sbs-endforward-bind", endforward_endpoint]
+    defaults += ["--sbs-endforward-bind", _endforward_endpoint(block)]
     argv += without_given(defaults, options.router_flags)
     argv += options.router_flags
     # A wildcard address is where to listen, not where to connect to.
@@ -477,14 +454,12 @@ def _plan_router(
 def _int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
     """Value of the last of `names` in `flags` (SGLang lets a later one win)."""
     value = default
-    for index, word in enumerate(flags):
+    for word, following in zip_longest(flags, flags[1:], fillvalue=""):
         name, equals, text = word.partition("=")
-        if name not in names:
-            continue
-        if not equals:
-            text = flags[index + 1] if index + 1 < len(flags) else ""
-        try:
-            value = int(text)
-        except ValueError:
-            raise PlanError(f"{name} must be a whole number, got {text!r}") from None
+        if name in names:
+            text = text if equals else following
+            try:
+                value = int(text)
+            except ValueError:
+                raise PlanError(f"{name} must be a whole number, got {text!r}") from None
     return value

@@ -53,10 +53,7 @@ def free_port_blocks(size: int) -> Iterator[int]:
     """First ports of disjoint blocks of `size` ports that are all free now and then claimed.
 
     The search starts at a place of this process's own, so that two clusters started at the same
-    moment rarely look at the same ports.
-
-    Raises:
-        RuntimeError: no such block is left.
+    moment rarely look at the same ports. Raises: RuntimeError, no such block is left.
     """
     blocks = (LAST_PORT + 1 - FIRST_PORT) // size
     start = os.getpid() * 7 % blocks

@@ -25,10 +25,7 @@ async def wait_until_ready(
     session: aiohttp.ClientSession, url: str, paths: Sequence[str], timeout_s: float
 ) -> float:
     """Poll `url` + the first of `paths` that it knows until it answers 200; the seconds it took.
-
-    Raises:
-        NotReadyError: not within `timeout_s`; the message has the last answer.
-    """
+    Raises: NotReadyError, not within `timeout_s`; it has the last answer."""
     started_s = time.monotonic()
     last_answer = "no answer yet"
     while True:

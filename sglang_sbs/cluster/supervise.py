@@ -1,7 +1,6 @@
 """The set of processes of one cluster: started, watched, stopped.
 
-Notices the first that ends by itself, and stops exactly those that were started, by the ids
-recorded at their start.
+Exactly those that were started are stopped, by the ids recorded at their start.
 """
 
 from __future__ import annotations
@@ -10,27 +9,33 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from sglang_sbs.cluster.logs import last_log_lines
 from sglang_sbs.cluster.plan import ProcessPlan
-from sglang_sbs.cluster.spawn import SpawnedProcess, Spawner
-
-__all__ = ["ProcessDiedError", "Supervisor", "describe_exit", "last_log_lines"]
+from sglang_sbs.cluster.spawn import Spawn, SpawnedProcess, last_words, spawn_child
 
 
 class ProcessDiedError(RuntimeError):
     """A process of the cluster ended by itself."""
 
-    def __init__(self, name: str, returncode: int, log_path: Path) -> None:
-        self.name = name
-        self.returncode = returncode
-        self.log_path = log_path
-        super().__init__(
-            f"{name} ended by itself ({describe_exit(returncode)}). "
-            f"Last lines of {log_path}:\n{last_log_lines(log_path)}"
-        )
+    def __init__(self, process: SpawnedProcess) -> None:
+        self.name, self.returncode = process.name, process.exited.result()
+        how = describe_exit(self.returncode)
+        super().__init__(f"{self.name} ended by itself ({how}). {last_words(process.log_path)}")
+
+
+async def unless_it_dies(waiting: Coroutine[Any, Any, object], process: SpawnedProcess) -> None:
+    """Wait. Raises: ProcessDiedError, the process ended meanwhile."""
+    task = asyncio.create_task(waiting)
+    either: list[asyncio.Future[Any]] = [task, process.exited]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ProcessDiedError(process)
+        task.result()
+    finally:
+        task.cancel()
 
 
 def describe_exit(returncode: int) -> str:
@@ -53,13 +58,9 @@ class Supervisor:
         """Everything started and not yet stopped."""
         return tuple(self._processes)
 
-    async def start(self, plan: ProcessPlan, spawner: Spawner) -> SpawnedProcess:
-        """Start `plan` through `spawner` and take charge of it.
-
-        Raises:
-            SpawnError: it could not be started.
-        """
-        process = await spawner.spawn(plan)
+    async def start(self, plan: ProcessPlan, spawn: Spawn = spawn_child) -> SpawnedProcess:
+        """Start `plan` and take charge of it. Raises: SpawnError, it could not be started."""
+        process = await spawn(plan)
         self._processes.append(process)
         return process
 
@@ -78,23 +79,15 @@ class Supervisor:
         await asyncio.wait(
             [process.exited for process in watched], return_when=asyncio.FIRST_COMPLETED
         )
-        dead = next(process for process in watched if process.exited.done())
-        return ProcessDiedError(dead.name, dead.exited.result(), dead.log_path)
+        return ProcessDiedError(next(process for process in watched if process.exited.done()))
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send `number` to the process called `name` and to its children.
-
-        Raises:
-            KeyError: no such process was started.
-        """
+        """Send `number` to the process called `name` and to its children. Raises: KeyError."""
         os.killpg(self.called(name).pid, number)
 
     async def kill(self, name: str) -> None:
         """SIGKILL the process called `name` with its children, wait for its end and forget it.
-
-        Raises:
-            KeyError: no such process was started.
-        """
+        Raises: KeyError."""
         process = self.called(name)
         self._processes.remove(process)
         with contextlib.suppress(ProcessLookupError):

@@ -13,19 +13,19 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import orjson
 from rich.console import Console
+from rich.table import Table
 
 from sglang_sbs.cluster.plan import RUST_SERVER_ENV, uses_rust_server
-from sglang_sbs.demo.kept_cluster import KeepOptions, keep
-from sglang_sbs.demo.load import Latency, Workload
-from sglang_sbs.demo.passes import pass_statistics
+from sglang_sbs.demo.kept_cluster import keep
+from sglang_sbs.demo.load import Workload
 from sglang_sbs.demo.runs import Run
-from sglang_sbs.demo.terminal import result_table
 from sglang_sbs.demo.timeline import draw_timeline
 from sglang_sbs.demo.tokens import DP_SIZE, match_tokens
 from sglang_sbs.demo.virtual_cluster import (
@@ -62,71 +62,50 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--topology", default="3P1D", help="instances, e.g. 2P1D (default 3P1D)")
-    parser.add_argument("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
+    add = parser.add_argument
+    switch = partial(parser.add_argument, action="store_true")
+    add("--topology", default="3P1D", help="instances, e.g. 2P1D (default 3P1D)")
+    add("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
     add_tp_argument(parser)
-    parser.add_argument(
+    switch(
         "--rust-server",
-        action="store_true",
         help="engines with SGLang's Rust server: an address per DP rank (SGLANG_RUST_SERVER=1)",
     )
-    parser.add_argument(
-        "--dwdp",
-        action="store_true",
-        help="prefill with SGLang's DWDP (--dwdp-size): DP ranks without a barrier",
-    )
-    parser.add_argument(
-        "--requests", type=int, default=240, help="requests per policy (default 240)"
-    )
-    parser.add_argument(
+    switch("--dwdp", help="prefill with SGLang's DWDP (--dwdp-size): DP ranks without a barrier")
+    add("--requests", type=int, default=240, help="requests per policy (default 240)")
+    add(
         "--load",
         type=float,
         help="arrival rate as a share of the prefill capacity "
         f"(default {LOAD}; {LIGHT_LOAD} with --keep)",
     )
-    parser.add_argument("--policy", choices=POLICIES, default="sbs", help="default sbs")
-    parser.add_argument(
-        "--trigger", choices=TRIGGERS, default="adaptive", help="of sbs (default adaptive)"
-    )
-    parser.add_argument(
+    add("--policy", choices=POLICIES, default="sbs", help="default sbs")
+    add("--trigger", choices=TRIGGERS, default="adaptive", help="of sbs (default adaptive)")
+    add(
         "--baseline",
         choices=[p for p in POLICIES if p != "sbs"],
         default="round_robin",
         help="the immediate policy to compare with (default round_robin)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/demo"), help="logs and pictures (default out/demo)"
-    )
-    parser.add_argument(
-        "--skip-token-match", action="store_true", help="leave the real-compute check out"
-    )
+    add("--seed", type=int, default=1, help="of the arrivals (default 1)")
+    add("--json", type=Path, metavar="FILE", help="write the result here")
+    add("--out", type=Path, default=Path("out/demo"), help="logs and pictures (default out/demo)")
+    switch("--skip-token-match", help="leave the real-compute check out")
     _add_keeping(parser)
     return parser
 
 
 def _add_keeping(parser: argparse.ArgumentParser) -> None:
     keeping = parser.add_argument_group("a cluster to look at")
-    keeping.add_argument(
-        "--keep",
-        action="store_true",
-        help="no comparison: cluster, router and dashboard under light load until Ctrl-C",
-    )
-    keeping.add_argument(
-        "--port", type=int, default=30000, help="of the router, with --keep (default 30000)"
-    )
-    keeping.add_argument(
-        "--prometheus-port", type=int, default=29000, help="of its metrics (default 29000)"
-    )
+    add = keeping.add_argument
+    says = "no comparison: cluster, router and dashboard under light load until Ctrl-C"
+    add("--keep", action="store_true", help=says)
+    add("--port", type=int, default=30000, help="of the router, with --keep (default 30000)")
+    add("--prometheus-port", type=int, default=29000, help="of its metrics (default 29000)")
 
 
 def parse_topology(text: str) -> tuple[int, int]:
-    """``3P1D`` -> (3, 1).
-
-    Raises:
-        ValueError: with what to write instead.
-    """
+    """``3P1D`` -> (3, 1). Raises: ValueError, with what to write instead."""
     match = re.fullmatch(r"(\d+)P(\d+)D", text, re.IGNORECASE)
     if match is None or "0" in match.groups():
         raise ValueError(f"--topology {text!r}: write e.g. 3P1D (three prefill, one decode)")
@@ -156,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         if args.keep:
-            return _keep(args, console)
+            return keep(args, _policy_flags(args.policy, args.trigger), console)
         result = asyncio.run(_demo(args, console))
     except KeyboardInterrupt:
         console.print("interrupted; everything started was stopped")
@@ -189,24 +168,6 @@ def _check_keep(args: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         parser.error("--port and --prometheus-port must differ")
 
 
-def _keep(args: argparse.Namespace, console: Console) -> int:
-    prefill, decode = args.topology_counts
-    options = KeepOptions(
-        prefill=prefill,
-        decode=decode,
-        dp_size=args.dp,
-        attention_tp=args.attention_tp,
-        dwdp=args.dwdp,
-        router_flags=_policy_flags(args.policy, args.trigger),
-        load=args.load,
-        seed=args.seed,
-        port=args.port,
-        prometheus_port=args.prometheus_port,
-        out=args.out,
-    )
-    return keep(options, console)
-
-
 async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     args.out.mkdir(parents=True, exist_ok=True)
     prefill, decode = args.topology_counts
@@ -219,7 +180,6 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         + (", Rust server" if uses_rust_server(os.environ) else "")
         + (", DWDP" if args.dwdp else "")
     )
-    policies: dict[str, Any] = {}
     shape = {"attention_tp": args.attention_tp, "dwdp": args.dwdp}
     async with running_rig(prefill, decode, args.dp, args.out, console, **shape) as rig:
         workload = Workload(
@@ -233,8 +193,7 @@ async def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             await rig.run(args.policy, _policy_flags(args.policy, args.trigger), workload),
             await rig.run(args.baseline, _policy_flags(args.baseline, args.trigger), workload),
         ]
-        for run in runs:
-            policies[run.label] = _policy_result(run, rig)
+        policies = {run.label: _policy_result(run, rig) for run in runs}
     _print_runs(runs, console)
     picture = args.out / "timeline.png"
     if draw_timeline(runs, picture):
@@ -263,26 +222,34 @@ def _policy_flags(policy: str, trigger: str) -> list[str]:
 
 
 def _policy_result(run: Run, rig: Rig) -> dict[str, Any]:
-    engines = run.engines
-    ttft = Latency.of([s.ttft_s for s in run.completed])
-    statistics = pass_statistics(engines.passes, engines.chunk_tokens)
+    engines, ttft, statistics = run.engines, run.ttft, run.passes()
+    prefill, decode = rig.rank_names("p"), rig.rank_names("d")
     return {
         "requests": len(run.samples),
         "completed": len(run.completed),
-        "failed": len(run.samples) - len(run.completed),
-        "errors": sorted({s.error for s in run.samples if s.error})[:5],
+        "failed": run.failed,
+        "errors": run.errors[:5],
         "ttft_ms": {"mean": ttft.mean, "p50": ttft.p50, "p99": ttft.p99},
-        "prefill_ranks": {k: engines.prefill_ranks[k] for k in rig.prefill_rank_names},
-        "decode_ranks": {k: engines.decode_ranks[k] for k in rig.decode_rank_names},
-        "endforward": {
-            k: engines.endforward[k] for k in (*rig.prefill_rank_names, *rig.decode_rank_names)
-        },
+        "prefill_ranks": {k: engines.prefill_ranks[k] for k in prefill},
+        "decode_ranks": {k: engines.decode_ranks[k] for k in decode},
+        "endforward": {k: engines.endforward[k] for k in (*prefill, *decode)},
         "passes": statistics.passes,
         "chunk_utilization": statistics.chunk_utilization,
         "active_ranks": statistics.active_ranks,
         "active_rank_count": statistics.active_rank_count,
         "max_over_mean": statistics.max_over_mean,
     }
+
+
+def result_table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    """Columns of names, then of figures, whole at 80 columns: headers take several lines before
+    anything is cut."""
+    table = Table(title=title, show_edge=False, pad_edge=False)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for figure in figures:
+        table.add_column(figure, justify="right", overflow="fold")
+    return table
 
 
 def _print_runs(runs: Sequence[Run], console: Console) -> None:
@@ -303,8 +270,7 @@ def _print_runs(runs: Sequence[Run], console: Console) -> None:
         ["completed", "mean ms", "p50 ms", "p99 ms", "tokens per pass", "ranks busy"],
     )
     for run in runs:
-        ttft = Latency.of([s.ttft_s for s in run.completed])
-        passes = pass_statistics(run.engines.passes, run.engines.chunk_tokens)
+        ttft, passes = run.ttft, run.passes()
         summary.add_row(
             run.label,
             f"{len(run.completed)}/{len(run.samples)}",
@@ -316,7 +282,7 @@ def _print_runs(runs: Sequence[Run], console: Console) -> None:
         )
     console.print(summary)
     for run in runs:
-        for error in sorted({s.error for s in run.samples if s.error})[:3]:
+        for error in run.errors[:3]:
             console.print(f"[red]{run.label}:[/] {error}", highlight=False)
 
 

@@ -15,11 +15,9 @@ import msgspec
 import orjson
 from rich.console import Console
 
-from sglang_sbs.demo.cli import parse_topology
+from sglang_sbs.demo.cli import parse_topology, result_table
 from sglang_sbs.demo.load import Latency, Workload
-from sglang_sbs.demo.passes import pass_statistics
 from sglang_sbs.demo.runs import Run
-from sglang_sbs.demo.terminal import result_table
 from sglang_sbs.demo.virtual_cluster import running_rig
 from sglang_sbs.extras import without_sglang
 from sglang_sbs.scheduling import POLICIES
@@ -46,18 +44,19 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--topology", default="3P1D", help="instances (default 3P1D)")
-    parser.add_argument("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--topology", default="3P1D", help="instances (default 3P1D)")
+    add("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
+    add(
         "--policies",
         default="sbs,sbs_paper,round_robin,least_tokens",
         help=f"comma-separated, of {', '.join(POLICY_NAMES)}",
     )
-    parser.add_argument("--loads", default="0.6,0.9", help="shares of capacity (default 0.6,0.9)")
-    parser.add_argument("--seeds", type=int, default=1, help="arrival seeds per cell (default 1)")
-    parser.add_argument("--requests", type=int, default=300, help="per run (default 300)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write one row per run here")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="logs (out/bench)")
+    add("--loads", default="0.6,0.9", help="shares of capacity (default 0.6,0.9)")
+    add("--seeds", type=int, default=1, help="arrival seeds per cell (default 1)")
+    add("--requests", type=int, default=300, help="per run (default 300)")
+    add("--json", type=Path, metavar="FILE", help="write one row per run here")
+    add("--out", type=Path, default=Path("out/bench"), help="logs (out/bench)")
     return parser
 
 
@@ -65,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep; exit code 1 if any request failed."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    policies = args.policies.split(",")
+    policies = args.policies = args.policies.split(",")
     unknown = [p for p in policies if p not in POLICY_NAMES]
     if unknown:
         parser.error(f"--policies: {unknown[0]!r} is not one of {', '.join(POLICY_NAMES)}")
     try:
-        topology = parse_topology(args.topology)
-        loads = [float(load) for load in args.loads.split(",")]
+        args.topology_counts = parse_topology(args.topology)
+        loads = args.loads = [float(load) for load in args.loads.split(",")]
     except ValueError as error:
         parser.error(str(error))
     if min(loads) <= 0 or args.seeds < 1 or args.requests < 1:
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (lacking := without_sglang("bench", on_cpu=True)) is not None:
         parser.error(lacking)
     console = Console()
-    rows = asyncio.run(_sweep(args, policies, loads, topology, console))
+    rows = asyncio.run(_sweep(args, console))
     _print(rows, policies, loads, console)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -94,16 +93,12 @@ def policy_flags(name: str) -> list[str]:
     return ["--policy", name, *NO_FLOW_CONTROL]
 
 
-async def _sweep(
-    args: argparse.Namespace,
-    policies: Sequence[str],
-    loads: Sequence[float],
-    topology: tuple[int, int],
-    console: Console,
-) -> list[dict[str, Any]]:
+async def _sweep(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    policies, loads = args.policies, args.loads
+    prefill, decode = args.topology_counts
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    async with running_rig(*topology, args.dp, args.out, console) as rig:
+    async with running_rig(prefill, decode, args.dp, args.out, console) as rig:
         for load in loads:
             for seed in range(1, args.seeds + 1):
                 workload = Workload(qps=load * rig.capacity_qps, requests=args.requests, seed=seed)
@@ -122,7 +117,6 @@ async def _sweep(
 
 
 def _row(run: Run, load: float, workload: Workload) -> dict[str, Any]:
-    ttft = Latency.of([s.ttft_s for s in run.completed])
     ends_s = [one.end_s for one in run.engines.passes]
     # The ramp-up and the drain of a bounded load say nothing about the policy.
     span_s = max(ends_s) - min(ends_s) if ends_s else math.nan
@@ -136,14 +130,18 @@ def _row(run: Run, load: float, workload: Workload) -> dict[str, Any]:
         "seed": workload.seed,
         "requests": len(run.samples),
         "completed": len(run.completed),
-        "failed": len(run.samples) - len(run.completed),
-        "ttft_ms": msgspec.structs.asdict(ttft),
+        "failed": run.failed,
+        "ttft_ms": msgspec.structs.asdict(run.ttft),
         "held_ms": msgspec.structs.asdict(Latency.of(run.engines.held_s)),
-        "passes": msgspec.structs.asdict(
-            pass_statistics(run.engines.passes, run.engines.chunk_tokens, window_s)
-        ),
+        "passes": msgspec.structs.asdict(run.passes(window_s)),
         "hook_us_mean": statistics.mean(run.engines.hook_us or [math.nan]),
     }
+
+
+_SHOWN_PASSES = {
+    **{"passes": ".0f", "chunk_utilization": ".0%", "active_ranks": ".0%"},
+    **{"gap_ms_p50": ".1f", "bubble_share": ".1%", "idle_share": ".1%"},
+}
 
 
 def _print(
@@ -165,13 +163,12 @@ def _print(
     for load in loads:
         for policy in policies:
             mine = [r for r in rows if r["policy"] == policy and r["load"] == load]
-            ratios = [
-                first["ttft_ms"]["mean"] / row["ttft_ms"]["mean"]
-                for row in mine
-                for first in rows
-                if (first["policy"], first["load"], first["seed"])
-                == (policies[0], load, row["seed"])
-            ]
+            means_of_first = {
+                r["seed"]: r["ttft_ms"]["mean"]
+                for r in rows
+                if (r["policy"], r["load"]) == (policies[0], load)
+            }
+            ratios = [means_of_first[r["seed"]] / r["ttft_ms"]["mean"] for r in mine]
             latency.add_row(
                 f"{load:.2f}",
                 policy,
@@ -180,22 +177,11 @@ def _print(
                 f"{statistics.mean(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
                 str(sum(r["failed"] for r in mine)),
             )
-            passes = [r["passes"] for r in mine]
-            engine.add_row(
-                f"{load:.2f}",
-                policy,
-                f"{statistics.mean(p['passes'] for p in passes):.0f}",
-                *(
-                    f"{statistics.mean(p[key] for p in passes):.{digits}{kind}}"
-                    for key, digits, kind in (
-                        ("chunk_utilization", 0, "%"),
-                        ("active_ranks", 0, "%"),
-                        ("gap_ms_p50", 1, "f"),
-                        ("bubble_share", 1, "%"),
-                        ("idle_share", 1, "%"),
-                    )
-                ),
+            means = (
+                format(statistics.mean(r["passes"][name] for r in mine), shown)
+                for name, shown in _SHOWN_PASSES.items()
             )
+            engine.add_row(f"{load:.2f}", policy, *means)
     console.print(latency)
     console.print(engine)
 

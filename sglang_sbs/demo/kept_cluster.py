@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import os
 import random
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
 from rich.console import Console
 
 from sglang_sbs.cluster.local import DEFAULT_STARTUP_TIMEOUT_S, LocalCluster
-from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, ClusterPlan, plan_cluster
+from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks, is_port_free
 from sglang_sbs.cluster.serve import serve_until_stopped
 from sglang_sbs.demo.load import Arrival, Latency, Sample, Workload, send_one
-from sglang_sbs.demo.virtual_cluster import (
-    CHUNK_TOKENS,
-    COST,
-    capacity_qps,
-    parallel_flags,
-    prefill_flags,
-)
-from sglang_sbs.testing.tiny_model import cached_tiny_model
+from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, capacity_qps, rig_options
 
 OUTPUT_TOKENS = 24
 MOST_IN_FLIGHT = 64
@@ -38,26 +32,6 @@ _LINE_EVERY_S = 30.0
 _RECENT_S = 30.0
 _ROUND = 200
 """Requests that are drawn at a time."""
-
-
-class PortTakenError(RuntimeError):
-    """A port the demo was to serve at is in use; the message names the flag."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeepOptions:
-    prefill: int
-    decode: int
-    dp_size: int
-    attention_tp: int
-    dwdp: bool
-    router_flags: list[str]
-    load: float
-    """Arrival rate as a share of the prefill capacity."""
-    seed: int
-    port: int
-    prometheus_port: int
-    out: Path
 
 
 @dataclass(slots=True)
@@ -93,73 +67,47 @@ class Traffic:
         return f"{line}; last error: {self.last_error}" if self.last_error else line
 
 
-def keep(options: KeepOptions, console: Console) -> int:
+def keep(args: argparse.Namespace, router_flags: Sequence[str], console: Console) -> int:
     """Bring the cluster up and keep it under load until SIGINT or SIGTERM; the exit code.
 
-    Raises:
-        PortTakenError: before anything is started.
+    ``args``: the demo's command line, checked. Raises: RuntimeError, a port is taken; nothing is
+    started then.
     """
-    _check_ports(options)
-    plan = plan_of(options)
-    capacity = capacity_qps(options.prefill, options.dp_size, barrier=not options.dwdp)
-    qps = options.load * capacity
+    for flag, port in (("--port", args.port), ("--prometheus-port", args.prometheus_port)):
+        if not is_port_free(port):
+            raise RuntimeError(
+                f"port {port} is in use: end what listens there, or choose another with {flag}"
+            )
+    prefill, decode = args.topology_counts
+    options = rig_options(
+        *(prefill, decode, args.dp, args.out), attention_tp=args.attention_tp, dwdp=args.dwdp
+    )
+    metrics = ("--prometheus-host", "127.0.0.1", "--prometheus-port", str(args.prometheus_port))
+    options = replace(options, router_flags=[*router_flags, *metrics], router_port=args.port)
+    plan = plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE))
+    qps = args.load * capacity_qps(prefill, args.dp, barrier=not args.dwdp)
 
     async def meanwhile(cluster: LocalCluster) -> None:
         assert cluster.router is not None
-        print(f"Ready.\n{_places(cluster, options)}", flush=True)
+        url = cluster.router.url
+        print(f"Ready.\n{_places(url, args.prometheus_port, args.out)}", flush=True)
         console.print(
-            f"Load: {qps:.1f} requests/s, {options.load:.0%} of what full chunks would serve. "
+            f"Load: {qps:.1f} requests/s, {args.load:.0%} of what full chunks would serve. "
             "[bold]Ctrl-C stops everything.[/]",
             highlight=False,
         )
         traffic = Traffic()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(steady_load(cluster.router.url, qps, options.seed, traffic))
+            tasks.create_task(steady_load(url, qps, args.seed, traffic))
             tasks.create_task(_show(traffic, console))
 
     code = asyncio.run(serve_until_stopped(plan, DEFAULT_STARTUP_TIMEOUT_S, meanwhile))
-    console.print(
-        "everything that was started has stopped" if code == 0 else f"logs: {options.out}"
-    )
+    console.print("everything that was started has stopped" if code == 0 else f"logs: {args.out}")
     return code
 
 
-def _check_ports(options: KeepOptions) -> None:
-    for flag, port in (
-        ("--port", options.port),
-        ("--prometheus-port", options.prometheus_port),
-    ):
-        if not is_port_free(port):
-            raise PortTakenError(
-                f"port {port} is in use: end what listens there, or choose another with {flag}"
-            )
-
-
-def plan_of(options: KeepOptions) -> ClusterPlan:
-    """The demo's engines and a router in front of them."""
-    flags = [
-        *options.router_flags,
-        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(options.prometheus_port)),
-    ]
-    cluster = ClusterOptions(
-        model_path=str(cached_tiny_model()),
-        prefill_instances=options.prefill,
-        decode_instances=options.decode,
-        engine_flags=parallel_flags(options.dp_size, options.attention_tp),
-        prefill_flags=prefill_flags(options.dp_size, dwdp=options.dwdp),
-        virtual_gpu=COST,
-        log_dir=options.out,
-        environment=dict(os.environ),
-        router_flags=flags,
-        router_port=options.port,
-    )
-    return plan_cluster(cluster, free_port_blocks(PORTS_PER_INSTANCE))
-
-
-def _places(cluster: LocalCluster, options: KeepOptions) -> str:
+def _places(url: str, prometheus_port: int, log_dir: Path) -> str:
     """Where everything is, and how to ask for it: one line each, to copy."""
-    assert cluster.router is not None
-    url = cluster.router.url
     command = Path(sys.executable).with_name("sglang-sbs")
     if command.is_relative_to(Path.cwd()):
         command = command.relative_to(Path.cwd())
@@ -167,11 +115,11 @@ def _places(cluster: LocalCluster, options: KeepOptions) -> str:
     places = {
         "dashboard": f"{url}/dashboard",
         "router": url,
-        "metrics": f"http://127.0.0.1:{options.prometheus_port}/metrics",
+        "metrics": f"http://127.0.0.1:{prometheus_port}/metrics",
         "terminal": f"{command} top --router {url}",
         "workers": f"curl {url}/workers",
         "a request": f"curl -H 'Content-Type: application/json' {url}/generate -d '{body}'",
-        "logs": f"{options.out}/*.log",
+        "logs": f"{log_dir}/*.log",
     }
     return "\n".join(f"  {name:<10} {place}" for name, place in places.items())
 
@@ -182,10 +130,7 @@ async def steady_load(url: str, qps: float, seed: int, traffic: Traffic) -> None
     Being cancelled breaks what is in flight off: the router aborts it on the engines.
     """
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    async with (
-        aiohttp.ClientSession(timeout=timeout) as session,
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
         rounds = random.Random(seed)
         due_s = time.monotonic()
         while True:

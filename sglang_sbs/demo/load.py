@@ -130,25 +130,15 @@ async def send_one(
     """
     sample = into or Sample(arrival.at_s, len(arrival.input_ids))
     prompt = {"input_ids": arrival.input_ids} if arrival.text is None else {"text": arrival.text}
-    body = orjson.dumps(
-        {
-            **prompt,
-            "sampling_params": {
-                "max_new_tokens": arrival.max_new_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            },
-            "stream": True,
-        }
-    )
+    greedy = {"max_new_tokens": arrival.max_new_tokens, "temperature": 0, "ignore_eos": True}
+    body = orjson.dumps(prompt | {"sampling_params": greedy, "stream": True})
     headers = {"Content-Type": "application/json"}
     sent_s = time.monotonic()
     last = b""
     try:
         async with session.post(f"{url}/generate", data=body, headers=headers) as response:
             if response.status != 200:
-                text = (await response.text())[:300]
-                sample.error = f"HTTP {response.status}: {text}"
+                sample.error = f"HTTP {response.status}: {(await response.text())[:300]}"
             else:
                 async for line in response.content:
                     if not line.startswith(b"data: {"):

@@ -79,9 +79,8 @@ class PassBuilder:
         if key in self._seen or not any(tokens):
             return None
         self._seen.add(key)
-        return ForwardPass(
-            instance, end_s - report.forward_s, end_s, tuple(tokens), report.forward_id
-        )
+        start_s = end_s - report.forward_s
+        return ForwardPass(instance, start_s, end_s, tuple(tokens), report.forward_id)
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
@@ -146,8 +145,7 @@ def pass_statistics(
             by_instance.setdefault(one.instance, []).append(one)
     inside = [one for ones in by_instance.values() for one in ones]
     if not inside:
-        nan = math.nan
-        return PassStatistics(0, nan, nan, nan, nan, nan, nan)
+        return PassStatistics(0, *[math.nan] * 6)
     span_s = busy_s = 0.0
     gaps_s: list[float] = []
     for ones in by_instance.values():
@@ -161,10 +159,8 @@ def pass_statistics(
     return PassStatistics(
         passes=len(inside),
         tokens_per_pass=statistics.mean(sum(one.tokens) for one in inside),
-        chunk_utilization=(
-            statistics.mean(sum(one.tokens) / (len(one.tokens) * chunk_tokens) for one in inside)
-            if chunk_tokens
-            else math.nan
+        chunk_utilization=statistics.mean(
+            sum(one.tokens) / (len(one.tokens) * chunk_tokens or math.nan) for one in inside
         ),
         active_ranks=statistics.mean(one.active_ranks / len(one.tokens) for one in inside),
         idle_share=1 - busy_s / span_s if span_s > 0 else math.nan,

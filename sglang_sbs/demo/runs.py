@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_sbs.cluster.logs import last_log_lines
-from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role, pd_urls
-from sglang_sbs.cluster.readiness import (
-    ROUTER_READINESS_PATHS,
-    NotReadyError,
-    wait_until_ready,
-)
-from sglang_sbs.cluster.router_command import router_argv
-from sglang_sbs.cluster.spawn import ChildSpawner, SpawnedProcess
-from sglang_sbs.cluster.supervise import Supervisor
-from sglang_sbs.demo.load import Arrival, Sample, run_load
-from sglang_sbs.demo.passes import EngineRecord, read_engines
+from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role, pd_urls, router_argv
+from sglang_sbs.cluster.readiness import ROUTER_READINESS_PATHS, NotReadyError, wait_until_ready
+from sglang_sbs.cluster.spawn import SpawnedProcess, last_words
+from sglang_sbs.cluster.supervise import ProcessDiedError, Supervisor, unless_it_dies
+from sglang_sbs.demo.load import Arrival, Latency, Sample, run_load
+from sglang_sbs.demo.passes import EngineRecord, PassStatistics, pass_statistics, read_engines
 
 ROUTER_TIMEOUT_S = 60.0
 STOP_GRACE_S = 10.0
@@ -34,9 +27,7 @@ class RouterStartError(RuntimeError):
     """A router did not become ready; the message says why and has its last log lines."""
 
     def __init__(self, why: str, log: Path) -> None:
-        super().__init__(
-            f"the router did not start: {why}. Last lines of {log}:\n{last_log_lines(log)}"
-        )
+        super().__init__(f"the router did not start: {why}. {last_words(log)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +37,14 @@ class RouterPorts:
     http: int
     endforward: int
     prometheus: int
+
+    @classmethod
+    def from_block(cls, first: int) -> RouterPorts:
+        return cls(first, first + 1, first + 2)
+
+    def environment_of_engines(self) -> dict[str, str]:
+        """This process's, with where to report to."""
+        return {**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{self.endforward}"}
 
 
 @dataclass(slots=True)
@@ -57,6 +56,21 @@ class Run:
     @property
     def completed(self) -> list[Sample]:
         return [s for s in self.samples if s.completed]
+
+    @property
+    def failed(self) -> int:
+        return len(self.samples) - len(self.completed)
+
+    @property
+    def errors(self) -> list[str]:
+        return sorted({s.error for s in self.samples if s.error})
+
+    @property
+    def ttft(self) -> Latency:
+        return Latency.of([s.ttft_s for s in self.completed])
+
+    def passes(self, window_s: tuple[float, float] = (-math.inf, math.inf)) -> PassStatistics:
+        return pass_statistics(self.engines.passes, self.engines.chunk_tokens, window_s)
 
 
 def instance_names(instances: Sequence[InstancePlan]) -> dict[str, str]:
@@ -77,10 +91,7 @@ async def running_router(
     name: str = "router",
 ) -> AsyncIterator[str]:
     """Start ``launch_router`` over the instances; its URL once it is ready. Stops it at the end.
-
-    Raises:
-        RouterStartError: it did not become ready.
-    """
+    Raises: RouterStartError."""
     argv = router_argv(*pd_urls(instances))
     argv += ["--host", "127.0.0.1", "--port", str(ports.http)]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(ports.prometheus)]
@@ -96,27 +107,18 @@ async def router_process(
     plan: ProcessPlan, url: str, ready_paths: Sequence[str], stop_grace_s: float
 ) -> AsyncIterator[SpawnedProcess]:
     """Start a router of any make, and stop it at the end; its process once it is ready at ``url``.
-
-    Raises:
-        RouterStartError: it ended at its start, or did not become ready in time.
-    """
+    Raises: RouterStartError, it ended at its start, or did not become ready in time."""
     supervisor = Supervisor()
     try:
-        process = await supervisor.start(plan, ChildSpawner())
+        process = await supervisor.start(plan)
         async with aiohttp.ClientSession() as session:
-            waiting = asyncio.create_task(
-                wait_until_ready(session, url, ready_paths, ROUTER_TIMEOUT_S)
-            )
-            either: list[asyncio.Future[Any]] = [waiting, process.exited]
+            ready = wait_until_ready(session, url, ready_paths, ROUTER_TIMEOUT_S)
             try:
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if not waiting.done():
-                    raise RouterStartError("it ended at its start", plan.log_path)
-                waiting.result()
+                await unless_it_dies(ready, process)
+            except ProcessDiedError as error:
+                raise RouterStartError("it ended at its start", plan.log_path) from error
             except NotReadyError as error:
                 raise RouterStartError(str(error), plan.log_path) from error
-            finally:
-                waiting.cancel()
         yield process
     finally:
         await supervisor.stop(stop_grace_s)
@@ -139,13 +141,8 @@ async def run_policy(
     teaches the scheduler the forward time.
     """
     event_log = log_dir / f"{label}.events"
-    with Progress(
-        TextColumn("{task.description:<28}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        transient=True,
-    ) as progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(TextColumn("{task.description:<28}"), *columns, transient=True) as progress:
         task = progress.add_task(label, total=len(warm_up) + len(arrivals))
 
         def done(_sample: Sample) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +52,7 @@ async def match_tokens(
     ``prefill_flags`` are SGLang's.
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
-    first = next(blocks)
-    ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
+    ports = RouterPorts.from_block(next(blocks))
     options = _cluster_options(ports, log_dir, attention_tp, prefill_flags)
     rng = random.Random(7)
     event_log = log_dir / "token-match.events"
@@ -67,6 +65,11 @@ async def match_tokens(
         prompts: list[list[int]] = []
         rids: list[str] = []
         difference = ""
+
+        def covered() -> set[tuple[str, str]]:
+            pairs = read_engines(event_log, names).pairs if event_log.exists() else {}
+            return {pairs[rid] for rid in rids if rid in pairs}
+
         async with (
             running_router(cluster.instances, ports, flags, log_dir, "router-token-match") as url,
             aiohttp.ClientSession(timeout=TIMEOUT) as session,
@@ -85,15 +88,12 @@ async def match_tokens(
                             f"a prompt of {len(prompt)} tokens gave {tokens}, directly {expected}"
                         )
                 prompts += batch
-                pairs = read_engines(event_log, names).pairs if event_log.exists() else {}
-                covered = {pairs[rid] for rid in rids if rid in pairs}
-                if len(prompts) >= MIN_PROMPTS and len(covered) == DP_SIZE * DP_SIZE:
+                if len(prompts) >= MIN_PROMPTS and len(covered()) == DP_SIZE * DP_SIZE:
                     break
-        pairs = read_engines(event_log, names).pairs
-    covered = {pairs[rid] for rid in rids if rid in pairs}
-    if not difference and len(covered) < DP_SIZE * DP_SIZE:
-        difference = f"only {len(covered)} rank pairs were used by {len(prompts)} prompts"
-    return TokenReport(len(prompts), len(covered), difference)
+        pairs = len(covered())
+    if not difference and pairs < DP_SIZE * DP_SIZE:
+        difference = f"only {pairs} rank pairs were used by {len(prompts)} prompts"
+    return TokenReport(len(prompts), pairs, difference)
 
 
 def _cluster_options(
@@ -109,7 +109,7 @@ def _cluster_options(
         prefill_flags=prefill_flags,
         cpu=True,
         log_dir=log_dir / "token-match",
-        environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},
+        environment=ports.environment_of_engines(),
         with_router=False,
     )
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from sglang_sbs.cluster.plan import (
 )
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.demo.load import Workload
-from sglang_sbs.demo.runs import RouterPorts, Run, run_policy
+from sglang_sbs.demo.runs import RouterPorts, Run, instance_names, run_policy
 from sglang_sbs.testing.tiny_model import NUM_HEADS, cached_tiny_model
 from sglang_sbs.testing.virtual_gpu import VirtualGpuCost
 
@@ -58,14 +58,10 @@ class Rig:
     def prefill_instances(self) -> int:
         return sum(i.role is Role.PREFILL for i in self.instances)
 
-    @property
-    def prefill_rank_names(self) -> list[str]:
-        return [f"p{i}/{d}" for i in range(self.prefill_instances) for d in range(self.dp_size)]
-
-    @property
-    def decode_rank_names(self) -> list[str]:
-        decode = len(self.instances) - self.prefill_instances
-        return [f"d{i}/{d}" for i in range(decode) for d in range(self.dp_size)]
+    def rank_names(self, letter: str) -> list[str]:
+        """``p0/0`` and following of prefill instances, ``d0/0`` of decode instances."""
+        names = [n for n in instance_names(self.instances).values() if n.startswith(letter)]
+        return [f"{name}/{rank}" for name in names for rank in range(self.dp_size)]
 
     @property
     def capacity_qps(self) -> float:
@@ -80,14 +76,9 @@ class Rig:
         warm_up = msgspec.structs.replace(
             workload, qps=workload.qps / 2, requests=WARM_UP_REQUESTS, seed=workload.seed + 10_000
         )
+        arrivals, first = workload.arrivals(), warm_up.arrivals()
         return await run_policy(
-            label,
-            self.instances,
-            self.ports,
-            flags,
-            workload.arrivals(),
-            self.log_dir,
-            warm_up=warm_up.arrivals(),
+            label, self.instances, self.ports, flags, arrivals, self.log_dir, warm_up=first
         )
 
 
@@ -113,24 +104,14 @@ async def running_rig(
     """Start the engines, say so on the console, stop them at the end.
 
     ``dwdp``: SGLang's DWDP on prefill, whose DP ranks wait for nobody. ``prefill_nodes``: of each
-    prefill instance.
-
-    Raises:
-        ClusterStartError: an engine did not come up.
+    prefill instance. Raises: ClusterStartError, an engine did not come up.
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
-    first = next(blocks)
-    ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
-    options = ClusterOptions(
-        model_path=str(cached_tiny_model()),
-        prefill_instances=prefill,
-        decode_instances=decode,
+    ports = RouterPorts.from_block(next(blocks))
+    options = replace(
+        rig_options(prefill, decode, dp_size, log_dir, attention_tp=attention_tp, dwdp=dwdp),
         prefill_nodes=prefill_nodes,
-        engine_flags=parallel_flags(dp_size, attention_tp),
-        prefill_flags=prefill_flags(dp_size, dwdp=dwdp),
-        virtual_gpu=COST,
-        log_dir=log_dir,
-        environment={**os.environ, "SGLANG_SBS_ROUTERS": f"tcp://127.0.0.1:{ports.endforward}"},
+        environment=ports.environment_of_engines(),
         with_router=False,
     )
     plan = plan_cluster(options, blocks)
@@ -138,16 +119,27 @@ async def running_rig(
         yield Rig(cluster.instances, ports, dp_size, log_dir, barrier=not dwdp)
 
 
+def rig_options(
+    prefill: int, decode: int, dp_size: int, log_dir: Path, *, attention_tp: int, dwdp: bool
+) -> ClusterOptions:
+    """Of a cluster of virtual GPUs, with a router."""
+    chunk = ["--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)]
+    return ClusterOptions(
+        model_path=str(cached_tiny_model()),
+        prefill_instances=prefill,
+        decode_instances=decode,
+        engine_flags=parallel_flags(dp_size, attention_tp),
+        prefill_flags=[*chunk, *dwdp_flags(dp_size)] if dwdp else chunk,
+        virtual_gpu=COST,
+        log_dir=log_dir,
+        environment=os.environ,
+    )
+
+
 def parallel_flags(dp_size: int, attention_tp: int = 1) -> list[str]:
     """DP attention over ``dp_size`` ranks of ``attention_tp`` processes each."""
     flags = ["--tp", str(dp_size * attention_tp)]
     return [*flags, "--dp", str(dp_size), "--enable-dp-attention"] if dp_size > 1 else flags
-
-
-def prefill_flags(dp_size: int, *, dwdp: bool = False) -> list[str]:
-    """Beside :func:`parallel_flags`, on prefill."""
-    flags = ["--chunked-prefill-size", str(CHUNK_TOKENS * dp_size)]
-    return [*flags, *dwdp_flags(dp_size)] if dwdp else flags
 
 
 def dwdp_flags(dp_size: int) -> list[str]:
@@ -167,11 +159,7 @@ def add_tp_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def attention_tp_of(args: argparse.Namespace) -> int:
-    """Processes of a DP rank.
-
-    Raises:
-        ValueError: with what to write instead.
-    """
+    """Processes of a DP rank. Raises: ValueError, with what to write instead."""
     if args.tp is None:
         return 1
     tp, dp_size = int(args.tp), int(args.dp)

@@ -12,10 +12,16 @@ import orjson
 from rich.console import Console
 
 from sglang_sbs.doctor.examine import gather, judge
-from sglang_sbs.doctor.features.report import features_exit_code, features_json, print_features
-from sglang_sbs.doctor.features.table import feature_rows
+from sglang_sbs.doctor.features.rules import feature_rows
 from sglang_sbs.doctor.options import DoctorOptions, parse_options
-from sglang_sbs.doctor.report import as_json, exit_code, print_report
+from sglang_sbs.doctor.report import (
+    as_json,
+    exit_code,
+    features_exit_code,
+    features_json,
+    print_features,
+    print_report,
+)
 from sglang_sbs.router.options.arguments import FlagError
 from sglang_sbs.router.options.tls import worker_ssl
 

@@ -6,11 +6,17 @@ All times in seconds.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.router.workers.server_info import PLUGIN_VERSION, WorkerInfo, parse_version
+from sglang_sbs.router.workers.server_info import (
+    PLUGIN_VERSION,
+    SbsBlock,
+    WorkerInfo,
+    parse_version,
+)
 from sglang_sbs.scheduling.events import InstanceRole, LoadPolled
 from sglang_sbs.wire import EndForward
 
@@ -48,7 +54,7 @@ class Bootstrap:
     status: int = 0
     """Of ``GET /route`` for the whole engine; 503 while ranks are missing."""
     text: str = ""
-    layout: dict[str, Any] | None = None
+    layout: dict[str, Any] = field(default_factory=dict)
     """``PrefillServerInfo`` of SGLang's ``disaggregation/common/conn.py``."""
 
     @property
@@ -109,6 +115,17 @@ class EngineFacts:
         assert self.info is not None
         return self.info
 
+    @property
+    def sbs(self) -> SbsBlock | None:
+        """What its plugin says of itself, understood."""
+        return self.info.sbs if self.info is not None else None
+
+    @property
+    def plugin(self) -> dict[str, Any]:
+        """The same as it came; empty: it says nothing."""
+        block = self.data.get("sbs")
+        return block if isinstance(block, dict) else {}
+
 
 @dataclass(slots=True)
 class RankHeard:
@@ -153,6 +170,24 @@ class RouterFacts:
     """The scheduler's snapshot (``sbs`` of ``/server_info``)."""
     options: dict[str, Any] = field(default_factory=dict)
     """What its flags turn on (``sbs_options`` of the same)."""
+
+    def instances(self, role: str) -> list[dict[str, Any]]:
+        """The scheduler's state of each instance."""
+        told = self.state.get(role)
+        return [one for one in told if isinstance(one, dict)] if isinstance(told, list) else []
+
+    def ages_s(self, url: str) -> dict[int, float | None]:
+        """Since the last report of each DP rank of an engine, as the scheduler has it; ``None``:
+        none ever came."""
+        for instance in (*self.instances("prefill"), *self.instances("decode")):
+            ranks = instance.get("ranks")
+            if instance.get("instance") == url and isinstance(ranks, list):
+                told = [rank.get("age_s") if isinstance(rank, dict) else None for rank in ranks]
+                return {
+                    number: float(age_s) if isinstance(age_s, int | float) else None
+                    for number, age_s in enumerate(told)
+                }
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +235,30 @@ def may_speak_unseen(facts: EngineFacts) -> bool:
 
 def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
     """Whether only one of plugin and doctor has a key, as far as the plugin says."""
-    block = facts.data.get("sbs")
-    encrypted = block.get("encrypted") if isinstance(block, dict) else None
+    encrypted = facts.plugin.get("encrypted")
     return isinstance(encrypted, bool) and encrypted != (options.key_file is not None)
+
+
+# Answers may be anything, and lists long --------------------------------------------------------
+
+
+def number(data: Mapping[str, Any], name: str) -> int:
+    """A whole number; 0 if there is none."""
+    value = data.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def text(data: Mapping[str, Any], name: str) -> str:
+    """A string; empty if there is none."""
+    value = data.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def in_ms(seconds: object) -> str:
+    return f"{seconds * 1e3:.0f} ms" if isinstance(seconds, int | float) else "?"
+
+
+def listed(items: Iterable[object], most: int = 8) -> str:
+    """``a, b, …``"""
+    words = list(map(str, items))
+    return ", ".join(words[:most]) + (" …" if len(words) > most else "")

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
-
-from sglang_sbs.doctor.catalogue.table import CATALOGUE, Severity
-
-__all__ = ["CLUSTER", "ROUTER", "Finding", "Severity", "Verdict", "count", "finding", "verdict"]
+from typing import NamedTuple
 
 CLUSTER = "cluster"
 """Subject of what concerns several engines."""
 ROUTER = "router"
+
+GROUPS = {
+    "reach": "Reaching the engines",
+    "version": "Versions",
+    "plugin": "The engine plugin",
+    "endforward": "EndForward",
+    "limits": "DP, chunk and limits",
+    "flags": "Engine flags",
+    "pair": "Prefill with decode",
+    "latency": "Latency and clocks",
+    "bootstrap": "Bootstrap servers",
+    "cache": "Prefix caches",
+    "room": "Room on decode",
+    "security": "Keys and TLS",
+    "router": "The router",
+    "probe": "Probe requests",
+}
+"""Title of each part of the cluster that findings are about, in the order of reports. The first
+word of a finding's id."""
+
+
+class Severity(StrEnum):
+    """``ok``: looked at and fine. ``note``: worth knowing. ``warning``: it works, worse than it
+    could. ``error``: requests fail, or SBS cannot do its work."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 class Verdict(StrEnum):
@@ -25,30 +52,43 @@ class Finding:
     """``subject`` is an engine's URL, ``PREFILL -> DECODE``, :data:`CLUSTER` or :data:`ROUTER`."""
 
     id: str
+    severity: Severity
     subject: str
     seen: str
     change: str
     """Which flag or variable to set to what; empty for ``ok``."""
 
     @property
-    def severity(self) -> Severity:
-        return CATALOGUE[self.id].severity
-
-    @property
     def group(self) -> str:
-        """The part of the cluster it is about: the first word of the id."""
         return self.id.partition(".")[0]
 
 
-def finding(finding_id: str, subject: str, seen: str, change: str | None = None) -> Finding:
-    """A finding of the catalogue; ``change`` where the catalogue's advice can be more exact.
+class Wording(NamedTuple):
+    """What a finding means, and what to do about it."""
 
-    Raises:
-        KeyError: no such id.
-    """
-    return Finding(
-        finding_id, subject, seen, CATALOGUE[finding_id].change if change is None else change
-    )
+    severity: Severity
+    meaning: str
+    change: str
+
+
+class Findings(dict[str, Wording]):
+    """What a module can find, by id. Calling it makes one."""
+
+    def __init__(self, text: str) -> None:
+        """``SEVERITY ID: MEANING -> CHANGE`` each; indented lines go on with the one before. Ids
+        are stable: tools may rely on them."""
+        for paragraph in re.split(r"\n(?=\S)", text.strip()):
+            head, _, said = " ".join(paragraph.split()).partition(": ")
+            severity, name = head.split()
+            meaning, _, change = said.partition(" -> ")
+            self[name] = Wording(Severity(severity), meaning, change)
+
+    def __call__(
+        self, finding_id: str, subject: str, seen: str, change: str | None = None
+    ) -> Finding:
+        """``change``: where the advice can be more exact. Raises: KeyError, no such id."""
+        severity, _, advice = self[finding_id]
+        return Finding(finding_id, severity, subject, seen, advice if change is None else change)
 
 
 def count(findings: list[Finding]) -> dict[Severity, int]:

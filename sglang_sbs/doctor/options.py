@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sglang_sbs.cluster.flag_words import text_flag
@@ -86,27 +87,20 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--router", metavar="URL", help="a running sglang-sbs router, to ask what it knows"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    switch = partial(parser.add_argument, action="store_true")
+    add("--router", metavar="URL", help="a running sglang-sbs router, to ask what it knows")
+    switch(
         "--features",
-        action="store_true",
         help="a table of features instead: which are on, why, and which flag or variable to change",
     )
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="send one request for one token through every pair of prefill and decode",
+    switch(
+        "--probe", help="send one request for one token through every pair of prefill and decode"
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
-    parser.add_argument(
-        "--quiet", action="store_true", help="leave out what is fine, and engines without findings"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output"
-    )
-    parser.add_argument(
+    switch("--strict", help="exit with 1 for warnings too")
+    switch("--quiet", help="leave out what is fine, and engines without findings")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output")
+    add(
         "--timeout",
         dest="timeout_s",
         type=_seconds,
@@ -114,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="for each answer, seconds; an engine may answer only between passes (default: 10)",
     )
-    parser.add_argument(
+    add(
         "--wait",
         dest="wait_s",
         type=_seconds,
@@ -126,12 +120,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_options(argv: Sequence[str]) -> DoctorOptions:
-    """Parse and check a command line (without the verb).
-
-    Raises:
-        FlagError: naming the flag and what to write instead.
-        SystemExit: after ``--help``.
-    """
+    """Parse and check a command line (without the verb). Raises: FlagError, naming the flag and
+    what to write instead."""
     own, rest = _parser().parse_known_args(list(argv))
     if own.features and (own.strict or own.probe):
         raise FlagError(

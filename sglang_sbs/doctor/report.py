@@ -1,36 +1,27 @@
-"""The report: for people, grouped by engine, and for programs.
+"""The report, or the table of features: for people and for programs.
 
-The JSON has ``"schema": 1``; fields are only ever added.
+The JSON has ``"schema": 1``; fields and rows are only ever added.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from sglang_sbs import __version__
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
-from sglang_sbs.doctor.findings import (
-    CLUSTER,
-    ROUTER,
-    Finding,
-    Severity,
-    Verdict,
-    count,
-    verdict,
-)
+from sglang_sbs.doctor.features.rules import FeatureRow, State
+from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding, Severity, count, verdict
 
-SCHEMA = 1
 _TOLD = (
-    "version",
-    "dp_size",
-    "chunk_tokens",
-    "kv_capacity_tokens",
-    "max_running_requests",
-    "page_size",
+    *("version", "dp_size", "chunk_tokens", "kv_capacity_tokens"),
+    *("max_running_requests", "page_size"),
 )
 """Of what an engine says of itself."""
 _MARK_CHARS = 9
@@ -41,28 +32,25 @@ _MARKS = {
     Severity.WARNING: ("WARNING", "yellow"),
     Severity.ERROR: ("ERROR", "bold red"),
 }
+_STYLES = {State.ON: "green", State.PARTLY: "yellow", State.OFF: "cyan", State.UNKNOWN: "dim"}
 
 
 def exit_code(findings: list[Finding], *, strict: bool) -> int:
     """0: nothing worse than notes (warnings too unless ``strict``); 1: something is wrong."""
-    bad = {Verdict.BROKEN, Verdict.WARNINGS} if strict else {Verdict.BROKEN}
-    return int(verdict(findings) in bad)
+    return int(verdict(findings) in ({"broken", "warnings"} if strict else {"broken"}))
 
 
 def as_json(facts: ClusterFacts, findings: list[Finding]) -> dict[str, Any]:
     """The report of schema 1."""
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "sglang_sbs_version": __version__,
         "verdict": verdict(findings),
         "exit_code": exit_code(findings, strict=facts.options.strict),
         "counts": {str(severity): number for severity, number in count(findings).items()},
         "router": facts.router.url if facts.router is not None else None,
         "engines": [_engine(engine) for engine in facts.engines],
-        "findings": [
-            {name: getattr(one, name) for name in ("id", "severity", "subject", "seen", "change")}
-            for one in findings
-        ],
+        "findings": [asdict(one) for one in findings],
     }
 
 
@@ -126,21 +114,63 @@ def _wrapped(text: str, width: int) -> list[str]:
     return lines or [""]
 
 
+_VERDICTS = {
+    "healthy": ("healthy", "bold green"),
+    "warnings": ("works, and could be better", "bold yellow"),
+    "broken": ("broken", "bold red"),
+}
+
+
 def verdict_line(facts: ClusterFacts, findings: list[Finding]) -> Text:
     """``broken: 2 errors, 1 warning, ... in 4 engines``."""
     counts = count(findings)
     parts = [
-        f"{counts[severity]} {severity}{'' if counts[severity] == 1 else 's'}"
+        _plural(counts[severity], str(severity))
         for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
         if counts[severity]
     ]
-    result = verdict(findings)
-    style = {"healthy": "bold green", "warnings": "bold yellow", "broken": "bold red"}[result]
-    engines = len(facts.engines)
-    tail = f"{', '.join(parts) or 'no findings'} in {engines} engine{'' if engines == 1 else 's'}"
-    said = {
-        Verdict.HEALTHY: "healthy",
-        Verdict.WARNINGS: "works, and could be better",
-        Verdict.BROKEN: "broken",
-    }[result]
-    return Text.assemble((said, style), f": {tail}")
+    said = f"{', '.join(parts) or 'no findings'} in {_plural(len(facts.engines), 'engine')}"
+    return Text.assemble(_VERDICTS[verdict(findings)], f": {said}")
+
+
+def _plural(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def features_exit_code(facts: ClusterFacts) -> int:
+    """0: there is something to tell of; 1: no engine could be asked, or not the router given."""
+    unusable = all(engine.info is None for engine in facts.engines)
+    return int(unusable or (facts.router is not None and facts.router.failure is not None))
+
+
+def features_json(facts: ClusterFacts, rows: Sequence[FeatureRow]) -> dict[str, Any]:
+    """The table of schema 1."""
+    return {
+        "schema": 1,
+        "sglang_sbs_version": __version__,
+        "exit_code": features_exit_code(facts),
+        "router": facts.router.url if facts.router is not None else None,
+        "engines": [engine.url for engine in facts.engines],
+        "features": list(rows),
+    }
+
+
+def print_features(
+    console: Console, facts: ClusterFacts, rows: Sequence[FeatureRow], *, quiet: bool
+) -> None:
+    """One line per feature, and whose word the table is. ``quiet``: without what is on."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("feature", "state", "why", "what to change"):
+        table.add_column(title, overflow="fold", no_wrap=title == "state")
+    for row in rows:
+        if not (quiet and row.state is State.ON):
+            state = Text(str(row.state), style=_STYLES[row.state])
+            table.add_row(Text(row.title), state, Text(row.why), Text(row.change or "-"))
+    console.print(table)
+    engines = _plural(len(facts.engines), "engine")
+    said_by = (
+        f"by {engines} and the router {facts.router.url}"
+        if facts.router is not None
+        else f"by {engines} and the router's flags given here; --router URL asks a running router"
+    )
+    console.print(Text(f"Told {said_by}. docs/features.md says what each row means."))

@@ -1,21 +1,13 @@
 """The plugin inside SGLang: publishes one EndForward per forward pass and DP rank.
 
-Owns :func:`register`, the entry point ``sglang.srt.plugins`` of this package, which SGLang
-(``sglang/srt/plugins/__init__.py``, >= 0.5.11) calls once in every engine process. Must not know
-the router. Must stay cheap to import: without configuration nothing here loads ZeroMQ or touches
-the engine.
+SGLang (``sglang/srt/plugins/__init__.py``, >= 0.5.11) calls :func:`register` once in every engine
+process. Must stay cheap to import: without configuration nothing here loads ZeroMQ or touches the
+engine.
 
-| module | owns |
-|---|---|
-| ``config`` | environment variables |
-| ``collect`` | reading SGLang's objects, across its versions |
-| ``publish`` | the PUB socket, addresses of routers |
-| ``hooks`` | when to send what; the hooks themselves |
-| ``gang_hold`` | a batch starts as a whole: its requests are held until all can start |
-| ``gang_board`` | what the processes of an engine on one host tell each other for that |
-| ``gang_gather`` | the same for DP ranks on several hosts |
-| ``gang_gate`` | the wait for the rest of a batch where ``gang_hold`` does not work |
-| ``install`` | the registration with SGLang, the block in ``/server_info`` |
+``install`` registers the hooks. ``hooks`` says when to send what, ``collect`` reads it from
+SGLang's objects, ``publish`` sends it. ``gang_hold`` lets a batch start as a whole: ``gang_board``
+and ``gang_gather`` are how processes speak of that, on one host and on several; ``gang_gate``
+waits where it does not work.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Reads SGLang's scheduler objects: the fields of EndForward, wherever a version keeps them.
+"""Reads SGLang's scheduler objects: the fields of EndForward, wherever 0.5.6 to 0.5.23 keep them.
 
-Owns attribute names of SGLang 0.5.6 to 0.5.23 (file names below are relative to ``sglang/srt``).
-Must not know sockets, messages or time, and must not change anything but marks on its own
-``_sbs_*`` attributes.
-
-All objects are SGLang's and untyped here (``Any``), so that this package needs no SGLang.
+Changes nothing but marks of its own, ``_sbs_*``. File names are relative to ``sglang/srt``. All
+objects are SGLang's and untyped here (``Any``), so that this package needs no SGLang.
 """
 
 from __future__ import annotations
@@ -65,13 +62,9 @@ class Occupancy(NamedTuple):
 
 def is_quiescent(occupancy: Occupancy, role: Role) -> bool:
     """Nothing launched, waiting or bootstrapping: ``EndForward.idle`` of a message with these."""
-    return (
-        occupancy.inflight_passes == 0
-        and occupancy.waiting_requests == 0
-        and occupancy.bootstrapping_requests == 0
-        and not occupancy.chunking
-        and (role == "prefill" or occupancy.running_requests == 0)
-    )
+    passes, waiting, bootstrapping, chunking, _transfers, running = occupancy
+    busy = passes or waiting or bootstrapping or chunking or (role != "prefill" and running)
+    return not busy
 
 
 class Backlog(NamedTuple):
@@ -116,7 +109,7 @@ def _attn_dp_size(scheduler: Any) -> int:
 
 
 class Processes(NamedTuple):
-    """How many processes there are, and which this one is."""
+    """How many there are, and which this one is."""
 
     of_rank: int
     """Of a DP rank (attention TP x CP), per pipeline stage; 0: this SGLang does not say."""
@@ -164,10 +157,9 @@ def read_kv_address(scheduler: Any) -> KvAddress | None:
     ``ZmqEventPublisher`` of ``disaggregation/kv_events.py``, which is on the scheduler itself
     before 0.5.14; its sockets bind the rank's own ports. The host is empty for a wildcard.
     """
-    ranks = _parallel(scheduler)
-    node_rank = getattr(ranks, "node_rank", None)
-    if node_rank is None:
-        node_rank = getattr(getattr(scheduler, "server_args", None), "node_rank", 0)
+    told = getattr(scheduler, "server_args", None)
+    node_rank = getattr(_parallel(scheduler), "node_rank", None)
+    node_rank = getattr(told, "node_rank", 0) if node_rank is None else node_rank
     owner = getattr(scheduler, "kv_events_publisher", scheduler)
     publisher = getattr(owner, "kv_event_publisher", None)
     bound = _bound_tcp(publisher, "_local_pub_endpoint", "_endpoint")
@@ -179,9 +171,9 @@ def read_kv_address(scheduler: Any) -> KvAddress | None:
 
 def _bound_tcp(publisher: Any, *names: str) -> tuple[str, int] | None:
     """Host (empty for a wildcard) and port of the first of the attributes that is there."""
-    name = next((name for name in names if hasattr(publisher, name)), None)
+    bound = [getattr(publisher, name) for name in names if hasattr(publisher, name)]
     try:
-        host, port = split_tcp(getattr(publisher, name) or "" if name is not None else "")
+        host, port = split_tcp(bound[0] or "" if bound else "")
     except ValueError:
         return None
     return "" if host in ("*", "0.0.0.0", "::") else host, port
@@ -223,9 +215,7 @@ def read_pass(scheduler: Any, batch: Any, entered_s: float, dp_size: int) -> Pas
 
     ``extend_num_tokens`` stays set on decode batches that were merged from prefilled ones, so only
     an extend pass has extend tokens; ``TARGET_VERIFY`` counts as extend in SGLang, not here.
-
-    Args:
-        entered_s: when run_batch was entered, where the batch has no ``launch_ts`` (< 0.5.18).
+    ``entered_s``: when run_batch was entered, where the batch has no ``launch_ts`` (< 0.5.18).
     """
     mode = batch.forward_mode
     is_extend = mode.is_extend() and not mode.is_target_verify()
@@ -310,9 +300,7 @@ class SchedulerReader:
             max_running_requests=int(getattr(scheduler, "max_running_requests", 0) or 0),
             kv_capacity_tokens=int(getattr(scheduler, "max_total_num_tokens", 0) or 0),
         )
-        for name, value in self.limits._asdict().items():
-            if not value:
-                self.missing.append(name)
+        self.missing += [name for name, value in self.limits._asdict().items() if not value]
 
     def inflight(self) -> list[Pass]:
         """Passes launched and not yet processed, oldest first (overlap scheduling only)."""
@@ -343,8 +331,8 @@ class SchedulerReader:
     def backlog(self, role: Role) -> Backlog:
         """Tokens behind :meth:`occupancy`."""
         s = self.scheduler
-        inflight = self.inflight()
-        bootstrapping = 0
+        inflight, chunked, bootstrapping = self.inflight(), s.chunked_req, 0
+        left = 0 if chunked is None else max(0, chunked.seqlen - _launched_len(chunked))
         if role == "prefill":
             queue = s.disagg_prefill_bootstrap_queue.queue
             bootstrapping = sum(len(req.origin_input_ids) for req in queue)
@@ -353,8 +341,8 @@ class SchedulerReader:
             inflight_requests=sum(launched.batch_size for launched in inflight),
             waiting_tokens=self._waiting_tokens(role),
             bootstrapping_tokens=bootstrapping,
-            chunk_remainder_tokens=self._chunk_remainder(),
-            kv_tokens=self._kv_tokens(),
+            chunk_remainder_tokens=left,
+            kv_tokens=0 if self._used_tokens is None else int(self._used_tokens()),
         )
 
     def accepted(self, req: Any, role: Role) -> bool:
@@ -367,16 +355,15 @@ class SchedulerReader:
         if is_health_check(req) or getattr(req, "_sbs_accepted", False):
             return False
         if role == "prefill":
-            queue = s.disagg_prefill_bootstrap_queue.queue
-            taken = bool(queue) and queue[-1] is req
+            newest = s.disagg_prefill_bootstrap_queue.queue[-1:]
         elif role == "decode":
-            queue = s.disagg_decode_prealloc_queue.queue
-            taken = bool(queue) and queue[-1].req is req
+            newest = [entry.req for entry in s.disagg_decode_prealloc_queue.queue[-1:]]
         else:
-            taken = bool(s.waiting_queue) and s.waiting_queue[-1] is req
-        if taken:
-            req._sbs_accepted = True
-        return taken
+            newest = s.waiting_queue[-1:]
+        if not newest or newest[0] is not req:
+            return False
+        req._sbs_accepted = True
+        return True
 
     def newly_aborted(self, abort: Any, role: Role) -> int:
         """How many accepted requests an ``AbortReq`` ends, before the scheduler handles it.
@@ -434,13 +421,6 @@ class SchedulerReader:
             tokens -= max(0, chunked.seqlen - _prefix_len(chunked))
         return max(0, tokens)
 
-    def _chunk_remainder(self) -> int:
-        chunked = self.scheduler.chunked_req
-        return 0 if chunked is None else max(0, chunked.seqlen - _launched_len(chunked))
-
-    def _kv_tokens(self) -> int:
-        return 0 if self._used_tokens is None else int(self._used_tokens())
-
 
 def _used_tokens_reader(scheduler: Any) -> Callable[[], Any] | None:
     """KV tokens in use, prefix cache excluded.
@@ -477,10 +457,8 @@ def _launched_len(req: Any) -> int:
     if hasattr(req, "extend_end"):
         end = req.extend_end
     elif hasattr(req, "extend_range"):
-        end = None if req.extend_range is None else req.extend_range.end
-    elif hasattr(req, "fill_len"):
-        end = req.fill_len
+        end = getattr(req.extend_range, "end", None)
     else:
-        end = len(req.fill_ids)
+        end = req.fill_len if hasattr(req, "fill_len") else len(req.fill_ids)
     # None: taken back before its next chunk was cut.
     return _prefix_len(req) if end is None else int(end)

@@ -1,7 +1,4 @@
-"""Environment variables of the engine hook, checked once per process.
-
-Owns their names, defaults and error messages. Must not know sockets or SGLang.
-"""
+"""Environment variables of the engine hook, checked once per process."""
 
 from __future__ import annotations
 
@@ -58,11 +55,9 @@ class HookConfig:
 def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     """Read the configuration, and leave a boot id and its time in ``environ`` for child processes.
 
-    SGLang calls plugins first in the main process, so what it writes there is inherited by every
-    rank and new for every start of the engine.
-
-    Raises:
-        ConfigError: naming the variable and a value that works.
+    SGLang calls plugins first in the main process, so the id that it writes there is inherited by
+    every rank and new for every start of the engine. Raises: ConfigError, naming the variable and a
+    value that works.
     """
     routers = tuple(
         _router(part.strip()) for part in environ.get(ROUTERS, "").split(",") if part.strip()
@@ -70,8 +65,6 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
     bind = environ.get(BIND, "").strip() or None
     if bind is not None:
         _check_bind(bind)
-    decode_interval_ms = _number(environ, DECODE_INTERVAL_MS, default=50.0, least=0.0)
-    heartbeat_s = _number(environ, HEARTBEAT_S, default=1.0, least=0.05)
     gate = environ.get(GANG_GATE_MS, "").strip()
     gang_gate_ms = None
     if gate:
@@ -94,8 +87,8 @@ def load_config(environ: MutableMapping[str, str]) -> HookConfig:
         instance_id=environ.get(INSTANCE_ID, "").strip(),
         boot_id=boot_id,
         booted_s=int(booted) if re.fullmatch("[0-9]{1,15}", booted) else 0,
-        decode_interval_s=decode_interval_ms / 1000,
-        heartbeat_s=heartbeat_s,
+        decode_interval_s=_number(environ, DECODE_INTERVAL_MS, default=50.0, least=0.0) / 1000,
+        heartbeat_s=_number(environ, HEARTBEAT_S, default=1.0, least=0.05),
         gang_gate_ms=gang_gate_ms,
     )
 
@@ -138,11 +131,7 @@ def _node_host(text: str) -> str:
 
 
 def split_tcp(endpoint: str) -> tuple[str, int]:
-    """Host (without brackets) and port of ``tcp://HOST:PORT``.
-
-    Raises:
-        ValueError: not of that form, or a port outside 1..65535.
-    """
+    """Host (without brackets) and port of ``tcp://HOST:PORT``. Raises: ValueError."""
     scheme, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(":")
     if scheme != "tcp" or not host or not (port.isascii() and port.isdigit()):

@@ -1,8 +1,8 @@
 """Where the processes of an engine tell each other how far their parts of a gang are.
 
 On one host they do over datagram sockets, one per direction and pair, as a socket queues few
-messages. Between hosts :mod:`.gang_gather` takes their place. Must not know SGLang, nor what a gang
-waits for. Nothing here blocks; a message that is lost makes a gang wait until its time is over.
+messages. Between hosts :mod:`.gang_gather` takes their place. Nothing here blocks; a message that
+is lost makes a gang wait until its time is over.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -46,64 +47,53 @@ class Deserted(Exception):
     """Somebody has left the board, and all who are on it know in the same turn."""
 
 
-class Board(Protocol):
-    """What a rank says to the others of its engine, and hears of them."""
+class Board(ABC):
+    """What a rank says to the others of its engine, and the newest word it heard of each, of the
+    gangs that were spoken of last."""
 
-    tells_absence: bool
+    tells_absence = False
     """Who is not on it is known without waiting for a word."""
 
+    def __init__(self) -> None:
+        self._words: dict[int, dict[int, Word]] = {}
+
+    @abstractmethod
     def say(self, tag: int, word: Word) -> None: ...
 
-    def tell(self, tag: int, word: Word) -> None:
+    def tell(self, tag: int, word: Word) -> None:  # noqa: B027
         """As ``say``, from another thread; who listens here hears it, too. May do nothing."""
 
+    @abstractmethod
     def listen(self) -> bool:
         """Take in what was said, and whether anything was; to be called in every turn, as little of
-        it can wait.
+        it can wait. Raises: Deserted, nobody may wait for anybody on it from now on."""
 
-        Raises:
-            Deserted: nobody may wait for anybody on it from now on.
-        """
+    @abstractmethod
+    def close(self) -> None: ...
 
     def heard(self, tag: int) -> Mapping[int, Word]:
         """By rank, this one included."""
+        return self._words.get(tag, {})
 
-    def close(self) -> None: ...
-
-
-class Memory:
-    """The newest word of each rank, of the gangs that were spoken of last."""
-
-    def __init__(self) -> None:
-        self.words: dict[int, dict[int, Word]] = {}
-
-    def note(self, tag: int, rank: int, word: Word) -> None:
+    def _note(self, tag: int, rank: int, word: Word) -> None:
         """Nothing that was said is taken back: two threads say what they know."""
-        words = self.words.setdefault(tag, {})
+        words = self._words.setdefault(tag, {})
         before = astuple(words.get(rank, Word()))
         words[rank] = Word(*[new or old for new, old in zip(astuple(word), before, strict=True)])
-        while len(self.words) > _MOST_GANGS:
-            del self.words[next(iter(self.words))]
-
-    def of(self, tag: int) -> Mapping[int, Word]:
-        return self.words.get(tag, {})
+        while len(self._words) > _MOST_GANGS:
+            del self._words[next(iter(self._words))]
 
 
-class SocketBoard:
+class SocketBoard(Board):
     """Over Linux's abstract Unix sockets, which leave nothing behind."""
 
-    tells_absence = False
-
     def __init__(self, name: str, rank: int, ranks: int) -> None:
-        """``name``: the same on all ranks of the engine, and of no other engine.
-
-        Raises:
-            OSError: an address is taken, or this is no Linux.
-        """
+        """``name``: the same on all ranks of the engine, and of no other engine. Raises: OSError,
+        an address is taken, or this is no Linux."""
+        super().__init__()
         self._rank = rank
         peers = [peer for peer in range(ranks) if peer != rank]
         self._addresses = [f"\0{name}.{rank}.{peer}" for peer in peers]
-        self._memory = Memory()
         self._told: deque[tuple[int, Word]] = deque(maxlen=_MOST_GANGS)
         self._inboxes: dict[int, socket.socket] = {}
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -118,7 +108,7 @@ class SocketBoard:
             raise
 
     def say(self, tag: int, word: Word) -> None:
-        self._memory.note(tag, self._rank, word)
+        self._note(tag, self._rank, word)
         self._send(tag, word)
 
     def tell(self, tag: int, word: Word) -> None:
@@ -128,20 +118,15 @@ class SocketBoard:
     def _send(self, tag: int, word: Word) -> None:
         message = _MESSAGE.pack(tag, *astuple(word))
         for address in self._addresses:
-            try:
+            with suppress(OSError):  # it is not up yet, or its queue is full
                 self._out.sendto(message, address)
-            except OSError:
-                continue  # it is not up yet, or its queue is full
 
     def listen(self) -> bool:
         while self._told:
             tag, word = self._told.popleft()
-            self._memory.note(tag, self._rank, word)
+            self._note(tag, self._rank, word)
         read = [self._read(peer, inbox) for peer, inbox in self._inboxes.items()]
         return any(read)
-
-    def heard(self, tag: int) -> Mapping[int, Word]:
-        return self._memory.of(tag)
 
     def close(self) -> None:
         for one in (self._out, *self._inboxes.values()):
@@ -158,7 +143,7 @@ class SocketBoard:
             if len(data) == _MESSAGE.size:
                 read = True
                 tag, *word = _MESSAGE.unpack(data)
-                self._memory.note(tag, peer, Word(*word))
+                self._note(tag, peer, Word(*word))
 
 
 class Line:
@@ -181,14 +166,14 @@ class Line:
         """``rank``: of this process on it."""
         self._board, self._rank = board, rank
 
-    def say(self, tag: int, word: Word) -> None:
-        if self._board is not None:
-            self._board.say(tag, word)
-
     def tell(self, tag: int, word: Word) -> None:
         board = self._board
         if board is not None:
             board.tell(tag, word)
+
+    def say(self, tag: int, word: Word) -> None:
+        if self._board is not None:
+            self._board.say(tag, word)
 
     def listen(self) -> None:
         if self._board is None:

@@ -1,8 +1,7 @@
 """Waits a moment for the rest of a gang before SGLang forms a prefill batch.
 
-For engines on which :mod:`.gang_hold` does not work, and for requests of older routers. Owns that
-wait. Must not know EndForward, nor which requests make up a gang: those of a holding router's
-requests (``GANG_RID_PREFIX``) that are still in the handshake with decode.
+For engines on which :mod:`.gang_hold` does not work, and for requests of older routers. Waited for
+are those of a holding router (``GANG_RID_PREFIX``) that are still in the handshake with decode.
 
 Why
 ---

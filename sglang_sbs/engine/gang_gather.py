@@ -14,12 +14,12 @@ word that finds no room waits for the next turn, and counts from then on for its
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from itertools import islice
 from typing import Any, NamedTuple
 
-from sglang_sbs.engine.gang_board import Deserted, Memory, Word
+from sglang_sbs.engine.gang_board import Board, Deserted, Word
 from sglang_sbs.wire.gangs import TAG_BITS
 
 SYNC_MODULE = "sglang.srt.managers.scheduler_components.dp_attn"
@@ -47,17 +47,17 @@ class Columns(NamedTuple):
     vote: int
 
 
-class GatherBoard:
+class GatherBoard(Board):
     """Of one scheduler process; does nothing before :meth:`open`."""
 
     tells_absence = True
 
     def __init__(self, find_columns: Callable[[], Columns | None] | None = None) -> None:
+        super().__init__()
         self._find_columns = find_columns or columns_of_sglang
         self._columns: Columns | None = None
         self._present = False
         self._unsaid: dict[int, Word] = {}
-        self._memory = Memory()
         self._turns_alone = 0
         self._complete = False
         """All have taken part."""
@@ -79,17 +79,11 @@ class GatherBoard:
         while len(self._unsaid) > _MOST_UNSAID:
             del self._unsaid[next(iter(self._unsaid))]
 
-    def tell(self, tag: int, word: Word) -> None:
-        """What is gathered has no room for it."""
-
     def listen(self) -> bool:
         if self._why:
             raise Deserted(self._why)
         heard, self._heard_all = self._heard_all, False
         return heard
-
-    def heard(self, tag: int) -> Mapping[int, Word]:
-        return self._memory.of(tag)
 
     def close(self) -> None:
         self._present = False
@@ -153,7 +147,7 @@ class GatherBoard:
             for code in (one >> PAIRS_BITS, vote >> 1, vote >> (1 + _WORD_BITS)):
                 if code & _FLAGS:
                     tag, word = _decode(code)
-                    self._memory.note(tag, rank, word)
+                    self._note(tag, rank, word)
         self._heard_all = not missing
         self._complete = self._complete or not missing
 

@@ -1,6 +1,6 @@
 """Holds the requests of a gang back until all of it can start, on all DP ranks at once.
 
-Owns which requests of the handshake queue SGLang may start. With pipeline parallelism, and over
+With pipeline parallelism, and over
 several hosts with SGLang before 0.5.22, :mod:`.gang_gate` waits in its own way instead.
 
 How
@@ -49,13 +49,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_sbs.engine.collect import (
-    rank_is_on_several_hosts,
-    rank_processes,
-    read_hosts,
-    read_placement,
-    shares_barrier,
-)
+from sglang_sbs.engine import collect
 from sglang_sbs.engine.gang_board import MOST_RANKS, Board, Line, SocketBoard, Word
 from sglang_sbs.engine.gang_gate import DEFAULT_GATE_MS
 from sglang_sbs.engine.gang_gather import GatherBoard
@@ -234,7 +228,9 @@ class GangHold:
             if part.members == 0:
                 following.setdefault(part.tag, (part, []))[1].append(req)
             else:
-                self._note(part, req.rid)
+                gang = self._gangs.get(part.tag) or _Gang(part, first_pass=self._passes)
+                self._gangs[part.tag] = gang
+                gang.seen.add(req.rid)
                 here.setdefault(part.tag, []).append(req)
         for tag in following.keys() & self._gangs.keys():
             # Its part of the gang decides for them, and waits for their handshakes.
@@ -281,12 +277,6 @@ class GangHold:
     def _missed(self, gang: _Gang) -> bool:
         """Whether passes have started without it that it could have been in."""
         return self._passes - gang.first_pass > MOST_MISSED
-
-    def _note(self, part: GangPart, rid: str) -> None:
-        gang = self._gangs.get(part.tag)
-        if gang is None:
-            gang = self._gangs[part.tag] = _Gang(part, first_pass=self._passes)
-        gang.seen.add(rid)
 
     def _report(self, queue: Any, gang: _Gang, reqs: Sequence[Any]) -> None:
         """Tell the process that decides when all of a gang is there, and when it is ready here."""
@@ -357,10 +347,8 @@ class GangHold:
         return 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
 
     def _waited_enough(self, gang: _Gang) -> bool:
-        if gang.came:
-            gang.handshake_s += self._last_turn_s
-        else:
-            gang.arrival_s += self._last_turn_s
+        gang.handshake_s += self._last_turn_s if gang.came else 0.0
+        gang.arrival_s += 0.0 if gang.came else self._last_turn_s
         patience_s = max(self._limit_s, _PATIENCE * self._usual_span_s)
         enough = (
             gang.handshake_s >= self._limit_s
@@ -401,32 +389,28 @@ class GangHold:
     def _attach(self, scheduler: Any) -> None:
         """Set up on first use: only now is the rank of this process known."""
         self._attached = True
-        processes = rank_processes(scheduler)
-        hosts = read_hosts(scheduler)
-        barrier = shares_barrier(scheduler)
+        processes = collect.rank_processes(scheduler)
+        hosts = collect.read_hosts(scheduler)
+        barrier = collect.shares_barrier(scheduler)
         gather = self._gather
         deaf = hosts > 1 and barrier and (gather is None or not gather.is_possible())
         if processes.of_rank < 1 or processes.pipeline != 1 or hosts < 1 or deaf:
             self._off = True
             return
-        self._processes = processes.of_rank
-        self._decides = processes.number == 0
-        placement = read_placement(scheduler)
+        self._processes, number = processes.of_rank, processes.number
+        self._decides = number == 0
+        rank, ranks, _ = collect.read_placement(scheduler)
         name = f"sglang-sbs.{os.getuid()}.{self._boot_id}"
-        if 1 < self._processes <= MOST_RANKS and not rank_is_on_several_hosts(scheduler):
-            team = f"{name}.of.{placement.dp_rank}"
-            self._team.open(
-                self._open_board(team, processes.number, self._processes), processes.number
-            )
+        if 1 < self._processes <= MOST_RANKS and not collect.rank_is_on_several_hosts(scheduler):
+            team = self._open_board(f"{name}.of.{rank}", number, self._processes)
+            self._team.open(team, number)
         if not self._decides or not barrier:
             return
         if hosts > 1 and gather is not None:
             gather.open()
-            self._ranks.open(gather, placement.dp_rank)
-        elif placement.dp_size <= MOST_RANKS:
-            self._ranks.open(
-                self._open_board(name, placement.dp_rank, placement.dp_size), placement.dp_rank
-            )
+            self._ranks.open(gather, rank)
+        elif ranks <= MOST_RANKS:
+            self._ranks.open(self._open_board(name, rank, ranks), rank)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours: SGLang goes on as if nothing was held."""

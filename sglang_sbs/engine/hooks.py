@@ -1,9 +1,5 @@
 """When a DP rank says what: the hooks in SGLang's scheduler loop.
 
-Owns the state between two messages of this rank, throttling and error containment. Must not know
-attribute names of SGLang's objects (``collect``), sockets (``publish``) or how the hooks get into
-SGLang (``install``).
-
 Order within one pass (``managers/scheduler.py``, ``disaggregation/{prefill,decode}.py``)::
 
     run_batch(k)                   around: note the pass, send ``launch`` (prefill)
@@ -24,23 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from sglang_sbs.engine.collect import (
-    Backlog,
-    Occupancy,
-    Pass,
-    Role,
-    SchedulerReader,
-    is_quiescent,
-    newly_started,
-    note_pass,
-    noted_pass,
-    read_dist_init_addr,
-    read_kv_address,
-    read_pass,
-    read_role,
-    sent_rid,
-    shares_barrier,
-)
+from sglang_sbs.engine import collect
+from sglang_sbs.engine.collect import Occupancy, Pass, Role, SchedulerReader
 from sglang_sbs.engine.config import KEY_FILE, HookConfig, join_tcp, split_tcp
 from sglang_sbs.wire.endforward import (
     MAX_RIDS,
@@ -148,14 +129,9 @@ class RankHook:
         self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Around ``Scheduler.run_batch(self, batch, pp_proxy_tensors=None)``."""
-        if self.off:
-            return original(scheduler, batch, *args, **kwargs)
         entered_s = self._clock()
         result = original(scheduler, batch, *args, **kwargs)
-        try:
-            self._on_launch(scheduler, batch, result, entered_s)
-        except Exception:
-            self._failed()
+        self._safely(self._on_launch, scheduler, batch, result, entered_s)
         return result
 
     def around_process_batch_result(
@@ -178,21 +154,14 @@ class RankHook:
         """
         if self.off or (result is not None and result is self._processing):
             return original(scheduler, batch, result, *args, **kwargs)
-        pending = False
-        try:
-            pending = not self._on_result(scheduler, batch, result)
-        except Exception:
-            self._failed()
+        pending = self._safely(self._on_result, scheduler, batch, result) is False
         self._processing = result
         try:
             returned = original(scheduler, batch, result, *args, **kwargs)
         finally:
             self._processing = None
         if pending:
-            try:
-                self._on_end(scheduler, self._pass_of(scheduler, batch, result), self._clock())
-            except Exception:
-                self._failed()
+            self._safely(self._on_end, scheduler, batch, result)
         return returned
 
     def before_on_idle(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -200,37 +169,30 @@ class RankHook:
 
         Before rather than after, so that ``idle`` leaves before such a sleep.
         """
-        if self.off:
-            return
-        try:
-            self._on_idle(scheduler)
-        except Exception:
-            self._failed()
+        self._safely(self._on_idle, scheduler)
 
     def around_add_request(
         self, original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Around ``Scheduler._add_request_to_queue(self, req, is_retracted=False)``."""
         returned = original(scheduler, req, *args, **kwargs)
-        if not self.off:
-            try:
-                self._on_added(scheduler, req)
-            except Exception:
-                self._failed()
+        self._safely(self._on_added, scheduler, req)
         return returned
 
     def before_abort_request(
         self, scheduler: Any, recv_req: Any, *_args: Any, **_kwargs: Any
     ) -> None:
         """Before ``Scheduler.abort_request(self, recv_req)``, while its targets are in place."""
+        self._safely(self._on_abort, scheduler, recv_req)
+
+    def _safely(self, act: Callable[..., Any], *args: Any) -> Any:
         if self.off:
-            return
+            return None
         try:
-            reader = self._attached(scheduler)
-            if reader is not None:
-                self._aborted_requests += reader.newly_aborted(recv_req, read_role(scheduler))
+            return act(*args)
         except Exception:
             self._failed()
+            return None
 
     # What they do -------------------------------------------------------------------------
 
@@ -238,14 +200,14 @@ class RankHook:
         reader = self._attached(scheduler)
         if reader is None:
             return
-        launched = read_pass(scheduler, batch, entered_s, reader.placement.dp_size)
+        launched = collect.read_pass(scheduler, batch, entered_s, reader.placement.dp_size)
         if launched.is_prebuilt or self._is_spin(launched):
             return
-        note_pass(result, launched)
-        role = read_role(scheduler)
+        collect.note_pass(result, launched)
+        role = collect.read_role(scheduler)
         if role == "prefill" or (role == "null" and launched.is_extend):
             begun_s = self._clock()
-            started = newly_started(batch) if launched.is_extend else []
+            started = collect.newly_started(batch) if launched.is_extend else []
             self._send("launch", role, reader.occupancy(role), launched, begun_s, started)
 
     def _on_result(self, scheduler: Any, batch: Any, result: Any) -> bool:
@@ -257,22 +219,16 @@ class RankHook:
         if done is None:
             return False
         done.synchronize()
-        self._on_end(scheduler, self._pass_of(scheduler, batch, result), self._clock())
+        self._on_end(scheduler, batch, result)
         return True
 
-    def _pass_of(self, scheduler: Any, batch: Any, result: Any) -> Pass:
-        """As noted at launch; pipeline stages rebuild the result, there the batch itself tells."""
-        noted = noted_pass(result)
-        if noted is not None:
-            return noted
-        reader = self._attached(scheduler)
-        dp_size = reader.placement.dp_size if reader is not None else 1
-        return read_pass(scheduler, batch, self._end_s, dp_size)
-
-    def _on_end(self, scheduler: Any, ended: Pass, end_s: float) -> None:
+    def _on_end(self, scheduler: Any, batch: Any, result: Any) -> None:
         reader = self._attached(scheduler)
         if reader is None:
             return
+        ended, end_s = collect.noted_pass(result), self._clock()
+        if ended is None:  # pipeline stages rebuild the result: the batch itself tells
+            ended = collect.read_pass(scheduler, batch, self._end_s, reader.placement.dp_size)
         if self._is_spin(ended):
             self._on_idle(scheduler)
             return
@@ -281,7 +237,7 @@ class RankHook:
         self._pass = ended
         self._computed_tokens += ended.extend_tokens
         self._said_idle = False
-        role = read_role(scheduler)
+        role = collect.read_role(scheduler)
         occupancy = reader.occupancy(role)
         if role != "prefill" and not ended.is_extend:
             # Decode passes are short: at most one message per interval, sooner on a change.
@@ -296,9 +252,9 @@ class RankHook:
         if reader is None:
             return
         now_s = self._clock()
-        role = read_role(scheduler)
+        role = collect.read_role(scheduler)
         occupancy = reader.occupancy(role)
-        idle = is_quiescent(occupancy, role)
+        idle = collect.is_quiescent(occupancy, role)
         if idle and not self._said_idle:
             self._send("idle", role, occupancy, self._pass, now_s)
         else:
@@ -314,10 +270,15 @@ class RankHook:
 
     def _on_added(self, scheduler: Any, req: Any) -> None:
         reader = self._attached(scheduler)
-        if reader is not None and reader.accepted(req, read_role(scheduler)):
+        if reader is not None and reader.accepted(req, collect.read_role(scheduler)):
             self._accepted_requests += 1
             self._accepted_tokens += len(req.origin_input_ids)
-            self._rids.append(sent_rid(req))
+            self._rids.append(collect.sent_rid(req))
+
+    def _on_abort(self, scheduler: Any, recv_req: Any) -> None:
+        reader = self._attached(scheduler)
+        if reader is not None:
+            self._aborted_requests += reader.newly_aborted(recv_req, collect.read_role(scheduler))
 
     def _change(self, occupancy: Occupancy) -> tuple[Occupancy, int, int]:
         return occupancy, self._accepted_requests, self._aborted_requests
@@ -335,27 +296,20 @@ class RankHook:
                 self._sglang_version = importlib.metadata.version("sglang")
             self._sink = self._open_sink(self._config, reader.placement.dp_rank)
             self._reader = reader
-            self._barrier = reader.placement.dp_size == 1 or shares_barrier(scheduler)
-            self._dist_init_addr = read_dist_init_addr(scheduler)
-            kv = read_kv_address(scheduler)
+            self._barrier = reader.placement.dp_size == 1 or collect.shares_barrier(scheduler)
+            self._dist_init_addr = collect.read_dist_init_addr(scheduler)
+            kv = collect.read_kv_address(scheduler)
             if kv is not None:
                 host = self._config.node_host or kv.host
                 self._kv_address = KvAddress(host, kv.port, kv.replay_port)
-            logger.info(
-                "EndForward of dp rank %d/%d, boot id %s, %s",
-                reader.placement.dp_rank,
-                reader.placement.dp_size,
-                self._config.boot_id,
-                f"to {', '.join(self._config.routers)}"
-                if self._config.routers
-                else f"on the port of {self._config.bind} + {reader.placement.dp_rank}",
-            )
+            rank, routers = reader.placement.dp_rank, ", ".join(self._config.routers)
+            where = f"to {routers}" if routers else f"on the port of {self._config.bind} + {rank}"
+            ranks, boot_id = reader.placement.dp_size, self._config.boot_id
+            logger.info("EndForward of dp rank %d/%d, boot id %s, %s", rank, ranks, boot_id, where)
             if reader.missing:
-                logger.warning(
-                    "SGLang %s does not give %s; EndForward says 0 for it",
-                    self._sglang_version or "(unknown version)",
-                    ", ".join(reader.missing),
-                )
+                said = "SGLang %s does not give %s; EndForward says 0 for it"
+                version = self._sglang_version or "(unknown version)"
+                logger.warning(said, version, ", ".join(reader.missing))
         return self._reader
 
     def _send(
@@ -367,34 +321,15 @@ class RankHook:
         begun_s: float,
         started: Sequence[Started] = (),
     ) -> None:
-        """Build, encode and send one message; ``begun_s`` is when its making began."""
-        reader, sink = self._reader, self._sink
-        assert reader is not None and sink is not None
-        backlog = reader.backlog(role)
-        now_s = self._clock()
-        message = self._message(kind, role, occupancy, backlog, reported, now_s, started=started)
-        sink.send(encode_endforward(message))
-        self._seq += 1
-        del self._rids[:MAX_RIDS]
-        self._sent_s = now_s
-        self._sent_change = self._change(occupancy)
-        self._measure(begun_s)
-
-    def _message(
-        self,
-        kind: Kind,
-        role: Role,
-        occupancy: Occupancy,
-        backlog: Backlog,
-        reported: Pass | None,
-        now_s: float,
-        *,
-        started: Sequence[Started] = (),
-    ) -> EndForward:
-        assert self._reader is not None
+        """Make and send one message; ``begun_s`` is when its making began."""
+        assert self._reader is not None and self._sink is not None
+        backlog, now_s = self._reader.backlog(role), self._clock()
         limits, placement = self._reader.limits, self._reader.placement
         launch, of_pass = kind == "launch", reported or _NO_PASS
-        return EndForward(
+        end_s = 0.0 if launch else self._end_s
+        counts = occupancy._asdict() | backlog._asdict() | limits._asdict()
+        del counts["chunking"]
+        message = EndForward(
             instance_id=self._config.instance_id,
             boot_id=self._config.boot_id,
             role=role,
@@ -405,27 +340,14 @@ class RankHook:
             forward_id=of_pass.forward_id,
             mode=of_pass.mode,
             launch_s=of_pass.launch_s,
-            end_s=0.0 if launch else self._end_s,
-            age_s=now_s - (of_pass.launch_s if launch else self._end_s) if reported else 0.0,
+            end_s=end_s,
+            age_s=now_s - (of_pass.launch_s if launch else end_s) if reported else 0.0,
             forward_s=0.0 if launch else self._forward_s,
             extend_tokens=of_pass.extend_tokens,
             cached_tokens=of_pass.cached_tokens,
             batch_size=of_pass.batch_size,
             tokens_per_rank=of_pass.tokens_per_rank,
-            inflight_passes=occupancy.inflight_passes,
-            inflight_tokens=backlog.inflight_tokens,
-            inflight_requests=backlog.inflight_requests,
-            waiting_requests=occupancy.waiting_requests,
-            waiting_tokens=backlog.waiting_tokens,
-            bootstrapping_requests=occupancy.bootstrapping_requests,
-            bootstrapping_tokens=backlog.bootstrapping_tokens,
-            chunk_remainder_tokens=backlog.chunk_remainder_tokens,
-            kv_transfer_requests=occupancy.kv_transfer_requests,
-            running_requests=occupancy.running_requests,
-            kv_tokens=backlog.kv_tokens,
-            kv_capacity_tokens=limits.kv_capacity_tokens,
-            chunk_tokens=limits.chunk_tokens,
-            max_running_requests=limits.max_running_requests,
+            **counts,
             accepted_requests=self._accepted_requests,
             accepted_tokens=self._accepted_tokens,
             computed_tokens=self._computed_tokens,
@@ -440,18 +362,20 @@ class RankHook:
             gang_gate=self._gang_gate(),
             dist_init_addr=self._dist_init_addr,
         )
+        self._sink.send(encode_endforward(message))
+        self._seq += 1
+        del self._rids[:MAX_RIDS]
+        self._sent_s = now_s
+        self._sent_change = self._change(occupancy)
+        self._measure(begun_s)
 
     def _measure(self, begun_s: float) -> None:
         self._hook_us = int((self._clock() - begun_s) * 1e6)
         self._total_us += self._hook_us
         self._max_us = max(self._max_us, self._hook_us)
         if self._seq % LOG_EVERY == 0:
-            logger.debug(
-                "EndForward hook: %d messages, mean %.0f us, max %d us",
-                self._seq,
-                self._total_us / self._seq,
-                self._max_us,
-            )
+            said = "EndForward hook: %d messages, mean %.0f us, max %d us"
+            logger.debug(said, self._seq, self._total_us / self._seq, self._max_us)
 
     def _failed(self) -> None:
         """Called while handling an exception of ours."""

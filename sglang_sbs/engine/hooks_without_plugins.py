@@ -1,10 +1,8 @@
 """Hooks without a plugin framework: for SGLang releases before 0.5.11.
 
-Owns replacing functions and methods of loaded modules by wrapped ones, with the ``register`` and
-the three kinds of hooks of SGLang's ``HookRegistry`` (``sglang/srt/plugins/hook_registry.py``,
->= 0.5.11). Must not know what is hooked, or what the hooks do.
-
-It is reached only in an SGLang that ``sglang-sbs patch`` has taught to call
+Replaces functions and methods of loaded modules by wrapped ones, with the ``register`` and the
+three kinds of hooks of SGLang's ``HookRegistry`` (``sglang/srt/plugins/hook_registry.py``,
+>= 0.5.11). Reached only in an SGLang that ``sglang-sbs patch`` has taught to call
 :func:`sglang_sbs.engine.register`.
 """
 
@@ -37,10 +35,8 @@ class HookRegistry:
     def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
         """Wrap ``package.module.function`` or ``package.module.Class.method``.
 
-        Registering the same hook again changes nothing: a process may come here twice.
-
-        Raises:
-            LookupError: nothing of that name is loaded.
+        Registering the same hook again changes nothing: a process may come here twice. Raises:
+        LookupError, nothing of that name is loaded.
         """
         owner_name, _, name = target.rpartition(".")
         owner = _find(owner_name)
@@ -82,26 +78,15 @@ def _identity(hook: Callable[..., Any]) -> str:
 def _wrap(
     original: Callable[..., Any], hook: Callable[..., Any], kind: HookType
 ) -> Callable[..., Any]:
-    if kind is HookType.AROUND:
-
-        @functools.wraps(original)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            return hook(original, *args, **kwargs)
-
-        return around
-    if kind is HookType.BEFORE:
-
-        @functools.wraps(original)
-        def before(*args: Any, **kwargs: Any) -> Any:
-            hook(*args, **kwargs)
-            return original(*args, **kwargs)
-
-        return before
-
     @functools.wraps(original)
-    def after(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kind is HookType.AROUND:
+            return hook(original, *args, **kwargs)
+        if kind is HookType.BEFORE:
+            hook(*args, **kwargs)
         result = original(*args, **kwargs)
-        hook(result, *args, **kwargs)
+        if kind is HookType.AFTER:
+            hook(result, *args, **kwargs)
         return result
 
-    return after
+    return wrapped

@@ -1,8 +1,5 @@
-"""Puts the hooks into SGLang: through its plugin framework, or directly where it has none.
-
-Owns the hook targets by release and the ``sbs`` block of ``/server_info``. Must not know what the
-hooks do.
-"""
+"""Puts the hooks into SGLang: through its plugin framework, or directly where it has none. And the
+``sbs`` block into ``/server_info``."""
 
 from __future__ import annotations
 
@@ -32,6 +29,8 @@ REGISTRY = "sglang.srt.plugins.hook_registry"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 SCHEDULER = SCHEDULER_MODULE + ".Scheduler."
+ON_IDLE = SCHEDULER + "on_idle"
+DISAGG_PREFILL_RESULT = SCHEDULER + "process_batch_result_disagg_prefill"
 NEXT_PREFILL_BATCH = SCHEDULER + "get_next_disagg_prefill_batch_to_run"
 PROCESS_RESULT = SCHEDULER + "process_batch_result"
 POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
@@ -80,11 +79,8 @@ def _kernel_version() -> str:
 
 def install(config: HookConfig) -> None:
     """Register the hooks. SGLang's ``load_plugins`` applies them when all plugins are loaded;
-    without a plugin framework they take effect here, in whatever of SGLang is loaded.
-
-    Raises:
-        ImportError: no SGLang.
-    """
+    without a plugin framework they take effect here, in whatever of SGLang is loaded. Raises:
+    ImportError, no SGLang."""
     gather = GatherBoard()
     hold = GangHold(config.gang_gate_ms, config.boot_id, gather=gather)
     hook = RankHook(config, gang_gate=hold.fault)
@@ -93,22 +89,17 @@ def install(config: HookConfig) -> None:
     except ImportError:
         if not (SCHEDULER_MODULE in sys.modules or SERVER_MODULE in sys.modules):
             raise  # called by something else than a patched SGLang
-        _register(
-            hooks_without_plugins, _direct_hooks(hook, config), hooks_without_plugins.is_loaded
-        )
-        return
-    _register(registry, _plugin_hooks(hook, hold, gather, config), _resolves)
+        direct = hooks_without_plugins
+        _register(direct, _direct_hooks(hook, config), direct.is_loaded)
+    else:
+        _register(registry, _plugin_hooks(hook, hold, gather, config), _resolves)
 
 
 def _rank_hooks(hook: RankHook) -> list[Hook]:
     return [
         Hook((SCHEDULER + "run_batch",), hook.around_run_batch, "AROUND"),
         Hook((PROCESS_RESULT,), hook.around_process_batch_result, "AROUND"),
-        Hook(
-            (SCHEDULER + "on_idle", SCHEDULER + "self_check_during_idle"),
-            hook.before_on_idle,
-            "BEFORE",
-        ),
+        Hook((ON_IDLE, SCHEDULER + "self_check_during_idle"), hook.before_on_idle, "BEFORE"),
         Hook((SCHEDULER + "_add_request_to_queue",), hook.around_add_request, "AROUND"),
         Hook((SCHEDULER + "abort_request",), hook.before_abort_request, "BEFORE"),
     ]
@@ -156,17 +147,11 @@ def _direct_hooks(hook: RankHook, config: HookConfig) -> list[Hook]:
     return [
         Hook((GLOBAL_STATE,), add_sbs_block, "BEFORE"),
         *_rank_hooks(hook),
-        Hook(
-            (SCHEDULER + "process_batch_result_disagg_prefill",),
-            hook.around_process_batch_result,
-            "AROUND",
-        ),
+        Hook((DISAGG_PREFILL_RESULT,), hook.around_process_batch_result, "AROUND"),
     ]
 
 
 def _register(registry: Any, hooks: list[Hook], exists: Callable[[str], bool]) -> None:
-    """``registry``: SGLang's module of that name, or
-    :mod:`sglang_sbs.engine.hooks_without_plugins`."""
     missing = []
     for hook in hooks:
         target = next(filter(exists, hook.targets), None)
@@ -178,17 +163,13 @@ def _register(registry: Any, hooks: list[Hook], exists: Callable[[str], bool]) -
         elif registry is not hooks_without_plugins or _module_is_loaded(hook.targets[0]):
             missing.append(hook.targets[0])
     if missing:
-        logger.warning(
-            "This SGLang has no %s; EndForward goes without (see docs/endforward.md)",
-            ", ".join(missing),
-        )
+        said = "This SGLang has no %s; EndForward goes without (see docs/endforward.md)"
+        logger.warning(said, ", ".join(missing))
 
 
 def _module_is_loaded(target: str) -> bool:
-    return any(
-        target.startswith(module + ".") and module in sys.modules
-        for module in (SCHEDULER_MODULE, SERVER_MODULE)
-    )
+    modules = (module for module in (SCHEDULER_MODULE, SERVER_MODULE) if module in sys.modules)
+    return any(target.startswith(module + ".") for module in modules)
 
 
 def _resolves(target: str) -> bool:

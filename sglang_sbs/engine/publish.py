@@ -1,8 +1,5 @@
 """The PUB socket of one DP rank.
 
-Owns connecting to routers, binding, and following the addresses behind a host name. Must not know
-messages, SGLang or when something is sent.
-
 The socket belongs to the thread that calls :meth:`Publisher.send`. Name resolution, which may
 block for seconds, runs in a daemon thread that only hands over a set of endpoints.
 """
@@ -44,10 +41,7 @@ def resolve_endpoints(host: str, port: int) -> frozenset[str]:
     """All addresses of ``host`` as endpoints. May block.
 
     IPv4 only when there is any: a router that listens on both families must not get each message
-    twice.
-
-    Raises:
-        OSError: the name does not resolve.
+    twice. Raises: OSError, the name does not resolve.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     v4 = {str(item[4][0]) for item in found if item[0] == socket.AF_INET}
@@ -81,13 +75,10 @@ class Publisher:
     ) -> None:
         """Open the socket; connections are made in the background.
 
-        Args:
-            bind: the endpoint of this rank (not of rank 0), or None.
-            source: the IP address to connect from, if it is this machine's.
-            keys: speak only to who has the same secret. Then either ``routers`` or ``bind``.
-
-        Raises:
-            BindError: ``bind`` cannot be bound and there are no routers to connect to.
+        ``bind``: the endpoint of this rank (not of rank 0). ``source``: the IP address to connect
+        from, if it is this machine's. ``keys``: speak only to who has the same secret; then either
+        ``routers`` or ``bind``. Raises: BindError, ``bind`` cannot be bound and there are no
+        routers to connect to.
         """
         self._resolver: _Resolver | None = None
         named = [e for e in routers if e.startswith("tcp://") and is_hostname(split_tcp(e)[0])]
@@ -109,15 +100,12 @@ class Publisher:
         elif keys is not None:
             keys.connect(self._socket)
         self._socket.set_hwm(SEND_HWM)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.linger, self._socket.ipv6 = 0, True
         # Keep no pipe while a router is away: it would get stale messages when it returns.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.immediate = True
+        self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 100, 2000
         # A router host that vanished without closing the connection.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
+        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 5000, 15000
         try:
             if bind is not None:
                 self._bind(bind, fatal=not routers)
@@ -131,11 +119,7 @@ class Publisher:
             self._resolver.start()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Queue one message for whoever listens.
-
-        Raises:
-            zmq.ZMQError: the socket is unusable.
-        """
+        """Queue one message for whoever listens. Raises: zmq.ZMQError."""
         if self._wanted is not self._connected:
             self._follow(self._wanted)
         now_s = time.monotonic()
@@ -151,7 +135,7 @@ class Publisher:
     def close(self) -> None:
         """Stop resolving and drop the socket. May be called twice."""
         if self._resolver is not None:
-            self._resolver.stop()
+            self._resolver.stopped.set()
             self._resolver = None
         if not self._socket.closed:
             self._socket.disable_monitor()
@@ -225,7 +209,7 @@ class _Resolver(threading.Thread):
         self._resolve = resolve
         self._interval_s = interval_s
         self._hand_over = hand_over
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
 
     def run(self) -> None:
         retry_s = min(1.0, self._interval_s)
@@ -239,11 +223,8 @@ class _Resolver(threading.Thread):
                 self._hand_over(union)
             complete = None not in self._known.values()
             retry_s = self._interval_s if complete else min(2 * retry_s, self._interval_s)
-            if self._stopped.wait(retry_s):
+            if self.stopped.wait(retry_s):
                 return
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def _update(self, endpoint: str) -> None:
         try:

@@ -4,12 +4,5 @@ SGLang before 0.5.11 loads no plugins, and ``sglang_router`` 0.3.2 has a closed 
 patch adds the one call that lets this package in. The patches are the files in ``patches/`` at the
 top of the source tree; a wheel has them in here.
 
-| module | owns |
-|---|---|
-| ``patch_file`` | the format of a patch: header, checksums, hunks |
-| ``installed`` | which packages an environment has, and where |
-| ``tree`` | the state of the files a patch touches, and changing them |
-| ``cli`` | the verbs, and what they say |
-
 Nothing here imports SGLang or ``sglang_router``: an environment is read as files.
 """

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sglang_sbs.patching.installed import PACKAGES, Installed, describe, find_installed
+from sglang_sbs.patching.installed import PACKAGES, Installed, find_installed
 from sglang_sbs.patching.patch_file import Patch, PatchError, load_patches, patch_directory
-from sglang_sbs.patching.tree import TouchedFile, change, explain_unknown, look, state_of
+from sglang_sbs.patching.tree import change, explain_unknown, look, state_of
 
 State = Literal["original", "patched", "partly", "unknown", "unneeded", "no patch", "editable"]
 OK_STATES: tuple[State, ...] = ("patched", "unneeded")
@@ -52,7 +52,7 @@ class Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the verb."""
+    """The verb."""
     args = _parser().parse_args(argv)
     try:
         reports = run(args.action, args.package, args.version, args.site)
@@ -78,40 +78,33 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "action",
-        choices=("status", "apply", "revert"),
-        help="status changes nothing",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("action", choices=("status", "apply", "revert"), help="status changes nothing")
+    add(
         "--package",
         choices=PACKAGES,
         help="only this one (default: every one of them that is installed)",
     )
-    parser.add_argument(
+    add(
         "--version",
         metavar="V",
         help="the release you expect, e.g. 0.5.9: anything else is refused. Of a build from source "
         "that calls itself 0.0.0: the release it was made from",
     )
-    parser.add_argument(
+    add(
         "--site",
         type=Path,
         metavar="DIR",
         help="the site-packages folder to work on (default: those of the interpreter running this)",
     )
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    add("--json", action="store_true", help="machine-readable output")
     return parser
 
 
 def run(
     action: str, package: str | None = None, version: str | None = None, site: Path | None = None
 ) -> list[Report]:
-    """One report for each package concerned.
-
-    Raises:
-        PatchError: there is nothing to work on.
-    """
+    """One report for each package concerned. Raises: PatchError, there is nothing to work on."""
     where = str(site) if site is not None else f"this environment ({sys.prefix})"
     if site is not None and not site.is_dir():
         raise PatchError(f"--site {site}: no such folder; name a site-packages folder")
@@ -125,8 +118,8 @@ def run(
         found = [item for item in found if item.package in meant] if meant else found
     if not found:
         raise PatchError(
-            f"{where} has no {describe(wanted)}; run this with the Python that runs the engine or "
-            "router, or name its site-packages folder with --site"
+            f"{where} has no {' or '.join(wanted)}; run this with the Python that runs the engine "
+            "or router, or name its site-packages folder with --site"
         )
     return [_one(action, item, patches, version) for item in found]
 
@@ -152,20 +145,20 @@ def _one(action: str, item: Installed, patches: list[Patch], version: str | None
             f"  patch -p1 -d {item.editable} < {patch_directory() / patch.name}.patch"
         )
         return report("editable", text, ok=False)
-    files = look(item.root, patch)
     changed: list[str] = []
+    ok: bool | None = None
+    text = ""
     try:
-        if action == "status":
-            result = report(state_of(files), STATUS_TEXTS[state_of(files)](files))
-        else:
+        if action != "status":
             changed = change(item.root, patch, revert=action == "revert")
-            files = look(item.root, patch)
             done = "applied" if action == "apply" else "reverted"
             text = f"{done}; restart what runs from there" if changed else f"already {done}"
-            result = report(state_of(files), text, ok=True)
+            ok = True
     except PatchError as error:
-        files = look(item.root, patch)
-        result = report(state_of(files), str(error), ok=False)
+        text, ok = str(error), False
+    files = look(item.root, patch)
+    state = state_of(files)
+    result = report(state, text or STATUS_TEXTS.get(state) or explain_unknown(files), ok=ok)
     result.patch, result.what, result.changed = patch.name, patch.what, changed
     result.files = [
         {"path": str(file.path), "state": file.state, "sha256": file.sha256} for file in files
@@ -173,25 +166,21 @@ def _one(action: str, item: Installed, patches: list[Patch], version: str | None
     return result
 
 
-STATUS_TEXTS: dict[str, Callable[[list[TouchedFile]], str]] = {
-    "original": lambda _: "not applied; 'sglang-sbs patch apply' does it",
-    "patched": lambda _: "applied",
-    "partly": lambda _: "applied in part, as an interruption leaves it; apply or revert again",
-    "unknown": lambda files: explain_unknown(
-        [file for file in files if file.state not in ("original", "patched")]
-    ),
+STATUS_TEXTS: dict[str, str] = {
+    "original": "not applied; 'sglang-sbs patch apply' does it",
+    "patched": "applied",
+    "partly": "applied in part, as an interruption leaves it; apply or revert again",
 }
 
 
 def _no_patch(item: Installed, release: str, patches: list[Patch]) -> str:
     known = [v for p in patches if p.package == item.package for v in p.versions]
-    advice = "upgrade to 0.5.11 or later, which needs none" if item.package == "sglang" else ""
+    upgrade = ". Or upgrade to 0.5.11 or later, which needs none"
     named = f"{item.package} {release}"
     if item.is_source_build and release == item.version:
         return f"{named} is a build from source: name the release it is made from with --version"
-    return f"no patch for {named}; there are some for {', '.join(known)}" + (
-        f". Or {advice}" if advice else ""
-    )
+    said = f"no patch for {named}; there are some for {', '.join(known)}"
+    return said + upgrade if item.package == "sglang" else said
 
 
 def _print(report: Report) -> None:

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -68,8 +67,3 @@ def _editable(distribution: importlib.metadata.Distribution) -> Path | None:
     if not isinstance(origin, dict) or not (origin.get("dir_info") or {}).get("editable"):
         return None
     return Path(unquote(urlsplit(str(origin.get("url", ""))).path))
-
-
-def describe(packages: Sequence[str]) -> str:
-    """For messages: ``sglang or sglang-router``."""
-    return " or ".join(packages)

@@ -45,22 +45,16 @@ class FilePatch:
     hunks: tuple[Hunk, ...] = ()
 
     def apply(self, data: bytes, *, revert: bool = False) -> bytes:
-        """The file's other version.
-
-        Raises:
-            PatchError: ``data`` is not the version expected, or the result is not.
-        """
+        """The file's other version. Raises: PatchError, ``data`` or the result is not that."""
         wanted, result = (self.after, self.before) if revert else (self.before, self.after)
         if sha256(data) != wanted:
             raise PatchError(f"{self.path} is not the file this patch is for")
         lines = data.split(b"\n")
         # From the end on, so that earlier line numbers stay true.
         for hunk in reversed(self.hunks):
-            start, old, new = (
-                (hunk.new_start, hunk.new, hunk.old)
-                if revert
-                else (hunk.old_start, hunk.old, hunk.new)
-            )
+            start, old, new = hunk.old_start, hunk.old, hunk.new
+            if revert:
+                start, old, new = hunk.new_start, hunk.new, hunk.old
             if tuple(lines[start - 1 : start - 1 + len(old)]) != old:
                 raise PatchError(f"the patch of {self.path} does not match line {start}")
             lines[start - 1 : start - 1 + len(old)] = new
@@ -115,17 +109,11 @@ def parse_patch(name: str, data: bytes) -> Patch:
 
 
 def _header(text: str) -> Iterator[tuple[str, str]]:
-    key, parts = "", list[str]()
-    for line in text.splitlines():
-        match = _FIELD.fullmatch(line)
+    for paragraph in re.split(r"\n(?! )", text):
+        first, *more = paragraph.splitlines() or [""]
+        match = _FIELD.fullmatch(first)
         if match is not None:
-            if key:
-                yield key, " ".join(parts)
-            key, parts = match[1], [match[2].strip()]
-        elif line.startswith(" "):
-            parts.append(line.strip())
-    if key:
-        yield key, " ".join(parts)
+            yield match[1], " ".join([match[2].strip(), *map(str.strip, more)])
 
 
 def _hunks(name: str, diff: bytes) -> Iterator[tuple[str, tuple[Hunk, ...]]]:
@@ -156,11 +144,8 @@ def _hunks(name: str, diff: bytes) -> Iterator[tuple[str, tuple[Hunk, ...]]]:
 
 
 def patch_directory() -> Path:
-    """Where the patch files are: in the installed package, else at the top of the checkout.
-
-    Raises:
-        PatchError: in neither.
-    """
+    """Where the patch files are: in the installed package, else at the top of the checkout. Raises:
+    PatchError, in neither."""
     here = Path(__file__).resolve().parent
     for folder in (here / "patches", here.parent.parent / "patches"):
         if any(folder.glob("*.patch")):
@@ -168,9 +153,9 @@ def patch_directory() -> Path:
     raise PatchError("this installation of sglang-sbs has no patches; install it anew")
 
 
-def load_patches(folder: Path | None = None) -> list[Patch]:
+def load_patches() -> list[Patch]:
     """All patches, newest release first. Raises: PatchError."""
-    paths = sorted((folder or patch_directory()).glob("*.patch"))
+    paths = sorted(patch_directory().glob("*.patch"))
     patches = [parse_patch(path.stem, path.read_bytes()) for path in paths]
     patches.sort(key=lambda p: version_key(p.versions[0]), reverse=True)
     return sorted(patches, key=lambda p: p.package)

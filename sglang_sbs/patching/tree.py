@@ -40,26 +40,21 @@ def look(root: Path, patch: Patch) -> list[TouchedFile]:
 def state_of(files: list[TouchedFile]) -> TreeState:
     """``partly``: an earlier change of the files was interrupted."""
     states = {file.state for file in files}
-    if states == {"original"}:
-        return "original"
-    if states == {"patched"}:
-        return "patched"
-    return "partly" if states == {"original", "patched"} else "unknown"
+    if states & {"unknown", "missing"}:
+        return "unknown"
+    return "partly" if len(states) > 1 else "patched" if "patched" in states else "original"
 
 
 def change(root: Path, patch: Patch, *, revert: bool = False) -> list[str]:
     """Apply or revert; what is done already stays. Returns the paths that changed.
 
-    Everything is checked before anything is written.
-
-    Raises:
-        PatchError: a file is neither the released nor the patched one, or cannot be replaced.
+    Everything is checked before anything is written. Raises: PatchError, a file is neither the
+    released nor the patched one, or cannot be replaced.
     """
     done: FileState = "original" if revert else "patched"
     files = look(root, patch)
-    strange = [file for file in files if file.state not in ("original", "patched")]
-    if strange:
-        raise PatchError(explain_unknown(strange))
+    if state_of(files) == "unknown":
+        raise PatchError(explain_unknown(files))
     # Reverting takes the steps of applying backwards.
     todo = [file for file in (reversed(files) if revert else files) if file.state != done]
     contents = [file.patch.apply(_read(file.path), revert=revert) for file in todo]
@@ -69,10 +64,11 @@ def change(root: Path, patch: Patch, *, revert: bool = False) -> list[str]:
 
 
 def explain_unknown(files: list[TouchedFile]) -> str:
-    """Why these files are not touched, and what would help."""
+    """Why files are not touched, and what would help."""
     names = ", ".join(
         f"{file.path} " + ("is missing" if file.state == "missing" else f"({file.sha256[:12]}…)")
         for file in files
+        if file.state not in ("original", "patched")
     )
     return (
         f"not the files of this release: {names}. They were changed by somebody else, or the "

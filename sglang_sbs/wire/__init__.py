@@ -11,10 +11,4 @@ from sglang_sbs.wire.endforward import (
     encode_endforward,
 )
 
-__all__ = [
-    "TOPIC",
-    "EndForward",
-    "MalformedMessage",
-    "decode_endforward",
-    "encode_endforward",
-]
+__all__ = ["TOPIC", "EndForward", "MalformedMessage", "decode_endforward", "encode_endforward"]

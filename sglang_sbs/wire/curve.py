@@ -1,7 +1,6 @@
 """One shared secret for both ends of a ZMQ socket: CURVE keys derived from it, and their check.
 
-Owns reading the secret, deriving keys and the ZAP handler that lets in nobody else. Must not know
-what is sent. Whoever has the secret is let in, both ways, and everything is encrypted with keys
+Whoever has the secret is let in, both ways, and everything is encrypted with keys
 made per connection (CurveZMQ), so the secret itself never travels.
 """
 
@@ -62,9 +61,7 @@ def keys_of(secret: str) -> CurveKeys:
         private = zmq.utils.z85.encode(raw)
         return zmq.curve_public(private), private
 
-    server_public, server_secret = pair("server")
-    client_public, client_secret = pair("client")
-    return CurveKeys(server_public, server_secret, client_public, client_secret)
+    return CurveKeys(*pair("server"), *pair("client"))
 
 
 def keys_in(path: Path) -> CurveKeys:

@@ -1,7 +1,5 @@
 """EndForward, wire v1: what one DP rank says after each forward pass.
 
-Owns the message and its framing. Must not know sockets, the scheduler or SGLang.
-
 One message is three ZMQ frames: ``TOPIC``, the sequence number as unsigned 64-bit big-endian, and a
 msgpack array (:class:`EndForward`, positional). Compatibility rule: fields are only ever appended,
 each with a default; a decoder ignores trailing fields it does not know.
@@ -174,11 +172,7 @@ def encode_endforward(message: EndForward) -> list[bytes]:
 
 
 def decode_endforward(frames: Sequence[bytes]) -> EndForward:
-    """Parse the frames of one message.
-
-    Raises:
-        MalformedMessage: wrong topic, frame count or types, or an impossible rank.
-    """
+    """Raises: MalformedMessage, wrong topic, frame count or types, or an impossible rank."""
     if len(frames) != FRAMES or frames[0] != TOPIC:
         raise MalformedMessage(f"expected {FRAMES} frames starting with {TOPIC!r}")
     try:

@@ -15,10 +15,9 @@ import pytest
 from doctor_rig import Rig, rig
 from rich.console import Console
 
-from sglang_sbs.doctor.catalogue.table import CATALOGUE, GROUPS, Severity
 from sglang_sbs.doctor.cli import main
-from sglang_sbs.doctor.examine import gather, judge
-from sglang_sbs.doctor.findings import Finding, Verdict, finding, verdict
+from sglang_sbs.doctor.examine import CATALOGUE, gather, judge
+from sglang_sbs.doctor.findings import GROUPS, Finding, Severity, Verdict, verdict
 from sglang_sbs.doctor.options import parse_options
 from sglang_sbs.doctor.report import as_json, exit_code, print_report
 from sglang_sbs.router.options.arguments import FlagError
@@ -35,7 +34,7 @@ TWO = ["--prefill", "http://p0:30000", "8998", "--decode", "http://d0:30000"]
 def of(severity: Severity) -> Finding:
     """Any finding of a severity."""
     name = next(name for name, entry in CATALOGUE.items() if entry.severity is severity)
-    return finding(name, "http://p0:30000", "seen")
+    return Finding(name, severity, "http://p0:30000", "seen", CATALOGUE[name].change)
 
 
 # The command line -----------------------------------------------------------------------------

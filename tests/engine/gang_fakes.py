@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_sbs.engine.gang_board import Memory, Word
+from sglang_sbs.engine.gang_board import Board, Word
 from sglang_sbs.engine.gang_gather import Columns, GatherBoard
 from sglang_sbs.engine.gang_hold import GangHold
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, GangPart, gang_room
@@ -59,39 +59,50 @@ class Queue:
         return ready
 
 
+class Words(Board):
+    """What was said, or heard, on one board."""
+
+    def say(self, tag: int, word: Word) -> None: ...
+
+    def listen(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
 class Hearsay:
     """The boards of all processes: who is on a board hears what others say there on listening."""
 
     def __init__(self) -> None:
-        self.said: dict[str, Memory] = {}
+        self.said: dict[str, Words] = {}
         self.opened: list[tuple[str, int]] = []
         self.deaf = False
 
     def board(self, name: str, rank: int) -> Any:
         self.opened.append((name, rank))
-        said = self.said.setdefault(name, Memory())
-        heard = Memory()
+        said = self.said.setdefault(name, Words())
+        heard = Words()
 
         def say(tag: int, word: Word) -> None:
-            said.note(tag, rank, word)
-            heard.note(tag, rank, word)
+            said._note(tag, rank, word)
+            heard._note(tag, rank, word)
 
         def tell(tag: int, word: Word) -> None:
-            said.note(tag, rank, word)
+            said._note(tag, rank, word)
 
         def listen() -> bool:
             news = False
-            for tag in () if self.deaf else list(said.words):
-                for who, word in said.of(tag).items():
-                    news |= heard.of(tag).get(who) != word
-                    heard.note(tag, who, word)
+            for tag in () if self.deaf else list(said._words):
+                for who, word in said.heard(tag).items():
+                    news |= heard.heard(tag).get(who) != word
+                    heard._note(tag, who, word)
             return news
 
         return SimpleNamespace(
             say=say,
             tell=tell,
             listen=listen,
-            heard=heard.of,
+            heard=heard.heard,
             close=lambda: None,
             tells_absence=False,
         )

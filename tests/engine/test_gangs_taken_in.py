@@ -104,7 +104,7 @@ def test_of_several_processes_none_speaks_for_the_others():
     rank = Rank(clock, ranks=2, attn_tp=2, hearsay=hearsay)
     reqs = running([rank])
     rank.takes_in(*reqs[0])
-    assert not any(memory.words for memory in hearsay.said.values())
+    assert not any(words._words for words in hearsay.said.values())
 
 
 def test_rooms_of_strangers_are_forgotten_and_end_no_thread():

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sbs.cluster.logs import last_log_lines
 from sglang_sbs.cluster.plan import ProcessPlan
-from sglang_sbs.cluster.spawn import ChildSpawner, SpawnedProcess, SpawnError
+from sglang_sbs.cluster.spawn import SpawnedProcess, SpawnError, last_log_lines
 from sglang_sbs.cluster.supervise import Supervisor, describe_exit
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -41,7 +40,7 @@ def plan(tmp_path: Path, name: str, program: str, **environment: str) -> Process
 
 async def start(supervisor: Supervisor, process: ProcessPlan) -> SpawnedProcess:
     """Start and wait for the program's first line."""
-    started = await supervisor.start(process, ChildSpawner())
+    started = await supervisor.start(process)
     await until(lambda: "up" in process.log_path.read_text())
     return started
 
@@ -69,7 +68,7 @@ def is_alive(pid: int) -> bool:
 async def test_output_and_environment_reach_the_process(tmp_path: Path) -> None:
     program = "import os, sys; print(os.environ['X']); print('err', file=sys.stderr)"
     supervisor = Supervisor()
-    process = await supervisor.start(plan(tmp_path, "a", program, X="value"), ChildSpawner())
+    process = await supervisor.start(plan(tmp_path, "a", program, X="value"))
     assert await process.exited == 0
     assert set((tmp_path / "a.log").read_text().split()) == {"value", "err"}
 
@@ -77,7 +76,7 @@ async def test_output_and_environment_reach_the_process(tmp_path: Path) -> None:
 async def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     missing = ProcessPlan("a", ("/nonexistent/python",), {}, tmp_path / "a.log")
     with pytest.raises(SpawnError, match=r"cannot start a .*/nonexistent/python"):
-        await Supervisor().start(missing, ChildSpawner())
+        await Supervisor().start(missing)
 
 
 async def test_stop_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:
@@ -113,9 +112,7 @@ async def test_children_that_outlive_their_parent_are_killed(tmp_path: Path) -> 
 async def test_a_death_is_reported_with_exit_code_and_last_words(tmp_path: Path) -> None:
     supervisor = Supervisor()
     await start(supervisor, plan(tmp_path, "healthy", SLEEP))
-    await supervisor.start(
-        plan(tmp_path, "sick", "print('my last words'); raise SystemExit(3)"), ChildSpawner()
-    )
+    await supervisor.start(plan(tmp_path, "sick", "print('my last words'); raise SystemExit(3)"))
     async with asyncio.timeout(30):
         death = await supervisor.first_death()
     await supervisor.stop(grace_s=30)
@@ -139,12 +136,12 @@ async def test_nothing_is_left_when_the_supervising_process_is_killed(tmp_path: 
 import asyncio, os, sys
 from pathlib import Path
 from sglang_sbs.cluster.plan import ProcessPlan
-from sglang_sbs.cluster.spawn import ChildSpawner
+from sglang_sbs.cluster.spawn import spawn_child
 
 async def main():
     log_path = Path({str(tmp_path / "child.log")!r})
     plan = ProcessPlan("child", (sys.executable, "-c", {SLEEP!r}), dict(os.environ), log_path)
-    child = await ChildSpawner().spawn(plan)
+    child = await spawn_child(plan)
     print("up", child.pid, flush=True)
     await asyncio.sleep(600)
 

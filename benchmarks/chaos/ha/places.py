@@ -22,7 +22,6 @@ import aiohttp
 from benchmarks.chaos.ha.cut import Cut
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.cluster.readiness import wait_until_ready
-from sglang_sbs.cluster.spawn import ChildSpawner
 from sglang_sbs.cluster.supervise import Supervisor
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -173,7 +172,7 @@ class Places:
             for way in part.network:
                 await way.start()
         for part in self.parts:
-            await self._supervisor.start(part.plan, ChildSpawner())
+            await self._supervisor.start(part.plan)
         await self.healthy()
 
     async def healthy(self) -> None:
@@ -218,7 +217,7 @@ class Places:
         """After :meth:`kill`; ``more`` flags win over the earlier ones."""
         argv = (*part.plan.argv, *more)
         plan = ProcessPlan(part.name, argv, part.plan.environment, part.plan.log_path)
-        await self._supervisor.start(plan, ChildSpawner())
+        await self._supervisor.start(plan)
 
     async def stop(self) -> None:
         for part in self.parts:

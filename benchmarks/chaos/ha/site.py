@@ -17,9 +17,14 @@ from benchmarks.chaos.ha.places import Elect, Places
 from benchmarks.chaos.kube_apiserver import apiserver_binary, running_apiserver
 from benchmarks.chaos.run import BOOTSTRAP_TIMEOUT_S, DP_SIZE
 from sglang_sbs.cluster.local import LocalCluster, Progress
-from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, pd_urls, plan_cluster
+from sglang_sbs.cluster.plan import (
+    PORTS_PER_INSTANCE,
+    ClusterOptions,
+    pd_urls,
+    plan_cluster,
+    router_argv,
+)
 from sglang_sbs.cluster.ports import free_port_blocks
-from sglang_sbs.cluster.router_command import router_argv
 from sglang_sbs.demo.virtual_cluster import CHUNK_TOKENS, COST, parallel_flags
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 from tools.stand_ins.kubernetes_server import FakeKubernetes

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from benchmarks import CHECKOUT
-from sglang_sbs.cluster.logs import last_log_lines
+from sglang_sbs.cluster.spawn import last_log_lines
 from sglang_sbs.demo.load import Arrival, Sample, run_load
 from sglang_sbs.testing.cpu_engine.environment import cpu_engine_environment
 

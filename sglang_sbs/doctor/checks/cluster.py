@@ -6,43 +6,89 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 
 from sglang_sbs import __version__
+from sglang_sbs.cluster.flag_words import text_flag
 from sglang_sbs.doctor.checks.engine import describe_limits
-from sglang_sbs.doctor.checks.fields import number, text
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
-from sglang_sbs.doctor.findings import CLUSTER, Finding, finding
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, listed, number, text
+from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.engine.install import WIRE_VERSION
 
-_MAX_NAMED = 6
-"""Engines named in one finding."""
+finding = Findings("""
+error reach.same-engine: Two URLs lead to one engine: the router would count its capacity twice.
+    -> give every engine once
+error reach.no-pair: There is no usable prefill or no usable decode engine: no request can be
+    served.
+    -> give at least one working --prefill and one working --decode
+ok version.ok: All engines run one SGLang release that the plugin supports.
+warning version.mixed: Engines run different SGLang releases. Prefill and decode exchange internal
+    structures that change between releases.
+    -> run one release everywhere
+warning version.mixed-plugin: Engines run different sglang-sbs releases, or another one than this
+    doctor (and router).
+    -> install the same sglang-sbs on all engines and routers
+error version.wire: The plugin speaks another version of the EndForward message than this release
+    reads.
+    -> install the same sglang-sbs on engines and routers
+warning version.mixed-kernel: Engines run different sgl-kernel releases: speed, and in the last
+    digits results, differ.
+    -> pip install the same sgl-kernel on all engines
+warning limits.uneven: Instances of one role differ in DP size, chunk, page size or limits. SBS
+    goes by each one's own, but the smaller ones are late or full first.
+    -> start all instances of a role with the same flags
+ok pair.ok: Prefill and decode engines fit each other.
+error pair.model: Engines serve different models.
+    -> start all engines of a cluster with the same --model-path and --served-model-name
+error pair.transfer-backend: KV cache cannot go from one transfer backend to another.
+    -> the same --disaggregation-transfer-backend on prefill and decode
+error pair.page-size: Decode refuses a prefill engine with another page size.
+    -> the same --page-size on prefill and decode
+error pair.kv-dtype: Decode refuses a prefill engine with another type of KV cache.
+    -> the same --kv-cache-dtype on prefill and decode
+error pair.allocation-policy: Both sides must reserve decode memory at the same time.
+    -> the same --disaggregation-decode-allocation-policy on prefill and decode
+error pair.tp-indivisible: The attention TP sizes (tp / dp) of prefill and decode do not divide
+    each other: KV heads cannot be mapped.
+    -> choose --tp and --dp so that one side's tp/dp divides the other's
+note pair.tp-differs: Prefill and decode have different attention TP sizes (tp / dp). With MLA
+    (DeepSeek) that costs nothing; other models pay for cutting up the KV cache at every transfer.
+    -> with models without MLA choose the same tp/dp on both sides
+warning pair.context: Prefill takes longer prompts than decode: those are computed and then
+    refused.
+    -> the same --context-length on both sides, and enough KV memory on decode
+ok probe.ok: A request through this pair generated its token.
+error probe.failed: A request through this pair failed.
+    -> look at the first error in the logs of both engines; the message names the side
+""")
 
 
 def check_cluster(facts: ClusterFacts) -> Iterator[Finding]:
     """Everything that needs more than one engine."""
-    usable = facts.usable
-    prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
-    if not prefill or not decode:
-        missing = " and ".join(
-            role for role, some in (("prefill", prefill), ("decode", decode)) if not some
-        )
-        yield finding("reach.no-pair", CLUSTER, f"no usable {missing} engine")
-    yield from _same_engine(usable)
-    yield from _versions(usable)
-    for role, engines in (("prefill", prefill), ("decode", decode)):
-        yield from _uneven(role, engines)
-    if prefill and decode:
-        yield from _pairs(prefill, decode)
+    sides = {"prefill": facts.of_role("prefill"), "decode": facts.of_role("decode")}
+    missing = [role for role, engines in sides.items() if not engines]
+    if missing:
+        yield finding("reach.no-pair", CLUSTER, f"no usable {' and '.join(missing)} engine")
+    yield from _same_engine(facts.usable)
+    yield from _versions(facts.usable)
+    for role, engines in sides.items():
+        limits = grouped(engines, lambda e: describe_limits(e.known, e.target.role))
+        if len(limits) > 1:
+            yield finding("limits.uneven", CLUSTER, f"{role}: {told(limits)}")
+    if not missing:
+        yield from _pairs(**sides)
+    for result in facts.probes:
+        pair = f"{result.prefill} -> {result.decode}"
+        ranks = f"prefill rank {result.prefill_rank}, decode rank {result.decode_rank}"
+        if result.failure:
+            yield finding("probe.failed", pair, f"{ranks}: {result.failure}")
+        else:
+            yield finding("probe.ok", pair, f"{ranks}: one token in {result.took_s:.2f} s")
 
 
 def _same_engine(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
-    by_boot: dict[str, list[str]] = {}
-    for facts in engines:
-        if (sbs := facts.known.sbs) is not None and sbs.boot_id:
-            by_boot.setdefault(sbs.boot_id, []).append(facts.url)
+    by_boot = grouped(engines, lambda e: e.sbs.boot_id if e.sbs is not None else "")
     for boot, urls in by_boot.items():
-        if len(urls) > 1:
-            yield finding(
-                "reach.same-engine", CLUSTER, f"{', '.join(urls)} are all boot {boot[:8]}"
-            )
+        if boot and len(urls) > 1:
+            seen = f"{', '.join(urls)} are all boot {boot[:8]}"
+            yield finding("reach.same-engine", CLUSTER, seen)
 
 
 def _versions(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
@@ -53,18 +99,16 @@ def _versions(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
     if len(sglang) > 1:
         found.append(finding("version.mixed", CLUSTER, f"SGLang {told(sglang)}"))
     with_plugin = [e for e in engines if isinstance(e.data.get("sbs"), dict)]
-    plugin = grouped(with_plugin, lambda e: text(e.data["sbs"], "sglang_sbs_version") or "?")
+    plugin = grouped(with_plugin, lambda e: text(e.plugin, "sglang_sbs_version") or "?")
     if len(plugin) > 1 or (plugin and __version__ not in plugin):
         seen = f"sglang-sbs {told(plugin)}; this doctor is {__version__}"
         found.append(finding("version.mixed-plugin", CLUSTER, seen))
-    wire = grouped(with_plugin, lambda e: str(number(e.data["sbs"], "wire_version")))
+    wire = grouped(with_plugin, lambda e: str(number(e.plugin, "wire_version")))
     if wire and set(wire) != {str(WIRE_VERSION)}:
         seen = f"EndForward version {told(wire)}; this release reads {WIRE_VERSION}"
         found.append(finding("version.wire", CLUSTER, seen))
-    kernel = grouped(
-        [e for e in with_plugin if text(e.data["sbs"], "sgl_kernel_version")],
-        lambda e: text(e.data["sbs"], "sgl_kernel_version"),
-    )
+    kernel = grouped(with_plugin, lambda e: text(e.plugin, "sgl_kernel_version"))
+    kernel.pop("", None)
     if len(kernel) > 1:
         found.append(finding("version.mixed-kernel", CLUSTER, f"sgl-kernel {told(kernel)}"))
     yield from found
@@ -75,59 +119,14 @@ def _versions(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
         yield finding("version.ok", CLUSTER, seen)
 
 
-def _uneven(role: str, engines: Sequence[EngineFacts]) -> Iterator[Finding]:
-    limits = grouped(engines, lambda e: describe_limits(e.known, prefill=role == "prefill"))
-    if len(limits) > 1:
-        yield finding("limits.uneven", CLUSTER, f"{role}: {told(limits)}")
-
-
-def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Iterator[Finding]:
-    both = [*prefill, *decode]
-    found: list[Finding] = []
-
-    def differ(finding_id: str, what: str, value: Callable[[EngineFacts], str]) -> None:
-        """Values that prefill and decode must share, where both say one."""
-        known = grouped([e for e in both if value(e)], value)
-        if len(known) > 1:
-            found.append(finding(finding_id, CLUSTER, f"{what} {told(known)}"))
-
-    differ("pair.model", "model", lambda e: e.known.model_id)
-    differ("pair.transfer-backend", "transfer backend", _transfer_backend)
-    differ("pair.page-size", "page size", lambda e: str(number(e.data, "page_size") or ""))
-    differ("pair.kv-dtype", "type of KV cache", _kv_dtype)
-    differ(
-        "pair.allocation-policy",
-        "allocation policy",
-        lambda e: text(e.data, "disaggregation_decode_allocation_policy"),
-    )
-    found += _tensor_parallel(prefill, decode)
-    longest = {e.url: e.known.max_request_tokens for e in both}
-    prompts = max(longest[e.url] for e in prefill)
-    least = min(longest[e.url] for e in decode)
-    if 0 < least < prompts:
-        seen = f"prompts of up to {prompts} tokens on prefill, of {least} on decode"
-        found.append(finding("pair.context", CLUSTER, seen))
-    yield from found
-    if all(one.id == "pair.tp-differs" for one in found):
-        backend = _transfer_backend(prefill[0]) or "not shown"
-        seen = f"{len(prefill)} x {len(decode)} pairs, KV transfer {backend}"
-        yield finding(
-            "pair.ok", CLUSTER, f"{seen}, page size {number(prefill[0].data, 'page_size')}"
-        )
-
-
 def _transfer_backend(facts: EngineFacts) -> str:
     """As on the engine's command line, where that is shown: mooncake_tcp resolves to mooncake."""
-    flag = "--disaggregation-transfer-backend"
     try:
         words = shlex.split(text(facts.data, "launch_command"))
     except ValueError:
         words = []
-    for index, word in reversed(list(enumerate(words))):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            return value if equals else "".join(words[index + 1 : index + 2])
-    return text(facts.data, "disaggregation_transfer_backend")
+    given = text_flag(words, "--disaggregation-transfer-backend")
+    return given or text(facts.data, "disaggregation_transfer_backend")
 
 
 def _kv_dtype(facts: EngineFacts) -> str:
@@ -136,16 +135,43 @@ def _kv_dtype(facts: EngineFacts) -> str:
     return "" if dtype == "auto" else dtype
 
 
-def _tensor_parallel(
-    prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]
-) -> Iterator[Finding]:
-    sizes = {(attention_tp(p), attention_tp(d)) for p in prefill for d in decode}
-    for p, d in sorted(sizes):
-        if p < 1 or d < 1 or p == d:
-            continue
-        seen = f"attention TP size {p} on prefill, {d} on decode"
-        divides = p % d == 0 or d % p == 0
-        yield finding("pair.tp-differs" if divides else "pair.tp-indivisible", CLUSTER, seen)
+_SHARED: tuple[tuple[str, str, Callable[[EngineFacts], str]], ...] = (
+    ("pair.model", "model", lambda e: e.known.model_id),
+    ("pair.transfer-backend", "transfer backend", _transfer_backend),
+    ("pair.page-size", "page size", lambda e: str(number(e.data, "page_size") or "")),
+    ("pair.kv-dtype", "type of KV cache", _kv_dtype),
+    (
+        "pair.allocation-policy",
+        "allocation policy",
+        lambda e: text(e.data, "disaggregation_decode_allocation_policy"),
+    ),
+)
+"""What prefill and decode must have in common, where both say it."""
+
+
+def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Iterator[Finding]:
+    found: list[Finding] = []
+    for name, what, value in _SHARED:
+        known = grouped([*prefill, *decode], value)
+        known.pop("", None)
+        if len(known) > 1:
+            found.append(finding(name, CLUSTER, f"{what} {told(known)}"))
+    for p, d in sorted({(attention_tp(p), attention_tp(d)) for p in prefill for d in decode}):
+        if min(p, d) > 0 and p != d:
+            seen = f"attention TP size {p} on prefill, {d} on decode"
+            kind = "tp-indivisible" if p % d and d % p else "tp-differs"
+            found.append(finding(f"pair.{kind}", CLUSTER, seen))
+    prompts = max(e.known.max_request_tokens for e in prefill)
+    least = min(e.known.max_request_tokens for e in decode)
+    if 0 < least < prompts:
+        seen = f"prompts of up to {prompts} tokens on prefill, of {least} on decode"
+        found.append(finding("pair.context", CLUSTER, seen))
+    yield from found
+    if all(one.id == "pair.tp-differs" for one in found):
+        backend = _transfer_backend(prefill[0]) or "not shown"
+        seen = f"{len(prefill)} x {len(decode)} pairs, KV transfer {backend}"
+        seen += f", page size {number(prefill[0].data, 'page_size')}"
+        yield finding("pair.ok", CLUSTER, seen)
 
 
 def attention_tp(facts: EngineFacts) -> int:
@@ -168,7 +194,4 @@ def grouped(
 def told(groups: dict[str, list[str]]) -> str:
     """``A (url, url) and B (url)``; the value of most engines first."""
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    return "; ".join(
-        f"{value or '?'} ({', '.join(urls[:_MAX_NAMED])}{' …' if len(urls) > _MAX_NAMED else ''})"
-        for value, urls in ordered
-    )
+    return "; ".join(f"{value or '?'} ({listed(urls, most=6)})" for value, urls in ordered)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from sglang_sbs.doctor.checks.cluster import told
-from sglang_sbs.doctor.checks.fields import text
+from sglang_sbs.doctor.checks.cluster import grouped, told
 from sglang_sbs.doctor.facts import (
     SHOWN_VERSION,
     ClusterFacts,
@@ -17,9 +16,11 @@ from sglang_sbs.doctor.facts import (
     Heard,
     RankHeard,
     key_differs,
+    listed,
     may_speak_unseen,
+    text,
 )
-from sglang_sbs.doctor.findings import CLUSTER, Finding, finding
+from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.router.engines.urls import alias_key, normalise_worker_url
 from sglang_sbs.router.workers.diagnosis import why_stranger
 from sglang_sbs.router.workers.server_info import (
@@ -31,7 +32,63 @@ from sglang_sbs.router.workers.server_info import (
 )
 from sglang_sbs.wire import EndForward
 
-_MAX_SHOWN = 8
+finding = Findings("""
+ok plugin.ok: The plugin is loaded and says where it speaks.
+warning plugin.absent: The plugin is not installed in this engine's Python, or not configured. SBS
+    then falls back to load polls and the engine's own answers: coarser.
+    -> install sglang-sbs next to SGLang (pip install . in a checkout of it), set
+    SGLANG_SBS_ROUTERS=tcp://ROUTER:7600, restart (and have sglang_sbs in SGLANG_PLUGINS if that is
+    set)
+note plugin.unknown: This SGLang release does not show plugins in /server_info, and EndForward
+    could not be listened to: nobody can tell whether it is loaded.
+    -> run the doctor on the router's machine while no router runs, or give --router
+warning plugin.routers-differ: Engines report to different routers: each router sees only a part of
+    the cluster.
+    -> set the same SGLANG_SBS_ROUTERS on all engines; it takes several, separated by commas
+error plugin.instance-id: SGLANG_SBS_INSTANCE_ID is the same on several engines: their reports
+    cannot be told apart.
+    -> set it to each engine's own URL as given to the router, or unset it
+note plugin.instance-id-unknown: SGLANG_SBS_INSTANCE_ID is not the URL given here. The router goes
+    by the request ids that ranks echo, so that reports count from the first request on.
+    -> set it to the URL given to the router, or unset it
+warning plugin.errors: The plugin had errors inside the engine; after 20 it switches itself off.
+    -> look for 'sglang_sbs' in the engine's log and report what it says
+ok endforward.ok: Every DP rank reports, and lately.
+error endforward.silent: The plugin is loaded and nothing arrives from any rank of this engine.
+    -> let SGLANG_SBS_ROUTERS name an address of the router that this engine's machine reaches
+    (port 7600 unless --sbs-endforward-bind says otherwise), and let SGLANG_SBS_KEY_FILE there and
+    --sbs-endforward-key-file here be the same secret, or both unset
+error endforward.rank-missing: Some DP ranks of this engine report and others do not.
+    -> give every node of a multi-node engine the plugin and the same SGLANG_SBS_ROUTERS; look for
+    'sglang_sbs' in the log of the missing ranks
+warning endforward.stale: The last report of a rank is old; heartbeats come every second.
+    -> look whether the engine hangs, and at the network between it and the router
+error endforward.key: Publishers connected and failed the handshake: one side has a key and the
+    other has none or another one.
+    -> the same file in SGLANG_SBS_KEY_FILE of all engines and --sbs-endforward-key-file of the
+    router (openssl rand -hex 32 > FILE), or neither
+error endforward.mismatch: Reports say another role or DP size than /server_info: they belong to
+    another engine.
+    -> set SGLANG_SBS_INSTANCE_ID to each engine's own URL, or unset it
+warning endforward.malformed: Messages arrive that are no EndForward: another program talks to this
+    port, or another release of the plugin.
+    -> keep the port inside the cluster; use keys (--sbs-endforward-key-file)
+warning endforward.stranger: Ranks report that belong to none of the engines given.
+    -> give all engines of the cluster; if they are another cluster's, correct SGLANG_SBS_ROUTERS
+    there
+note endforward.unattributed: Reports arrive that cannot be told apart between engines: their
+    SGLang does not show the plugin in /server_info. A router finds out by the requests it sends.
+    -> set SGLANG_SBS_INSTANCE_ID to each engine's URL
+note endforward.port-busy: Something listens already where engines report to, a router presumably:
+    the doctor cannot listen there too.
+    -> give --router URL, so that the router is asked what arrives
+note endforward.elsewhere: The engine reports to addresses that are not this machine's: not
+    checked.
+    -> run the doctor on the router's machine, give --router URL, or say where to listen:
+    --sbs-endforward-bind tcp://0.0.0.0:7600
+warning endforward.cannot-listen: The endpoint to listen at cannot be bound.
+    -> give another --sbs-endforward-bind
+""")
 
 
 def check_endforward(facts: ClusterFacts) -> Iterator[Finding]:
@@ -61,16 +118,15 @@ class Attribution:
         """A report in the name of each engine that another one sent."""
         self.leftover: list[RankHeard] = []
         """Reports whose engine is not known."""
-        by_boot = {
-            e.info.sbs.boot_id: e for e in engines if e.info and e.info.sbs and e.info.sbs.boot_id
-        }
+        by_boot = {e.sbs.boot_id: e for e in engines if e.sbs and e.sbs.boot_id}
         by_alias = {alias_key(e.url): e for e in engines}
         rest: list[dict[int, RankHeard]] = []
         for boot, ranks in heard.ranks.items():
             engine = by_boot.get(boot)
             if engine is None:
                 first = next(iter(ranks.values())).last
-                engine = by_alias.get(_alias(first.instance_id)) if first.instance_id else None
+                alias = alias_of(first.instance_id)
+                engine = by_alias.get(alias) if alias is not None else None
                 if engine is not None and _is_strange(engine, first):
                     self.misnamed[engine.url] = first
                     engine = None
@@ -91,11 +147,11 @@ class Attribution:
 
     def may_be_among_leftover(self, engine: EngineFacts) -> bool:
         """Whether reports of nobody known could be this engine's."""
-        return _may_speak(engine) and any(self._says(engine, heard.last) for heard in self.leftover)
+        return _may_speak(engine) and any(_says(engine, heard.last) for heard in self.leftover)
 
     def _give(self, engine: EngineFacts, ranks: dict[int, RankHeard]) -> None:
         for rank, heard in ranks.items():
-            if self._says(engine, heard.last):
+            if _says(engine, heard.last):
                 self._ranks.setdefault(engine.url, {})[rank] = heard
             else:
                 self.mismatched[engine.url] = heard.last
@@ -105,25 +161,15 @@ class Attribution:
         return (
             _may_speak(engine)
             and not any(_is_strange(engine, heard.last) for heard in ranks.values())
-            and all(self._says(engine, heard.last) for heard in ranks.values())
+            and all(_says(engine, heard.last) for heard in ranks.values())
             and not (ranks.keys() & self.of(engine).keys())
         )
 
-    @staticmethod
-    def _says(engine: EngineFacts, report: EndForward) -> bool:
-        info = engine.info
-        return (
-            info is not None
-            and report.role == engine.target.role
-            and report.dp_size == info.dp_size
-        )
 
-
-def _alias(instance_id: str) -> tuple[str, int]:
-    try:
-        return alias_key(normalise_worker_url(instance_id))
-    except ValueError:
-        return "", 0
+def _says(engine: EngineFacts, report: EndForward) -> bool:
+    info = engine.info
+    shape = None if info is None else (engine.target.role, info.dp_size)
+    return shape == (report.role, report.dp_size)
 
 
 def _is_strange(engine: EngineFacts, report: EndForward) -> bool:
@@ -131,80 +177,67 @@ def _is_strange(engine: EngineFacts, report: EndForward) -> bool:
 
 
 def _may_speak(engine: EngineFacts) -> bool:
-    return _sbs(engine) is not None or may_speak_unseen(engine)
+    return engine.sbs is not None or may_speak_unseen(engine)
 
 
-def _sbs(engine: EngineFacts) -> SbsBlock | None:
-    return engine.info.sbs if engine.info is not None else None
+def alias_of(url: str) -> tuple[str, int] | None:
+    """What URLs of one engine have in common; ``None``: it is no URL."""
+    try:
+        return alias_key(normalise_worker_url(url))
+    except ValueError:
+        return None
 
 
 # The plugin -----------------------------------------------------------------------------------
 
 
 def _plugin(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iterator[Finding]:
-    sbs, url = _sbs(engine), engine.url
+    sbs, url, info = engine.sbs, engine.url, engine.known
     ranks = mine.of(engine)
     errors = {rank: one.last.hook_errors for rank, one in ranks.items() if one.last.hook_errors}
     if errors:
-        shown = ", ".join(f"rank {rank}: {n}" for rank, n in sorted(errors.items())[:_MAX_SHOWN])
+        shown = listed(f"rank {rank}: {n}" for rank, n in sorted(errors.items()))
         yield finding("plugin.errors", url, f"errors inside the hook: {shown}")
     if sbs is not None:
-        speaks = ", ".join(sbs.routers) or (f"listens at {sbs.bind}" if sbs.bind else "nobody")
         if not errors:
-            to = speaks if not sbs.routers else f"reports to {speaks}"
+            to = f"listens at {sbs.bind}" if sbs.bind else "nobody"
+            to = f"reports to {', '.join(sbs.routers)}" if sbs.routers else to
             yield finding("plugin.ok", url, f"loaded, {to}")
         return
     if ranks or _router_hears(facts, url) or mine.may_be_among_leftover(engine):
         return
-    info = engine.info
-    version = parse_version(info.version) if info is not None else None
+    version = parse_version(info.version)
     if version is not None and (0, 0, 0) < version < PLUGIN_VERSION:
         return  # version.needs-patch says it
-    if may_speak_unseen(engine):
-        if facts.heard is not None and facts.heard.bound:
-            seen = f"no EndForward in {facts.heard.listened_s:.0f} s, and its version shows no more"
-            yield finding("plugin.absent", url, seen)
-        else:
-            yield finding(
-                "plugin.unknown",
-                url,
-                f"SGLang {info.version or '?'} does not show it" if info else "",
-            )
-        return
-    shown_from = ".".join(map(str, SHOWN_VERSION))
-    yield finding(
-        "plugin.absent", url, f"no sbs block in /server_info (shown from SGLang {shown_from} on)"
-    )
+    if not may_speak_unseen(engine):
+        shown_from = ".".join(map(str, SHOWN_VERSION))
+        seen = f"no sbs block in /server_info (shown from SGLang {shown_from} on)"
+        yield finding("plugin.absent", url, seen)
+    elif facts.heard is not None and facts.heard.bound:
+        seen = f"no EndForward in {facts.heard.listened_s:.0f} s, and its version shows no more"
+        yield finding("plugin.absent", url, seen)
+    else:
+        yield finding("plugin.unknown", url, f"SGLang {info.version or '?'} does not show it")
 
 
 def _instance_ids(engines: list[EngineFacts]) -> Iterator[Finding]:
-    named = [(e, text(e.data["sbs"], "instance_id")) for e in engines if _sbs(e) is not None]
-    named = [(engine, instance) for engine, instance in named if instance]
-    times = Counter(instance for _, instance in named)
-    for engine, instance in named:
-        if times[instance] > 1:
-            seen = f"SGLANG_SBS_INSTANCE_ID={instance}, as on {times[instance] - 1} other engines"
-            yield finding(
-                "plugin.instance-id",
-                engine.url,
-                seen,
-                f"SGLANG_SBS_INSTANCE_ID={engine.url}, or unset it",
-            )
-        elif _alias(instance) != alias_key(engine.url):
-            yield finding(
-                "plugin.instance-id-unknown",
-                engine.url,
-                f"SGLANG_SBS_INSTANCE_ID={instance}",
-                f"SGLANG_SBS_INSTANCE_ID={engine.url}, or unset it",
-            )
+    named = {e.url: name for e in engines if e.sbs and (name := text(e.plugin, "instance_id"))}
+    times = Counter(named.values())
+    for url, name in named.items():
+        seen, change = (
+            f"SGLANG_SBS_INSTANCE_ID={name}",
+            f"SGLANG_SBS_INSTANCE_ID={url}, or unset it",
+        )
+        if times[name] > 1:
+            seen += f", as on {times[name] - 1} other engines"
+            yield finding("plugin.instance-id", url, seen, change)
+        elif alias_of(name) != alias_key(url):
+            yield finding("plugin.instance-id-unknown", url, seen, change)
 
 
 def _routers(engines: list[EngineFacts]) -> Iterator[Finding]:
-    groups: dict[str, list[str]] = {}
-    for engine in engines:
-        sbs = _sbs(engine)
-        if sbs is not None and sbs.routers:
-            groups.setdefault(", ".join(sorted(sbs.routers)), []).append(engine.url)
+    speaking = [e for e in engines if e.sbs is not None and e.sbs.routers]
+    groups = grouped(speaking, lambda e: ", ".join(sorted(e.sbs.routers)) if e.sbs else "")
     if len(groups) > 1:
         yield finding("plugin.routers-differ", CLUSTER, told(groups))
 
@@ -220,14 +253,14 @@ def _router_hears(facts: ClusterFacts, url: str) -> bool:
 
 def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iterator[Finding]:
     """Only what was listened to; a router's word is another matter."""
-    info, heard, url = engine.info, facts.heard, engine.url
+    info, heard, url, sbs = engine.known, facts.heard, engine.url, engine.sbs
     if facts.router is None and key_differs(facts.options, engine):
-        here = "has a key" if facts.options.key_file is not None else "has none"
-        there = "has none" if facts.options.key_file is not None else "has a key"
+        has, lacks = "has a key", "has none"
+        here, there = (has, lacks) if facts.options.key_file is not None else (lacks, has)
         seen = f"this side {here}, the engine {there}: not listened to"
         yield finding("endforward.key", url, seen)
         return
-    if info is None or heard is None:
+    if heard is None:
         return
     wrong = mine.mismatched.get(url)
     if wrong is not None:
@@ -247,36 +280,31 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
             f"message costs the engine {slowest_us} µs"
         )
         yield finding("endforward.ok", url, seen)
-        return
-    sbs = info.sbs
-    if sbs is None and not ranks:
-        return  # plugin.absent says it, or nothing can be said
-    if sbs is not None and not _listened_to(sbs, heard):
-        if not _router_hears(facts, url) and facts.router is None:
-            elsewhere = [e for e in sbs.routers if e in heard.elsewhere]
-            if elsewhere:
-                yield finding("endforward.elsewhere", url, f"reports to {', '.join(elsewhere)}")
-        return
-    if mine.may_be_among_leftover(engine):
-        return  # endforward.unattributed says it
-    if not ranks:
+    elif sbs is None and not ranks:
+        pass  # plugin.absent says it, or nothing can be said
+    elif sbs is not None and not _listened_to(sbs, heard):
+        elsewhere = [e for e in sbs.routers if e in heard.elsewhere]
+        if elsewhere and facts.router is None:
+            yield finding("endforward.elsewhere", url, f"reports to {', '.join(elsewhere)}")
+    elif mine.may_be_among_leftover(engine):
+        pass  # endforward.unattributed says it
+    elif not ranks:
         where = ", ".join([*heard.bound, *heard.dialled])
         seen = f"nothing in {heard.listened_s:.0f} s of listening at {where}"
         yield finding("endforward.silent", url, seen)
-        return
-    seen = (
-        f"nothing of {_ranks_and_nodes(info, missing)} in {heard.listened_s:.0f} s, "
-        f"{len(ranks)} other ranks report"
-    )
-    yield finding("endforward.rank-missing", url, seen, _what_to_open(info, missing))
+    else:
+        seen = (
+            f"nothing of {_ranks_and_nodes(info, missing)} in {heard.listened_s:.0f} s, "
+            f"{len(ranks)} other ranks report"
+        )
+        yield finding("endforward.rank-missing", url, seen, _what_to_open(info, missing))
 
 
 def _ranks_and_nodes(info: WorkerInfo, ranks: list[int]) -> str:
-    shown = [
-        f"{rank} (node {node_of_rank(info, rank)})" if info.nodes > 1 else str(rank)
-        for rank in ranks[:_MAX_SHOWN]
-    ]
-    return "rank " + ", ".join(shown) + (" …" if len(ranks) > _MAX_SHOWN else "")
+    several = info.nodes > 1
+    return "rank " + listed(
+        f"{rank} (node {node_of_rank(info, rank)})" if several else rank for rank in ranks
+    )
 
 
 def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:
@@ -284,7 +312,7 @@ def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:
     nodes = sorted({node_of_rank(info, rank) for rank in missing} - {0})
     if not nodes or info.sbs is None:
         return None
-    shown = "node " + ", ".join(map(str, nodes[:_MAX_SHOWN])) + ("" if len(nodes) < 9 else " …")
+    shown = f"node {listed(nodes)}"
     if not info.sbs.routers:
         return (
             "set SGLANG_SBS_ROUTERS instead of SGLANG_SBS_BIND on every node: the router connects "
@@ -306,9 +334,8 @@ def _listened_to(sbs: SbsBlock, heard: Heard) -> bool:
 
 
 def _listening(facts: ClusterFacts, heard: Heard, mine: Attribution) -> Iterator[Finding]:
-    for endpoint in heard.busy:
-        if facts.router is None:
-            yield finding("endforward.port-busy", CLUSTER, f"{endpoint} is taken")
+    for endpoint in heard.busy if facts.router is None else ():
+        yield finding("endforward.port-busy", CLUSTER, f"{endpoint} is taken")
     for endpoint, why in heard.failed.items():
         yield finding("endforward.cannot-listen", CLUSTER, f"{endpoint}: {why}")
     if heard.handshakes_failed:
@@ -319,14 +346,10 @@ def _listening(facts: ClusterFacts, heard: Heard, mine: Attribution) -> Iterator
         why, times = heard.malformed.most_common(1)[0]
         seen = f"{heard.malformed.total()} messages, {times} of them: {why}"
         yield finding("endforward.malformed", CLUSTER, seen)
-    unseen = [e for e in facts.engines if may_speak_unseen(e)]
     for role in ("prefill", "decode"):
         some = [one.last for one in mine.leftover if one.last.role == role]
-        if not some:
-            continue
-        boots = len({report.boot_id for report in some})
-        seen = f"{len(some)} {role} ranks of {boots} boots"
-        if any(e.target.role == role and e.info is None for e in facts.engines):
-            continue  # an engine that could not be asked: these may be its reports
-        ours = any(e.target.role == role for e in unseen)
-        yield finding("endforward.unattributed" if ours else "endforward.stranger", CLUSTER, seen)
+        mates = [e for e in facts.engines if e.target.role == role]
+        if some and not any(e.info is None for e in mates):  # else they may be its reports
+            seen = f"{len(some)} {role} ranks of {len({one.boot_id for one in some})} boots"
+            kind = "unattributed" if any(map(may_speak_unseen, mates)) else "stranger"
+            yield finding(f"endforward.{kind}", CLUSTER, seen)

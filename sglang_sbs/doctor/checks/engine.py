@@ -6,18 +6,10 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_sbs.doctor.checks.fields import number, text
-from sglang_sbs.doctor.facts import EngineFacts
-from sglang_sbs.doctor.findings import Finding, finding
-from sglang_sbs.router.workers.server_info import (
-    MIN_VERSION,
-    NO_DP_ATTENTION,
-    PLUGIN_VERSION,
-    WorkerInfo,
-    parse_version,
-    ranks_in_reach,
-    server_url,
-)
+from sglang_sbs.doctor.facts import EngineFacts, listed, number, text
+from sglang_sbs.doctor.findings import Finding, Findings
+from sglang_sbs.router.workers import server_info
+from sglang_sbs.router.workers.server_info import WorkerInfo
 
 MIN_CHUNK_TOKENS = 512
 """Per rank; passes below it are mostly fixed cost (the paper: 3K and 5K)."""
@@ -37,11 +29,135 @@ them take one of several new prompts that begin alike, and leave the others for 
 FULL = 0.9
 """Share of KV tokens or slots in use from which a rank counts as full."""
 
+finding = Findings("""
+ok reach.ok: The engine answers, and is ready.
+error reach.unreachable: No connection: nothing listens there, the name does not resolve, or a
+    firewall drops it.
+    -> check that the engine runs, and the host and port of this URL (its --host and --port)
+error reach.silent: It takes connections and does not answer: stopped, overloaded, or a scheduler
+    that hangs. /server_info is answered between two passes.
+    -> look at the engine's log; raise --timeout if a forward pass takes that long
+error reach.wrong-scheme: The engine speaks HTTPS where http:// is given, or the other way round.
+    -> write the URL with the other scheme
+error reach.certificate: The engine's certificate is not trusted here, or it wants a client
+    certificate.
+    -> give --ca-cert-paths FILE (and --client-cert-path, --client-key-path), as to the router
+error reach.not-sglang: Something answers that is no SGLang engine.
+    -> give the URL of an engine's --port; not of its bootstrap, metrics or other port
+error reach.is-a-router: The URL is a router's.
+    -> give it with --router, and the engines' own URLs with --prefill and --decode
+error reach.wrong-role: The engine runs in another disaggregation mode than it is given as.
+    -> list it under the other flag, or relaunch it with the other --disaggregation-mode
+error reach.unusable: What the engine says of itself cannot be.
+    -> look at its /server_info; is that an unmodified SGLang?
+error reach.rank-server: With SGLang's Rust server (SGLANG_RUST_SERVER=1) each DP rank serves HTTP
+    itself, at --port plus its number. Requests for one of the ranks would go astray, so a router
+    sends this engine nothing.
+    -> give the address of DP rank 0 and open the ports behind it, or start the engine without
+    SGLANG_RUST_SERVER
+error reach.not-ready: The engine runs and refuses requests: still loading, paused, or a weight
+    update.
+    -> wait for it, or continue generation (POST /continue_generation)
+error version.too-old: The router cannot use this SGLang release.
+    -> upgrade the engine
+warning version.needs-patch: This SGLang has no plugin framework (it begins with 0.5.11), so that
+    sglang-sbs installed beside it alone sends no EndForward.
+    -> on the engine's machine: sglang-sbs patch apply, then restart it; or upgrade SGLang
+warning version.coupled: Before SGLang 0.5.10 the prefill rank of a request decides which decode
+    ranks are left.
+    -> upgrade the engine to 0.5.10 or later if you can
+note version.unknown: A build from source without a release number: taken to be recent.
+    -> nothing; make sure that it is newer than 0.5.11
+ok limits.ok: DP size, chunk and limits are such that SBS has something to do.
+warning limits.dp-one: A prefill engine with one DP rank: SBS can choose when, but not the rank
+    within a batch.
+    -> start prefill engines with --dp N --enable-dp-attention, N > 1
+warning limits.no-dp-attention: Several DP ranks without DP attention are independent replicas:
+    nothing is gained by batching them into one pass.
+    -> add --enable-dp-attention
+note limits.no-barrier: The DP ranks make passes each for itself. SBS takes each for an instance of
+    one rank: it gains by the predicted finish of each rank and by the order of the queue; batches
+    over ranks, and holding for them, gain nothing.
+    -> nothing, if that is wanted: SBS needs no setting for it
+warning limits.no-chunking: Chunked prefill is off: a pass is as long as the longest prompt in it,
+    and its end can hardly be foretold.
+    -> set --chunked-prefill-size (N tokens per rank x DP size)
+warning limits.chunk-small: Few tokens per rank and pass: fixed costs and stragglers outweigh the
+    work.
+    -> SGLang divides --chunked-prefill-size by the DP size: for N tokens per rank start the engine
+    with --chunked-prefill-size N x DP
+note limits.chunk-page: The chunk per rank is no multiple of the page size: every chunked prompt
+    wastes a bit.
+    -> choose --chunked-prefill-size as a multiple of page size x DP size
+warning limits.max-prefill-tokens: --max-prefill-tokens is below the chunk per rank, and ends
+    passes before they are full.
+    -> raise --max-prefill-tokens to the chunk per rank at least; SGLang does not divide it
+warning limits.few-running: Few requests may be on a rank at once: passes and decode batches stay
+    small.
+    -> raise --max-running-requests; SGLang divides it by the DP size
+ok flags.ok: No flag gets in the way of SBS.
+warning flags.load-balance: The router names every request's rank by its room. With another method
+    SGLang (before 0.5.16) registers each rank over HTTP within the scheduler, between two passes,
+    and whatever does not come through the router is placed by it.
+    -> leave --load-balance-method out (auto), or write follow_bootstrap_room
+warning flags.decode-ranks: With this method a decode engine before SGLang 0.5.10 chooses its DP
+    ranks itself: the router's choice has no effect.
+    -> --load-balance-method follow_bootstrap_room (before 0.5.8: round_robin) on decode
+warning flags.prefill-delayer: --enable-prefill-delayer holds requests back in the engine, while
+    SBS has just timed them: two hands on one wheel.
+    -> start prefill engines without --enable-prefill-delayer
+note flags.prefill-delayer-queue: The queue trigger of the prefill delayer compares what waits with
+    what runs, and nothing runs on a prefill engine of a PD cluster: it delays nothing there.
+    -> start prefill engines without --prefill-delayer-queue-min-ratio and
+    --prefill-delayer-max-delay-ms
+note flags.min-free-slots-delay: --min-free-slots-delay waits for running requests to end, and
+    nothing runs on a prefill engine of a PD cluster: it delays nothing there.
+    -> start prefill engines without --min-free-slots-delay
+warning flags.sleep-on-idle: Under DP attention --sleep-on-idle costs one to two seconds of TTFT
+    after idle times: ranks wake up one by one, and none can begin alone.
+    -> start engines without --sleep-on-idle
+warning flags.rust-idle: With SGLang's Rust server an idle DP rank sleeps up to a second, and the
+    others wait for it before they begin a request. The plugin makes that a millisecond.
+    -> install the plugin next to SGLang and set SGLANG_SBS_ROUTERS
+note flags.overlap-disabled: Without overlap scheduling the GPU waits for the CPU between two
+    passes.
+    -> leave --disable-overlap-schedule out unless a feature needs it
+note flags.schedule-policy: The engine reorders its queue. SBS sends batches that fit a pass and
+    foretells passes as first come first served: what a pass leaves over runs at other times than
+    foretold.
+    -> leave --schedule-policy at fcfs on prefill engines
+note flags.pipeline: With pipeline parallelism several passes are under way at once, and their ends
+    foretell the next one less well.
+    -> prefer tensor and data parallelism on prefill engines where memory allows
+note flags.role-switch: --enable-pd-role-switch: the engine may change its role while a router
+    runs.
+    -> after a switch, give the router the engine under its new role (DELETE and POST /workers)
+ok latency.ok: Round trips are short against a forward pass.
+warning latency.high: Even the fastest of several round trips is long. SBS measures and adds it
+    (L_net), but decides that much earlier on what it knows.
+    -> run the router in the same network as the engines; mind proxies between them
+note latency.jitter: Some round trips take much longer than others: a busy HTTP server, garbage
+    collection in the engine, or a shared network.
+    -> after start-up POST /freeze_gc to each engine (SGLang does so itself unless
+    --skip-server-warmup is set)
+note latency.clock: The engine's clock is off from this machine's. SBS does not use it (reports
+    carry spans of time), but logs cannot be compared.
+    -> run NTP or chrony on the engine's machine
+ok room.ok: Decode has room for more requests.
+warning room.kv-full: KV memory of a decode rank is nearly full: requests wait there or are
+    retracted.
+    -> add decode instances or memory (--mem-fraction-static), or send less
+warning room.slots-full: A decode rank runs nearly as many requests as it may.
+    -> raise --max-running-requests, add decode instances, or send less
+note room.unknown: The engine does not tell its load (/v1/loads) for every rank.
+    -> nothing; SGLang 0.5.14 and later do
+""")
+
 
 def check_engine(facts: EngineFacts) -> Iterator[Finding]:
     """Everything about one engine that needs no other one."""
-    for said in _checks(facts):
-        yield finding(said[0], facts.url, *said[1:])
+    for name, *said in _checks(facts):
+        yield finding(name, facts.url, *said)
 
 
 _Said = tuple[str, str] | tuple[str, str, str]
@@ -54,28 +170,27 @@ def _checks(facts: EngineFacts) -> Iterator[_Said]:
         return
     yield from _version(facts.info)
     yield from _limits(facts, facts.info)
-    conflicts = list(_conflicts(facts, facts.info))
-    yield from conflicts or [("flags.ok", "nothing that gets in the way")]
+    yield from list(_conflicts(facts, facts.info)) or [("flags.ok", "nothing that gets in the way")]
     yield from _latency(facts)
     if facts.target.role == "decode":
         yield from _room(facts, facts.info)
 
 
 def _reach(facts: EngineFacts) -> Iterator[_Said]:
-    url, role = facts.url, facts.target.role
+    url, role, info = facts.url, facts.target.role, facts.info
     if facts.failure is not None:
         if facts.failure.kind != "refused":  # the keys are a matter of their own
             yield f"reach.{facts.failure.kind}", facts.failure.text
-    elif facts.info is None:
+    elif info is None:
         mode = text(facts.data, "disaggregation_mode")
-        numbers = parse_version(text(facts.data, "version"))
+        numbers = server_info.parse_version(text(facts.data, "version"))
         if mode not in ("", role):
             seen = f"runs with --disaggregation-mode {mode} and is given as --{role}"
             change = f"relaunch it with --disaggregation-mode {role}"
             if mode != "null":
                 change = f"list it under --{mode}, or {change}"
             yield "reach.wrong-role", seen, change
-        elif numbers is not None and (0, 0, 0) < numbers < MIN_VERSION:
+        elif numbers is not None and (0, 0, 0) < numbers < server_info.MIN_VERSION:
             yield "version.too-old", facts.unusable
         else:
             kind = "rank-server" if facts.rank_out_of_reach else "unusable"
@@ -86,22 +201,20 @@ def _reach(facts: EngineFacts) -> Iterator[_Said]:
     else:
         scheme = "HTTPS" if url.startswith("https") else "HTTP"
         seen = f"answers over {scheme}, ready for requests"
-        if facts.info.rust_server and facts.info.dp_size > 1:
-            last = ranks_in_reach(facts.info)[-1]
-            seen += f", each DP rank at its own port to {server_url(url, facts.info, last)}"
-            if last < facts.info.dp_size - 1:
-                seen += (
-                    f"; ranks {last + 1} to {facts.info.dp_size - 1} are on other nodes, not asked"
-                )
+        if info.rust_server and info.dp_size > 1:
+            last = server_info.ranks_in_reach(info)[-1]
+            seen += f", each DP rank at its own port to {server_info.server_url(url, info, last)}"
+            if last < info.dp_size - 1:
+                seen += f"; ranks {last + 1} to {info.dp_size - 1} are on other nodes, not asked"
         yield "reach.ok", seen
 
 
 def _version(info: WorkerInfo) -> Iterator[_Said]:
-    numbers = parse_version(info.version)
+    numbers = server_info.parse_version(info.version)
     if numbers is None or numbers == (0, 0, 0):
         said = f"calls itself {info.version!r}" if info.version else "does not say its version"
         yield "version.unknown", said
-    elif numbers < PLUGIN_VERSION and info.sbs is None:
+    elif numbers < server_info.PLUGIN_VERSION and info.sbs is None:
         yield "version.needs-patch", f"runs SGLang {info.version}"
     if info.coupled:
         yield "version.coupled", f"runs SGLang {info.version}"
@@ -110,7 +223,7 @@ def _version(info: WorkerInfo) -> Iterator[_Said]:
 def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     prefill = facts.target.role == "prefill"
     found = list(_limits_of_prefill(facts, info)) if prefill else []
-    if info.no_barrier == NO_DP_ATTENTION:
+    if info.no_barrier == server_info.NO_DP_ATTENTION:
         seen = f"dp {info.dp_size} without --enable-dp-attention"
         found.append(("limits.no-dp-attention", seen))
     elif info.no_barrier and prefill:
@@ -118,20 +231,19 @@ def _limits(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     if 0 < info.max_running_requests < MIN_RUNNING_REQUESTS:
         seen = f"{info.max_running_requests} requests per rank at most"
         found.append(("limits.few-running", seen))
-    yield from found or [("limits.ok", describe_limits(info, prefill=prefill))]
+    yield from found or [("limits.ok", describe_limits(info, facts.target.role))]
 
 
-def describe_limits(info: WorkerInfo, *, prefill: bool) -> str:
+def describe_limits(info: WorkerInfo, role: str) -> str:
     """The numbers SBS goes by, in a line."""
     parts = [f"{info.dp_size} DP rank{'s' if info.dp_size > 1 else ''}"]
-    if prefill:
+    if role == "prefill":
         parts.append(f"{info.chunk_tokens} tokens per rank and pass")
         if info.prefill_max_requests:
             parts.append(f"{info.prefill_max_requests} requests per rank and pass")
     else:
         parts.append(f"{info.kv_capacity_tokens} KV tokens per rank")
-    parts.append(f"{info.max_running_requests} requests per rank")
-    parts.append(f"page size {info.page_size}")
+    parts += [f"{info.max_running_requests} requests per rank", f"page size {info.page_size}"]
     return ", ".join(parts)
 
 
@@ -142,53 +254,39 @@ def _limits_of_prefill(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
     if chunk <= 0:
         yield "limits.no-chunking", f"chunked_prefill_size is {chunk}, that is, off"
         return
-    wanted = MIN_CHUNK_TOKENS * info.dp_size
     if chunk < MIN_CHUNK_TOKENS:
-        yield (
-            "limits.chunk-small",
-            f"{chunk} tokens per rank and pass (--chunked-prefill-size {chunk * info.dp_size} over "
-            f"{info.dp_size} ranks)",
-            f"SGLang divides it by the DP size: --chunked-prefill-size {wanted} at least",
-        )
+        given, wanted = chunk * info.dp_size, MIN_CHUNK_TOKENS * info.dp_size
+        seen = f"{chunk} tokens per rank and pass (--chunked-prefill-size {given} over "
+        seen += f"{info.dp_size} ranks)"
+        change = f"SGLang divides it by the DP size: --chunked-prefill-size {wanted} at least"
+        yield "limits.chunk-small", seen, change
     if info.page_size > 1 and chunk % info.page_size:
         yield "limits.chunk-page", f"chunk {chunk} per rank, page size {info.page_size}"
     if 0 < info.max_prefill_tokens < chunk:
-        yield (
-            "limits.max-prefill-tokens",
-            f"--max-prefill-tokens {info.max_prefill_tokens}, chunk per rank {chunk}",
-            f"--max-prefill-tokens {chunk} at least; SGLang does not divide it",
-        )
+        seen = f"--max-prefill-tokens {info.max_prefill_tokens}, chunk per rank {chunk}"
+        change = f"--max-prefill-tokens {chunk} at least; SGLang does not divide it"
+        yield "limits.max-prefill-tokens", seen, change
 
 
 def _conflicts(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
-    data, prefill = facts.data, facts.target.role == "prefill"
-    method = info.load_balance_method
-    if prefill and method not in ("", "auto", "follow_bootstrap_room"):
-        yield "flags.load-balance", f"--load-balance-method {method}"
-    if info.rank_choice == "engine" and info.dp_size > 1:
-        yield "flags.decode-ranks", f"--load-balance-method {method}"
-    if prefill:
-        yield from _delayers(data)
-    if data.get("sleep_on_idle") is True and info.dp_size > 1:
+    data, several = facts.data, info.dp_size > 1
+    if facts.target.role == "prefill":
+        yield from _conflicts_of_prefill(data, info)
+    if info.rank_choice == "engine" and several:
+        yield "flags.decode-ranks", f"--load-balance-method {info.load_balance_method}"
+    if data.get("sleep_on_idle") is True and several:
         yield "flags.sleep-on-idle", "--sleep-on-idle is set"
-    if info.rust_server and info.dp_size > 1 and info.sbs is None:
+    if info.rust_server and several and info.sbs is None:
         yield "flags.rust-idle", "SGLANG_RUST_SERVER=1 without the plugin"
-    if prefill and data.get("disable_overlap_schedule") is True:
-        yield "flags.overlap-disabled", "overlap scheduling is off"
-    policy = text(data, "schedule_policy")
-    if prefill and policy not in ("", "fcfs"):
-        does = f": {_REORDERING[policy]}" if policy in _REORDERING else ""
-        change = f"start prefill engines with --schedule-policy fcfs instead of {policy}"
-        yield "flags.schedule-policy", f"--schedule-policy {policy}{does}", change
-    if prefill and number(data, "pp_size") > 1:
-        yield "flags.pipeline", f"--pp-size {number(data, 'pp_size')}"
     if data.get("enable_pd_role_switch") is True:
         yield "flags.role-switch", "--enable-pd-role-switch is set"
 
 
-def _delayers(data: dict[str, Any]) -> Iterator[_Said]:
-    """What holds prefill back in the engine. The second and the third count running requests, of
-    which a prefill engine has none (``prefill_delayer.py``, ``min_free_slots_delayer.py``)."""
+def _conflicts_of_prefill(data: dict[str, Any], info: WorkerInfo) -> Iterator[_Said]:
+    """``--prefill-delayer-*`` and ``--min-free-slots-delay`` count running requests, of which a
+    prefill engine has none (``prefill_delayer.py``, ``min_free_slots_delayer.py``)."""
+    if info.load_balance_method not in ("", "auto", "follow_bootstrap_room"):
+        yield "flags.load-balance", f"--load-balance-method {info.load_balance_method}"
     if data.get("enable_prefill_delayer") is True:
         yield "flags.prefill-delayer", "--enable-prefill-delayer is set"
     queue = [
@@ -200,10 +298,19 @@ def _delayers(data: dict[str, Any]) -> Iterator[_Said]:
         yield "flags.prefill-delayer-queue", ", ".join(queue)
     if (slots := number(data, "min_free_slots_delay")) > 1:
         yield "flags.min-free-slots-delay", f"--min-free-slots-delay {slots}"
+    if data.get("disable_overlap_schedule") is True:
+        yield "flags.overlap-disabled", "overlap scheduling is off"
+    policy = text(data, "schedule_policy")
+    if policy not in ("", "fcfs"):
+        does = f": {_REORDERING[policy]}" if policy in _REORDERING else ""
+        change = f"start prefill engines with --schedule-policy fcfs instead of {policy}"
+        yield "flags.schedule-policy", f"--schedule-policy {policy}{does}", change
+    if (stages := number(data, "pp_size")) > 1:
+        yield "flags.pipeline", f"--pp-size {stages}"
 
 
 def _latency(facts: EngineFacts) -> Iterator[_Said]:
-    trips_s = facts.rtts_s
+    trips_s, offset_s = facts.rtts_s, facts.clock_offset_s
     if not trips_s:
         return
     fastest, middle, slowest = min(trips_s), statistics.median(trips_s), max(trips_s)
@@ -211,42 +318,37 @@ def _latency(facts: EngineFacts) -> Iterator[_Said]:
         f"{len(trips_s)} round trips: fastest {fastest * 1e3:.1f} ms, "
         f"median {middle * 1e3:.1f} ms, slowest {slowest * 1e3:.1f} ms"
     )
-    if fastest > HIGH_RTT_S:
+    is_high, jitters = fastest > HIGH_RTT_S, slowest - fastest > JITTER_S
+    if is_high:
         yield "latency.high", seen
-    if slowest - fastest > JITTER_S:
+    if jitters:
         yield "latency.jitter", seen
-    offset_s, clock = facts.clock_offset_s, ""
+    clock = ""
     if offset_s is not None and abs(offset_s) > CLOCK_S:
         yield "latency.clock", f"{offset_s:+.1f} s against this machine"
     elif offset_s is not None:
         clock = f"; clock {offset_s * 1e3:+.0f} ms"
-    if fastest <= HIGH_RTT_S and slowest - fastest <= JITTER_S:
+    if not is_high and not jitters:
         yield "latency.ok", seen + clock
 
 
 def _room(facts: EngineFacts, info: WorkerInfo) -> Iterator[_Said]:
-    loads = facts.loads
-    if loads is None or not info.kv_capacity_tokens or not info.max_running_requests:
+    loads, tokens, slots = facts.loads, info.kv_capacity_tokens, info.max_running_requests
+    if loads is None or not tokens or not slots:
         yield "room.unknown", "no loads of every rank"
         return
-    kv = [used / info.kv_capacity_tokens for used in loads.kv_tokens]
-    slots = [running / info.max_running_requests for running in loads.running_requests]
-    found: list[_Said] = [
-        (name, seen)
-        for name, shares, what in (
-            ("room.kv-full", kv, "KV tokens in use"),
-            ("room.slots-full", slots, "slots in use"),
-        )
-        if (seen := _full(shares, what))
-    ]
-    seen = (
-        f"fullest rank: {max(kv):.0%} of {info.kv_capacity_tokens} KV tokens, {max(slots):.0%} "
-        f"of {info.max_running_requests} slots in use"
-    )
-    yield from found or [("room.ok", seen)]
+    kv_shares = [used / tokens for used in loads.kv_tokens]
+    slot_shares = [running / slots for running in loads.running_requests]
+    kv_full, slots_full = _full_ranks(kv_shares), _full_ranks(slot_shares)
+    if kv_full:
+        yield "room.kv-full", f"KV tokens in use on {kv_full}"
+    if slots_full:
+        yield "room.slots-full", f"slots in use on {slots_full}"
+    if not kv_full and not slots_full:
+        kv, slot = f"{max(kv_shares):.0%}", f"{max(slot_shares):.0%}"
+        seen = f"fullest rank: {kv} of {tokens} KV tokens, {slot} of {slots} slots in use"
+        yield "room.ok", seen
 
 
-def _full(shares: list[float], what: str) -> str:
-    """Which ranks are; empty: none is."""
-    ranks = [f"rank {rank}: {share:.0%}" for rank, share in enumerate(shares) if share >= FULL]
-    return f"{what} on {', '.join(ranks[:8])}{' …' if len(ranks) > 8 else ''}" if ranks else ""
+def _full_ranks(shares: list[float]) -> str:
+    return listed(f"rank {rank}: {share:.0%}" for rank, share in enumerate(shares) if share >= FULL)

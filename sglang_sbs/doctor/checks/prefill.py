@@ -6,82 +6,113 @@ from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
 
 from sglang_sbs.cluster.plan import MIN_KV_EVENTS_PAGE_SIZE
-from sglang_sbs.doctor.checks.fields import number
-from sglang_sbs.doctor.facts import Bootstrap, ClusterFacts, EngineFacts
-from sglang_sbs.doctor.findings import CLUSTER, Finding, finding
+from sglang_sbs.doctor.facts import Bootstrap, ClusterFacts, EngineFacts, listed, number
+from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.workers.server_info import WorkerInfo, node_of_rank
+
+finding = Findings("""
+ok bootstrap.ok: The bootstrap server answers, and all prefill ranks are known.
+error bootstrap.unreachable: The bootstrap server of this prefill engine cannot be reached: decode
+    engines get no KV cache from it.
+    -> give the port of --disaggregation-bootstrap-port behind the URL of --prefill, and open it
+    for the decode engines
+error bootstrap.wrong-port: The bootstrap port given is not the engine's.
+    -> write the engine's own port behind --prefill URL, or leave it out
+error bootstrap.not-one: What answers at the bootstrap port is no bootstrap server.
+    -> give the port of --disaggregation-bootstrap-port, not of HTTP, behind --prefill URL
+error bootstrap.other-engine: The bootstrap server is another engine's: decode would wait for KV
+    cache that never comes.
+    -> give each --prefill its own bootstrap port; engines on one host need different ones
+error bootstrap.registering: Not all ranks of the prefill engine have registered with its bootstrap
+    server.
+    -> look for the missing ranks in the engine's log; do all nodes run?
+error bootstrap.loopback: Decode engines are told the host of the prefill URL, and this one means
+    themselves to them.
+    -> write prefill URLs with the address by which decode engines reach them, not localhost
+ok cache.exact: KV events tell the router what every rank has cached, to the page.
+note cache.approximate: No KV events: the router estimates what is cached from what it sent where.
+    -> start prefill engines with --page-size 64 --kv-events-config '{"publisher": "zmq",
+    "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
+note cache.off: The radix cache is off: no prompt finds what earlier ones left.
+    -> leave --disable-radix-cache out
+warning cache.unusable: KV events are published, but not so that they can be subscribed to.
+    -> correct --kv-events-config: an endpoint tcp://*:PORT, and a replay_endpoint whose port is
+    higher by the DP size at least
+warning cache.unreachable: Ports of KV events refuse connections from here.
+    -> open them for the router on the node that is named: from the endpoint's port on and from the
+    replay endpoint's on, one per DP rank; let the endpoint listen (tcp://*:PORT)
+warning cache.other-nodes: DP ranks on other nodes than the engine's first do not say where their
+    KV events are, or name an address that is not believed: the router estimates what they have
+    cached.
+    -> the same release of the plugin on every node; SGLANG_SBS_NODE_HOST there if its messages
+    come from another address than routers reach it by (then with a key)
+note cache.no-replay: Without a replay endpoint a router that starts later, or misses an event,
+    learns the cache only from new blocks.
+    -> add "replay_endpoint": "tcp://*:5657" to --kv-events-config
+note cache.small-pages: Pages of few tokens make many KV events, which cost more than they save.
+    -> start prefill and decode with --page-size 16 or more
+warning cache.mixed: Some prefill engines publish KV events and others do not: what is exactly
+    known is weighed against estimates.
+    -> the same --kv-events-config on all prefill engines
+""")
 
 
 def check_prefill(facts: ClusterFacts) -> Iterator[Finding]:
     """Every prefill engine, and how they differ."""
     prefill, decode = facts.of_role("prefill"), facts.of_role("decode")
     for engine in prefill:
-        yield from _bootstrap(engine, engine.known, decode)
-        yield from _cache(engine, engine.known)
+        yield from _bootstrap(engine, decode)
+        yield from _cache(engine.url, engine.known, engine)
     with_cache = [e for e in prefill if e.known.radix_cache]
     without = [e.url for e in with_cache if e.known.kv_events is None]
     if without and len(without) < len(with_cache):
         yield finding("cache.mixed", CLUSTER, f"no KV events of {', '.join(without)}")
 
 
-# Bootstrap ------------------------------------------------------------------------------------
-
-
-def _bootstrap(
-    engine: EngineFacts, info: WorkerInfo, decode: Sequence[EngineFacts]
-) -> Iterator[Finding]:
-    found = list(_bootstrap_problems(engine, info, engine.bootstrap))
-    if engine.bootstrap is not None and is_loopback(engine.url):
-        others = [d.url for d in decode if not is_loopback(d.url)]
-        if others:
-            seen = f"decode is told {engine.bootstrap.host}, and {others[0]} is another host"
-            found.append(finding("bootstrap.loopback", engine.url, seen))
-    yield from found
-    if engine.bootstrap is not None and not found:
-        ranks = number(engine.bootstrap.layout or {}, "dp_size")
-        seen = f"{engine.bootstrap.address} answers from here, with all {ranks} DP ranks"
-        yield finding("bootstrap.ok", engine.url, seen)
-
-
-def _bootstrap_problems(
-    engine: EngineFacts, info: WorkerInfo, bootstrap: Bootstrap | None
-) -> Iterator[Finding]:
-    url, given = engine.url, engine.target.bootstrap_port
+def _bootstrap(engine: EngineFacts, decode: Sequence[EngineFacts]) -> Iterator[Finding]:
+    url, bootstrap = engine.url, engine.bootstrap
     if bootstrap is None:
         seen = "no bootstrap port is given, and the engine does not say one"
         yield finding("bootstrap.unreachable", url, seen)
-    elif given is not None and info.bootstrap_port not in (None, given):
-        seen = f"{given} is given, and the engine's is {info.bootstrap_port}"
+        return
+    found = list(_bootstrap_problems(engine, bootstrap))
+    others = [d.url for d in decode if not is_loopback(d.url)] if is_loopback(url) else []
+    if others:
+        seen = f"decode is told {bootstrap.host}, and {others[0]} is another host"
+        found.append(finding("bootstrap.loopback", url, seen))
+    yield from found
+    if not found:
+        ranks = number(bootstrap.layout, "dp_size")
+        seen = f"{bootstrap.address} answers from here, with all {ranks} DP ranks"
+        yield finding("bootstrap.ok", url, seen)
+
+
+def _bootstrap_problems(engine: EngineFacts, bootstrap: Bootstrap) -> Iterator[Finding]:
+    url, given, own = engine.url, engine.target.bootstrap_port, engine.known.bootstrap_port
+    if given is not None and own not in (None, given):
+        seen = f"{given} is given, and the engine's is {own}"
         seen += f" ({bootstrap.failure})" if bootstrap.failure else ""
-        yield finding("bootstrap.wrong-port", url, seen, f"--prefill {url} {info.bootstrap_port}")
+        yield finding("bootstrap.wrong-port", url, seen, f"--prefill {url} {own}")
     elif bootstrap.failure:
         yield finding("bootstrap.unreachable", url, bootstrap.failure)
     elif bootstrap.status == 503:
         yield finding("bootstrap.registering", url, f"{bootstrap.address}: {bootstrap.text}")
-    elif bootstrap.status != 200 or number(bootstrap.layout or {}, "dp_size") < 1:
+    elif bootstrap.status != 200 or number(bootstrap.layout, "dp_size") < 1:
         seen = f"{bootstrap.address} answers {bootstrap.status}"
         yield finding("bootstrap.not-one", url, seen)
     else:
-        yield from _other_engine(engine, info, bootstrap.layout or {}, bootstrap.address)
-
-
-def _other_engine(
-    engine: EngineFacts, info: WorkerInfo, layout: dict[str, object], where: str
-) -> Iterator[Finding]:
-    """What the bootstrap server says of its engine, against what this engine says."""
-    for what, theirs, ours in (
-        ("HTTP port", number(layout, "prefill_http_port"), number(engine.data, "port")),
-        ("DP size", number(layout, "dp_size"), info.dp_size),
-        ("page size", number(layout, "page_size"), number(engine.data, "page_size")),
-    ):
-        if theirs and ours and theirs != ours:
-            yield finding(
-                "bootstrap.other-engine",
-                engine.url,
-                f"the engine behind {where} has {what} {theirs}, this one {ours}",
-            )
-            return
+        # What the bootstrap server says of its engine, against what this engine says.
+        for what, field, ours in (
+            ("HTTP port", "prefill_http_port", number(engine.data, "port")),
+            ("DP size", "dp_size", engine.known.dp_size),
+            ("page size", "page_size", number(engine.data, "page_size")),
+        ):
+            theirs = number(bootstrap.layout, field)
+            if theirs and ours and theirs != ours:
+                seen = f"the engine behind {bootstrap.address} has {what} {theirs}, this one {ours}"
+                yield finding("bootstrap.other-engine", url, seen)
+                return
 
 
 def is_loopback(url: str) -> bool:
@@ -93,11 +124,8 @@ def is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-# Cache ----------------------------------------------------------------------------------------
-
-
-def _cache(engine: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
-    url, events = engine.url, info.kv_events
+def _cache(url: str, info: WorkerInfo, engine: EngineFacts) -> Iterator[Finding]:
+    events, closed, hidden = info.kv_events, engine.closed_kv_ports, engine.hidden_kv_ranks
     if not info.radix_cache:
         yield finding("cache.off", url, "--disable-radix-cache is set")
         return
@@ -112,15 +140,12 @@ def _cache(engine: EngineFacts, info: WorkerInfo) -> Iterator[Finding]:
         yield finding("cache.small-pages", url, f"pages of {events.block_tokens} tokens")
     if events.replay_port is None and not unusable:
         yield finding("cache.no-replay", url, f"KV events from port {events.port} on, no replay")
-    if engine.closed_kv_ports:
-        closed = engine.closed_kv_ports
-        shown = ", ".join(map(str, closed[:8])) + (" …" if len(closed) > 8 else "")
-        yield finding("cache.unreachable", url, f"no connection to {shown}")
-    hidden = engine.hidden_kv_ranks
+    if closed:
+        yield finding("cache.unreachable", url, f"no connection to {listed(closed)}")
     if hidden:
         nodes = ", ".join(map(str, sorted({node_of_rank(info, rank) for rank in hidden})))
         yield finding("cache.other-nodes", url, f"{len(hidden)} ranks, on node {nodes}")
-    if not engine.closed_kv_ports and not hidden and not unusable:
+    if not closed and not hidden and not unusable:
         last = events.port + info.dp_size - 1
         seen = f"KV events at ports {events.port}..{last}, blocks of {events.block_tokens} tokens"
         yield finding("cache.exact", url, seen)

@@ -8,11 +8,34 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterator
 
-from sglang_sbs.doctor.checks.fields import text
 from sglang_sbs.doctor.checks.prefill import is_loopback
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
-from sglang_sbs.doctor.findings import CLUSTER, Finding, finding
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, text
+from sglang_sbs.doctor.findings import CLUSTER, Finding, Findings
 from sglang_sbs.engine.config import split_tcp
+
+finding = Findings("""
+ok security.ok: Keys are accepted where they are wanted.
+error security.key-refused: The engine refuses the API key given, or wants one and none is given.
+    -> give the engine's --api-key as --api-key to the router (and to this doctor)
+warning security.key-unneeded: A key is given and the engine answers without one: whoever reaches
+    its port can use it.
+    -> start the engine with --api-key
+note security.no-key: Engines take requests from whoever reaches their ports.
+    -> keep the ports inside the cluster, or start engines and router with --api-key
+error security.admin-key: The engine has an admin key, and it is not the one given: it refuses the
+    router's aborts, so that requests of clients that left go on.
+    -> give the engine's --admin-api-key as --admin-api-key to the router
+warning security.admin-key-shown: With an admin key and no API key, SGLang shows the admin key to
+    whoever asks for /server_info.
+    -> start the engine with --api-key too
+warning security.plain-key: The key goes over the network unencrypted.
+    -> start engines with --ssl-certfile and --ssl-keyfile and give https:// URLs
+note security.endforward-open: EndForward goes over the network unencrypted and is taken from
+    whoever reaches the port.
+    -> share a secret: --sbs-endforward-key-file FILE here, SGLANG_SBS_KEY_FILE=FILE on engines
+warning security.key-file-mode: Other users of this machine can read the secret.
+    -> chmod 600 the file
+""")
 
 
 def check_security(facts: ClusterFacts) -> Iterator[Finding]:
@@ -34,53 +57,40 @@ def check_security(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _keys(facts: ClusterFacts, engine: EngineFacts) -> Iterator[Finding]:
-    flags = facts.options.router_flags
+    flags, url = facts.options.router_flags, engine.url
     if engine.failure is not None and engine.failure.kind == "refused":
         given = "the key given" if flags.api_key else "no key was given"
-        yield finding("security.key-refused", engine.url, f"{engine.failure.text}; {given}")
+        yield finding("security.key-refused", url, f"{engine.failure.text}; {given}")
         return
     if flags.api_key and engine.open_without_key:
-        yield finding("security.key-unneeded", engine.url, "/model_info answers without a key")
+        yield finding("security.key-unneeded", url, "/model_info answers without a key")
     admin = text(engine.data, "admin_api_key")
     if not admin:
         return
-    ours = flags.worker_key or ""
-    if not hmac.compare_digest(admin.encode(), ours.encode()):
+    if not hmac.compare_digest(admin.encode(), (flags.worker_key or "").encode()):
         given = "another one" if flags.admin_api_key else "none"
-        yield finding(
-            "security.admin-key", engine.url, f"it has an admin key, and {given} is given"
-        )
+        yield finding("security.admin-key", url, f"it has an admin key, and {given} is given")
     if engine.open_without_key:
-        yield finding("security.admin-key-shown", engine.url, "/server_info shows it without a key")
+        yield finding("security.admin-key-shown", url, "/server_info shows it without a key")
 
 
 def _endforward(facts: ClusterFacts) -> Iterator[Finding]:
-    options = facts.options
-    if options.key_file is not None:
-        mode = options.key_file.stat().st_mode
+    key_file = facts.options.key_file
+    if key_file is not None:
+        mode = key_file.stat().st_mode & 0o777
         if mode & 0o077:
-            seen = f"{options.key_file} has mode {mode & 0o777:o}"
-            yield finding("security.key-file-mode", CLUSTER, seen, f"chmod 600 {options.key_file}")
+            seen = f"{key_file} has mode {mode:o}"
+            yield finding("security.key-file-mode", CLUSTER, seen, f"chmod 600 {key_file}")
         return
-    named = {end for e in facts.usable if e.known.sbs is not None for end in e.known.sbs.routers}
-    remote = sorted(
-        endpoint
-        for endpoint in named
-        if endpoint.startswith("tcp://") and not is_loopback(f"http://{_host(endpoint)}:1")
-    )
-    if remote and not _keyed(facts):
+    named = {end for e in facts.usable if e.sbs is not None for end in e.sbs.routers}
+    remote = sorted(filter(_is_remote, named))
+    if remote and not any(e.plugin.get("encrypted") is True for e in facts.engines):
         yield finding("security.endforward-open", CLUSTER, f"{remote[0]}, without a secret")
 
 
-def _keyed(facts: ClusterFacts) -> bool:
-    """Some engine's plugin says that it has a secret."""
-    blocks = [e.data.get("sbs") for e in facts.engines]
-    return any(isinstance(block, dict) and block.get("encrypted") is True for block in blocks)
-
-
-def _host(endpoint: str) -> str:
+def _is_remote(endpoint: str) -> bool:
     try:
         host = split_tcp(endpoint)[0]
     except ValueError:
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+        return False
+    return not is_loopback(f"http://[{host}]:1" if ":" in host else f"http://{host}:1")

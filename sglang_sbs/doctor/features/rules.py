@@ -1,6 +1,7 @@
-"""How each feature's state is decided, from what was gathered.
+"""Which features are on in a deployment, why, and what to change: ``doctor --features``.
 
-One function per row of :data:`.table.FEATURES`, which has the wording that rows share.
+One function per row of the table, in its order. Its docstring is what the feature is, in
+``docs/features.md``.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
+from sglang_sbs.doctor.checks import prefill, security
 from sglang_sbs.doctor.checks.cluster import attention_tp
-from sglang_sbs.doctor.checks.fields import number, text
-from sglang_sbs.doctor.facts import EngineFacts
-from sglang_sbs.doctor.features.view import FeatureView, plugin_block
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, in_ms, listed, number, text
+from sglang_sbs.doctor.features.view import FeatureView
 from sglang_sbs.router.workers.server_info import parse_version
 
 _GATHERING_VERSION = (0, 5, 22)
@@ -22,8 +24,6 @@ _GATE_VERSION = (0, 5, 11)
 _CHATS_DIFFER = "other token ids for chat than"
 """What ``router/prompts/tokenizer_check.py`` has against an engine that takes texts as the router
 does."""
-_MAX_RANKS = 8
-"""Ranks named in one row."""
 
 
 class State(StrEnum):
@@ -35,8 +35,7 @@ class State(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """What a feature's function found. ``change``: ``None`` stands for the feature's own advice
     where it is not on; empty: there is nothing to change."""
 
@@ -45,10 +44,61 @@ class Seen:
     change: str | None = None
 
 
+Decide = Callable[[FeatureView], Seen]
+
+
+class Feature(NamedTuple):
+    id: str
+    title: str
+    meaning: str
+    turn_on: str
+    """Which flag or variable, on which side."""
+    decide: Decide
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRow:
+    """A feature in one deployment."""
+
+    id: str
+    title: str
+    state: State
+    why: str
+    change: str
+
+
+FEATURES: list[Feature] = []
+
+
+def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
+    """Every feature, in the order of :data:`FEATURES`."""
+    view = FeatureView(facts)
+    rows = []
+    for one in FEATURES:
+        state, why, change = one.decide(view)
+        advice = "" if state is State.ON else one.turn_on
+        rows.append(FeatureRow(one.id, one.title, state, why, advice if change is None else change))
+    return rows
+
+
+def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
+    """Makes a function a row of the table."""
+
+    def add(decide: Decide) -> Decide:
+        name, meaning = decide.__name__.replace("_", "-"), " ".join((decide.__doc__ or "").split())
+        FEATURES.append(Feature(name, title, meaning, turn_on, decide))
+        return decide
+
+    return add
+
+
+_NOBODY = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
+
+
 def _over(engines: Sequence[EngineFacts], fault: Callable[[EngineFacts], str], on: str) -> Seen:
     """On if no engine has a fault, off if all have one."""
     if not engines:
-        return Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
+        return _NOBODY
     faults = {engine.url: said for engine in engines if (said := fault(engine))}
     if not faults:
         return Seen(State.ON, on)
@@ -65,10 +115,10 @@ def _untold(view: FeatureView) -> Seen:
     return Seen(State.UNKNOWN, "the router did not answer", "see sglang-sbs doctor")
 
 
-# The router's scheduling ------------------------------------------------------------------------
-
-
+@_feature("Batches held at the router", "--policy sbs (router)")
 def batches(view: FeatureView) -> Seen:
+    """Requests wait at the router until a prefill instance is about to be free, then leave as a
+    batch, each for its DP rank."""
     policy = view.policy
     if not policy:
         return _untold(view)
@@ -79,77 +129,16 @@ def batches(view: FeatureView) -> Seen:
     return Seen(State.ON, f"--policy sbs, trigger {trigger}{sent}")
 
 
-def interval(view: FeatureView) -> Seen:
-    if view.policy and view.policy != "sbs":
-        return Seen(State.OFF, f"--policy {view.policy} has no interval", "--policy sbs")
-    if not view.asked:
-        return Seen(State.UNKNOWN, "only a running router knows", "give --router URL")
-    instances = view.instances("prefill")
-    waiting = [text(i, "instance") for i in instances if number(i, "passes") < 1]
-    if not instances or len(waiting) == len(instances):
-        return Seen(State.OFF, "no pass has ended yet: --sbs-t-default-ms stands in")
-    if waiting:
-        return Seen(State.PARTLY, f"no pass of {waiting[0]} has ended yet")
-    shown = (
-        f"{name} {_ms(view.state.get(field))}"
-        for name, field in (
-            ("I_opt", "interval_s"),
-            ("mean pass", "mean_forward_s"),
-            ("L_net", "latency_s"),
-        )
-    )
-    return Seen(State.ON, ", ".join(shown))
-
-
-def priority(view: FeatureView) -> Seen:
-    if not view.policy:
-        return _untold(view)
-    if view.policy != "sbs":
-        return Seen(State.OFF, f"--policy {view.policy} holds no requests to put in order")
-    low_first = view.options.get("low_priority_values_first") is True
-
-    def fault(engine: EngineFacts) -> str:
-        data = engine.data
-        if data.get("enable_priority_scheduling") is not True:
-            return ""
-        if (data.get("schedule_low_priority_values_first") is True) == low_first:
-            return ""
-        return "its --schedule-low-priority-values-first is not the router's"
-
-    tenants = ", tenants take turns" if view.options.get("tenants") is True else ""
-    seen = _over(view.prefill, fault, f"classes by priority and SLO{tenants}")
-    return Seen(State.PARTLY, seen.why) if seen.state is State.OFF else seen
-
-
-def front_ends(view: FeatureView) -> Seen:
-    if not view.options:
-        return _untold(view)
-    front_ends = number(view.options, "front_ends")
-    if text(view.options, "role") == "front-end":
-        return Seen(State.ON, "this front end relays; a process of its own schedules")
-    if front_ends > 1:
-        return Seen(State.ON, f"--workers {front_ends}")
-    return Seen(State.OFF, "one process relays and schedules")
-
-
-def standby(view: FeatureView) -> Seen:
-    def fault(engine: EngineFacts) -> str:
-        if engine.known.sbs is None:
-            return "the plugin does not say where it reports to"
-        if len(engine.known.sbs.routers) < 2:
-            return "reports to one router (a name may stand for several)"
-        return ""
-
-    return _over(view.engines, fault, "every pass is reported to more than one router")
-
-
-# EndForward -------------------------------------------------------------------------------------
-
-
+@_feature(
+    "EndForward push",
+    "install sglang-sbs beside SGLang on every node and set SGLANG_SBS_ROUTERS there",
+)
 def endforward(view: FeatureView) -> Seen:
+    """Every DP rank of every engine tells the router when a pass starts and ends. Ranks that do not
+    are followed by load polls, more coarsely."""
     ranks = {engine.url: view.silent_ranks(engine) for engine in view.engines}
     if not ranks:
-        return _over((), lambda _: "", "")
+        return _NOBODY
     if any(silent is None for silent in ranks.values()):
         return Seen(State.UNKNOWN, "nobody listened here", "give --router URL")
     every = sum(engine.known.dp_size for engine in view.engines)
@@ -159,24 +148,34 @@ def endforward(view: FeatureView) -> Seen:
     if not silent:
         return Seen(State.ON, counted)
     url, some = next(iter(silent.items()))
-    named = ", ".join(map(str, some[:_MAX_RANKS])) + (" …" if len(some) > _MAX_RANKS else "")
     state = State.OFF if missing == every else State.PARTLY
-    return Seen(state, f"{counted}; {url}: nothing of rank {named}")
+    return Seen(state, f"{counted}; {url}: nothing of rank {listed(some)}")
 
 
-def encrypted(view: FeatureView) -> Seen:
+@_feature(
+    "EndForward encrypted",
+    "the same file as --sbs-endforward-key-file (router) and SGLANG_SBS_KEY_FILE (engines)",
+)
+def endforward_key(view: FeatureView) -> Seen:
+    """Reports are encrypted, and taken only from who has the secret."""
     if not view.options:
         return _untold(view)
     if view.options.get("endforward_encrypted") is not True:
         return Seen(State.OFF, "the router takes EndForward in the clear")
     return _over(
         view.engines,
-        lambda engine: "" if plugin_block(engine).get("encrypted") is True else "it has no key",
+        lambda engine: "" if engine.plugin.get("encrypted") is True else "it has no key",
         "router and engines have a key",
     )
 
 
+@_feature(
+    "Gang gate",
+    "the plugin on every node of the prefill engines named, with SGLANG_SBS_GANG_GATE_MS the same "
+    "or unset, and SGLang 0.5.22 or newer where there are several",
+)
 def gang_gate(view: FeatureView) -> Seen:
+    """A prefill pass waits for the late requests of a batch, so that a batch is one pass."""
     if view.policy and view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} sends no batches", "--policy sbs")
     told = view.options.get("gang_gate")
@@ -200,28 +199,28 @@ def _half_a_gate(engine: EngineFacts) -> str:
 
 def _gate_fault(engine: EngineFacts) -> str:
     """Why this engine's gate is shut off, as ``engine/gang_hold.py`` decides it."""
-    block = plugin_block(engine)
-    if not block:
+    if not engine.plugin:
         return "no plugin"
-    if block.get("gang_gate_ms") == 0:
+    if engine.plugin.get("gang_gate_ms") == 0:
         return "SGLANG_SBS_GANG_GATE_MS=0"
     if number(engine.data, "pp_size") > 1:
         return "pipeline parallelism"
     info = engine.known
     alone = number(engine.data, "nnodes") < 2 or info.dp_size == 1 or info.no_barrier
     version = parse_version(info.version)
-    # Builds from source call themselves 0.0.0.
-    if version is not None and (0, 0, 0) < version < _GATE_VERSION:
+    if version is None or version == (0, 0, 0):  # builds from source call themselves so
+        return ""
+    if version < _GATE_VERSION:
         return f"SGLang {info.version}; 0.5.11 is the first with a gate"
-    if not alone and version is not None and (0, 0, 0) < version < _GATHERING_VERSION:
+    if not alone and version < _GATHERING_VERSION:
         return f"SGLang {info.version} on several nodes; 0.5.22 is the first with a gate there"
     return ""
 
 
-# Prompts ----------------------------------------------------------------------------------------
-
-
+@_feature("What is cached", prefill.finding["cache.approximate"].change)
 def cache(view: FeatureView) -> Seen:
+    """How the router knows which prefixes each rank has: exactly, by KV events; approximately, by
+    what it sent where; or not at all."""
     source = text(view.options, "prefix_source")
     if source == "off":
         return Seen(State.OFF, "--sbs-prefix-source off", "--sbs-prefix-source auto (router)")
@@ -248,7 +247,10 @@ def cache(view: FeatureView) -> Seen:
     return Seen(State.PARTLY, f"approximate, {exact.why}")
 
 
+@_feature("Token ids forwarded", "--tokenizer-path DIRECTORY (router)")
 def token_ids(view: FeatureView) -> Seen:
+    """The router tokenizes text prompts: exact lengths to pack by, and engines with the same
+    tokenizer get the ids and need not do it again."""
     if not view.options:
         return _untold(view)
     if view.options.get("tokenizer") is not True:
@@ -273,22 +275,68 @@ def token_ids(view: FeatureView) -> Seen:
     return Seen(state, seen.why, change)
 
 
-# Engines ----------------------------------------------------------------------------------------
+@_feature(
+    "Priority classes",
+    "--policy sbs, and the same --schedule-low-priority-values-first on router and engines",
+)
+def priority(view: FeatureView) -> Seen:
+    """Waiting requests are ordered by class and SLO, and tenants take turns if a header names
+    them."""
+    if not view.policy:
+        return _untold(view)
+    if view.policy != "sbs":
+        return Seen(State.OFF, f"--policy {view.policy} holds no requests to put in order")
+    low_first = view.options.get("low_priority_values_first") is True
+
+    def fault(engine: EngineFacts) -> str:
+        data = engine.data
+        if data.get("enable_priority_scheduling") is not True:
+            return ""
+        if (data.get("schedule_low_priority_values_first") is True) == low_first:
+            return ""
+        return "its --schedule-low-priority-values-first is not the router's"
+
+    tenants = ", tenants take turns" if view.options.get("tenants") is True else ""
+    seen = _over(view.prefill, fault, f"classes by priority and SLO{tenants}")
+    return Seen(State.PARTLY, seen.why) if seen.state is State.OFF else seen
 
 
+@_feature("Interval learned", "nothing to set: send requests, and see the row endforward")
+def interval(view: FeatureView) -> Seen:
+    """How often a batch leaves follows from measured passes and network delay (I_opt, L_net)."""
+    if view.policy and view.policy != "sbs":
+        return Seen(State.OFF, f"--policy {view.policy} has no interval", "--policy sbs")
+    if not view.asked:
+        return Seen(State.UNKNOWN, "only a running router knows", "give --router URL")
+    instances = view.instances("prefill")
+    waiting = [text(i, "instance") for i in instances if number(i, "passes") < 1]
+    if not instances or len(waiting) == len(instances):
+        return Seen(State.OFF, "no pass has ended yet: --sbs-t-default-ms stands in")
+    if waiting:
+        return Seen(State.PARTLY, f"no pass of {waiting[0]} has ended yet")
+    names = {"interval_s": "I_opt", "mean_forward_s": "mean pass", "latency_s": "L_net"}
+    shown = (f"{name} {in_ms(view.state.get(field))}" for field, name in names.items())
+    return Seen(State.ON, ", ".join(shown))
+
+
+@_feature("Aborts on both legs", security.finding["security.admin-key"].change)
 def aborts(view: FeatureView) -> Seen:
+    """When a client leaves or one side fails, the router aborts the request on prefill and
+    decode."""
     ours = view.facts.options.router_flags.worker_key or ""
 
     def fault(engine: EngineFacts) -> str:
         admin = text(engine.data, "admin_api_key")
-        if not admin or admin == ours:
-            return ""
-        return "it has an admin key, and none or another is given here"
+        fits = not admin or admin == ours
+        return "" if fits else "it has an admin key, and none or another is given here"
 
     return _over(view.engines, fault, "/abort_request of both sides is open to the router")
 
 
+@_feature("Decode limits kept", "SGLang 0.5.14 or later on decode engines")
 def decode_caps(view: FeatureView) -> Seen:
+    """A batch leaves only if decode ranks have KV memory and slots for it."""
+
     def fault(engine: EngineFacts) -> str:
         if not engine.known.kv_capacity_tokens:
             return "it does not say how many KV tokens a rank holds"
@@ -300,10 +348,15 @@ def decode_caps(view: FeatureView) -> Seen:
     return _over(view.decode, fault, f"per rank {told} at most")
 
 
+@_feature(
+    "Requests per pass",
+    "--prefill-max-requests (engine), if passes of many short prompts are to be bounded",
+)
 def pass_limit(view: FeatureView) -> Seen:
+    """An engine with --prefill-max-requests ends a pass early when it has so many."""
     limits = {e.url: n for e in view.prefill if (n := number(e.data, "prefill_max_requests")) > 0}
     if not view.prefill:
-        return _over((), lambda _: "", "")
+        return _NOBODY
     if not limits:
         return Seen(State.OFF, "no prefill engine has --prefill-max-requests", "")
     limit = min(limits.values())
@@ -314,10 +367,12 @@ def pass_limit(view: FeatureView) -> Seen:
     return Seen(State.PARTLY, why, "leave --prefill-max-requests out (engine)")
 
 
+@_feature("Several nodes", "the plugin and the same SGLANG_SBS_ROUTERS on every node")
 def nodes(view: FeatureView) -> Seen:
-    told = [engine for engine in view.engines if number(engine.data, "nnodes") > 0]
-    several = [engine for engine in told if number(engine.data, "nnodes") > 1]
-    if not told:
+    """Engines that span nodes, of which the ranks of every node report."""
+    told = {engine.url: number(engine.data, "nnodes") for engine in view.engines}
+    several = [engine for engine in view.engines if told[engine.url] > 1]
+    if max(told.values(), default=0) < 1:
         return Seen(State.UNKNOWN, "no engine says how many nodes it has", "")
     if not several:
         return Seen(State.OFF, "every engine is on one node", "")
@@ -328,14 +383,16 @@ def nodes(view: FeatureView) -> Seen:
         silent = view.silent_ranks(engine) or []
         return f"{len(silent)} ranks do not report" if silent else ""
 
-    most = max(number(engine.data, "nnodes") for engine in several)
-    return _over(several, fault, f"{len(several)} engines on {most} nodes; all their ranks report")
+    on = f"{len(several)} engines on {max(told.values())} nodes; all their ranks report"
+    return _over(several, fault, on)
 
 
+@_feature("Rust server", "SGLANG_RUST_SERVER=1 (engine)")
 def rust_server(view: FeatureView) -> Seen:
+    """Engines with SGLANG_RUST_SERVER=1 have one HTTP address per DP rank."""
     told = [engine.known.rust_server for engine in view.engines]
     if not told:
-        return _over((), lambda _: "", "")
+        return _NOBODY
     if not any(told):
         return Seen(State.OFF, "engines serve HTTP from Python", "")
     if all(told):
@@ -343,7 +400,15 @@ def rust_server(view: FeatureView) -> Seen:
     return Seen(State.PARTLY, "some engines serve HTTP from Rust", "")
 
 
+@_feature(
+    "Barrier between ranks",
+    "several DP ranks with --enable-dp-attention, no --dwdp-size and no "
+    "SGLANG_SCHEDULER_SKIP_ALL_GATHER (prefill engines)",
+)
 def barrier(view: FeatureView) -> Seen:
+    """DP ranks of a prefill engine start each pass together, which is what batches are for. Where
+    they do not, SBS still places by predicted finish."""
+
     def fault(engine: EngineFacts) -> str:
         if engine.known.no_barrier:
             return engine.known.no_barrier
@@ -352,5 +417,29 @@ def barrier(view: FeatureView) -> Seen:
     return _over(view.prefill, fault, "all ranks of a prefill engine run a pass together")
 
 
-def _ms(value: object) -> str:
-    return f"{value * 1e3:.0f} ms" if isinstance(value, int | float) else "?"
+@_feature("Several front ends", "--workers N (router)")
+def front_ends(view: FeatureView) -> Seen:
+    """Several processes relay requests, one schedules."""
+    if not view.options:
+        return _untold(view)
+    processes = number(view.options, "front_ends")
+    if text(view.options, "role") == "front-end":
+        return Seen(State.ON, "this front end relays; a process of its own schedules")
+    if processes > 1:
+        return Seen(State.ON, f"--workers {processes}")
+    return Seen(State.OFF, "one process relays and schedules")
+
+
+@_feature("Second router", "SGLANG_SBS_ROUTERS=tcp://A:7600,tcp://B:7600 (engines)")
+def standby(view: FeatureView) -> Seen:
+    """Engines report to more than one router, so that another one knows the cluster when the first
+    is lost or replaced."""
+
+    def fault(engine: EngineFacts) -> str:
+        if engine.sbs is None:
+            return "the plugin does not say where it reports to"
+        if len(engine.sbs.routers) < 2:
+            return "reports to one router (a name may stand for several)"
+        return ""
+
+    return _over(view.engines, fault, "every pass is reported to more than one router")

@@ -42,9 +42,9 @@ def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) ->
     unseen = False
     for facts in engines:
         unseen |= may_speak_unseen(facts)
-        if facts.info is not None and facts.info.sbs is not None:
+        if facts.sbs is not None:
             differs = key_differs(options, facts)
-            for endpoint in facts.info.sbs.routers:
+            for endpoint in facts.sbs.routers:
                 named[endpoint] = named.get(endpoint, False) or differs
     if options.given_bind is not None:
         return [] if any(named.values()) else [options.given_bind]
@@ -94,9 +94,7 @@ class Ear:
 
     def _subscriber(self) -> zmq.Socket[bytes]:
         sock = self._context.socket(zmq.SUB)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.IPV6, 1)
-        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        sock.linger, sock.ipv6, sock.maxmsgsize = 0, True, _MAX_MESSAGE_BYTES
         sock.setsockopt(zmq.SUBSCRIBE, TOPIC)
         return sock
 
@@ -139,14 +137,12 @@ class Ear:
 
     def _dial(self, facts: EngineFacts) -> None:
         """Connect to an engine that listens itself."""
-        if facts.info is None or facts.info.sbs is None or not facts.info.sbs.bind:
-            return
-        if key_differs(self._options, facts):
+        if facts.sbs is None or not facts.sbs.bind or key_differs(self._options, facts):
             return
         sock = self._subscriber()
         if self._keys is not None:
             self._keys.connect(sock)
-        for endpoint in publisher_endpoints(facts.url, facts.info.sbs.bind, facts.info.dp_size):
+        for endpoint in publisher_endpoints(facts.url, facts.sbs.bind, facts.known.dp_size):
             sock.connect(endpoint)
             self._heard.dialled.append(endpoint)
         self._watch(sock)
@@ -156,11 +152,9 @@ class Ear:
         for sock in (*self._sockets, *self._monitors):
             poller.register(sock, zmq.POLLIN)
         speaking = [
-            (facts.info, facts.info.sbs.boot_id)
+            (facts.known, facts.sbs.boot_id)
             for facts in self._engines
-            if facts.info is not None
-            and facts.info.sbs is not None
-            and not key_differs(self._options, facts)
+            if facts.sbs is not None and not key_differs(self._options, facts)
         ]
         # Each node has a boot id of its own; that of the first is told.
         expected = {
@@ -199,12 +193,10 @@ class Ear:
     def _take(self, frames: list[bytes], peer: str) -> None:
         try:
             report = decode_endforward(frames)
-        except (MalformedMessage, ValueError, RecursionError) as error:
+            if (nonsense := implausible(report)) is not None:
+                raise MalformedMessage(nonsense)
+        except (ValueError, RecursionError) as error:
             self._heard.malformed[str(error)[:120]] += 1
-            return
-        nonsense = implausible(report)
-        if nonsense is not None:
-            self._heard.malformed[nonsense[:120]] += 1
             return
         ranks = self._heard.ranks.setdefault(report.boot_id, {})
         before = ranks.get(report.dp_rank)

@@ -18,38 +18,17 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang_sbs.doctor.facts import (
-    Bootstrap,
-    ClosedKvPort,
-    EngineFacts,
-    Failure,
-    RankHeard,
-    Target,
-)
+from sglang_sbs.doctor.facts import Bootstrap, ClosedKvPort, EngineFacts, Failure, RankHeard, Target
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.plain_words import plain_error
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.options.config import BreakerConfig
+from sglang_sbs.router.workers import server_info
 from sglang_sbs.router.workers.breaker import Breaker
 from sglang_sbs.router.workers.health import parse_loads
-from sglang_sbs.router.workers.kv_addresses import (
-    KvEndpoints,
-    RefusedAddress,
-    default_endpoints,
-    told_endpoints,
-)
-from sglang_sbs.router.workers.server_info import (
-    RankOutOfReach,
-    UnusableWorker,
-    WorkerInfo,
-    check_rank_server,
-    node_of_rank,
-    not_a_rank,
-    parse_server_info,
-    ranks_in_reach,
-    server_url,
-)
+from sglang_sbs.router.workers.kv_addresses import RefusedAddress, default_endpoints, told_endpoints
+from sglang_sbs.router.workers.server_info import RankOutOfReach, UnusableWorker, WorkerInfo
 from sglang_sbs.router.workers.worker import Worker
 
 ROUND_TRIPS = 8
@@ -94,13 +73,12 @@ class Asker:
 
     async def get(self, url: str, path: str, key: str | None = None) -> Answer:
         """``GET``; without ``key``, none is sent. Raises: NoAnswer."""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         limit_s = self._options.timeout_s
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(5.0, limit_s))
         started_s = time.monotonic()
         try:
             async with self._session.get(
-                url + path, headers=headers, timeout=timeout, allow_redirects=False
+                url + path, headers=bearer(key), timeout=timeout, allow_redirects=False
             ) as response:
                 body = await response.content.read(_MAX_BYTES)
                 while len(body) < _MAX_BYTES and not response.content.at_eof():
@@ -125,7 +103,7 @@ class Asker:
             return Failure("silent", f"connected, and no answer within {limit_s:g} s")
         if isinstance(error, aiohttp.ClientConnectorError):
             return Failure("unreachable", f"{host}:{port}: {_reason(error.os_error)}")
-        if scheme == "http" and await _speaks_tls(host, port, limit_s):
+        if scheme == "http" and await _connects(host, port, limit_s, _any_certificate()):
             return Failure("wrong-scheme", f"{url} is given, and the engine speaks https://")
         return Failure("not-sglang", f"what answers is no HTTP server: {text}")
 
@@ -141,7 +119,7 @@ class Asker:
             return facts
         facts.data = data
         try:
-            facts.info = parse_server_info(data, target.role)
+            facts.info = server_info.parse_server_info(data, target.role)
             await self._rank_servers(facts.info, target.url)
         except UnusableWorker as error:
             facts.info, facts.unusable = None, str(error)
@@ -155,18 +133,15 @@ class Asker:
         return facts
 
     async def _rank_servers(self, info: WorkerInfo, url: str) -> None:
-        """Of the first node: only EndForward says where the others are.
-
-        Raises:
-            RankOutOfReach: a DP rank does not serve where requests for it would go.
-        """
+        """Of the first node: only EndForward says where the others are. Raises: RankOutOfReach, a
+        DP rank does not serve where requests for it would go."""
         boot_id = info.sbs.boot_id if info.sbs is not None else ""
-        for rank in ranks_in_reach(info)[1:] if info.rust_server else ():
-            place = server_url(url, info, rank)
+        for rank in server_info.ranks_in_reach(info)[1:] if info.rust_server else ():
+            place = server_info.server_url(url, info, rank)
             try:
-                check_rank_server(await self._server_info(place), rank, boot_id)
+                server_info.check_rank_server(await self._server_info(place), rank, boot_id)
             except (NoAnswer, UnusableWorker) as error:
-                raise RankOutOfReach(not_a_rank(place, rank, str(error))) from error
+                raise RankOutOfReach(server_info.not_a_rank(place, rank, str(error))) from error
 
     async def _server_info(self, url: str) -> dict[str, Any]:
         answer = await self.get(url, "/server_info", self._api_key)
@@ -229,32 +204,29 @@ class Asker:
             return
         ports = []
         for rank in range(info.dp_size):
-            node, report = node_of_rank(info, rank), heard.get(rank)
+            node, report = server_info.node_of_rank(info, rank), heard.get(rank)
             endpoints = default_endpoints(facts.url, info.kv_events, rank)
-            if node > 0:
-                if report is None:
-                    continue  # endforward.rank-missing says it, or nobody listened
+            if node > 0 and report is None:
+                continue  # endforward.rank-missing says it, or nobody listened
+            if node > 0 and report is not None:
+                address, has_key = report.last.kv_address, self._options.key_file is not None
                 try:
-                    endpoints = _told(report, has_key=self._options.key_file is not None)
+                    if address is None:
+                        raise RefusedAddress("it does not say")
+                    endpoints = told_endpoints(address, report.peer, has_key=has_key)
                 except RefusedAddress:
                     facts.hidden_kv_ranks.append(rank)
                     continue
             ports.append(ClosedKvPort(rank, node, endpoints.live, replay=False))
             if endpoints.replay:
                 ports.append(ClosedKvPort(rank, node, endpoints.replay, replay=True))
-        are_open = await asyncio.gather(*(self._connects(port.endpoint) for port in ports))
+        limit_s = self._options.timeout_s
+        are_open = await asyncio.gather(
+            *(_connects(*split_tcp(port.endpoint), limit_s) for port in ports)
+        )
         facts.closed_kv_ports = [
             port for port, is_open in zip(ports, are_open, strict=True) if not is_open
         ]
-
-    async def _connects(self, endpoint: str) -> bool:
-        try:
-            async with asyncio.timeout(min(3.0, self._options.timeout_s)):
-                _reader, writer = await asyncio.open_connection(*split_tcp(endpoint))
-        except (OSError, TimeoutError):
-            return False
-        writer.close()
-        return True
 
     async def _bootstrap(self, facts: EngineFacts, info: WorkerInfo) -> None:
         port = facts.target.bootstrap_port or info.bootstrap_port
@@ -270,7 +242,7 @@ class Asker:
             return
         bootstrap.status = answer.status
         bootstrap.text = answer.body[:120].decode("utf-8", "replace").strip()
-        bootstrap.layout = answer.json_object()
+        bootstrap.layout = answer.json_object() or {}
 
 
 def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:
@@ -284,11 +256,8 @@ def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:
     )
 
 
-def _told(heard: RankHeard, *, has_key: bool) -> KvEndpoints:
-    """Where a rank on another node says that its KV events are. Raises: RefusedAddress."""
-    if heard.last.kv_address is None:
-        raise RefusedAddress("it does not say")
-    return told_endpoints(heard.last.kv_address, heard.peer, has_key=has_key)
+def bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 async def examine_all(asker: Asker, targets: Sequence[Target]) -> list[EngineFacts]:
@@ -308,13 +277,19 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-async def _speaks_tls(host: str, port: int, limit_s: float) -> bool:
+def _any_certificate() -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def _connects(
+    host: str, port: int, limit_s: float, tls: ssl.SSLContext | None = None
+) -> bool:
     try:
         async with asyncio.timeout(min(3.0, limit_s)):
-            _reader, writer = await asyncio.open_connection(host, port, ssl=context)
+            _reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     except (OSError, TimeoutError, ValueError):
         return False
     writer.close()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
-from sglang_sbs.doctor.facts import Failure, RouterFacts, Target
+from sglang_sbs.doctor.facts import Failure, RouterFacts, Target, number
 from sglang_sbs.doctor.gathering.engines import Answer, Asker, NoAnswer
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.router.engines.urls import normalise_worker_url
-from sglang_sbs.scheduling.events import InstanceRole
 from sglang_sbs.scheduling.policy_names import facts_of
 
 _ASK_AGAIN_S = 0.5
@@ -34,14 +32,8 @@ def _unheard(facts: RouterFacts) -> bool:
     """It would use reports, and some rank of an engine that answers has sent none yet."""
     if not facts_of(facts.state.get("policy")).reads_reports:
         return False
-    answering = {entry.get("url") for entry in facts.workers if entry.get("usable") is True}
-    return any(
-        rank.get("age_s") is None
-        for role in ("prefill", "decode")
-        for instance in facts.state.get(role, ())
-        if instance.get("instance") in answering
-        for rank in instance["ranks"]
-    )
+    answering = [str(entry.get("url")) for entry in facts.workers if entry.get("usable") is True]
+    return any(age_s is None for url in answering for age_s in facts.ages_s(url).values())
 
 
 async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
@@ -75,23 +67,17 @@ def targets_of(facts: RouterFacts) -> list[Target]:
     """The engines a router has, as it has them."""
     targets = []
     for entry in facts.workers:
-        role: Any = entry.get("worker_type")
+        role = entry.get("worker_type")
+        port = number(entry, "bootstrap_port")
         try:
             url = normalise_worker_url(str(entry.get("url")))
         except ValueError:
             continue
-        if role in ("prefill", "decode"):
-            targets.append(Target(url, _role(role), _port(entry) if role == "prefill" else None))
+        if role == "prefill":
+            targets.append(Target(url, "prefill", port if 1 <= port <= 65535 else None))
+        elif role == "decode":
+            targets.append(Target(url, "decode"))
     return targets
-
-
-def _role(text: str) -> InstanceRole:
-    return "prefill" if text == "prefill" else "decode"
-
-
-def _port(entry: dict[str, Any]) -> int | None:
-    port = entry.get("bootstrap_port")
-    return port if isinstance(port, int) and 1 <= port <= 65535 else None
 
 
 def _failure(answer: Answer) -> Failure | None:

@@ -1,1 +1,0 @@
-"""Every finding the doctor can make, and its wording."""
