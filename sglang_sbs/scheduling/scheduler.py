@@ -41,6 +41,7 @@ from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.gangs import Gangs
 from sglang_sbs.scheduling.membership import Membership
 from sglang_sbs.scheduling.policies.selection import make_decode_rule, make_policy
+from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
@@ -91,6 +92,7 @@ class Scheduler:
         """By rank: adopted since its last report, which therefore does not count them."""
         self._outputs = ExpectedOutput(self.config.default_output_tokens)
         self._latency = NetworkLatency(self.config.initial_latency_s)
+        self._agenda = Agenda()
         self._arrivals = 0
         self._wake_s: float | None = None
         self._given_up_s = -math.inf
@@ -229,7 +231,7 @@ class Scheduler:
         instance = self.prefill.get(request.prefill[0])
         if instance is not None:
             seen = instance.prefilled(request.rid, request.prefill[1], now_s)
-            self._learn(seen, now_s, instance.dp_size)
+            self._learn(seen, now_s, instance)
 
     def _on_ended(self, event: ev.RequestEnded) -> bool:
         """Whether that means something to anybody but its decode rank."""
@@ -325,6 +327,7 @@ class Scheduler:
 
     def _on_topology_change(self, now_s: float) -> None:
         up = self._members.refresh(now_s)
+        self._agenda.on_topology_change(self.prefill.values())
         self.interval.on_topology_change(len(up))
         self.policy.on_topology_change(up)
 
@@ -338,7 +341,7 @@ class Scheduler:
             observation = prefill.on_report(report, now_s, self.interval.latency_s)
             if observation.restarted:
                 self.prefix.on_restart(event.instance, report.dp_rank)
-            self._learn(observation, now_s, prefill.dp_size)
+            self._learn(observation, now_s, prefill)
             return
         decode = self.decode.get(event.instance)
         if decode is not None:
@@ -367,16 +370,16 @@ class Scheduler:
         if decode is not None:
             decode.on_load_poll(event.running_requests, event.kv_tokens, now_s)
 
-    def _learn(self, observation: Observation, now_s: float, ranks: int) -> None:
+    def _learn(self, observation: Observation, now_s: float, source: PrefillInstance) -> None:
         self.interval.latency_s = self._latency.observe(
             observation.latencies_s, now_s, observation.requests
         )
         self.interval.lone_s = self._latency.lone_s
         self.interval.serial_s = self._latency.serial_s
-        self.policy.on_landing(observation, ranks, now_s)
+        self.policy.on_landing(observation, source.dp_size, now_s)
         if observation.forward_s is not None:
             self.interval.on_end_forward(observation.forward_s)
-            self.policy.on_forward_learned()
+            self.policy.on_forward_learned(source)
             for instance in self.prefill.values():
                 instance.watchdog.on_cluster(
                     self.interval.mean_forward_s, self.config.watchdog_factor
@@ -393,13 +396,8 @@ class Scheduler:
             )
         instances = self._members.up_prefill
         latency_s = self.interval.latency_s
-        wakes: list[float | None] = []
-        again: set[PrefillInstance] = set()
-        for instance in self.prefill.values():
-            due_s = instance.advance(now_s, latency_s)
-            wakes.append(due_s)
-            if due_s is not None and due_s <= now_s:
-                again.add(instance)
+        due_s, again = self._agenda.advance(now_s, latency_s)
+        wakes = [due_s]
         silent_s = [decode.advance(now_s) for decode in self.decode.values()]
         self.queue.reorder()
         self._admission.begin(self._members.up_decode, self.queue)
