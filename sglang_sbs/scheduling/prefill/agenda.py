@@ -38,9 +38,7 @@ class Agenda:
         for instance in self._instances:
             instance.subscribe(self._changed)
 
-    def advance(
-        self, now_s: float, latency_s: float
-    ) -> tuple[float | None, set[PrefillInstance]]:
+    def advance(self, now_s: float, latency_s: float) -> tuple[float | None, set[PrefillInstance]]:
         """Let happen what is due.
 
         Returns:

@@ -47,17 +47,20 @@ def fair_share(
         now_s: the time.
         token_rate: tokens that arrive per second.
     """
-    per_s, base_s = _marginal(instance, 0.0)
+    per_s, pass_s, held_s = instance.marginal or _marginal(instance)
+    base_s = pass_s + held_s
     sum_per_s = per_s
     sum_tokens = per_s * base_s
     level_s = (waiting_tokens + sum_tokens) / sum_per_s
+    coming_rate = ARRIVING_SHARE * token_rate
     for delay_s, other in others:
-        other_per_s, other_base_s = _marginal(other, delay_s)
+        other_per_s, pass_s, held_s = other.marginal or _marginal(other)
+        other_base_s = delay_s + pass_s + held_s
         if level_s <= other_base_s:
             break
         sum_per_s += other_per_s
         sum_tokens += other_per_s * other_base_s
-        arriving = ARRIVING_SHARE * token_rate * (start_s + delay_s - now_s)
+        arriving = coming_rate * (start_s + delay_s - now_s)
         level_s = (waiting_tokens + arriving + sum_tokens) / sum_per_s
     return (level_s - base_s) * per_s
 
@@ -77,12 +80,10 @@ def tokens_per_s(instance: PrefillInstance) -> float:
     return instance.dp_size / instance.model.slope_s_per_token()
 
 
-def _marginal(instance: PrefillInstance, delay_s: float) -> tuple[float, float]:
-    """Tokens per second of water level, and the level of an instance that takes nothing."""
-    if instance.marginal is None:
-        slope = 1 / tokens_per_s(instance)
-        held = instance.backlog_tokens
-        pass_s = instance.next_pass_s() if held else instance.model.fixed_s
-        instance.marginal = 1 / (2 * slope), pass_s, slope * held
-    per_s, pass_s, held_s = instance.marginal
-    return per_s, delay_s + pass_s + held_s
+def _marginal(instance: PrefillInstance) -> tuple[float, float, float]:
+    """Tokens per second of water level, what its next pass takes anyway, and what it holds."""
+    slope = 1 / tokens_per_s(instance)
+    held = instance.backlog_tokens
+    pass_s = instance.next_pass_s() if held else instance.model.fixed_s
+    instance.marginal = 1 / (2 * slope), pass_s, slope * held
+    return instance.marginal

@@ -52,9 +52,7 @@ def cut_of(
     now_s, tokens, starts, whole = waiting
     start_s = starts.begin_s(instance)
     rate = offered.token_rate
-    share = fair_share(
-        instance, starts.later(start_s, [instance]), tokens, start_s, now_s, rate
-    )
+    share = fair_share(instance, starts.later(start_s, [instance]), tokens, start_s, now_s, rate)
     cut = prefix(head, share)
     least = min(len(head), int(instance.idle and share > 0))
     cut = max(cut, least)

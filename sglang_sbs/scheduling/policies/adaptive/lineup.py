@@ -21,6 +21,7 @@ from sglang_sbs.scheduling.policies.adaptive.moment import Moment
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.timetable import Timetable
 
+
 class Starts:
     """At one moment, of all instances that are up."""
 
@@ -75,33 +76,27 @@ class Starts:
 
     def later(
         self, than_s: float, besides: Collection[PrefillInstance]
-    ) -> Iterator[tuple[float, PrefillInstance]]:
-        """How much later the others start, the soonest first; those that start together in the
+    ) -> list[tuple[float, PrefillInstance]]:
+        """How much later the others start, the soonest first; those that start no later in the
         order of their numbers."""
-        together: list[int] = []
-        delay_s = 0.0
-        for begin_s, number in self._in_order():
-            its_delay_s = max(0.0, begin_s - than_s)
-            if its_delay_s > delay_s:
-                yield from self._but(besides, delay_s, together)
-                together, delay_s = [], its_delay_s
-            together.append(number)
-        yield from self._but(besides, delay_s, together)
+        begins, instances = self._in_order(), self.instances
+        first = bisect_left(begins, (than_s, len(instances)))
+        at_once = sorted([number for _, number in begins[:first]])
+        return [
+            *[(0.0, one) for n in at_once if (one := instances[n]) not in besides],
+            *[
+                (begin_s - than_s, one)
+                for begin_s, n in begins[first:]
+                if (one := instances[n]) not in besides
+            ],
+        ]
 
-    def _but(
-        self, besides: Collection[PrefillInstance], delay_s: float, numbers: list[int]
-    ) -> Iterator[tuple[float, PrefillInstance]]:
-        for number in sorted(numbers):
-            instance = self.instances[number]
-            if instance not in besides:
-                yield delay_s, instance
-
-    def _in_order(self) -> Iterator[tuple[float, int]]:
+    def _in_order(self) -> list[tuple[float, int]]:
         """:meth:`begin_s` of all with their numbers."""
         if self._begins is None:
-            numbers = [number for _, _, number in self.near]
-            self._begins = sorted([(self.begin_s(self.instances[n]), n) for n in numbers])
-        return merge(self._begins, islice(self._far, self._first, None))
+            near = [(self.begin_s(self.instances[n]), n) for _, _, n in self.near]
+            self._begins = sorted([*near, *self._far[self._first :]])
+        return self._begins
 
 
 class Lineup:

@@ -438,7 +438,8 @@ class AdaptiveTrigger(PrefillPolicy):
         spare = room if one.queue.tokens > keep_tokens else 0
         # Whatever was predicted, nobody waits for a cached prefix longer than this.
         patient_s = one.at.now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
-        home_of = one.home_of
+        home_of, page = one.home_of, instance.page
+        even = not self._long.uneven_chunks
         head: list[Request] = []
         rest: list[Request] = []
         taken = refused = forbidden = 0
@@ -450,21 +451,25 @@ class AdaptiveTrigger(PrefillPolicy):
                 or refused >= MOST_REFUSED
             ):
                 break
-            if not permitted(request, instance, one.instances):
+            if request.exclude and not permitted(request, instance, one.instances):
                 forbidden += 1
             elif not one.admissible(request):
                 refused += 1
             elif (
-                (one.overdue or self._long.suits(request, instance, one.instances))
+                (even or one.overdue or self._long.suits(request, instance, one.instances))
                 and (
                     home_of is None
                     or home_of.get(request.rid) == instance.id
                     or request.arrived_s <= patient_s
                 )
-                and (request.arrived_s <= patient_s or affinity.belongs_here(request))
+                and (
+                    not request.blocks
+                    or request.arrived_s <= patient_s
+                    or affinity.belongs_here(request)
+                )
             ):
                 (head if taken < room and len(head) < most else rest).append(request)
-                taken += paged(request.uncached_tokens_on(instance.id), instance.page)
+                taken += paged(request.uncached_tokens_on(instance.id), page)
         return None if forbidden == len(one.queue) else (head, rest)
 
     def _shared(
