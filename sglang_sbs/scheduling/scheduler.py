@@ -62,6 +62,9 @@ from sglang_sbs.wire import EndForward
 _ADOPTED_S = 0.05
 _GIVEN_UP_S = 0.02
 """Thousands may be given up in one moment: so often is looked for what to do about it."""
+_REPEATED_S = 0.001
+"""All ranks tell of a pass, and each of its requests is answered: what the first one said was acted
+on, and what the others add to it is looked at once."""
 _GO_ON_S = 0.001
 """Until the next part of work that is too long to be done at once."""
 _MOST_UNPLACED = 64
@@ -126,7 +129,8 @@ class Scheduler:
             case ev.RequestArrived():
                 self._on_arrived(event, now_s, out)
             case ev.PrefillDone():
-                self._on_prefill_done(event, now_s)
+                if not self._on_prefill_done(event, now_s):
+                    may_change, soon_s = False, _REPEATED_S
             case ev.RequestEnded():
                 may_change = self._on_ended(event)
                 if may_change and event.outcome != "completed":
@@ -138,8 +142,10 @@ class Scheduler:
                 self._on_adopted(event, now_s)
                 may_change, soon_s = False, _ADOPTED_S
             case ev.ForwardEnded():
-                self._on_report(event, now_s)
-                may_change = self._makes_room(event.instance)
+                if self._on_report(event, now_s):
+                    may_change = self._makes_room(event.instance)
+                else:
+                    may_change, soon_s = False, _REPEATED_S
             case ev.LoadPolled():
                 for poll in self.lone.polls(event):
                     self._on_load_polled(poll, now_s)
@@ -222,16 +228,18 @@ class Scheduler:
             del self._requests[request.rid]
             out.append(self._refuse(request.rid, *missing))
 
-    def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> None:
+    def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> bool:
+        """Whether that is news of the instance: not where it reports its passes."""
         request = self._requests.get(event.rid)
         if request is None or request.prefill is None or request.prefilled:
-            return
+            return False
         request.prefilled = True
         self.prefix.prefilled(request, now_s, event.cached_tokens)
         instance = self.prefill.get(request.prefill[0])
         if instance is not None:
             seen = instance.prefilled(request.rid, request.prefill[1], now_s)
             self._learn(seen, now_s, instance)
+        return instance is None or instance.tier != "endforward"
 
     def _on_ended(self, event: ev.RequestEnded) -> bool:
         """Whether that means something to anybody but its decode rank."""
@@ -331,23 +339,26 @@ class Scheduler:
         self.interval.on_topology_change(len(up))
         self.policy.on_topology_change(up)
 
-    def _on_report(self, event: ev.ForwardEnded, now_s: float) -> None:
+    def _on_report(self, event: ev.ForwardEnded, now_s: float) -> bool:
+        """Whether it is news of the instance, not of one more rank in a pass that is known."""
         report = event.report
         adopted = self._adopted.pop((event.instance, report.dp_rank), None)
         if adopted is not None:
             report = msgspec.structs.replace(report, rids=[*report.rids, *adopted])
         prefill = self.prefill.get(event.instance)
         if prefill is not None:
+            before = prefill.stage
             observation = prefill.on_report(report, now_s, self.interval.latency_s)
             if observation.restarted:
                 self.prefix.on_restart(event.instance, report.dp_rank)
             self._learn(observation, now_s, prefill)
-            return
+            return prefill.stage != before
         decode = self.decode.get(event.instance)
         if decode is not None:
             if decode.rank_choice != "free":
                 self._follow(decode, report)
             decode.on_report(report, now_s)
+        return True
 
     def _follow(self, decode: DecodeInstance, report: EndForward) -> None:
         """Enter requests where the engine put them, which chooses ranks itself."""

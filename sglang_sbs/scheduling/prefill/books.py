@@ -154,6 +154,13 @@ class PrefillBooks:
         return not self.passes and self.backlog_tokens == 0
 
     @property
+    def stage(self) -> tuple[Tier, bool, int, int]:
+        """How far it is: what of it rests on whom, whether it is free, and its newest passes."""
+        newest_id = self.passes[-1].forward_id if self.passes else None
+        newest_id = -1 if newest_id is None else newest_id
+        return self.tier, self.idle, len(self.passes), newest_id
+
+    @property
     def launching(self) -> bool:
         """No pass runs but there is a backlog, so one is about to start without us knowing it."""
         return not self.passes and self.backlog_tokens > 0
