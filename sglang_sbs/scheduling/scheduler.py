@@ -55,6 +55,7 @@ from sglang_sbs.scheduling.queue.flow_control import (
     slo_refusal_of,
 )
 from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
+from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 from sglang_sbs.wire import EndForward
@@ -98,6 +99,8 @@ class Scheduler:
         self._agenda = Agenda()
         self._arrivals = 0
         self._wake_s: float | None = None
+        self._silent_s = math.inf
+        """No decode rank has been silent for too long before."""
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
         self._admission = DecodeAdmission(self._outputs.total_tokens)
@@ -358,6 +361,7 @@ class Scheduler:
             if decode.rank_choice != "free":
                 self._follow(decode, report)
             decode.on_report(report, now_s)
+            self._silent_s = min(self._silent_s, now_s + SILENT_S)
         return True
 
     def _follow(self, decode: DecodeInstance, report: EndForward) -> None:
@@ -380,6 +384,7 @@ class Scheduler:
         decode = self.decode.get(event.instance)
         if decode is not None:
             decode.on_load_poll(event.running_requests, event.kv_tokens, now_s)
+            self._silent_s = min(self._silent_s, now_s + SILENT_S)
 
     def _learn(self, observation: Observation, now_s: float, source: PrefillInstance) -> None:
         self.interval.latency_s = self._latency.observe(
@@ -409,7 +414,8 @@ class Scheduler:
         latency_s = self.interval.latency_s
         due_s, again = self._agenda.advance(now_s, latency_s)
         wakes = [due_s]
-        silent_s = [decode.advance(now_s) for decode in self.decode.values()]
+        if now_s >= self._silent_s:
+            self._fall_silent(now_s)
         self.queue.reorder()
         self._admission.begin(self._members.up_decode, self.queue)
         unplaced: set[str] = set()
@@ -434,13 +440,19 @@ class Scheduler:
         passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s
         self._admission.reserve(self.queue, now_s - passes_s)
         if self._admission.least_refused_tokens < math.inf:
-            wakes.extend(silent_s)
+            self._fall_silent(now_s)
+            wakes.append(None if self._silent_s == math.inf else self._silent_s)
         wakes.extend(instance.advance(now_s, latency_s) for instance in again)
         wakes.append(self.queue.next_deadline_s())
         wake_s = min((w for w in wakes if w is not None), default=None)
         if wake_s is not None and wake_s != self._wake_s:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
+
+    def _fall_silent(self, now_s: float) -> None:
+        """What decode ranks said long ago is forgotten."""
+        times_s = [decode.advance(now_s) for decode in self.decode.values()]
+        self._silent_s = min([one for one in times_s if one is not None], default=math.inf)
 
     def _drive_by(self, time_s: float, out: list[ev.Command]) -> None:
         """One look for all events like this one until then."""

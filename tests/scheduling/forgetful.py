@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sglang_sbs.scheduling import Command, Event, Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.policies.adaptive.trigger import AdaptiveTrigger
 from sglang_sbs.scheduling.policies.policy import Plan
@@ -19,6 +21,7 @@ class Forgetful(Scheduler):
     def handle(self, event: Event, now_s: float) -> list[Command]:
         for instance in self.prefill.values():
             instance._changes()
+        self._silent_s = -math.inf
         return super().handle(event, now_s)
 
     def _plan_anew(self, queue, instances, *more) -> Plan:
