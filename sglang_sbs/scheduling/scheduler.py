@@ -420,10 +420,10 @@ class Scheduler:
         self._admission.begin(self._members.up_decode, self.queue)
         unplaced: set[str] = set()
 
+        holds, admits = self.policy.holds, self._admission.admits
+
         def admissible(request: Request) -> bool:
-            return not self.policy.holds or (
-                request.rid not in unplaced and self._admission.admits(request)
-            )
+            return not holds or (request.rid not in unplaced and admits(request))
 
         while instances and len(self.queue):
             plan = self.policy.plan(self.queue, instances, admissible, now_s)

@@ -146,5 +146,4 @@ def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
         held, pairs = ranks[0]
         heapreplace(ranks, (held + one, pairs + one * one / 2))
     model = instance.model
-    slowest_s = max([model.rank_s(*rank) for rank in ranks])
-    return model.pass_s(sum([held for held, _ in ranks]) / len(ranks), slowest_s)
+    return model.pass_s(sum([held for held, _ in ranks]) / len(ranks), model.slowest_s(ranks))

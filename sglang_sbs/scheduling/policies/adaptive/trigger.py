@@ -273,20 +273,21 @@ class AdaptiveTrigger(PrefillPolicy):
         few = len(queue) <= MOST_JOINING
         join_s = self._lead.join_s(self._interval.lone_s)
         ahead_tokens = 0.0
+        wake_s = min(one.wakes, default=math.inf)
         for start_s, _, number in one.starts:
             instance = one.instances[number]
             ahead_tokens += self._offered.capacity_of(instance)
             long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
             if not long_queue:
                 # Who starts later is open later, and wakes nobody sooner.
-                one.starts.until_s = max(now_s, min(one.wakes, default=math.inf)) + beyond_s
+                one.starts.until_s = max(now_s, wake_s) + beyond_s
             if not may_take(instance, long_queue):
                 if few and instance.has_flight and instance.has_room and instance.passes:
                     # What came after the batch may join it, once a batch could leave for that pass.
                     left_s = one.at.forms_at_s(instance) - now_s
                     spare_s = left_s - join_s - max(0.0, instance.left_s - now_s) - serial_s
                     if left_s > whole_s + _EPSILON_S:
-                        one.wakes.append(now_s + left_s - whole_s)
+                        wake_s = min(wake_s, now_s + left_s - whole_s)
                     elif instance.last_dispatch_s < now_s and spare_s >= 0:
                         one.candidates.append(instance)
                         one.starts.in_time[instance.id] = 1 + spare_s / max(_EPSILON_S, serial_s)
@@ -300,7 +301,9 @@ class AdaptiveTrigger(PrefillPolicy):
             if open_s <= now_s + _EPSILON_S:
                 one.candidates.append(instance)
             else:
-                one.wakes.append(open_s)
+                wake_s = min(wake_s, open_s)
+        if wake_s < math.inf:
+            one.wakes.append(wake_s)
 
     def _choose(self, one: Decision, late: bool) -> bool:
         """Of those that may get a batch the ones that should, the most urgent first; whether
