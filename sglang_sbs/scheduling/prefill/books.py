@@ -7,7 +7,7 @@ any of it (:mod:`.instance`), the queue, other instances or the policy.
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.paging import whole_pages
@@ -79,13 +79,13 @@ class PrefillBooks:
         self._longest_prompt_tokens: int | None = None
         self._presumed_id = -1
         """Newest pass that some rank has told of for all."""
-        self._followers: list[set[Self]] = []
+        self._followers: list[set[Any]] = []
 
-    def subscribe(self, changed: set[Self]) -> None:
+    def subscribe(self, changed: set[Any]) -> None:
         """From now on it enters itself there whenever anything about it may have changed."""
         self._followers.append(changed)
 
-    def unsubscribe(self, changed: set[Self]) -> None:
+    def unsubscribe(self, changed: set[Any]) -> None:
         """No longer."""
         self._followers = [one for one in self._followers if one is not changed]
 
