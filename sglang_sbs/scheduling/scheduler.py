@@ -41,6 +41,7 @@ from sglang_sbs.scheduling.decode.rules import UNLIMITED
 from sglang_sbs.scheduling.gangs import Gangs
 from sglang_sbs.scheduling.membership import Membership
 from sglang_sbs.scheduling.policies.selection import make_decode_rule, make_policy
+from sglang_sbs.scheduling.prefill.agenda import Agenda
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.interval import IntervalController
 from sglang_sbs.scheduling.prefill.network_latency import NetworkLatency
@@ -54,6 +55,7 @@ from sglang_sbs.scheduling.queue.flow_control import (
     slo_refusal_of,
 )
 from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
+from sglang_sbs.scheduling.report_cursor import SILENT_S
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
 from sglang_sbs.wire import EndForward
@@ -61,6 +63,9 @@ from sglang_sbs.wire import EndForward
 _ADOPTED_S = 0.05
 _GIVEN_UP_S = 0.02
 """Thousands may be given up in one moment: so often is looked for what to do about it."""
+_REPEATED_S = 0.001
+"""All ranks tell of a pass, and each of its requests is answered: what the first one said was acted
+on, and what the others add to it is looked at once."""
 _GO_ON_S = 0.001
 """Until the next part of work that is too long to be done at once."""
 _MOST_UNPLACED = 64
@@ -91,8 +96,11 @@ class Scheduler:
         """By rank: adopted since its last report, which therefore does not count them."""
         self._outputs = ExpectedOutput(self.config.default_output_tokens)
         self._latency = NetworkLatency(self.config.initial_latency_s)
+        self._agenda = Agenda()
         self._arrivals = 0
         self._wake_s: float | None = None
+        self._silent_s = math.inf
+        """No decode rank has been silent for too long before."""
         self._given_up_s = -math.inf
         """When a request was given up and that was looked at."""
         self._admission = DecodeAdmission(self._outputs.total_tokens)
@@ -124,7 +132,8 @@ class Scheduler:
             case ev.RequestArrived():
                 self._on_arrived(event, now_s, out)
             case ev.PrefillDone():
-                self._on_prefill_done(event, now_s)
+                if not self._on_prefill_done(event, now_s):
+                    may_change, soon_s = False, _REPEATED_S
             case ev.RequestEnded():
                 may_change = self._on_ended(event)
                 if may_change and event.outcome != "completed":
@@ -136,8 +145,10 @@ class Scheduler:
                 self._on_adopted(event, now_s)
                 may_change, soon_s = False, _ADOPTED_S
             case ev.ForwardEnded():
-                self._on_report(event, now_s)
-                may_change = self._makes_room(event.instance)
+                if self._on_report(event, now_s):
+                    may_change = self._makes_room(event.instance)
+                else:
+                    may_change, soon_s = False, _REPEATED_S
             case ev.LoadPolled():
                 for poll in self.lone.polls(event):
                     self._on_load_polled(poll, now_s)
@@ -220,16 +231,18 @@ class Scheduler:
             del self._requests[request.rid]
             out.append(self._refuse(request.rid, *missing))
 
-    def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> None:
+    def _on_prefill_done(self, event: ev.PrefillDone, now_s: float) -> bool:
+        """Whether that is news of the instance: not where it reports its passes."""
         request = self._requests.get(event.rid)
         if request is None or request.prefill is None or request.prefilled:
-            return
+            return False
         request.prefilled = True
         self.prefix.prefilled(request, now_s, event.cached_tokens)
         instance = self.prefill.get(request.prefill[0])
         if instance is not None:
             seen = instance.prefilled(request.rid, request.prefill[1], now_s)
-            self._learn(seen, now_s, instance.dp_size)
+            self._learn(seen, now_s, instance)
+        return instance is None or instance.tier != "endforward"
 
     def _on_ended(self, event: ev.RequestEnded) -> bool:
         """Whether that means something to anybody but its decode rank."""
@@ -325,26 +338,31 @@ class Scheduler:
 
     def _on_topology_change(self, now_s: float) -> None:
         up = self._members.refresh(now_s)
+        self._agenda.on_topology_change(self.prefill.values())
         self.interval.on_topology_change(len(up))
         self.policy.on_topology_change(up)
 
-    def _on_report(self, event: ev.ForwardEnded, now_s: float) -> None:
+    def _on_report(self, event: ev.ForwardEnded, now_s: float) -> bool:
+        """Whether it is news of the instance, not of one more rank in a pass that is known."""
         report = event.report
         adopted = self._adopted.pop((event.instance, report.dp_rank), None)
         if adopted is not None:
             report = msgspec.structs.replace(report, rids=[*report.rids, *adopted])
         prefill = self.prefill.get(event.instance)
         if prefill is not None:
+            before = prefill.stage
             observation = prefill.on_report(report, now_s, self.interval.latency_s)
             if observation.restarted:
                 self.prefix.on_restart(event.instance, report.dp_rank)
-            self._learn(observation, now_s, prefill.dp_size)
-            return
+            self._learn(observation, now_s, prefill)
+            return prefill.stage != before
         decode = self.decode.get(event.instance)
         if decode is not None:
             if decode.rank_choice != "free":
                 self._follow(decode, report)
             decode.on_report(report, now_s)
+            self._silent_s = min(self._silent_s, now_s + SILENT_S)
+        return True
 
     def _follow(self, decode: DecodeInstance, report: EndForward) -> None:
         """Enter requests where the engine put them, which chooses ranks itself."""
@@ -366,17 +384,18 @@ class Scheduler:
         decode = self.decode.get(event.instance)
         if decode is not None:
             decode.on_load_poll(event.running_requests, event.kv_tokens, now_s)
+            self._silent_s = min(self._silent_s, now_s + SILENT_S)
 
-    def _learn(self, observation: Observation, now_s: float, ranks: int) -> None:
+    def _learn(self, observation: Observation, now_s: float, source: PrefillInstance) -> None:
         self.interval.latency_s = self._latency.observe(
             observation.latencies_s, now_s, observation.requests
         )
         self.interval.lone_s = self._latency.lone_s
         self.interval.serial_s = self._latency.serial_s
-        self.policy.on_landing(observation, ranks, now_s)
+        self.policy.on_landing(observation, source.dp_size, now_s)
         if observation.forward_s is not None:
             self.interval.on_end_forward(observation.forward_s)
-            self.policy.on_forward_learned()
+            self.policy.on_forward_learned(source)
             for instance in self.prefill.values():
                 instance.watchdog.on_cluster(
                     self.interval.mean_forward_s, self.config.watchdog_factor
@@ -393,22 +412,18 @@ class Scheduler:
             )
         instances = self._members.up_prefill
         latency_s = self.interval.latency_s
-        wakes: list[float | None] = []
-        again: set[PrefillInstance] = set()
-        for instance in self.prefill.values():
-            due_s = instance.advance(now_s, latency_s)
-            wakes.append(due_s)
-            if due_s is not None and due_s <= now_s:
-                again.add(instance)
-        silent_s = [decode.advance(now_s) for decode in self.decode.values()]
+        due_s, again = self._agenda.advance(now_s, latency_s)
+        wakes = [due_s]
+        if now_s >= self._silent_s:
+            self._fall_silent(now_s)
         self.queue.reorder()
         self._admission.begin(self._members.up_decode, self.queue)
         unplaced: set[str] = set()
 
+        holds, admits = self.policy.holds, self._admission.admits
+
         def admissible(request: Request) -> bool:
-            return not self.policy.holds or (
-                request.rid not in unplaced and self._admission.admits(request)
-            )
+            return not holds or (request.rid not in unplaced and admits(request))
 
         while instances and len(self.queue):
             plan = self.policy.plan(self.queue, instances, admissible, now_s)
@@ -425,13 +440,19 @@ class Scheduler:
         passes_s = RESERVE_AFTER_PASSES * self.interval.mean_forward_s
         self._admission.reserve(self.queue, now_s - passes_s)
         if self._admission.least_refused_tokens < math.inf:
-            wakes.extend(silent_s)
+            self._fall_silent(now_s)
+            wakes.append(None if self._silent_s == math.inf else self._silent_s)
         wakes.extend(instance.advance(now_s, latency_s) for instance in again)
         wakes.append(self.queue.next_deadline_s())
         wake_s = min((w for w in wakes if w is not None), default=None)
         if wake_s is not None and wake_s != self._wake_s:
             out.append(ev.WakeAt(time_s=wake_s))
         self._wake_s = wake_s
+
+    def _fall_silent(self, now_s: float) -> None:
+        """What decode ranks said long ago is forgotten."""
+        times_s = [decode.advance(now_s) for decode in self.decode.values()]
+        self._silent_s = min([one for one in times_s if one is not None], default=math.inf)
 
     def _drive_by(self, time_s: float, out: list[ev.Command]) -> None:
         """One look for all events like this one until then."""

@@ -18,6 +18,7 @@ from sglang_sbs.scheduling import (
     TimerFired,
     WakeAt,
 )
+from sglang_sbs.wire import EndForward
 
 
 @pytest.fixture
@@ -117,3 +118,53 @@ def test_thousands_that_are_given_up_cost_few_looks(looks):
     (wake,) = (command for command in asked if isinstance(command, WakeAt))
     made.handle(TimerFired(), wake.time_s)
     assert looks[1:] == [wake.time_s]
+
+
+def launch(rank: int, rids: list[str]) -> ForwardEnded:
+    report = EndForward(
+        instance_id="p0",
+        boot_id=f"boot{rank}",
+        seq=1,
+        role="prefill",
+        dp_rank=rank,
+        dp_size=2,
+        kind="launch",
+        forward_id=1,
+        extend_tokens=100,
+        tokens_per_rank=[100, 100],
+        accepted_requests=len(rids),
+        rids=rids,
+    )
+    return ForwardEnded(instance="p0", report=report)
+
+
+def test_what_all_ranks_say_of_one_pass_costs_one_look_and_another_soon(looks):
+    made = scheduler()
+    made.handle(RequestArrived(rid="a", prompt_tokens=100), 0.1)
+    made.handle(RequestArrived(rid="b", prompt_tokens=100), 0.1)
+    looks.clear()
+    made.handle(launch(0, ["a"]), 0.11)
+    assert looks == [0.11]
+    out = made.handle(launch(1, ["b"]), 0.1101)
+    assert looks == [0.11]
+    (wake,) = [command for command in out if isinstance(command, WakeAt)]
+    assert wake.time_s <= 0.1101 + 0.001
+    made.handle(TimerFired(), wake.time_s)
+    assert looks == [0.11, wake.time_s]
+
+
+def test_answers_are_no_news_of_an_instance_that_reports_its_passes(looks):
+    made = scheduler()
+    made.handle(RequestArrived(rid="a", prompt_tokens=100), 0.1)
+    made.handle(launch(0, ["a"]), 0.11)
+    looks.clear()
+    made.handle(PrefillDone(rid="a"), 0.2)
+    assert looks == []
+
+
+def test_answers_are_all_that_is_heard_of_one_that_does_not(looks):
+    made = scheduler()
+    made.handle(RequestArrived(rid="a", prompt_tokens=100), 0.1)
+    looks.clear()
+    made.handle(PrefillDone(rid="a"), 0.2)
+    assert looks == [0.2]

@@ -14,6 +14,7 @@ from statistics import quantiles
 from typing import ClassVar
 
 import pytest
+from forgetful import Forgetful
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -87,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = Scheduler(self.config)
-        self.twin = Scheduler(self.config)
+        self.twin = Forgetful(self.config)
         self.now_s = 1000.0
         self.wake_s: float | None = None
         self.shape = {**PREFILLS, **DECODES}

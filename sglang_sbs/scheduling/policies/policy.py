@@ -64,8 +64,8 @@ class PrefillPolicy(ABC):
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:  # noqa: B027
         """A rank launched, one of so many of its instance."""
 
-    def on_forward_learned(self) -> None:  # noqa: B027
-        """The forward model of some instance has changed."""
+    def on_forward_learned(self, instance: PrefillInstance) -> None:  # noqa: B027
+        """Its forward model has changed."""
 
     @abstractmethod
     def plan(

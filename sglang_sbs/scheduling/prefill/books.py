@@ -7,7 +7,7 @@ any of it (:mod:`.instance`), the queue, other instances or the policy.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from sglang_sbs.scheduling.events import InstanceId, InstanceUp
 from sglang_sbs.scheduling.paging import whole_pages
@@ -79,9 +79,19 @@ class PrefillBooks:
         self._longest_prompt_tokens: int | None = None
         self._presumed_id = -1
         """Newest pass that some rank has told of for all."""
+        self._followers: list[set[Any]] = []
+
+    def subscribe(self, changed: set[Any]) -> None:
+        """From now on it enters itself there whenever anything about it may have changed."""
+        self._followers.append(changed)
+
+    def unsubscribe(self, changed: set[Any]) -> None:
+        """No longer."""
+        self._followers = [one for one in self._followers if one is not changed]
 
     def set_limits(self, up: InstanceUp) -> None:
         """Chunk, page, overlap scheduling and graphs as the engine has them."""
+        self._changes()
         self._set_room(up)
         self.model.captured_tokens = up.captured_tokens
 
@@ -144,9 +154,21 @@ class PrefillBooks:
         return not self.passes and self.backlog_tokens == 0
 
     @property
+    def stage(self) -> tuple[Tier, bool, int, int]:
+        """How far it is: what of it rests on whom, whether it is free, and its newest passes."""
+        newest_id = self.passes[-1].forward_id if self.passes else None
+        newest_id = -1 if newest_id is None else newest_id
+        return self.tier, self.idle, len(self.passes), newest_id
+
+    @property
     def launching(self) -> bool:
         """No pass runs but there is a backlog, so one is about to start without us knowing it."""
         return not self.passes and self.backlog_tokens > 0
+
+    @property
+    def rests(self) -> bool:
+        """Whether time does nothing to it before the watchdog fires, unless something is heard."""
+        return not self.launching and (self.tier == "endforward" or not self.passes)
 
     def free_at_s(self, now_s: float, latency_s: float) -> float:
         """When it could launch something new: the predicted end of all that is launched, and the
@@ -165,9 +187,14 @@ class PrefillBooks:
         starts: with something left over behind a pass that is queued, at the end of the running
         one. Else it is formed when the instance is free.
         """
-        if self.overlap and len(self.passes) > 1 and self.backlog_tokens:
+        if self.forms_early:
             return self.passes[-1].start_s
         return self.free_at_s(now_s, latency_s)
+
+    @property
+    def forms_early(self) -> bool:
+        """Whether its next batch is formed before it is free."""
+        return self.overlap and len(self.passes) > 1 and self.backlog_tokens > 0
 
     @property
     def has_outstanding(self) -> bool:
@@ -181,8 +208,14 @@ class PrefillBooks:
 
     # Inside -------------------------------------------------------------------------------
 
+    def _changes(self) -> None:
+        """To be called by whatever changes anything, before or after it."""
+        for changed in self._followers:
+            changed.add(self)
+
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""
+        self._changes()
         self._next_pass_s = self._longest_prompt_tokens = None
         self._least_ahead_tokens = self.marginal = None
         self.backlog_tokens = sum([rank.backlog_tokens for rank in self.ranks])

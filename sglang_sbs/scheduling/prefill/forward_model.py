@@ -19,7 +19,7 @@ these.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import padded
@@ -115,6 +115,17 @@ class ForwardModel:
         unit = self._token_unit
         own = self._fit.weights[1] * tokens + 2 * self._fit.weights[3] * pairs / unit
         return own / unit * self._time_unit_s
+
+    def slowest_s(self, ranks: Iterable[tuple[float, float]]) -> float:
+        """The largest :meth:`rank_s` of these tokens and attention pairs."""
+        unit, time_unit_s = self._token_unit, self._time_unit_s
+        _, per_token, _, per_pair = self._fit.weights
+        return max(
+            [
+                (per_token * tokens + 2 * per_pair * pairs / unit) / unit * time_unit_s
+                for tokens, pairs in ranks
+            ]
+        )
 
     def pass_s(self, mean_tokens: float, slowest_s: float) -> float:
         """:meth:`predict_s` from the mean over ranks and the largest :meth:`rank_s`."""

@@ -50,11 +50,12 @@ class PrefillInstance(PrefillBooks):
         """
         if self.watchdog.due_s is not None and self.watchdog.due_s <= now_s:
             self._on_silence(now_s)
-        if not self.launching and (self.tier == "endforward" or not self.passes):
+        if self.rests:
             return self.watchdog.due_s
         if self.tier != "endforward":
             while self.passes and not self.passes[0].rids and self.passes[0].end_s <= now_s:
                 # No request finishes in this pass (chunks only), so no answer will end it.
+                self._changes()
                 self.free_since_s = self.passes.pop(0).end_s
                 self.ready = True
         launch_s = self._presumed_launch_s(latency_s)
@@ -99,6 +100,7 @@ class PrefillInstance(PrefillBooks):
         self, rid: str, rank: int, prompt_tokens: int, now_s: float, cached_tokens: int = 0
     ) -> None:
         """A request is on its way or at a rank, sent by somebody else: it teaches no latency."""
+        self._changes()
         is_first = not self.has_outstanding
         target = self.ranks[rank]
         flight, requests = target.flight, len(target.outstanding)
@@ -445,6 +447,7 @@ class PrefillInstance(PrefillBooks):
         return report.forward_s
 
     def _end_presumed(self, now_s: float) -> Observation:
+        self._changes()
         ended = self.passes.pop(0)
         forward_s = max(1e-3, now_s - ended.start_s)
         self.ready = True

@@ -287,7 +287,9 @@ def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits
     def decision() -> CacheAffinity:
         # p1, for which the batch is, starts much later than p0: whatever is there would be sooner.
         starts_s = {"p0": 100.0, "p1": 105.0}
-        return CacheAffinity([p0, p1], p1, lambda one: starts_s[one.id], load=0.9, waiting=1000)
+        return CacheAffinity(
+            {"p0": p0, "p1": p1}, p1, lambda one: starts_s[one.id], load=0.9, waiting=1000
+        )
 
     coming = Upcoming("p0", 0, tokens, visible_s=100.0)
     cached = Hits({"p0": [tokens, 0]}, tokens)

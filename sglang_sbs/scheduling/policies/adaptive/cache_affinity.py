@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ class CacheAffinity:
 
     def __init__(
         self,
-        instances: Sequence[PrefillInstance],
+        by_id: Mapping[InstanceId, PrefillInstance],
         first: PrefillInstance,
         start_of: Callable[[PrefillInstance], float],
         *,
@@ -74,19 +74,17 @@ class CacheAffinity:
     ) -> None:
         """
         Args:
-            instances: all there are.
+            by_id: all instances there are.
             first: the one that starts next of those a batch could go to.
             start_of: predicted start of the pass a batch sent there now would be in.
             load: share of the cluster's time that is in use, below 1.
             waiting: requests that wait for a batch.
         """
-        self._by_id = {instance.id: instance for instance in instances}
+        self._by_id = by_id
         self.first = first
         """May change from batch to batch."""
         self._start_of = start_of
-        self._weight = RECOMPUTE_WEIGHT * load**2 / (1 - load) + QUEUE_WEIGHT * waiting / len(
-            instances
-        )
+        self._weight = RECOMPUTE_WEIGHT * load**2 / (1 - load) + QUEUE_WEIGHT * waiting / len(by_id)
         self._views: dict[InstanceId, _View] = {}
         self._homes: dict[str, _Home] = {}
         self._wanted: set[InstanceId] = set()

@@ -6,9 +6,8 @@ a batch leaves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
@@ -18,9 +17,9 @@ ARRIVING_SHARE = 0.6
 
 def fair_share(
     instance: PrefillInstance,
-    others: Sequence[PrefillInstance],
+    others: Iterable[tuple[float, PrefillInstance]],
     waiting_tokens: int,
-    start_of: Mapping[InstanceId, float],
+    start_s: float,
     now_s: float,
     token_rate: float,
 ) -> float:
@@ -41,27 +40,27 @@ def fair_share(
 
     Args:
         instance: the one a batch is formed for.
-        others: all the rest.
+        others: all the rest, and how much later each starts, the soonest first. Not all are asked
+            for.
         waiting_tokens: uncached tokens that wait for any of them.
-        start_of: when the pass of an instance starts that a batch sent now could be in.
+        start_s: when the pass starts that a batch sent now could be in.
         now_s: the time.
         token_rate: tokens that arrive per second.
     """
-    start_s = start_of[instance.id]
-    delays = sorted(
-        [(max(0.0, start_of[other.id] - start_s), index) for index, other in enumerate(others)]
-    )
-    per_s, base_s = _marginal(instance, 0.0)
+    per_s, pass_s, held_s = instance.marginal or _marginal(instance)
+    base_s = pass_s + held_s
     sum_per_s = per_s
     sum_tokens = per_s * base_s
     level_s = (waiting_tokens + sum_tokens) / sum_per_s
-    for delay_s, index in delays:
-        other_per_s, other_base_s = _marginal(others[index], delay_s)
+    coming_rate = ARRIVING_SHARE * token_rate
+    for delay_s, other in others:
+        other_per_s, pass_s, held_s = other.marginal or _marginal(other)
+        other_base_s = delay_s + pass_s + held_s
         if level_s <= other_base_s:
             break
         sum_per_s += other_per_s
         sum_tokens += other_per_s * other_base_s
-        arriving = ARRIVING_SHARE * token_rate * (start_s + delay_s - now_s)
+        arriving = coming_rate * (start_s + delay_s - now_s)
         level_s = (waiting_tokens + arriving + sum_tokens) / sum_per_s
     return (level_s - base_s) * per_s
 
@@ -81,12 +80,10 @@ def tokens_per_s(instance: PrefillInstance) -> float:
     return instance.dp_size / instance.model.slope_s_per_token()
 
 
-def _marginal(instance: PrefillInstance, delay_s: float) -> tuple[float, float]:
-    """Tokens per second of water level, and the level of an instance that takes nothing."""
-    if instance.marginal is None:
-        slope = 1 / tokens_per_s(instance)
-        held = instance.backlog_tokens
-        pass_s = instance.next_pass_s() if held else instance.model.fixed_s
-        instance.marginal = 1 / (2 * slope), pass_s, slope * held
-    per_s, pass_s, held_s = instance.marginal
-    return per_s, delay_s + pass_s + held_s
+def _marginal(instance: PrefillInstance) -> tuple[float, float, float]:
+    """Tokens per second of water level, what its next pass takes anyway, and what it holds."""
+    slope = 1 / tokens_per_s(instance)
+    held = instance.backlog_tokens
+    pass_s = instance.next_pass_s() if held else instance.model.fixed_s
+    instance.marginal = 1 / (2 * slope), pass_s, slope * held
+    return instance.marginal

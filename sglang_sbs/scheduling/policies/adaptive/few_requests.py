@@ -12,12 +12,12 @@ as they would be, and the one whose sum of completions is smallest taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.adaptive.fair_share import ARRIVING_SHARE, fair_share, prefix
+from sglang_sbs.scheduling.policies.adaptive.lineup import Starts
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
@@ -37,9 +37,8 @@ class Waiting(NamedTuple):
 
     now_s: float
     tokens: int
-    instances: Sequence[PrefillInstance]
-    start_of: Mapping[InstanceId, float]
-    """When the pass of an instance starts that a batch sent now could be in."""
+    starts: Starts
+    """When the passes start that a batch sent now could be in."""
     whole: float = 1.0
     """How far batches may be trusted to start whole. Who is not in the pass that was meant is in
     one that nobody weighed here."""
@@ -50,27 +49,27 @@ def cut_of(
 ) -> int:
     """How many of the first requests leave now for this instance. ``head``: those that fit into its
     pass, in their order."""
-    now_s, tokens, instances, start_of, whole = waiting
-    others = [other for other in instances if other is not instance]
+    now_s, tokens, starts, whole = waiting
+    start_s = starts.begin_s(instance)
     rate = offered.token_rate
-    share = fair_share(instance, others, tokens, start_of, now_s, rate)
+    share = fair_share(instance, starts.later(start_s, [instance]), tokens, start_s, now_s, rate)
     cut = prefix(head, share)
     least = min(len(head), int(instance.idle and share > 0))
     cut = max(cut, least)
-    cycle = offered.request_rate * offered.pass_s / (1 + len(others))
+    cycle = offered.request_rate * offered.pass_s / len(starts.instances)
     few = cycle <= FEW_PER_RANK * whole * instance.dp_size and len(head) <= MOST_DIVIDED
     alone = instance.dp_size == 1  # no rank waits for another
     if alone or not few or any(one.uncached_tokens > instance.chunk_tokens for one in head):
         return cut
-    later = min(others, key=lambda other: start_of[other.id])
-    rest = [other for other in others if other is not later]
-    if rest:
+    later = starts.first(besides=instance)
+    later_s = starts.begin_s(later)
+    if len(starts.instances) > 2:
         # Only what is for these two is divided between them.
         left_tokens = tokens - uncached_tokens_of(head[:cut])
-        share = fair_share(later, rest, left_tokens, start_of, now_s, rate)
+        rest = starts.later(later_s, [instance, later])
+        share = fair_share(later, rest, left_tokens, later_s, now_s, rate)
         head = head[: cut + prefix(head[cut:], share)]
-    start_s = start_of[instance.id]
-    later_s = max(start_s, start_of[later.id])
+    later_s = max(start_s, later_s)
     coming = round(ARRIVING_SHARE * offered.request_rate * (later_s - now_s))
     return best_cut(
         head,
@@ -147,5 +146,4 @@ def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
         held, pairs = ranks[0]
         heapreplace(ranks, (held + one, pairs + one * one / 2))
     model = instance.model
-    slowest_s = max([model.rank_s(*rank) for rank in ranks])
-    return model.pass_s(sum([held for held, _ in ranks]) / len(ranks), slowest_s)
+    return model.pass_s(sum([held for held, _ in ranks]) / len(ranks), model.slowest_s(ranks))

@@ -8,8 +8,10 @@ than how many leave. Owns that judgement, and what a forecast of passes starts f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
+from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
@@ -53,6 +55,9 @@ class LongPrompts:
         """The mean of the instances."""
         self._largest_chunk_tokens = 0
         self.uneven_chunks = False
+        self._overlap = False
+        """Everybody launches a pass ahead."""
+        self._by_id: dict[InstanceId, PrefillInstance] = {}
 
     def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
         """These are the instances that are up."""
@@ -61,32 +66,35 @@ class LongPrompts:
         chunks = {i.chunk_tokens for i in instances}
         self._largest_chunk_tokens = max(chunks, default=0)
         self.uneven_chunks = len(chunks) > 1
+        self._overlap = all(i.overlap for i in instances)
+        self._by_id = {instance.id: instance for instance in instances}
 
-    def matter(self, queue: RequestQueue, instances: Sequence[PrefillInstance]) -> bool:
-        """Whether prompts of several chunks wait anywhere, and it matters where."""
-        if len(instances) == 1:
+    def matter(self, queue: RequestQueue, most_chunks: float) -> bool:
+        """Whether prompts of several chunks wait anywhere, and it matters where. ``most_chunks``:
+        of the longest at an instance, in its chunks."""
+        if len(self._by_id) == 1:
             return False
-        ahead = self._offered.load < LIGHT_LOAD and all(i.overlap for i in instances)
+        ahead = self._offered.load < LIGHT_LOAD and self._overlap
         many = OVERLAP_MANY_CHUNKS if ahead else MANY_CHUNKS
         limit = many * self._largest_chunk_tokens
         if queue.longest_prompt_tokens > limit and any(
             request.uncached_tokens > limit for request in queue.first(MOST_PLANNED)
         ):
             return True
-        return any(i.longest_prompt_tokens > many * i.chunk_tokens for i in instances)
+        return most_chunks > many
 
     def homes(
         self,
         candidates: Sequence[PrefillInstance],
         instances: Sequence[PrefillInstance],
-        in_order: Sequence[PrefillInstance],
+        in_order: Iterable[PrefillInstance],
         queue: RequestQueue,
         overdue: bool,
         at: Moment,
     ) -> dict[str, str]:
         """The instance on which each request costs least, now or later. ``in_order``: of start."""
         forecasts: dict[str, PassForecast] = {}
-        by_id = {instance.id: instance for instance in instances}
+        by_id = self._by_id
 
         def forecast_of(name: str) -> PassForecast | None:
             if name not in forecasts and name in by_id:
@@ -95,7 +103,8 @@ class LongPrompts:
                 forecasts[name] = _forecast(one, at, closed=closed)
             return forecasts.get(name)
 
-        near = list(dict.fromkeys([*candidates[:NEAREST], *in_order]))[:NEAREST]
+        first = [*candidates[:NEAREST], *islice(in_order, NEAREST)]
+        near = list(dict.fromkeys(first))[:NEAREST]
         pass_s = self._interval.mean_forward_s
         terms = Terms(
             waiting=WAITING_SHARE * self._offered.request_rate / len(instances) * pass_s,

@@ -5,7 +5,6 @@ Owns that question. Must not know what waits, or whether it should leave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
@@ -22,19 +21,6 @@ class Moment(NamedTuple):
     def arrives_s(self) -> float:
         """When what is sent now is there."""
         return self.now_s + self.latency_s
-
-    def starts(self, instances: Sequence[PrefillInstance]) -> list[tuple[float, float, int]]:
-        """:meth:`starts_s` of all, with their position, in the order in which they start."""
-        arrives_s = self.arrives_s
-        starts = []
-        for index, instance in enumerate(instances):
-            free_s = instance.free_at_s(self.now_s, self.latency_s)
-            if len(instance.passes) == 1 and free_s >= arrives_s:
-                starts.append((free_s, free_s, index))
-            else:
-                starts.append((*self.starts_s(instance), index))
-        starts.sort()
-        return starts
 
     def starts_s(self, instance: PrefillInstance) -> tuple[float, float]:
         """When the pass starts that a batch sent now would be in, and when the instance is free."""

@@ -6,7 +6,7 @@ Owns the arrival rates and what follows from them and the forward models. Must n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang_sbs.scheduling.policies.adaptive.fair_share import tokens_per_s
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
@@ -37,10 +37,17 @@ class OfferedLoad:
         """Share of the time that goes into tokens."""
         self._is_limited = False
         """Passes of some instance have a limit of requests."""
-        self._tokens_per_s = 0.0
-        """Of all instances; 0: to be worked out again, as is the next."""
+        self.pass_s = 0.0
+        """How long passes take in which what came during the one before is computed."""
+        self._number_of: dict[PrefillInstance, int] = {}
+        self._learned: set[PrefillInstance] = set()
+        """Their speed is to be worked out again."""
+        self._speeds: list[float] = []
+        """Of each instance, tokens per second."""
         self._pass_times_s: list[tuple[float, float]] = []
         """Of each instance an empty pass and a full one."""
+        self._tokens_per_s = 0.0
+        """Of all instances."""
 
     def arrived(self, tokens: int, now_s: float) -> None:
         """A request came."""
@@ -52,11 +59,15 @@ class OfferedLoad:
         """These are the instances that are up."""
         self.capacity_tokens = sum(i.capacity_tokens for i in instances)
         self._is_limited = any(i.prefill_max_requests for i in instances)
-        self.forget_speed()
+        self._number_of = {instance: number for number, instance in enumerate(instances)}
+        self._speeds = [0.0] * len(instances)
+        self._pass_times_s = [(0.0, 0.0)] * len(instances)
+        self._learned = set(instances)
 
-    def forget_speed(self) -> None:
-        """The forward model of some instance has changed."""
-        self._tokens_per_s = 0.0
+    def forget_speed(self, instance: PrefillInstance) -> None:
+        """Its forward model has changed."""
+        if instance in self._number_of:
+            self._learned.add(instance)
 
     def measure(self, instances: Sequence[PrefillInstance], now_s: float) -> None:
         """Before a decision: as things are now."""
@@ -64,28 +75,31 @@ class OfferedLoad:
         self.mean_tokens = max(1.0, self.token_rate / max(1e-9, self.request_rate))
         if self._is_limited:
             self.capacity_tokens = sum(i.capacity_of(self.mean_tokens) for i in instances)
-        if not self._tokens_per_s:
-            rates = [tokens_per_s(instance) for instance in instances]
-            self._tokens_per_s = sum(rates)
-            self._pass_times_s = [
-                (i.model.fixed_s, i.model.fixed_s + i.capacity_of(self.mean_tokens) / rate)
-                for i, rate in zip(instances, rates, strict=True)
-            ]
+        if self._learned:
+            # What fits into a limited pass follows the mean of today.
+            self._work_out(instances if self._is_limited else self._learned)
         self.load = min(MOST_LOAD, self.token_rate / self._tokens_per_s)
+        idle_share = 1 - self.load
+        times_s = [min(fixed_s / idle_share, full_s) for fixed_s, full_s in self._pass_times_s]
+        self.pass_s = max(_LEAST_PASS_S, sum(times_s) / len(times_s))
         self._window_s = max(RATE_WINDOW_S, RATE_PASSES * self.pass_s)
+
+    def _work_out(self, instances: Iterable[PrefillInstance]) -> None:
+        """How fast these are now."""
+        for instance in instances:
+            number, speed = self._number_of[instance], tokens_per_s(instance)
+            full_s = instance.capacity_of(self.mean_tokens) / speed
+            fixed_s = instance.model.fixed_s
+            self._speeds[number] = speed
+            self._pass_times_s[number] = fixed_s, fixed_s + full_s
+        self._learned.clear()
+        self._tokens_per_s = sum(self._speeds)
 
     def capacity_of(self, instance: PrefillInstance) -> float:
         """Tokens of a pass of it with requests of the mean length."""
         if self._is_limited:
             return instance.capacity_of(self.mean_tokens)
         return instance.capacity_tokens
-
-    @property
-    def pass_s(self) -> float:
-        """How long passes take in which what came during the one before is computed."""
-        idle_share = 1 - self.load
-        times_s = [min(fixed_s / idle_share, full_s) for fixed_s, full_s in self._pass_times_s]
-        return max(_LEAST_PASS_S, sum(times_s) / len(times_s))
 
     def leaving_s(self, waiting: int, serial_s: float) -> float:
         """How much longer than a single request a batch of those that wait is on its way, with

@@ -45,6 +45,7 @@ from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
+from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Starts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
@@ -94,6 +95,8 @@ RETRY_S = 0.01
 """With so many left for other instances that a decision is expensive, and no batch in it, the next
 one is made so much later at the earliest: until then little can have changed."""
 _EPSILON_S = 1e-9
+_BEYOND_S = 1e-6
+"""More than the difference that the order of adding times makes."""
 
 
 @dataclass(slots=True)
@@ -109,16 +112,12 @@ class Decision:
     overdue: bool
     """The oldest request has waited long enough: whoever can take it does."""
     all_idle: bool
-    starts: list[tuple[float, float, int]]
-    """When a batch would start, when the instance is free, and which one; in this order."""
+    starts: Starts
     wakes: list[float]
     """When to decide again, at the latest."""
     candidates: list[PrefillInstance] = field(default_factory=list)
     ahead: list[PrefillInstance] = field(default_factory=list)
     """Those that should get one for the pass after their next."""
-    in_time: dict[InstanceId, float] = field(default_factory=dict)
-    """Of those where a batch is on its way: how many requests would still get there with it."""
-    start_of: dict[InstanceId, float] = field(default_factory=dict)
     home_of: dict[str, InstanceId] | None = None
     """The instance each request should go to; None: any, for a fair share of the queue."""
 
@@ -137,6 +136,7 @@ class AdaptiveTrigger(PrefillPolicy):
     ) -> None:
         self._interval = interval
         self._offered = OfferedLoad()
+        self._lineup = Lineup()
         self._urgency = urgency
         self._max_hold_s = max_hold_s
         self.last_start_s = self._planned_s = float("-inf")
@@ -169,8 +169,8 @@ class AdaptiveTrigger(PrefillPolicy):
             pass_s=self._interval.mean_forward_s,
         )
 
-    def on_forward_learned(self) -> None:
-        self._offered.forget_speed()
+    def on_forward_learned(self, instance: PrefillInstance) -> None:
+        self._offered.forget_speed(instance)
 
     def key_of(self, request: Request) -> float:
         """Short first with ageing: a chunk of length is worth ``_ageing_s`` of waiting. What is
@@ -193,6 +193,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._long.on_topology_change(instances)
         self._decision = None
         self._offered.on_topology_change(instances)
+        self._lineup.on_topology_change(instances)
 
     def plan(
         self,
@@ -204,13 +205,15 @@ class AdaptiveTrigger(PrefillPolicy):
         if now_s + _EPSILON_S < self._retry_s:
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
+        self._lineup.refresh()
         one = self._look(queue, instances, admissible, now_s)
-        late = self._urgency.matters(now_s) and not self._long.matter(queue, instances)
+        chunks = self._lineup.most_chunks
+        late = self._urgency.matters(now_s) and not self._long.matter(queue, chunks)
         self._open(one, late)
         chunked = self._choose(one, late)
         if not one.candidates and self._decision_s != now_s:
             return Plan(wake_s=min(one.wakes, default=None))
-        affinity = self._decision_at(one.candidates, instances, len(queue), one.at)
+        affinity = self._decision_at(one)
         tried = 0
         for instance in one.candidates:
             every = self._long.uneven_chunks or chunked
@@ -221,8 +224,8 @@ class AdaptiveTrigger(PrefillPolicy):
                 continue
             tried += 1
             if plan.placements:
-                joins = instance.id in one.in_time
-                self._planned_s = self.last_start_s if joins else one.start_of[instance.id]
+                joins = instance.id in one.starts.in_time
+                self._planned_s = self.last_start_s if joins else one.starts.begin_s(instance)
                 affinity.dispatched(instance)
                 return plan
         if affinity.wake_s is not None:
@@ -255,8 +258,8 @@ class AdaptiveTrigger(PrefillPolicy):
             at,
             whole_s,
             overdue=at.now_s + _EPSILON_S >= hold_until_s,
-            all_idle=all(instance.idle for instance in instances),
-            starts=at.starts(instances),
+            all_idle=self._lineup.all_idle,
+            starts=self._lineup.starts(at),
             wakes=[time_s for time_s in wakes if at.now_s + _EPSILON_S < time_s < math.inf],
         )
 
@@ -266,23 +269,28 @@ class AdaptiveTrigger(PrefillPolicy):
         meanwhile."""
         now_s, serial_s, queue = one.at.now_s, self._interval.serial_s, one.queue
         whole_s = one.whole_s
+        beyond_s = whole_s + _BEYOND_S
         few = len(queue) <= MOST_JOINING
         join_s = self._lead.join_s(self._interval.lone_s)
         ahead_tokens = 0.0
-        for start_s, _, index in one.starts:
-            instance = one.instances[index]
+        wake_s = min(one.wakes, default=math.inf)
+        for start_s, _, number in one.starts:
+            instance = one.instances[number]
             ahead_tokens += self._offered.capacity_of(instance)
             long_queue = not late and queue.tokens >= COMMIT_AHEAD_FACTOR * ahead_tokens
+            if not long_queue:
+                # Who starts later is open later, and wakes nobody sooner.
+                one.starts.until_s = max(now_s, wake_s) + beyond_s
             if not may_take(instance, long_queue):
                 if few and instance.has_flight and instance.has_room and instance.passes:
                     # What came after the batch may join it, once a batch could leave for that pass.
                     left_s = one.at.forms_at_s(instance) - now_s
                     spare_s = left_s - join_s - max(0.0, instance.left_s - now_s) - serial_s
                     if left_s > whole_s + _EPSILON_S:
-                        one.wakes.append(now_s + left_s - whole_s)
+                        wake_s = min(wake_s, now_s + left_s - whole_s)
                     elif instance.last_dispatch_s < now_s and spare_s >= 0:
                         one.candidates.append(instance)
-                        one.in_time[instance.id] = 1 + spare_s / max(_EPSILON_S, serial_s)
+                        one.starts.in_time[instance.id] = 1 + spare_s / max(_EPSILON_S, serial_s)
                 continue
             open_s = now_s
             if not (instance.idle or long_queue):
@@ -293,13 +301,16 @@ class AdaptiveTrigger(PrefillPolicy):
             if open_s <= now_s + _EPSILON_S:
                 one.candidates.append(instance)
             else:
-                one.wakes.append(open_s)
+                wake_s = min(wake_s, open_s)
+        if wake_s < math.inf:
+            one.wakes.append(wake_s)
 
     def _choose(self, one: Decision, late: bool) -> bool:
         """Of those that may get a batch the ones that should, the most urgent first; whether
         prompts of many chunks decide it."""
         queue, instances, at = one.queue, one.instances, one.at
-        if not late:
+        lineup = self._lineup
+        if not late and lineup.overlap and queue.tokens >= lineup.room_tokens:
             mean_tokens = self._offered.mean_tokens
             one.ahead, due_s = lookahead(
                 instances, queue.tokens, mean_tokens, one.whole_s, at.now_s
@@ -308,39 +319,31 @@ class AdaptiveTrigger(PrefillPolicy):
                 one.wakes.append(due_s)
         if not (one.candidates or one.ahead):
             return False
-        for _, free_s, index in one.starts:
-            name = instances[index].id
-            one.start_of[name] = free_s if name in one.in_time else max(at.arrives_s, free_s)
-        chunked = self._long.matter(queue, instances)
+        chunked = self._long.matter(queue, lineup.most_chunks)
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
         elif not one.overdue and not one.all_idle:
             one.candidates = self._spaced(one)
         one.candidates = list(dict.fromkeys([*one.ahead, *one.candidates]))
         if chunked:
-            in_order = [instances[index] for _, _, index in one.starts]
+            in_order = (instances[number] for _, _, number in one.starts)
             one.home_of = self._long.homes(
                 one.candidates, instances, in_order, queue, one.overdue, at
             )
         return chunked
 
-    def _decision_at(
-        self,
-        candidates: Sequence[PrefillInstance],
-        instances: Sequence[PrefillInstance],
-        waiting: int,
-        at: Moment,
-    ) -> CacheAffinity:
+    def _decision_at(self, one: Decision) -> CacheAffinity:
         """One for all batches that leave at the same moment."""
-        first = candidates[0] if candidates else instances[0]
+        at = one.at
+        first = one.candidates[0] if one.candidates else one.instances[0]
         if self._decision is None or self._decision_s != at.now_s:
             self._decision_s = at.now_s
             self._decision = CacheAffinity(
-                instances,
+                self._lineup.by_id,
                 first,
                 lambda instance: at.starts_s(instance)[0],
                 load=self._offered.load,
-                waiting=waiting,
+                waiting=len(one.queue),
             )
         self._decision.first = first
         return self._decision
@@ -362,7 +365,7 @@ class AdaptiveTrigger(PrefillPolicy):
         spaced = [
             instance
             for instance in one.candidates
-            if instance.backlog_tokens > 0 or not first_s <= one.start_of[instance.id] < end_s
+            if instance.backlog_tokens > 0 or not first_s <= one.starts.begin_s(instance) < end_s
         ]
         if len(spaced) < len(one.candidates):
             one.wakes.append(due_s - one.at.latency_s)
@@ -434,11 +437,12 @@ class AdaptiveTrigger(PrefillPolicy):
         ``keep_tokens`` wait. None if nothing that waits may go there."""
         room = sum(c for c in c_avail if c > 0)
         most = math.inf if places is None else sum(places)
-        most = min(most, one.in_time.get(instance.id, math.inf))
+        most = min(most, one.starts.in_time.get(instance.id, math.inf))
         spare = room if one.queue.tokens > keep_tokens else 0
         # Whatever was predicted, nobody waits for a cached prefix longer than this.
         patient_s = one.at.now_s + _EPSILON_S - PATIENCE_HOLDS * self._hold_s()
-        home_of = one.home_of
+        home_of, page = one.home_of, instance.page
+        even = not self._long.uneven_chunks
         head: list[Request] = []
         rest: list[Request] = []
         taken = refused = forbidden = 0
@@ -450,21 +454,25 @@ class AdaptiveTrigger(PrefillPolicy):
                 or refused >= MOST_REFUSED
             ):
                 break
-            if not permitted(request, instance, one.instances):
+            if request.exclude and not permitted(request, instance, one.instances):
                 forbidden += 1
             elif not one.admissible(request):
                 refused += 1
             elif (
-                (one.overdue or self._long.suits(request, instance, one.instances))
+                (even or one.overdue or self._long.suits(request, instance, one.instances))
                 and (
                     home_of is None
                     or home_of.get(request.rid) == instance.id
                     or request.arrived_s <= patient_s
                 )
-                and (request.arrived_s <= patient_s or affinity.belongs_here(request))
+                and (
+                    not request.blocks
+                    or request.arrived_s <= patient_s
+                    or affinity.belongs_here(request)
+                )
             ):
                 (head if taken < room and len(head) < most else rest).append(request)
-                taken += paged(request.uncached_tokens_on(instance.id), instance.page)
+                taken += paged(request.uncached_tokens_on(instance.id), page)
         return None if forbidden == len(one.queue) else (head, rest)
 
     def _shared(
@@ -478,9 +486,7 @@ class AdaptiveTrigger(PrefillPolicy):
         alone = len(one.instances) == 1 or one.passes_of(instance) > 1
         if one.home_of is not None or alone or one.overdue:
             return head, rest
-        waiting = Waiting(
-            one.at.now_s, one.queue.tokens, one.instances, one.start_of, self._lead.whole
-        )
+        waiting = Waiting(one.at.now_s, one.queue.tokens, one.starts, self._lead.whole)
         cut = cut_of(instance, head, waiting, self._offered)
         if one.all_idle:
             # A prompt longer than the share is not divisible: later it would be no better off.

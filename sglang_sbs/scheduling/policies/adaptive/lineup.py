@@ -1,0 +1,169 @@
+"""In which order a batch sent now would start on the instances, without looking at all of them.
+
+Owns that order, and what is kept for it from decision to decision (:class:`Lineup`). Must not know
+what waits, or who gets a batch.
+
+An instance that computes is free when its passes end, whatever the time is now. Those stand in
+order already, and a decision looks at the first ones. All others are asked at each moment: who is
+idle, about to launch, late, or has a pass queued that more will follow under overlap scheduling.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from heapq import merge
+from itertools import islice
+
+from sglang_sbs.scheduling.events import InstanceId
+from sglang_sbs.scheduling.policies.adaptive.moment import Moment
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.timetable import Timetable
+
+
+class Starts:
+    """At one moment, of all instances that are up."""
+
+    def __init__(
+        self,
+        instances: Sequence[PrefillInstance],
+        at: Moment,
+        near: Collection[int],
+        far: Sequence[tuple[float, int]] = (),
+        first: int = 0,
+    ) -> None:
+        """
+        Args:
+            instances: all of them. What else is said of them says their numbers.
+            at: the moment.
+            near: those that must be asked.
+            far: when the others are free, in order, which is not before what is sent now is there;
+                from position ``first`` on.
+        """
+        self.instances = instances
+        self._at = at
+        self._far = far
+        self._first = first
+        self.near = sorted([(*at.starts_s(instances[number]), number) for number in near])
+        """When a batch would start, when the instance is free, and which one; in this order."""
+        self._begins: list[tuple[float, int]] | None = None
+        self.until_s = math.inf
+        """While somebody iterates: of those far away that start later no more are told."""
+        self.in_time: dict[InstanceId, float] = {}
+        """Of those where a batch is on its way: how many requests would still get there with it."""
+
+    def __iter__(self) -> Iterator[tuple[float, float, int]]:
+        """Like :attr:`near`, of all."""
+        self.until_s = math.inf
+        return merge(self.near, self._far_away())
+
+    def _far_away(self) -> Iterator[tuple[float, float, int]]:
+        for free_s, number in islice(self._far, self._first, None):
+            if free_s > self.until_s:
+                return
+            yield free_s, free_s, number
+
+    def begin_s(self, instance: PrefillInstance) -> float:
+        """When the pass starts that a batch sent now could be in."""
+        free_s = self._at.free_at_s(instance)
+        return free_s if instance.id in self.in_time else max(self._at.arrives_s, free_s)
+
+    def first(self, besides: PrefillInstance) -> PrefillInstance:
+        """The one where it starts first, but for this one."""
+        begins = (self.instances[number] for _, number in self._in_order())
+        return next(instance for instance in begins if instance is not besides)
+
+    def later(
+        self, than_s: float, besides: Collection[PrefillInstance]
+    ) -> list[tuple[float, PrefillInstance]]:
+        """How much later the others start, the soonest first; those that start no later in the
+        order of their numbers."""
+        begins, instances = self._in_order(), self.instances
+        first = bisect_left(begins, (than_s, len(instances)))
+        at_once = sorted([number for _, number in begins[:first]])
+        return [
+            *[(0.0, one) for n in at_once if (one := instances[n]) not in besides],
+            *[
+                (begin_s - than_s, one)
+                for begin_s, n in begins[first:]
+                if (one := instances[n]) not in besides
+            ],
+        ]
+
+    def _in_order(self) -> list[tuple[float, int]]:
+        """:meth:`begin_s` of all with their numbers."""
+        if self._begins is None:
+            near = [(self.begin_s(self.instances[n]), n) for _, _, n in self.near]
+            self._begins = sorted([*near, *self._far[self._first :]])
+        return self._begins
+
+
+class Lineup:
+    """Of the instances that are up."""
+
+    def __init__(self) -> None:
+        self.instances: Sequence[PrefillInstance] = ()
+        self.by_id: dict[InstanceId, PrefillInstance] = {}
+        self._number_of: dict[PrefillInstance, int] = {}
+        self._changed: set[PrefillInstance] = set()
+        self._busy: set[int] = set()
+        self._free = Timetable()
+        """When those are free that compute."""
+        self._others: set[int] = set()
+        self._long = Timetable()
+        """The longest prompts there, in chunks, where they are longer than one."""
+        self._rooms: dict[int, int] = {}
+        self.room_tokens = 0
+        """Of the next passes of all, where only the chunk limits them."""
+        self.overlap = False
+        """Whether anybody launches a pass ahead."""
+
+    def on_topology_change(self, instances: Sequence[PrefillInstance]) -> None:
+        """These are up."""
+        for instance in self.instances:
+            instance.unsubscribe(self._changed)
+        self.instances = instances
+        self.by_id = {instance.id: instance for instance in instances}
+        self._number_of = {instance: number for number, instance in enumerate(instances)}
+        self._changed = set(instances)
+        self._busy, self._others = set(), set()
+        self._free, self._long = Timetable(), Timetable()
+        self._rooms, self.room_tokens = dict.fromkeys(range(len(instances)), 0), 0
+        self.overlap = any(instance.overlap for instance in instances)
+        for instance in instances:
+            instance.subscribe(self._changed)
+
+    def refresh(self) -> None:
+        """Before a decision: what follows from the instances that have changed."""
+        for instance in self._changed:
+            number = self._number_of[instance]
+            computes = bool(instance.passes) and not instance.forms_early
+            self._free.set(number, instance.free_at_s(0.0, 0.0) if computes else None)
+            (self._others.discard if computes else self._others.add)(number)
+            (self._busy.discard if instance.idle else self._busy.add)(number)
+            chunks = instance.longest_prompt_tokens / instance.chunk_tokens
+            self._long.set(number, chunks if chunks > 1 else None)
+            room = 0
+            if not instance.prefill_max_requests:
+                room = max(0, instance.capacity_tokens - instance.charged_tokens)
+            self.room_tokens += room - self._rooms[number]
+            self._rooms[number] = room
+        self._changed.clear()
+
+    @property
+    def most_chunks(self) -> float:
+        """Of the longest prompt that is not computed yet on some instance; 1 or less count as 1."""
+        return self._long.ordered[-1][0] if self._long.ordered else 1.0
+
+    @property
+    def all_idle(self) -> bool:
+        """Whether nobody computes or has anything to compute."""
+        return not self._busy
+
+    def starts(self, at: Moment) -> Starts:
+        """When a batch sent at that moment would start on each."""
+        far = self._free.ordered
+        first = bisect_left(far, (at.arrives_s, -1))
+        near = [number for _, number in far[:first]]
+        return Starts(self.instances, at, [*near, *self._others], far, first)

@@ -1,0 +1,69 @@
+"""When each prefill instance is to be looked after again, so that no event looks after all of them.
+
+Owns which instances :meth:`.PrefillInstance.advance` is called for. Must not know what that does.
+An instance is called when it has changed, when its time has come, and at every event while its time
+depends on more than itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefill.timetable import Timetable
+
+
+class Agenda:
+    """Of all instances that are known, up or down."""
+
+    def __init__(self) -> None:
+        self._instances: list[PrefillInstance] = []
+        self._number_of: dict[PrefillInstance, int] = {}
+        self._changed: set[PrefillInstance] = set()
+        self._restless: set[PrefillInstance] = set()
+        """To be called at every event."""
+        self._due = Timetable()
+        """Of all others, by number."""
+
+    def on_topology_change(self, instances: Iterable[PrefillInstance]) -> None:
+        """These are the instances now."""
+        for instance in self._instances:
+            instance.unsubscribe(self._changed)
+        self._instances = list(instances)
+        self._number_of = {instance: number for number, instance in enumerate(self._instances)}
+        self._changed = set(self._instances)
+        self._restless = set()
+        self._due = Timetable()
+        for instance in self._instances:
+            instance.subscribe(self._changed)
+
+    def advance(self, now_s: float, latency_s: float) -> tuple[float | None, set[PrefillInstance]]:
+        """Let happen what is due.
+
+        Returns:
+            When to call again even if nothing changes, None for never; and who is due again at
+            this very moment.
+        """
+        asked = self._changed | self._restless
+        self._changed.clear()
+        for due_s, number in self._due.ordered:
+            if due_s > now_s:
+                break
+            asked.add(self._instances[number])
+        again: set[PrefillInstance] = set()
+        next_s = math.inf
+        for instance in asked:
+            own_s = instance.advance(now_s, latency_s)
+            rests = instance.rests
+            self._due.set(self._number_of[instance], own_s if rests else None)
+            if rests:
+                self._restless.discard(instance)
+            else:
+                self._restless.add(instance)
+                next_s = min(next_s, math.inf if own_s is None else own_s)
+            if own_s is not None and own_s <= now_s:
+                again.add(instance)
+        if self._due.ordered:
+            next_s = min(next_s, self._due.ordered[0][0])
+        return (None if next_s == math.inf else next_s), again
