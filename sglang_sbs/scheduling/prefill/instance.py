@@ -81,9 +81,12 @@ class PrefillInstance(PrefillBooks):
         now_s: float,
         cached_tokens: int = 0,
         serial_s: float = 0.0,
+        *,
+        fetches: bool = False,
     ) -> None:
         """A request leaves for a rank; arms the watchdog if none did before it. ``serial_s``: what
-        it takes of the time of those that leave after it."""
+        it takes of the time of those that leave after it. ``fetches``: the rank must get some of it
+        from storage first, so when it is launched teaches nothing of the network."""
         if self._batch is None or self._batch.at_s != now_s:
             # One that hangs on its way is followed by nobody.
             last_s = self._batch.at_s if self._batch is not None else -math.inf
@@ -91,7 +94,7 @@ class PrefillInstance(PrefillBooks):
             self._batch = Sent(now_s, self.idle, joins, 0)
         self._batch.requests += 1
         self.left_s = self._batch.left_s = max(now_s, self.left_s) + serial_s
-        self.ranks[rank].sent[rid] = self._batch
+        self.ranks[rank].sent[rid] = Sent(now_s, joins=True) if fetches else self._batch
         self.has_flight = True
         self.adopted(rid, rank, prompt_tokens, now_s, cached_tokens)
 

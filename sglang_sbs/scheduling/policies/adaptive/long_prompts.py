@@ -15,6 +15,7 @@ from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     MOST_PLANNED,
     NEAREST,
+    Home,
     PassForecast,
     Terms,
 )
@@ -83,8 +84,8 @@ class LongPrompts:
         queue: RequestQueue,
         overdue: bool,
         at: Moment,
-    ) -> dict[str, str]:
-        """The instance on which each request costs least, now or later. ``in_order``: of start."""
+    ) -> dict[str, Home]:
+        """Where each request costs least, now or later. ``in_order``: of start."""
         forecasts: dict[str, PassForecast] = {}
         by_id = {instance.id: instance for instance in instances}
 

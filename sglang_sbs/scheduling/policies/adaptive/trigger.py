@@ -49,6 +49,7 @@ from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, ma
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import (
     Admissible,
@@ -119,8 +120,8 @@ class Decision:
     in_time: dict[InstanceId, float] = field(default_factory=dict)
     """Of those where a batch is on its way: how many requests would still get there with it."""
     start_of: dict[InstanceId, float] = field(default_factory=dict)
-    home_of: dict[str, InstanceId] | None = None
-    """The instance each request should go to; None: any, for a fair share of the queue."""
+    home_of: dict[str, Home] | None = None
+    """Where each request should go; None: anywhere, for a fair share of the queue."""
 
     def passes_of(self, instance: PrefillInstance) -> int:
         """For how many passes together it gets requests."""
@@ -385,7 +386,7 @@ class AdaptiveTrigger(PrefillPolicy):
             keep_tokens += OVERLAP_KEEP_PASSES * all_tokens
         if one.home_of is None and self._urgency.matters(one.at.now_s):
             keep_tokens = math.inf  # the rest would be formed at once, without the batch after it
-        affinity = BatchAffinity(decision, instance, chooses_instance=one.home_of is None)
+        affinity = BatchAffinity(decision, instance, one.home_of)
         gathered = self._gather(instance, one, affinity, c_avail, places, keep_tokens)
         if gathered is None:
             return None
@@ -458,7 +459,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 (one.overdue or self._long.suits(request, instance, one.instances))
                 and (
                     home_of is None
-                    or home_of.get(request.rid) == instance.id
+                    or affinity.is_home_of(request)
                     or request.arrived_s <= patient_s
                 )
                 and (request.arrived_s <= patient_s or affinity.belongs_here(request))
