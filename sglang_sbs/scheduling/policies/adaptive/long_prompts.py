@@ -8,7 +8,7 @@ than how many leave. Owns that judgement, and what a forecast of passes starts f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
@@ -84,15 +84,19 @@ class LongPrompts:
         queue: RequestQueue,
         overdue: bool,
         at: Moment,
+        *,
+        early: bool = False,
     ) -> dict[str, Home]:
-        """Where each request costs least, now or later. ``in_order``: of start."""
+        """Where each request costs least, now or later. ``in_order``: of start. ``early``:
+        requests may leave before a batch could."""
         forecasts: dict[str, PassForecast] = {}
         by_id = {instance.id: instance for instance in instances}
 
         def forecast_of(name: str) -> PassForecast | None:
             if name not in forecasts and name in by_id:
                 one = by_id[name]
-                closed = one not in candidates and not may_take(one, False)
+                is_open = may_take(one, False) or (early and one.has_room)
+                closed = one not in candidates and not is_open
                 forecasts[name] = _forecast(one, at, closed=closed)
             return forecasts.get(name)
 
@@ -139,6 +143,27 @@ def _forecast(instance: PrefillInstance, at: Moment, *, closed: bool) -> PassFor
         # It starts the next one before, with what it has.
         return PassForecast(instance, free_s, closed=True)
     return PassForecast(instance, max(free_s, at.arrives_s), closed=closed)
+
+
+def early_homes(
+    homes: Collection[Home], instances: Iterable[PrefillInstance]
+) -> list[PrefillInstance]:
+    """The instances with a home on a rank that has room in the pass that is formed next.
+
+    Where prompts have been cached, caches settle where a request goes, and what comes meanwhile
+    hardly changes that. But an engine that is cutting prompts forms a pass when the one before it
+    starts, and nobody knows that to the millisecond: who waits for the last moment misses many.
+    """
+    open_ranks = {home.instance: set[int]() for home in homes}
+    for home in homes:
+        open_ranks[home.instance].add(home.rank)
+    return [
+        one
+        for one in instances
+        if any(
+            one.ranks[rank].ahead_tokens < one.chunk_tokens for rank in open_ranks.get(one.id, ())
+        )
+    ]
 
 
 def may_take(instance: PrefillInstance, long_queue: bool) -> bool:

@@ -45,7 +45,7 @@ from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
-from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, may_take
+from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, early_homes, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
@@ -307,12 +307,13 @@ class AdaptiveTrigger(PrefillPolicy):
             )
             if due_s is not None:
                 one.wakes.append(due_s)
-        if not (one.candidates or one.ahead):
+        chunked = self._long.matter(queue, instances)
+        early = chunked and any(rank.has_cached for i in instances for rank in i.ranks)
+        if not (one.candidates or one.ahead or early):
             return False
         for _, free_s, index in one.starts:
             name = instances[index].id
             one.start_of[name] = free_s if name in one.in_time else max(at.arrives_s, free_s)
-        chunked = self._long.matter(queue, instances)
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
         elif not one.overdue and not one.all_idle:
@@ -321,8 +322,11 @@ class AdaptiveTrigger(PrefillPolicy):
         if chunked:
             in_order = [instances[index] for _, _, index in one.starts]
             one.home_of = self._long.homes(
-                one.candidates, instances, in_order, queue, one.overdue, at
+                one.candidates, instances, in_order, queue, one.overdue, at, early=early
             )
+            if early:
+                others = (i for i in in_order if i not in one.candidates)
+                one.candidates += early_homes(one.home_of.values(), others)
         return chunked
 
     def _decision_at(
