@@ -22,6 +22,10 @@ Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
 at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
 
+_CACHED_STEP = 0.05
+"""Of a prompt in ``cached_share``."""
+
+
 class PrefillBooks:
     """What is believed to be at one prefill instance with ``dp_size`` ranks."""
 
@@ -69,6 +73,8 @@ class PrefillBooks:
         """Dispatched or queued and in no pass yet, all ranks."""
         self.charged_tokens = 0
         """What that costs of the chunks to come."""
+        self.cached_share = 0.0
+        """Of the prompts that were sent last, smoothed."""
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
         self._least_ahead_tokens: int | None = None
@@ -180,6 +186,11 @@ class PrefillBooks:
         return self._batch is not None and self._batch.joins
 
     # Inside -------------------------------------------------------------------------------
+
+    def _learn_share(self, cached_tokens: int, prompt_tokens: int) -> None:
+        """A prompt is sent."""
+        share = min(1.0, cached_tokens / max(1, prompt_tokens))
+        self.cached_share += _CACHED_STEP * (share - self.cached_share)
 
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""

@@ -85,8 +85,8 @@ class PrefillInstance(PrefillBooks):
         fetches: bool = False,
     ) -> None:
         """A request leaves for a rank; arms the watchdog if none did before it. ``serial_s``: what
-        it takes of the time of those that leave after it. ``fetches``: the rank must get some of it
-        from storage first, so when it is launched teaches nothing of the network."""
+        those that leave after it lose by it. ``fetches``: the rank gets some of it from storage
+        first, so its launch teaches nothing of the network."""
         if self._batch is None or self._batch.at_s != now_s:
             # One that hangs on its way is followed by nobody.
             last_s = self._batch.at_s if self._batch is not None else -math.inf
@@ -112,6 +112,7 @@ class PrefillInstance(PrefillBooks):
         target.outstanding.add(rid, tokens)
         target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
         target.has_cached = target.has_cached or cached_tokens > 0
+        self._learn_share(cached_tokens, prompt_tokens)
         target.received_tokens += tokens
         self._next_pass_s = self._longest_prompt_tokens = None
         self._least_ahead_tokens = self.marginal = None

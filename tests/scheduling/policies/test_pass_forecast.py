@@ -56,7 +56,7 @@ def at(
 ) -> set[str]:
     """Those that cost least there."""
     home_of = homes(forecasts, far, queue, lambda _: terms, lambda _r, _i: may_go)
-    return {rid for rid, home in home_of.items() if home == name}
+    return {rid for rid, home in home_of.items() if home.instance == name}
 
 
 def pass_s(tokens: int, context: int = 0) -> float:

@@ -39,6 +39,8 @@ IMPATIENCE = 4.0
 """With prompts of many chunks about: when a request has waited as long as it takes, its completion
 counts this much more, against what it delays others by. Without it long prompts give way to short
 ones for too long."""
+MOSTLY_CACHED = 0.5
+"""Of the prompts sent, that requests leave for their homes at once."""
 AGAIN_WEIGHT = 700.0
 """With prompts of many chunks about: times load**2 / (1 - load), what a second of computing again
 counts. Chosen so that little more than the optimum is computed near capacity (docs/cache.md)."""
@@ -75,6 +77,11 @@ class LongPrompts:
         ):
             return True
         return any(i.longest_prompt_tokens > many * i.chunk_tokens for i in instances)
+
+    def are_cached(self, instances: Sequence[PrefillInstance]) -> bool:
+        """Whether most of what is sent has been cached, as in agents' turns: then it is caches that
+        settle where a request goes."""
+        return sum([i.cached_share for i in instances]) > MOSTLY_CACHED * len(instances)
 
     def homes(
         self,
@@ -150,9 +157,9 @@ def early_homes(
 ) -> list[PrefillInstance]:
     """The instances with a home on a rank that has room in the pass that is formed next.
 
-    Where prompts have been cached, caches settle where a request goes, and what comes meanwhile
-    hardly changes that. But an engine that is cutting prompts forms a pass when the one before it
-    starts, and nobody knows that to the millisecond: who waits for the last moment misses many.
+    Where caches settle where a request goes, what comes meanwhile hardly changes it. But an engine
+    that is cutting prompts forms a pass when the one before it starts, and nobody knows that to the
+    millisecond: who waits for the last moment misses many, and each is a whole pass.
     """
     open_ranks = {home.instance: set[int]() for home in homes}
     for home in homes:

@@ -308,7 +308,7 @@ class AdaptiveTrigger(PrefillPolicy):
             if due_s is not None:
                 one.wakes.append(due_s)
         chunked = self._long.matter(queue, instances)
-        early = chunked and any(rank.has_cached for i in instances for rank in i.ranks)
+        early = chunked and self._long.are_cached(instances)
         if not (one.candidates or one.ahead or early):
             return False
         for _, free_s, index in one.starts:
