@@ -164,6 +164,11 @@ class PrefillBooks:
             return start_s + self.next_pass_s()
         return now_s
 
+    @property
+    def forms_ahead(self) -> bool:
+        """Whether its next pass is formed when the one before it starts."""
+        return self.overlap and len(self.passes) > 1 and self.backlog_tokens > 0
+
     def forms_at_s(self, now_s: float, latency_s: float) -> float:
         """When the batch is formed that what is sent now could still be in.
 
@@ -171,7 +176,7 @@ class PrefillBooks:
         starts: with something left over behind a pass that is queued, at the end of the running
         one. Else it is formed when the instance is free.
         """
-        if self.overlap and len(self.passes) > 1 and self.backlog_tokens:
+        if self.forms_ahead:
             return self.passes[-1].start_s
         return self.free_at_s(now_s, latency_s)
 

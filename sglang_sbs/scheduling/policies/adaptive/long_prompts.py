@@ -155,20 +155,19 @@ def _forecast(instance: PrefillInstance, at: Moment, *, closed: bool) -> PassFor
 def early_homes(
     homes: Collection[Home], instances: Iterable[PrefillInstance]
 ) -> list[PrefillInstance]:
-    """The instances with a home on a rank that has room in the pass that is formed next.
+    """The instances where a request should be as soon as possible, which has its home there.
 
-    Where caches settle where a request goes, what comes meanwhile hardly changes it. But an engine
-    that is cutting prompts forms a pass when the one before it starts, and nobody knows that to the
-    millisecond: who waits for the last moment misses many, and each is a whole pass.
+    They are cutting prompts, so they form a pass when the one before it starts. Nobody knows that
+    to the millisecond, and who is late waits for a whole pass. Where caches settle where a request
+    goes, what comes meanwhile hardly changes that. Its rank has room in the pass formed next.
     """
-    open_ranks = {home.instance: set[int]() for home in homes}
-    for home in homes:
-        open_ranks[home.instance].add(home.rank)
     return [
         one
         for one in instances
-        if any(
-            one.ranks[rank].ahead_tokens < one.chunk_tokens for rank in open_ranks.get(one.id, ())
+        if one.forms_ahead
+        and any(
+            home.instance == one.id and one.ranks[home.rank].ahead_tokens < one.chunk_tokens
+            for home in homes
         )
     ]
 
