@@ -39,7 +39,7 @@ _TWINS = 4
 """So many requests of a batch that begin alike are compared with the next one."""
 
 
-class _Cost(NamedTuple):
+class _Best(NamedTuple):
     """Where a request would be best, by what it costs everybody, seconds."""
 
     cost_s: float
@@ -88,7 +88,7 @@ class CacheAffinity:
             instances
         )
         self._views: dict[InstanceId, _View] = {}
-        self._homes: dict[str, _Cost] = {}
+        self._homes: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
         self.wake_s: float | None = None
@@ -152,7 +152,7 @@ class CacheAffinity:
                 return True
         return False
 
-    def home_of(self, request: Request) -> _Cost:
+    def home_of(self, request: Request) -> _Best:
         """The best of the instances that have something of its prompt, and the first one."""
         home = self._homes.get(request.rid)
         if home is None:
@@ -171,7 +171,7 @@ class CacheAffinity:
                 view.emptiest = view.backlog.index(min(view.backlog))
         return home
 
-    def best_on(self, request: Request, view: _View) -> _Cost:
+    def best_on(self, request: Request, view: _View) -> _Best:
         """The best rank of an instance: the one that has most of it, or the emptiest."""
         hits = request.hits.by_instance.get(view.instance.id)
         cached = 0 if hits is None else hits[view.emptiest]
@@ -186,7 +186,7 @@ class CacheAffinity:
                 cost_s = self.done_s(request, view, most, backlog)
                 if cost_s < best_s:
                     best_s, best = cost_s, rank
-        return _Cost(view.start_s + best_s, view.instance.id, best)
+        return _Best(view.start_s + best_s, view.instance.id, best)
 
     def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
         """:meth:`alone_s`, plus what that costs others.
@@ -300,6 +300,7 @@ class BatchAffinity:
         return None
 
     def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
+        """Where it would be done first, and the emptiest of these."""
         here = self._instance
         view = self._decision.view(here)
         most, emptiest = max(hits), capacity.index(max(capacity))

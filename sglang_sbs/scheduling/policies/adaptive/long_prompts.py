@@ -102,7 +102,7 @@ class LongPrompts:
         def forecast_of(name: str) -> PassForecast | None:
             if name not in forecasts and name in by_id:
                 one = by_id[name]
-                is_open = may_take(one, False) or (early and one.has_room)
+                is_open = may_take(one, False) or (early and one.has_room and one.forms_ahead)
                 closed = one not in candidates and not is_open
                 forecasts[name] = _forecast(one, at, closed=closed)
             return forecasts.get(name)
