@@ -156,6 +156,7 @@ class Gangs:
             now_s,
             request.cached_tokens,
             self._interval.serial_s,
+            fetches=request.fetch_tokens(instance.id, rank) > 0,
         )
         if request.blocks:
             computed_s = instance.free_at_s(now_s, self._interval.latency_s)

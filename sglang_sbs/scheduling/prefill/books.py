@@ -22,6 +22,10 @@ Tier = Literal["none", "endforward", "load_poll", "http", "interval"]
 at fixed intervals (paper section 4.1.2, graceful degradation)."""
 
 
+_CACHED_STEP = 0.05
+"""Of a prompt in ``cached_share``."""
+
+
 class PrefillBooks:
     """What is believed to be at one prefill instance with ``dp_size`` ranks."""
 
@@ -69,6 +73,8 @@ class PrefillBooks:
         """Dispatched or queued and in no pass yet, all ranks."""
         self.charged_tokens = 0
         """What that costs of the chunks to come."""
+        self.cached_share = 0.0
+        """Of the prompts that were sent last, smoothed."""
         self.has_flight = False
         """Whether any request is dispatched and not yet accepted."""
         self._least_ahead_tokens: int | None = None
@@ -180,6 +186,11 @@ class PrefillBooks:
             return start_s + self.next_pass_s()
         return now_s
 
+    @property
+    def forms_ahead(self) -> bool:
+        """Whether its next pass is formed when the one before it starts."""
+        return self.overlap and len(self.passes) > 1 and self.backlog_tokens > 0
+
     def forms_at_s(self, now_s: float, latency_s: float) -> float:
         """When the batch is formed that what is sent now could still be in.
 
@@ -187,14 +198,9 @@ class PrefillBooks:
         starts: with something left over behind a pass that is queued, at the end of the running
         one. Else it is formed when the instance is free.
         """
-        if self.forms_early:
+        if self.forms_ahead:
             return self.passes[-1].start_s
         return self.free_at_s(now_s, latency_s)
-
-    @property
-    def forms_early(self) -> bool:
-        """Whether its next batch is formed before it is free."""
-        return self.overlap and len(self.passes) > 1 and self.backlog_tokens > 0
 
     @property
     def has_outstanding(self) -> bool:
@@ -212,6 +218,11 @@ class PrefillBooks:
         """To be called by whatever changes anything, before or after it."""
         for changed in self._followers:
             changed.add(self)
+
+    def _learn_share(self, cached_tokens: int, prompt_tokens: int) -> None:
+        """A prompt is sent."""
+        share = min(1.0, cached_tokens / max(1, prompt_tokens))
+        self.cached_share += _CACHED_STEP * (share - self.cached_share)
 
     def _recount(self) -> None:
         """After anything that changed a rank's ledgers."""

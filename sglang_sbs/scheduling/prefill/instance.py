@@ -82,9 +82,12 @@ class PrefillInstance(PrefillBooks):
         now_s: float,
         cached_tokens: int = 0,
         serial_s: float = 0.0,
+        *,
+        fetches: bool = False,
     ) -> None:
         """A request leaves for a rank; arms the watchdog if none did before it. ``serial_s``: what
-        it takes of the time of those that leave after it."""
+        those that leave after it lose by it. ``fetches``: the rank gets some of it from storage
+        first, so its launch teaches nothing of the network."""
         if self._batch is None or self._batch.at_s != now_s:
             # One that hangs on its way is followed by nobody.
             last_s = self._batch.at_s if self._batch is not None else -math.inf
@@ -92,7 +95,7 @@ class PrefillInstance(PrefillBooks):
             self._batch = Sent(now_s, self.idle, joins, 0)
         self._batch.requests += 1
         self.left_s = self._batch.left_s = max(now_s, self.left_s) + serial_s
-        self.ranks[rank].sent[rid] = self._batch
+        self.ranks[rank].sent[rid] = Sent(now_s, joins=True) if fetches else self._batch
         self.has_flight = True
         self.adopted(rid, rank, prompt_tokens, now_s, cached_tokens)
 
@@ -111,6 +114,7 @@ class PrefillInstance(PrefillBooks):
         target.outstanding.add(rid, tokens)
         target.prompts.add(rid, prompt_tokens, prompt_tokens - tokens)
         target.has_cached = target.has_cached or cached_tokens > 0
+        self._learn_share(cached_tokens, prompt_tokens)
         target.received_tokens += tokens
         self._next_pass_s = self._longest_prompt_tokens = None
         self._least_ahead_tokens = self.marginal = None

@@ -15,6 +15,7 @@ from sglang_sbs.scheduling import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
 from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming
 from sglang_sbs.scheduling.request import Request
@@ -297,6 +298,17 @@ def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits
         request = Request("r", 1, 900, None, 100.0, 200.0, blocks=blocks, block_tokens=1, **fields)
         here = BatchAffinity(decision(), p1)
         assert here.belongs_here(request) is not waits
+
+
+def test_who_has_a_home_goes_to_its_rank():
+    p0 = cluster().scheduler.prefill["p0"]
+    decision = CacheAffinity([p0], p0, lambda one: 0.0, load=0.5, waiting=1)
+    hits = Hits({"p0": [800, 800]}, 800, {"p0": [800, 0]})
+    request = Request("r", 1, 900, None, 0.0, 60.0, blocks=PREFIX, block_tokens=PAGE, hits=hits)
+    assert BatchAffinity(decision, p0).rank_of(request, [1000, 1000]) == 1
+    at_home = BatchAffinity(decision, p0, {"r": Home("p0", 0)})
+    assert at_home.is_home_of(request)
+    assert at_home.rank_of(request, [1000, 1000]) == 0
 
 
 def test_many_that_wait_for_one_instance_do_not_hide_those_of_another(monkeypatch):

@@ -11,6 +11,8 @@ from sglang_sbs.scheduling import InstanceDown, InstanceUp
 from sglang_sbs.scheduling.events import BlocksStored
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     FETCH_S,
+    LOAD_S,
+    Home,
     PassForecast,
     Terms,
     homes,
@@ -56,7 +58,7 @@ def at(
 ) -> set[str]:
     """Those that cost least there."""
     home_of = homes(forecasts, far, queue, lambda _: terms, lambda _r, _i: may_go)
-    return {rid for rid, home in home_of.items() if home == name}
+    return {rid for rid, home in home_of.items() if home.instance == name}
 
 
 def pass_s(tokens: int, context: int = 0) -> float:
@@ -205,7 +207,48 @@ def test_on_an_idle_instance_it_begins_when_it_is_there():
     fetched = cached_in_storage("r", 100_500, {"p0": [100_000, 100_000]})
     local = cached_in_storage("r", 100_500, {"p0": [0, 100_000]})
     there_s, fetching_s = (forecast(instance()).cost_s(one, Terms()) for one in (local, fetched))
-    assert fetching_s - there_s == pytest.approx(100_000 * FETCH_S)
+    assert fetching_s - there_s == pytest.approx(100_000 * (FETCH_S + LOAD_S))
+
+
+def test_all_ranks_wait_while_one_loads_what_was_fetched():
+    def beside(to_fetch: list[int]) -> float:
+        it = forecast(instance())
+        it.add(cached_in_storage("turn", 8500, {"p0": to_fetch}), Terms())
+        return it.cost_s(request("other", 100), Terms())
+
+    assert beside([8000, 8000]) - beside([0, 8000]) == pytest.approx(8000 * LOAD_S)
+
+
+def test_it_is_the_rank_of_the_forecast_that_a_request_goes_to():
+    one = cached_in_storage("r", 8500, {"p0": [8000, 0]})
+    home_of = homes(
+        [forecast(instance())], lambda _: None, [one], lambda _: DEFAULT, lambda *_: True
+    )
+    assert home_of == {"r": Home("p0", 1)}
+
+
+@pytest.mark.parametrize(("cached_tokens", "leaves"), [(900, True), (400, False)])
+def test_where_most_is_cached_nobody_waits_for_the_last_moment(cached_tokens: int, leaves: bool):
+    it = Driver(policy="sbs", trigger="adaptive", t_default_s=0.5)
+    for name in ("p0", "p1"):
+        up = InstanceUp(instance=name, role="prefill", dp_size=2, chunk_tokens=1000, overlap=True)
+        it.tell(up)
+    it.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
+    for one in it.scheduler.prefill.values():
+        for _ in range(40):
+            one.dispatched("turn before", 0, 1000, it.now_s, cached_tokens)
+            one.dropped("turn before", 0)
+    for number in (1, 2):
+        (sent,) = it.arrive(f"cut {number}", 20_000)
+        tokens = [1000 * (rank == sent.prefill_rank) for rank in (0, 1)]
+        said = {"kind": "launch", "tokens_per_rank": tokens, "extend_tokens": 1000}
+        it.now_s += 0.005
+        for forward_id, rids in ((1, [sent.rid]), (2, [])):
+            left = {"chunk_remainder_tokens": 20_000 - 1000 * forward_id}
+            it.report(
+                sent.prefill, sent.prefill_rank, forward_id=forward_id, rids=rids, **said, **left
+            )
+    assert bool(it.arrive("turn", 100)) is leaves
 
 
 def test_a_request_goes_to_the_rank_that_need_not_fetch_it():

@@ -321,6 +321,15 @@ def test_a_launch_heard_after_the_end_of_its_pass_says_nothing_of_who_was_late_f
     assert bool(learned.latencies_s) is not over
 
 
+@pytest.mark.parametrize("fetches", [False, True])
+def test_how_long_a_rank_fetches_from_storage_is_no_latency(fetches: bool):
+    rig = Rig()
+    rig.books.dispatched("a", 0, 300, rig.now_s, fetches=fetches)
+    rig.engine.accept("a", 0, 300)
+    rig.now_s += 1.0
+    assert bool(rig.hear(rig.launch()[0]).latencies_s) is not fetches
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
-from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S, Home
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
@@ -39,7 +39,7 @@ _TWINS = 4
 """So many requests of a batch that begin alike are compared with the next one."""
 
 
-class _Home(NamedTuple):
+class _Best(NamedTuple):
     """Where a request would be best, by what it costs everybody, seconds."""
 
     cost_s: float
@@ -86,7 +86,7 @@ class CacheAffinity:
         self._start_of = start_of
         self._weight = RECOMPUTE_WEIGHT * load**2 / (1 - load) + QUEUE_WEIGHT * waiting / len(by_id)
         self._views: dict[InstanceId, _View] = {}
-        self._homes: dict[str, _Home] = {}
+        self._homes: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, tuple[Sequence[Upcoming], bool]] = {}
         self.wake_s: float | None = None
@@ -150,7 +150,7 @@ class CacheAffinity:
                 return True
         return False
 
-    def home_of(self, request: Request) -> _Home:
+    def home_of(self, request: Request) -> _Best:
         """The best of the instances that have something of its prompt, and the first one."""
         home = self._homes.get(request.rid)
         if home is None:
@@ -169,7 +169,7 @@ class CacheAffinity:
                 view.emptiest = view.backlog.index(min(view.backlog))
         return home
 
-    def best_on(self, request: Request, view: _View) -> _Home:
+    def best_on(self, request: Request, view: _View) -> _Best:
         """The best rank of an instance: the one that has most of it, or the emptiest."""
         hits = request.hits.by_instance.get(view.instance.id)
         cached = 0 if hits is None else hits[view.emptiest]
@@ -184,7 +184,7 @@ class CacheAffinity:
                 cost_s = self.done_s(request, view, most, backlog)
                 if cost_s < best_s:
                     best_s, best = cost_s, rank
-        return _Home(view.start_s + best_s, view.instance.id, best)
+        return _Best(view.start_s + best_s, view.instance.id, best)
 
     def done_s(self, request: Request, view: _View, cached: int, backlog: int) -> float:
         """:meth:`alone_s`, plus what that costs others.
@@ -225,10 +225,13 @@ class BatchAffinity:
     """The batch that is tried for one instance."""
 
     def __init__(
-        self, decision: CacheAffinity, instance: PrefillInstance, *, chooses_instance: bool = True
+        self,
+        decision: CacheAffinity,
+        instance: PrefillInstance,
+        home_of: Mapping[str, Home] | None = None,
     ) -> None:
-        """``chooses_instance``: False if somebody else has decided which of them it is."""
-        self._chooses_instance = chooses_instance
+        """``home_of``: what somebody else has decided, by request id; None: nobody has."""
+        self._home_of = home_of
         self._decision = decision
         self._instance = instance
         self._taken: dict[int, list[Request]] = {}
@@ -238,6 +241,11 @@ class BatchAffinity:
     def hits_of(self, request: Request) -> Sequence[int] | None:
         """L_hit(r, d) on the ranks of the instance; None if they have nothing of it."""
         return request.hits.by_instance.get(self._instance.id)
+
+    def is_home_of(self, request: Request) -> bool:
+        """Whether somebody else has decided that it goes to this instance."""
+        home = None if self._home_of is None else self._home_of.get(request.rid)
+        return home is not None and home.instance == self._instance.id
 
     def belongs_here(self, request: Request) -> bool:
         """Whether it should be in this batch, rather than wait for where more of it is cached, or
@@ -265,7 +273,7 @@ class BatchAffinity:
     def _is_elsewhere(self, request: Request) -> bool:
         here = self._instance.id
         gain = request.uncached_tokens_on(here) - request.uncached_tokens
-        if not self._chooses_instance or gain < LEAST_HIT_SHARE * self._instance.chunk_tokens:
+        if self._home_of is not None or gain < LEAST_HIT_SHARE * self._instance.chunk_tokens:
             return False
         home = self._decision.home_of(request).instance
         # Where nothing of it is cached, one instance is as good as the other.
@@ -278,6 +286,20 @@ class BatchAffinity:
         """
         here = self._instance
         hits = request.hits.by_instance[here.id]
+        if self._home_of is not None and self.is_home_of(request):
+            best = self._home_of[request.rid].rank
+        else:
+            best = self._best_rank(request, hits, capacity)
+        need = request.prompt_tokens - hits[best]
+        # With most of it cached there, waiting for another pass would only lose its place.
+        first_tokens = first_part(paged(need, here.page), here.chunk_tokens)
+        if capacity[best] >= first_tokens or hits[best] > need:
+            return best
+        return None
+
+    def _best_rank(self, request: Request, hits: Sequence[int], capacity: Sequence[int]) -> int:
+        """Where it would be done first, and the emptiest of these."""
+        here = self._instance
         view = self._decision.view(here)
         most, emptiest = max(hits), capacity.index(max(capacity))
         ranks = {d for d, tokens in enumerate(hits) if tokens == most} | {emptiest}
@@ -290,13 +312,7 @@ class BatchAffinity:
                 done_s += math.ceil(fetch_s / pass_s) * pass_s if here.passes else fetch_s
             return done_s, -capacity[d]
 
-        best = min(ranks, key=cost)
-        need = request.prompt_tokens - hits[best]
-        # With most of it cached there, waiting for another pass would only lose its place.
-        first_tokens = first_part(paged(need, here.page), here.chunk_tokens)
-        if capacity[best] >= first_tokens or hits[best] > need:
-            return best
-        return None
+        return min(ranks, key=cost)
 
     def _is_taken(self, request: Request, twins: Sequence[Request]) -> bool:
         """Whether it should be in the batch after this one, which finds what this one computes."""

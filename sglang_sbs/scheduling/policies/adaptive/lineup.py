@@ -138,7 +138,7 @@ class Lineup:
         """Before a decision: what follows from the instances that have changed."""
         for instance in self._changed:
             number = self._number_of[instance]
-            computes = bool(instance.passes) and not instance.forms_early
+            computes = bool(instance.passes) and not instance.forms_ahead
             self._free.set(number, instance.free_at_s(0.0, 0.0) if computes else None)
             (self._others.discard if computes else self._others.add)(number)
             (self._busy.discard if instance.idle else self._busy.add)(number)

@@ -8,7 +8,7 @@ than how many leave. Owns that judgement, and what a forecast of passes starts f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from sglang_sbs.scheduling.events import InstanceId
@@ -17,6 +17,7 @@ from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     MOST_PLANNED,
     NEAREST,
+    Home,
     PassForecast,
     Terms,
 )
@@ -40,6 +41,8 @@ IMPATIENCE = 4.0
 """With prompts of many chunks about: when a request has waited as long as it takes, its completion
 counts this much more, against what it delays others by. Without it long prompts give way to short
 ones for too long."""
+MOSTLY_CACHED = 0.5
+"""Of the prompts sent, that requests leave for their homes at once."""
 AGAIN_WEIGHT = 700.0
 """With prompts of many chunks about: times load**2 / (1 - load), what a second of computing again
 counts. Chosen so that little more than the optimum is computed near capacity (docs/cache.md)."""
@@ -83,6 +86,11 @@ class LongPrompts:
             return True
         return most_chunks > many
 
+    def are_cached(self, instances: Sequence[PrefillInstance]) -> bool:
+        """Whether most of what is sent has been cached, as in agents' turns: then it is caches that
+        settle where a request goes."""
+        return sum([i.cached_share for i in instances]) > MOSTLY_CACHED * len(instances)
+
     def homes(
         self,
         candidates: Sequence[PrefillInstance],
@@ -91,15 +99,19 @@ class LongPrompts:
         queue: RequestQueue,
         overdue: bool,
         at: Moment,
-    ) -> dict[str, str]:
-        """The instance on which each request costs least, now or later. ``in_order``: of start."""
+        *,
+        early: bool = False,
+    ) -> dict[str, Home]:
+        """Where each request costs least, now or later. ``in_order``: of start. ``early``:
+        requests may leave before a batch could."""
         forecasts: dict[str, PassForecast] = {}
         by_id = self._by_id
 
         def forecast_of(name: str) -> PassForecast | None:
             if name not in forecasts and name in by_id:
                 one = by_id[name]
-                closed = one not in candidates and not may_take(one, False)
+                is_open = may_take(one, False) or (early and one.has_room and one.forms_ahead)
+                closed = one not in candidates and not is_open
                 forecasts[name] = _forecast(one, at, closed=closed)
             return forecasts.get(name)
 
@@ -147,6 +159,26 @@ def _forecast(instance: PrefillInstance, at: Moment, *, closed: bool) -> PassFor
         # It starts the next one before, with what it has.
         return PassForecast(instance, free_s, closed=True)
     return PassForecast(instance, max(free_s, at.arrives_s), closed=closed)
+
+
+def early_homes(
+    homes: Collection[Home], instances: Iterable[PrefillInstance]
+) -> list[PrefillInstance]:
+    """The instances where a request should be as soon as possible, which has its home there.
+
+    They are cutting prompts, so they form a pass when the one before it starts. Nobody knows that
+    to the millisecond, and who is late waits for a whole pass. Where caches settle where a request
+    goes, what comes meanwhile hardly changes that. Its rank has room in the pass formed next.
+    """
+    return [
+        one
+        for one in instances
+        if one.forms_ahead
+        and any(
+            home.instance == one.id and one.ranks[home.rank].ahead_tokens < one.chunk_tokens
+            for home in homes
+        )
+    ]
 
 
 def may_take(instance: PrefillInstance, long_queue: bool) -> bool:

@@ -29,12 +29,22 @@ CHUNK_WEIGHT = 0.4
 """A prompt of n chunks counts like 1 + (n - 1) * this many requests: its delays are the tail."""
 FETCH_S = 7e-6
 """What a token takes from shared storage to a rank: a guess, as no report says it."""
+LOAD_S = 1.5e-6
+"""What a token that was fetched takes from there to the device, in the pass that it begins in: its
+whole instance waits for that. A guess likewise."""
 MOST_PLANNED = 128
 """Waiting requests looked at; the rest does not matter for the next pass."""
 NEAREST = 6
 """Instances compared for each request, those that start next."""
 MOST_HOLDERS = 2
 """Other instances compared because they have most of its prompt cached."""
+
+
+class Home(NamedTuple):
+    """Where a request should go."""
+
+    instance: InstanceId
+    rank: int
 
 
 class Terms(NamedTuple):
@@ -107,16 +117,17 @@ class PassForecast:
 
     def _ranks_for(self, request: Request) -> set[int]:
         """The emptiest rank, and the emptiest of those that have most of it cached."""
-        emptiest = self._ahead.index(min(self._ahead))
         name = self.instance.id
         hits = request.hits.by_instance.get(name)
         if hits is None:
-            return {emptiest}
+            return {self._ahead.index(min(self._ahead))}
         fetched = request.hits.to_fetch.get(name) or [0] * len(hits)
         held = [mine - theirs for mine, theirs in zip(hits, fetched, strict=True)]
         most = max(held)
-        holders = [d for d, tokens in enumerate(held) if tokens == most]
-        return {emptiest, min(holders, key=self._ahead.__getitem__)}
+        ranks = range(len(held))
+        emptiest = min(ranks, key=lambda d: (self._ahead[d], fetched[d]))
+        holder = min(ranks, key=lambda d: (held[d] < most, self._ahead[d]))
+        return {emptiest, holder}
 
     def _begins_at(self, request: Request, rank: int) -> tuple[int, float]:
         """Tokens ahead of the request on a rank, and how much later than the pass that follows from
@@ -139,23 +150,24 @@ class PassForecast:
         done_s = self._start_s + fetch_s + sum(one.length_s for one in passes[:first])
         delayed = terms.waiting + sum(one.ends for one in passes[first:])
         delays_s = 0.0
+        load_s = request.fetch_tokens(instance.id, rank) * LOAD_S
         cached = context = request.hit_tokens(instance.id, rank)
         for index in range(first, (at + tokens - context - 1) // chunk + 1):
             part = min(chunk - at % chunk, tokens - context)
             pairs = part * (context + part / 2)
             if index < len(passes):
                 one = passes[index]
-                slowest_s = max(
-                    one.slowest_s,
-                    model.rank_s(one.tokens_per_rank[rank] + part, one.pairs[rank] + pairs),
-                )
+                own_s = model.rank_s(one.tokens_per_rank[rank] + part, one.pairs[rank] + pairs)
+                slowest_s = max(one.slowest_s, own_s + load_s)
                 length_s = model.pass_s((one.tokens + part) / instance.dp_size, slowest_s)
                 delays_s += (length_s - one.length_s) * delayed
                 delayed -= one.ends
             else:
-                length_s = model.pass_s(part / instance.dp_size, model.rank_s(part, pairs))
+                slowest_s = model.rank_s(part, pairs) + load_s
+                length_s = model.pass_s(part / instance.dp_size, slowest_s)
                 delays_s += length_s * terms.waiting
             done_s += length_s
+            load_s = 0.0
             context += part
             at += part
         again = tokens - cached - request.uncached_tokens
@@ -163,18 +175,22 @@ class PassForecast:
         weight = terms.impatience * self._weight_of(request.uncached_tokens)
         return done_s * weight + delays_s + again_s
 
-    def add(self, request: Request, terms: Terms) -> None:
-        """A request goes here."""
+    def add(self, request: Request, terms: Terms) -> Home:
+        """A request goes here; to which rank."""
         rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, terms))
         cached = request.hit_tokens(self.instance.id, rank)
         weight = self._weight_of(request.uncached_tokens)
         self._ahead[rank], _ = self._begins_at(request, rank)
-        self._lay(rank, request.prompt_tokens - cached, cached, weight)
+        load_s = request.fetch_tokens(self.instance.id, rank) * LOAD_S
+        self._lay(rank, request.prompt_tokens - cached, cached, weight, load_s)
+        return Home(self.instance.id, rank)
 
     def _weight_of(self, tokens: int) -> float:
         return 1 + CHUNK_WEIGHT * ((tokens - 1) // self.instance.chunk_tokens)
 
-    def _lay(self, rank: int, tokens: int, context: int, weight: float) -> None:
+    def _lay(
+        self, rank: int, tokens: int, context: int, weight: float, load_s: float = 0.0
+    ) -> None:
         instance, passes = self.instance, self._passes
         model, chunk = instance.model, instance.chunk_tokens
         at = self._ahead[rank]
@@ -196,9 +212,9 @@ class PassForecast:
             one.tokens_per_rank[rank] += part
             one.pairs[rank] += part * (context + part / 2)
             one.tokens += part
-            one.slowest_s = max(
-                one.slowest_s, model.rank_s(one.tokens_per_rank[rank], one.pairs[rank])
-            )
+            own_s = model.rank_s(one.tokens_per_rank[rank], one.pairs[rank])
+            one.slowest_s = max(one.slowest_s, own_s + load_s)
+            load_s = 0.0
             one.length_s = model.pass_s(one.tokens / instance.dp_size, one.slowest_s)
             at += part
             context += part
@@ -212,7 +228,7 @@ def homes(
     requests: Iterable[Request],
     terms_of: Callable[[Request], Terms],
     may_go: Callable[[Request, PrefillInstance], bool],
-) -> dict[str, InstanceId]:
+) -> dict[str, Home]:
     """Where each request costs least, by request id.
 
     Each goes where it costs least after those before it, as if all left now.
@@ -226,7 +242,7 @@ def homes(
         terms_of: of a request that nobody shares a prefix with.
         may_go: whether a request is allowed on an instance.
     """
-    chosen: dict[str, InstanceId] = {}
+    chosen: dict[str, Home] = {}
     names = {one.instance.id for one in nearest}
     sharing: Counter[int | None] = Counter()
     for count, request in enumerate(requests):
@@ -245,9 +261,7 @@ def homes(
             # What is computed again is there afterwards: all that share it pay for it.
             weight = terms.again_weight / sharing[request.cached_until]
             terms = terms._replace(again_weight=weight)
-            best = _cheapest(allowed, request, terms)
-            best.add(request, terms)
-            chosen[request.rid] = best.instance.id
+            chosen[request.rid] = _cheapest(allowed, request, terms).add(request, terms)
     return chosen
 
 

@@ -40,16 +40,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.cache_affinity import BatchAffinity, CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.policies.adaptive.few_requests import Waiting, cut_of
 from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, Starts
-from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, may_take
+from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts, early_homes, may_take
 from sglang_sbs.scheduling.policies.adaptive.lookahead import lookahead
 from sglang_sbs.scheduling.policies.adaptive.moment import Moment
 from sglang_sbs.scheduling.policies.adaptive.offered_load import OfferedLoad
+from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home
 from sglang_sbs.scheduling.policies.pbaa import place_fitting, top_up
 from sglang_sbs.scheduling.policies.policy import (
     Admissible,
@@ -118,8 +118,8 @@ class Decision:
     candidates: list[PrefillInstance] = field(default_factory=list)
     ahead: list[PrefillInstance] = field(default_factory=list)
     """Those that should get one for the pass after their next."""
-    home_of: dict[str, InstanceId] | None = None
-    """The instance each request should go to; None: any, for a fair share of the queue."""
+    home_of: dict[str, Home] | None = None
+    """Where each request should go; None: anywhere, for a fair share of the queue."""
 
     def passes_of(self, instance: PrefillInstance) -> int:
         """For how many passes together it gets requests."""
@@ -317,9 +317,10 @@ class AdaptiveTrigger(PrefillPolicy):
             )
             if due_s is not None:
                 one.wakes.append(due_s)
-        if not (one.candidates or one.ahead):
-            return False
         chunked = self._long.matter(queue, lineup.most_chunks)
+        early = chunked and self._long.are_cached(instances)
+        if not (one.candidates or one.ahead or early):
+            return False
         if chunked:
             one.ahead = []  # prompts of many chunks keep every pass full as it is
         elif not one.overdue and not one.all_idle:
@@ -328,8 +329,12 @@ class AdaptiveTrigger(PrefillPolicy):
         if chunked:
             in_order = (instances[number] for _, _, number in one.starts)
             one.home_of = self._long.homes(
-                one.candidates, instances, in_order, queue, one.overdue, at
+                one.candidates, instances, in_order, queue, one.overdue, at, early=early
             )
+            if early:
+                in_order = (instances[number] for _, _, number in one.starts)
+                others = (i for i in in_order if i not in one.candidates)
+                one.candidates += early_homes(one.home_of.values(), others)
         return chunked
 
     def _decision_at(self, one: Decision) -> CacheAffinity:
@@ -388,7 +393,7 @@ class AdaptiveTrigger(PrefillPolicy):
             keep_tokens += OVERLAP_KEEP_PASSES * all_tokens
         if one.home_of is None and self._urgency.matters(one.at.now_s):
             keep_tokens = math.inf  # the rest would be formed at once, without the batch after it
-        affinity = BatchAffinity(decision, instance, chooses_instance=one.home_of is None)
+        affinity = BatchAffinity(decision, instance, one.home_of)
         gathered = self._gather(instance, one, affinity, c_avail, places, keep_tokens)
         if gathered is None:
             return None
@@ -462,7 +467,7 @@ class AdaptiveTrigger(PrefillPolicy):
                 (even or one.overdue or self._long.suits(request, instance, one.instances))
                 and (
                     home_of is None
-                    or home_of.get(request.rid) == instance.id
+                    or affinity.is_home_of(request)
                     or request.arrived_s <= patient_s
                 )
                 and (
