@@ -1,8 +1,7 @@
 """What the scheduler believes about one prefill instance, and how reports correct it.
 
-Owns how dispatches, reports, time and silence change the books (``books``; those of a rank are in
-``rank``) and what a pass teaches the forward model. Samples are taken in ``observation``; how long
-silence may last is in ``watchdog``. Must not know the queue, other instances or the policy.
+Owns how dispatches, reports, time and silence change the books (``books``, ``rank``) and what a
+pass teaches the forward model. Must not know the queue, other instances or the policy.
 
 How the belief is kept true
 ---------------------------
@@ -10,8 +9,7 @@ A dispatched request is *in flight* until the rank reports that it accepted it (
 is part of the rank's reported queue (absolute numbers, never summed up here), and with a launch it
 leaves both and is part of a :class:`Pass`. EndForward ends the pass. So every report replaces
 belief by fact, and a lost one is healed by the next. Until that comes, what another rank says of
-the same pass is believed of this one too (``rank``). Latency and lead are learned from a
-rank's own messages only.
+the same pass is believed of this one too. Latency and lead are learned of a rank's own words only.
 
 Without reports (no plugin, or the instance fell silent) the same state is kept by assumption: a
 backlog is *presumed* launched after the usual latency, first come first served up to the chunk, and
@@ -177,10 +175,8 @@ class PrefillInstance(PrefillBooks):
         report = self._plausible(rank, report)
         rank.clean = False
         self.tier = "endforward"
-        launched_id = report.forward_id
-        if report.kind != "launch":
-            launched_id += report.inflight_passes
-        rank.heard(launched_id)
+        inflight = 0 if report.kind == "launch" else report.inflight_passes
+        rank.heard(report.forward_id + inflight)
         launch_s = self._launched_s(report, now_s)
         if report.kind == "launch":
             self._learn_gap(rank, report, launch_s, latency_s)
@@ -382,12 +378,11 @@ class PrefillInstance(PrefillBooks):
     def _learn_gap(
         self, rank: PrefillRank, report: EndForward, launch_s: float, latency_s: float
     ) -> None:
-        """Only from a launch that did not have to wait for a request to come, or that came sooner
-        than usual, whatever it waited for. A host that has the end of a pass to deal with takes
-        requests in more slowly than an idle one, so not having waited needs the pause itself; and
-        what is at the rank by the time of the launch need not have been there at the end."""
+        """Only from a launch that waited for no request, or that came sooner than usual. A host
+        takes requests in more slowly at the end of a pass, so not having waited needs the pause
+        itself; and what is at the rank by the launch need not have been there at the end."""
         starts = report.rids or rank.taken or rank.left_waiting
-        if not self.passes_ended or self.passes or not starts:
+        if not starts or not self.passes_ended or self.passes:
             return
         pause_s = launch_s - self.free_since_s
         if not 0 <= pause_s < 0.25 * self.model.predict_s(self._vector(report)):
@@ -487,9 +482,7 @@ class PrefillInstance(PrefillBooks):
     def _vector(self, report: EndForward) -> list[int]:
         if report.tokens_per_rank is not None:
             return list(report.tokens_per_rank)
-        tokens = [0] * self.dp_size
-        tokens[report.dp_rank] = report.extend_tokens
-        return tokens
+        return [report.extend_tokens if n == report.dp_rank else 0 for n in range(self.dp_size)]
 
     def _compute(self, tokens: list[int]) -> list[float]:
         """The same for tokens that a pass has taken now."""
