@@ -38,7 +38,7 @@ for the key and sends it with its own request."""
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="control-plane"'}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Access:
     api_key: str | None
     control_keys: Sequence[ControlKey]

@@ -40,7 +40,7 @@ _SMALL_PIECE_BYTES = 1 << 14
 """A piece that waits for no turn: who dribbles takes none from those that send."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Bodies:
     """What all bodies may take together, each from its first byte to the end of its request.
 
@@ -84,7 +84,7 @@ class Bodies:
         return RouterError(503, "router_overloaded", why, retry_after_s=1.0)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BodyShare:
     """What the body of one request takes of it."""
 
@@ -227,7 +227,7 @@ class Doorman:
         self._look_again()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Gate(asyncio.Protocol):
     """Stands in for aiohttp's protocol until there is a connection, which a doorman then watches to
     its end."""

@@ -47,7 +47,7 @@ class Receiver(Protocol):
     def failed(self, error: UpstreamError) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Connection(asyncio.Protocol):
     """One TCP connection carrying one exchange at a time (no pipelining)."""
 

@@ -43,7 +43,7 @@ def is_our_own(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _OUR_OWN_ERRORS
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     _pool: Pool
     origin: str
@@ -144,7 +144,7 @@ class Call:
             self._fail(kind, detail)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pool:
     """Connections to engines: as many as there are calls, the idle ones kept for reuse."""
 
@@ -244,7 +244,8 @@ async def fetch(
     """
     answer = _Whole(pool.loop.create_future())
     head = request_head("POST" if body else "GET", origin, path, headers, len(body or b""))
-    call = pool.call(origin, (head, body or b""), answer)
+    # Without an empty piece: asyncio of Python 3.12 spins over one.
+    call = pool.call(origin, (head, body) if body else (head,), answer)
     try:
         async with asyncio.timeout(limit_s):
             return await answer.future
@@ -252,7 +253,7 @@ async def fetch(
         call.cancel()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Whole:
     future: asyncio.Future[tuple[int, bytes]]
     _status: int = 0

@@ -83,7 +83,7 @@ class Known(NamedTuple):
     tokenizes: bool = True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PromptReader:
     tokenizer: ChatTokenizer | None
     lengths: PromptLengths

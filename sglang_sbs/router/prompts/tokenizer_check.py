@@ -105,7 +105,7 @@ class _Probes(NamedTuple):
     """Of ``_CHATS``; ``None``: refused."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EngineTokenizers:
     """May be asked from several threads."""
 

@@ -7,16 +7,18 @@ be a second storm, upon an engine that has enough to do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import orjson
 
 from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.connection_pool import Pool, fetch
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE = 16
 """Aborts under way to one engine; the others wait for their turn."""
@@ -74,8 +76,12 @@ class Aborts:
     async def _abort(self, url: str, engine: _Engine, rid: str) -> None:
         body = orjson.dumps({"rid": rid})
         # A stopped engine takes connections and never answers: do not collect them.
-        with suppress(UpstreamError, TimeoutError):
+        try:
             await fetch(self._pool, url, "/abort_request", self._headers, ANSWER_S, body=body)
+        except (UpstreamError, TimeoutError):
+            pass
+        except Exception:  # the engine's other aborts go on
+            logger.exception("no abort to %s", url)
         engine.under_way -= 1
         oldest_s = time.monotonic() - STALE_S
         while engine.waiting and engine.under_way < AT_ONCE:

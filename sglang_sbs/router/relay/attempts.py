@@ -41,7 +41,7 @@ _AT_ONCE = 4
 """Units of batches that begin, are sent or end in one turn of the event loop."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Attempts:
     """Of all client requests: :meth:`run` takes one of their units to its end."""
 

@@ -28,7 +28,7 @@ _LAST_CHANCE_S = 5.0
 """Without a byte for this long, a stream of a lost worker is over."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class InFlight:
     """Every pair tells it how it fares."""
 

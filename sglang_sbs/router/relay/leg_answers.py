@@ -86,7 +86,7 @@ class PairRequest:
         return self.placement.decode.url
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Leg:
     """Collects a response; subclasses decide what it means."""
 

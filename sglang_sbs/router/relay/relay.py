@@ -50,7 +50,7 @@ _JOINED_BYTES = 512 << 10
 """Of an answer, copied in one turn of the event loop."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Relay:
     config: RelayConfig
     attempts: Attempts

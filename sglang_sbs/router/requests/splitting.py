@@ -7,6 +7,7 @@ counted before anything is built, and what they share is kept once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,7 +116,7 @@ def split_generate(body: _Body, limits: PlanLimits) -> _Split:
     prompts = _prompts(key, values or [prompt], body, own, takes_ids=key == "text" and not others)
     if len(params) != len(prompts):
         params = params * len(prompts)
-    found = [_first_limit("generate", one.get("max_new_tokens")) for one in params]
+    found = [_first_limit("generate", [one.get("max_new_tokens")]) for one in params]
     return prompts, samples, batch is not None or samples > 1, found
 
 
@@ -214,13 +215,13 @@ def split_openai(
         own: list[_Own] = [{} for _ in values]
         prompts = _prompts("prompt", values, body, own, takes_ids=plain)
     given_limits = (scalar(body, name) for name in ("max_completion_tokens", "max_tokens"))
-    return prompts, samples, False, [_first_limit(kind, *given_limits)] * len(prompts)
+    return prompts, samples, False, [_first_limit(kind, given_limits)] * len(prompts)
 
 
-def _first_limit(kind: str, *values: Any) -> int | None:
-    """Of output tokens: the first value that is one, else SGLang's default."""
-    limits = (*map(output_limit, values), _DEFAULT_MAX_TOKENS[kind])
-    return next((limit for limit in limits if limit is not None), None)
+def _first_limit(kind: str, values: Iterable[Any]) -> int | None:
+    """Of output tokens: the first value that is one, else SGLang's default. No further is read."""
+    limits = (limit for limit in map(output_limit, values) if limit is not None)
+    return next(limits, _DEFAULT_MAX_TOKENS[kind])
 
 
 def _completion_prompts(raw: Raw | None, limits: PlanLimits) -> list[Raw] | list[bytes]:
