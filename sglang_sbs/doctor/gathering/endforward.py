@@ -80,10 +80,10 @@ class Ear:
             if self._sockets:
                 self._receive(started_s + self._options.wait_s)
         finally:
-            for monitor in self._monitors:
-                monitor.close(0)
+            # First: with nobody at the monitor's end libzmq would block over its next event.
             for sock in self._sockets:
                 sock.disable_monitor()
+            for sock in (*self._monitors, *self._sockets):
                 sock.close(0)
             if gatekeeper is not None:
                 self._heard.handshakes_failed += gatekeeper.refused

@@ -67,7 +67,7 @@ async def _probe(
     decode_rank = number % len(ranks_in_reach(d))
     rid = uuid.uuid4().hex
     worker = worker_of(prefill, p)
-    worker.spelling = _spelling(prefill, decode)
+    worker.spelled = _spelling(prefill, decode)
     by_room = (decode_rank, d.dp_size) if d.rank_choice == "by_room" else ()
     room = pick_bootstrap_room(prefill_rank, p.dp_size, *by_room)
     body: dict[str, object] = {

@@ -99,7 +99,7 @@ class Membership:
             except ValueError as error:
                 logger.error("cannot take over worker %s: %s", state.url, error)
                 continue
-            known.id, known.spelling = state.id, state.spelling
+            known.id, known.spelled = state.id, state.spelled
             known.priority, known.cost = state.priority, state.cost
             known.labels = state.labels | known.labels
 

@@ -123,8 +123,9 @@ class RankSockets:
         live, self._live = self._live, None
         monitor, self._monitor = self._monitor, None
         if monitor is not None and live is not None:
-            self._end(monitor)
+            # First: with nobody at the monitor's end libzmq would block over its next event.
             live.disable_monitor()
+            self._end(monitor)
             self._end(live)
         self.feed.disconnected()
 

@@ -67,7 +67,7 @@ def why_stranger(info: WorkerInfo, report: EndForward) -> str:
 
 def _are_apart(one: str, other: str) -> bool:
     """Whether two ``--dist-init-addr`` cannot mean the same engine."""
-    if not one or not other:
+    if one == other or not one or not other:  # mostly; reports are many
         return False
     (host, port), (other_host, other_port) = (
         text.lower().rpartition(":")[::2] for text in (one, other)

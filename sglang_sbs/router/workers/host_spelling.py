@@ -24,18 +24,23 @@ _MAX_REMEMBERED = 256
 
 
 def spelling_for(
-    host: str, prefill: SbsBlock, decode: Iterable[SbsBlock | None], called: dict[str, str]
+    host: str,
+    prefill: SbsBlock,
+    decode: Iterable[SbsBlock | None],
+    called: dict[str, str],
+    now: int = 0,
 ) -> int:
     """Which spelling of its host goes with that boot, beside these decode instances; 0: as it is.
 
     ``None``: a decode instance that says nothing of its boot; beside it the host is as it is until
     this router sees another boot there. ``called``: the boots it saw there, by spelling; the new
-    one is noted. (Short names can be spelled in few ways.)
+    one is noted. (Short names can be spelled in few ways.) ``now``: how it is spelled, which stays
+    where nothing else follows and it is called so: the process before this one may have seen more.
     """
     restarted = any(boot != prefill.boot_id for boot in called.values())
     if not any(_may_be_older(one, prefill, restarted) for one in decode):
-        called.setdefault(host, prefill.boot_id)
-        return 0
+        text = respelled(host, now)
+        return now if called.setdefault(text, prefill.boot_id) == prefill.boot_id else 0
     if len(called) >= _MAX_REMEMBERED:
         called.clear()
     first = 1 + crc32(prefill.boot_id.encode()) % _SPELLINGS

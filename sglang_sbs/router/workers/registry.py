@@ -161,7 +161,7 @@ class Registry:
             sbs = worker.info.sbs if worker.info is not None else None
             if sbs is not None and sbs.boot_id:
                 host = split_worker_url(worker.url)[1]
-                worker.spelling = spelling_for(host, sbs, decode, worker.called)
+                worker.spelled = spelling_for(host, sbs, decode, worker.called, worker.spelled)
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
         """``/server_info`` was read again: the same engine as before, or another?"""
@@ -390,7 +390,7 @@ class Registry:
     def _restarted(self, worker: Worker) -> None:
         logger.warning("worker %s (%s) restarted", worker.url, worker.role)
         if worker.role == "prefill":
-            worker.spelling += 1  # where /server_info tells no boot id, which decides otherwise
+            worker.spelled += 1  # where /server_info tells no boot id, which decides otherwise
         self._retire(worker, worker.boots.values())
         for of_ranks in (worker.kv_endpoints, worker.kv_refused, worker.speaks_from):
             of_ranks.clear()

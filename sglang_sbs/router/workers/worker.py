@@ -46,7 +46,7 @@ class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """As ``PUT /workers/{id}`` set them, for people and tools: placement does not look at them."""
     problems: dict[str, str] = field(default_factory=dict)
     """What is wrong, by kind; for people, in the log and in ``GET /workers``."""
-    spelling: int = 0
+    spelled: int = 0
     """Which way of writing its host engines are told."""
 
 
@@ -98,7 +98,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     @property
     def bootstrap_host(self) -> str:
         """What decode is told (``host_spelling``)."""
-        return bracketed(respelled(split_worker_url(self.url)[1], self.spelling))
+        return bracketed(respelled(split_worker_url(self.url)[1], self.spelled))
 
     @property
     def bootstrap_port(self) -> int | None:

@@ -128,7 +128,7 @@ def test_a_worker_is_told_of_in_the_words_of_every_release():
         **{"url": "http://p0:1", "role": "prefill", "id": "x", "bootstrap_port": 8998},
         "info": {"dp_size": 2, "sbs": {"boot_id": "b"}, "captured_tokens": [1, 2], "later": 1},
         **{"healthy": True, "breaker": "open", "active": 3, "cost": 2.0, "labels": {"a": "b"}},
-        **{"report_age_s": 0.5, "reports": 7, "spelling": 1},
+        **{"report_age_s": 0.5, "reports": 7, "spelled": 1},
     }
     body = msgspec.msgpack.encode({"type": "Cluster", "workers": [told]})
     message = decode_from_scheduler([TOPIC, body])

@@ -57,6 +57,15 @@ def test_where_decode_says_nothing_restarts_that_were_seen_count(silent: SbsBloc
     assert spelling == spelling_for("10.1.2.3", again, [silent], called) > 0
 
 
+def test_a_spelling_that_was_handed_over_stays_with_its_boot() -> None:
+    """Decode says nothing, and this process has seen no restart: the one before it has."""
+    called: dict[str, str] = {}
+    for _ in range(2):
+        assert spelling_for("10.1.2.3", PREFILL, [None], called, 53042) == 53042
+    again = SbsBlock(boot_id="b2", booted_s=1)
+    assert spelling_for("10.1.2.3", again, [None], called, 53042) not in (0, 53042)
+
+
 def test_the_spelling_goes_with_the_boot() -> None:
     older = SbsBlock(boot_id="d", booted_s=1)
     spellings = {spelled(SbsBlock(boot_id=f"b{n}", booted_s=50), older) for n in range(100)}
