@@ -112,8 +112,8 @@ class SocketBoard(Board):
         self._send(tag, word)
 
     def tell(self, tag: int, word: Word) -> None:
-        self._told.append((tag, word))
         self._send(tag, word)
+        self._told.append((tag, word))
 
     def _send(self, tag: int, word: Word) -> None:
         message = _MESSAGE.pack(tag, *astuple(word))

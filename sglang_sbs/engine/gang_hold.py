@@ -168,13 +168,21 @@ class GangHold:
         self._turn += 1
         self._taken_turn = self._turn
 
-    def after_result(self, _result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """After ``Scheduler.process_batch_result``: all ranks have been through a pass together."""
-        self._result_turn, self._taken_turn = self._turn, self._turn + 1
+    def around_process_batch_result(
+        self, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *args: Any
+    ) -> Any:
+        """Around ``Scheduler.process_batch_result``: all ranks are through the pass. Not where an
+        idle rank has its result at once, on a device without overlap scheduling."""
+        done = getattr(result, "copy_done", None)
+        if done is not None and not self._off:
+            done.synchronize()
+        if done is not None or getattr(scheduler, "device", "") == "cpu":
+            self._result_turn, self._taken_turn = self._turn, self._turn + 1
+        return original(scheduler, batch, result, *args)
 
     def after_update_status(self, _result: Any, _manager: Any, room: Any, status: Any) -> None:
         """After ``CommonKVManager.update_status``, in the thread that hears from decode."""
-        if self._off or self._processes > 1 or status != TAKEN_IN:
+        if self._off or self._processes > 1 or status != TAKEN_IN or not self._ranks.is_open:
             return
         with suppress(Exception):  # it would end SGLang's thread
             part = part_of_room(room)
@@ -337,7 +345,8 @@ class GangHold:
 
     def _taken_in(self, part: GangPart) -> bool:
         """Whether decode had taken all of it in, on all ranks, before the pass ended whose result
-        this turn has. By now each rank has heard it of all, and has read its requests."""
+        this turn has. Each rank has heard it of all since then, unless it is late by all that is
+        done between the two. Requests that are still on their way to prefill are not waited for."""
         if self._result_turn != self._turn:
             return False
         turns = [word.taken_turn for word in self._ranks.heard(part.tag)]

@@ -124,7 +124,7 @@ def _plugin_hooks(
         Hook((NEXT_PREFILL_BATCH,), gate.before_next_batch, "BEFORE", optional=True),
         Hook((ROOM_STATUS,), around_update_status, "AROUND", optional=True),
         Hook((ROOM_STATUS,), hold.after_update_status, "AFTER", optional=True),
-        Hook((PROCESS_RESULT,), hold.after_result, "AFTER", optional=True),
+        Hook((PROCESS_RESULT,), hold.around_process_batch_result, "AROUND", optional=True),
     ]
 
 

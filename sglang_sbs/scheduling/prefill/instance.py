@@ -264,6 +264,7 @@ class PrefillInstance(PrefillBooks):
         if not rank.clean:
             rank.forget()
             rank.prompts.clear()
+        self.cached_share = 0.0
         self._forget_ids()
 
     def _forget_ids(self) -> None:

@@ -137,6 +137,7 @@ class PrefillRank:
         self.last_forward_id = self.launched_id = -1
         self.presumed_passes.clear()
         self.taken.clear()
+        self.left_waiting = False
 
     @property
     def newest_id(self) -> int:

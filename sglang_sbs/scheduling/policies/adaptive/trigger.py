@@ -83,8 +83,7 @@ OVERLAP_KEEP_PASSES = 1
 """With overlap scheduling prompts are split only when so many more passes of all instances wait: a
 small rest makes a pass of its own."""
 MOST_JOINING = 64
-"""With more waiting nobody joins a batch on its way: they were left for later passes on purpose,
-and asking again at every event costs more than it brings."""
+"""With more waiting nobody joins a batch on its way: they were left for later passes on purpose."""
 MAX_TRIED = 2
 """Candidates asked for a batch per decision, those that are free first."""
 MOST_REFUSED = 256
@@ -92,8 +91,7 @@ MOST_REFUSED = 256
 MAX_DEFERRED = 32
 """A batch is formed of what was found when so many requests were left for other instances."""
 RETRY_S = 0.01
-"""With so many left for other instances that a decision is expensive, and no batch in it, the next
-one is made so much later at the earliest: until then little can have changed."""
+"""After a decision that was expensive and sent nothing the next comes so much later at least."""
 _EPSILON_S = 1e-9
 _BEYOND_S = 1e-6
 """More than the difference that the order of adding times makes."""
@@ -212,7 +210,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._open(one, late)
         chunked = self._choose(one, late)
         if not one.candidates and self._decision_s != now_s:
-            return Plan(wake_s=min(one.wakes, default=None))
+            return self._later(one)
         affinity = self._decision_at(one)
         tried = 0
         for instance in one.candidates:
@@ -228,10 +226,12 @@ class AdaptiveTrigger(PrefillPolicy):
                 self._planned_s = self.last_start_s if joins else one.starts.begin_s(instance)
                 affinity.dispatched(instance)
                 return plan
-        if affinity.wake_s is not None:
-            one.wakes.append(affinity.wake_s)
-        if affinity.deferred >= MAX_DEFERRED or len(one.home_of or ()) >= MAX_DEFERRED:
-            self._retry_s = now_s + RETRY_S
+        one.wakes += [] if affinity.wake_s is None else [affinity.wake_s]
+        return self._later(one, affinity.deferred)
+
+    def _later(self, one: Decision, deferred: int = 0) -> Plan:
+        if max(deferred, len(one.home_of or ())) >= MAX_DEFERRED:
+            self._retry_s = one.at.now_s + RETRY_S
             one.wakes.append(self._retry_s)
         return Plan(wake_s=min(one.wakes, default=None))
 
@@ -318,7 +318,8 @@ class AdaptiveTrigger(PrefillPolicy):
             if due_s is not None:
                 one.wakes.append(due_s)
         chunked = self._long.matter(queue, lineup.most_chunks)
-        early = chunked and self._long.are_cached(instances)
+        early = chunked and lineup.overlap and self._long.are_cached(instances)
+        early = early and any(i.forms_ahead and i.has_room for i in instances)
         if not (one.candidates or one.ahead or early):
             return False
         if chunked:
