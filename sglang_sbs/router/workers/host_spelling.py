@@ -9,7 +9,7 @@ started.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from ipaddress import IPv4Address, ip_address
 from zlib import crc32
 
@@ -26,7 +26,7 @@ _MAX_REMEMBERED = 256
 def spelling_for(
     host: str,
     prefill: SbsBlock,
-    decode: Iterable[SbsBlock | None],
+    decode: Sequence[SbsBlock | None],
     called: dict[str, str],
     now: int = 0,
 ) -> int:
@@ -35,12 +35,14 @@ def spelling_for(
     ``None``: a decode instance that says nothing of its boot; beside it the host is as it is until
     this router sees another boot there. ``called``: the boots it saw there, by spelling; the new
     one is noted. (Short names can be spelled in few ways.) ``now``: how it is spelled, which stays
-    where nothing else follows and it is called so: the process before this one may have seen more.
+    where somebody does not say: the process before this one may have seen more.
     """
     restarted = any(boot != prefill.boot_id for boot in called.values())
     if not any(_may_be_older(one, prefill, restarted) for one in decode):
-        text = respelled(host, now)
-        return now if called.setdefault(text, prefill.boot_id) == prefill.boot_id else 0
+        told = prefill.booted_s and all(one is not None and one.booted_s for one in decode)
+        kept = 0 if told else now
+        boot_id = called.setdefault(respelled(host, kept), prefill.boot_id)
+        return kept if boot_id == prefill.boot_id else 0
     if len(called) >= _MAX_REMEMBERED:
         called.clear()
     first = 1 + crc32(prefill.boot_id.encode()) % _SPELLINGS
