@@ -1,7 +1,7 @@
 """Holds the requests of a gang back until all of it can start, on all DP ranks at once.
 
-With pipeline parallelism, and over
-several hosts with SGLang before 0.5.22, :mod:`.gang_gate` waits in its own way instead.
+With pipeline parallelism, and over several hosts with SGLang before 0.5.22, :mod:`.gang_gate` waits
+in its own way instead.
 
 How
 ---
@@ -18,8 +18,9 @@ sockets (:mod:`.gang_board`), on several inside that operation (:mod:`.gang_gath
 when its part is ready. In the turn after the last said so, all let the gang go.
 
 Mostly a gang comes while a pass runs. The thread that hears from decode tells the other ranks of
-one host when the handshakes of a part are over. If all did so before they had the result of the
-pass, that turn is saved: all let the gang go in their first look after it, without a word more.
+one host when the handshakes of a part are over. If all did so before the pass ended, that turn is
+saved: all let the gang go in their first look after it, without a word more. Not where a DP rank is
+several processes, nor on a device without overlap scheduling, where idle ranks look before the end.
 
 Several processes per DP rank
 -----------------------------
@@ -169,16 +170,22 @@ class GangHold:
         self._taken_turn = self._turn
 
     def around_process_batch_result(
-        self, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *args: Any
+        self,
+        original: Callable[..., Any],
+        scheduler: Any,
+        batch: Any,
+        result: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Around ``Scheduler.process_batch_result``: all ranks are through the pass. Not where an
-        idle rank has its result at once, on a device without overlap scheduling."""
+        """Around ``Scheduler.process_batch_result``: with ``copy_done`` all ranks are through the
+        pass, and on the CPU, which computes before it gets here."""
         done = getattr(result, "copy_done", None)
         if done is not None and not self._off:
             done.synchronize()
         if done is not None or getattr(scheduler, "device", "") == "cpu":
             self._result_turn, self._taken_turn = self._turn, self._turn + 1
-        return original(scheduler, batch, result, *args)
+        return original(scheduler, batch, result, *args, **kwargs)
 
     def after_update_status(self, _result: Any, _manager: Any, room: Any, status: Any) -> None:
         """After ``CommonKVManager.update_status``, in the thread that hears from decode."""

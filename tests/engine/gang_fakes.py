@@ -166,8 +166,9 @@ class Rank:
             req.state = READY
             self.hold.after_update_status(None, None, req.bootstrap_room, READY)
 
-    def ends_pass(self) -> None:
-        result = SimpleNamespace(copy_done=SimpleNamespace(synchronize=lambda: None))
+    def ends_pass(self, *, is_awaited: bool = True) -> None:
+        done = SimpleNamespace(synchronize=lambda: None) if is_awaited else None
+        result = SimpleNamespace(copy_done=done)
         around = self.hold.around_process_batch_result
         around(lambda *_: None, self.queue.scheduler, None, result)
 

@@ -76,6 +76,18 @@ def test_no_pass_no_short_cut():
     assert [rank.turn() for rank in ranks] == [["0a", "0b"], ["1a", "1b"]]
 
 
+def test_where_idle_ranks_have_their_result_before_the_pass_ends_there_is_no_short_cut():
+    """A device without overlap scheduling: who computes would know more than who is idle."""
+    ranks = two_ranks()
+    reqs = running(ranks)
+    for rank, its in zip(ranks, reqs, strict=True):
+        rank.takes_in(*its)
+        rank.ends_pass(is_awaited=False)
+        rank.queue.queue += its
+    assert [rank.turn() for rank in ranks] == [[], []]
+    assert [rank.turn() for rank in ranks] == [["0a", "0b"], ["1a", "1b"]]
+
+
 def test_who_follows_at_a_rank_without_a_part_starts_with_it():
     clock, hearsay = Clock(), Hearsay()
     ranks = [Rank(clock, rank=rank, ranks=3, hearsay=hearsay) for rank in range(3)]

@@ -9,54 +9,26 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
+from prompt_setup import TEXT, TOOL, USER, Known
 from router_harness import cluster
 
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.prompts.block_names import BlockFormat, BlockNamer
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.length_estimate import PromptLengths, chat_bytes
-from sglang_sbs.router.prompts.reader import LongestPrompt, PromptKind, PromptReader, ReadPrompt
+from sglang_sbs.router.prompts.reader import LongestPrompt, PromptReader, ReadPrompt
 from sglang_sbs.router.prompts.tokenizer_check import longest_prompt
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.splitting import MOST_READ_BYTES
 from sglang_sbs.testing.tiny_model import cached_tiny_model
 
-USER = {"role": "user", "content": "What is the weather in Köln? " * 8}
 IMAGE = {"type": "image_url", "image_url": {"url": "u"}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-TEXT = "the model and the batch of it <|im_start|> ü " * 8
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> ChatTokenizer:
     return ChatTokenizer.load(cached_tiny_model())
-
-
-class Known:
-    """Engines as a test wants them."""
-
-    def __init__(self) -> None:
-        self.format: BlockFormat | None = BlockFormat(16)
-        self.wrong: set[PromptKind] = set()
-        self.ids = True
-        self.models = {"org:model"}
-        self.longest: LongestPrompt | None = None
-
-    def block_format(self) -> BlockFormat | None:
-        return self.format
-
-    def agrees(self, kind: PromptKind) -> bool:
-        return kind not in self.wrong
-
-    def takes_ids(self, kind: PromptKind) -> bool:
-        return self.ids
-
-    def serves(self, model: str) -> bool:
-        return model in self.models
-
-    def longest_prompt(self) -> LongestPrompt | None:
-        return self.longest
 
 
 Read = Callable[..., ReadPrompt]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from sglang_sbs.router.signals.endforward_listener import EndForwardListener
@@ -34,3 +35,12 @@ class Setup:
 
     def bound(self) -> list[str]:
         return [event.instance for event in self.events if isinstance(event, ForwardEnded)]
+
+
+async def publish_until(engine: MockEngine, condition: Any, **fields: Any) -> None:
+    """PUB drops what is sent before the subscription is known: send until it arrives."""
+    async with asyncio.timeout(20):
+        while not condition():
+            for rank in range(engine.dp_size):
+                engine.publish(engine.report(rank, **fields))
+            await asyncio.sleep(0.01)

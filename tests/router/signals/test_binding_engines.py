@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import zmq
-from endforward_setup import Setup
+from endforward_setup import Setup, publish_until
 from router_harness import cluster, until
 
 from sglang_sbs.router.signals import endforward_listener
@@ -18,15 +18,6 @@ from sglang_sbs.scheduling.events import ForwardEnded
 from sglang_sbs.wire import TOPIC, encode_endforward
 from sglang_sbs.wire.curve import keys_of
 from tools.stand_ins.mock_engine import MockEngine
-
-
-async def publish_until(engine: MockEngine, condition: Any, **fields: Any) -> None:
-    """PUB drops what is sent before the subscription is known: send until it arrives."""
-    async with asyncio.timeout(20):
-        while not condition():
-            for rank in range(engine.dp_size):
-                engine.publish(engine.report(rank, **fields))
-            await asyncio.sleep(0.01)
 
 
 class Bound:

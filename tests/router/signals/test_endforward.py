@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
-from endforward_setup import Setup
+from endforward_setup import Setup, publish_until
 from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import cluster, until
@@ -134,15 +134,6 @@ def test_where_binding_publishers_are_found() -> None:
     for bind in nonsense:
         assert publisher_endpoints(url, bind, 1) == []
     assert publisher_endpoints(url, "tcp://*:65535", 2) == []
-
-
-async def publish_until(engine: MockEngine, condition: Any, **fields: Any) -> None:
-    """PUB drops what is sent before the subscription is known: send until it arrives."""
-    async with asyncio.timeout(20):
-        while not condition():
-            for rank in range(engine.dp_size):
-                engine.publish(engine.report(rank, **fields))
-            await asyncio.sleep(0.01)
 
 
 async def test_over_a_socket_that_engines_connect_to() -> None:
