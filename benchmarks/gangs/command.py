@@ -7,10 +7,8 @@ import argparse
 import asyncio
 import os
 import random
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.burners import add_busy_argument, burners, check_busy
 from benchmarks.command_line import command_parser
 from benchmarks.compare_routers.prompts import Prompts, id_prompts, text_prompts
 from benchmarks.gangs.gangs import AIM_S, Figures, figures, read_gangs
@@ -37,9 +36,6 @@ from sglang_sbs.testing.tiny_model import cached_tiny_model
 
 _WARM_UP_REQUESTS = 40
 _WARM_UP_SEED = 10_000
-_MOST_BUSY = 64
-_BURN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100_000))"
-"""Ends by itself when its parent is gone."""
 
 _EPILOG = """\
 What is printed
@@ -103,9 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="text",
         help="what requests carry; with text the router has the engines' tokenizer (text)",
     )
-    parser.add_argument(
-        "--busy", type=int, default=0, metavar="N", help="processes that burn CPU beside it (0)"
-    )
+    add_busy_argument(parser)
     parser.add_argument(
         "--router-flags", default="", metavar="FLAGS", help="more flags for the router, in quotes"
     )
@@ -123,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loads = [float(load) for load in args.loads.split(",")]
         if min(loads) <= 0 or min(args.seeds, args.requests, args.dp) < 1 or args.skip < 0:
             raise ValueError("--loads, --seeds, --requests and --dp must be greater than 0")
-        if not 0 <= args.busy <= _MOST_BUSY:
-            raise ValueError(f"--busy must be from 0 to {_MOST_BUSY}")
+        check_busy(args.busy)
         args.attention_tp = attention_tp_of(args)
         if args.nodes < 1 or args.dp * args.attention_tp % args.nodes:
             raise ValueError("--nodes must divide the processes of an instance (--tp, else --dp)")
@@ -135,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.logs:
             rows = [_row(str(path), [path], args.skip) for path in args.logs]
         else:
-            with _burners(args.busy):
+            with burners(args.busy):
                 rows = asyncio.run(_runs(args, topology, loads, console))
     except (ClusterStartError, RuntimeError, OSError, ValueError) as error:
         console.print(f"stopped: {error}", highlight=False, markup=False)
@@ -231,19 +224,6 @@ def _arrivals(
             Arrival(one.at_s, prompts.token_ids(indices), one.max_new_tokens, prompts.text(indices))
         )
     return out
-
-
-@contextmanager
-def _burners(count: int) -> Iterator[None]:
-    """Processes that take all the CPU they are given."""
-    command = [sys.executable, "-c", _BURN, str(os.getpid())]
-    burning = [subprocess.Popen(command) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for one in burning:
-            one.kill()
-            one.wait()
 
 
 def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
