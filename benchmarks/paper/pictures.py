@@ -26,17 +26,18 @@ def kv_bands(outcomes: Mapping[str, DecodeOutcome]) -> Figure:
     panels show the same seconds, as many as the fastest run has."""
     figure, axes = panels(len(outcomes), 1, 11, 2.6)
     colours = colours_of(outcomes)
-    top = 1.05 * max(max(o.kv_max) for o in outcomes.values()) / 1e3
-    last_s = min(o.bands[-1][0] - o.bands[0][0] for o in outcomes.values())
+    top = 1.05 * max(outcome.row()["kv_peak"] for outcome in outcomes.values()) / 1e3
+    last_s = min(o.kv[-1][0] - o.kv[0][0] for o in outcomes.values())
     for axis, (name, outcome) in zip(axes, outcomes.items(), strict=True):
-        start_s = outcome.bands[0][0]
-        times = [time_s - start_s for time_s, _ in outcome.bands]
-        for rank in zip(*(kv for _, kv in outcome.bands), strict=True):
+        start_s = outcome.kv[0][0]
+        times = [time_s - start_s for time_s, _ in outcome.kv]
+        for rank in zip(*(kv for _, kv in outcome.kv), strict=True):
             axis.plot(times, [kv / 1e3 for kv in rank], color="grey", linewidth=0.4, alpha=0.6)
-        pairs = list(zip(outcome.kv_mean, outcome.kv_sd, strict=True))
+        means, deviations = outcome.band()
+        pairs = list(zip(means, deviations, strict=True))
         low, high = ([(mean + side * sd) / 1e3 for mean, sd in pairs] for side in (-1, 1))
         axis.fill_between(times, low, high, alpha=0.4, color=colours[name])
-        axis.plot(times, [mean / 1e3 for mean in outcome.kv_mean], color=colours[name])
+        axis.plot(times, [mean / 1e3 for mean in means], color=colours[name])
         row = outcome.row()
         axis.set_title(
             f"{name}: {row['kv_sigma_low'] / 1e3:.0f}K to {row['kv_sigma_high'] / 1e3:.0f}K, "
