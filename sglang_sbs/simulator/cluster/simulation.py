@@ -363,11 +363,14 @@ class Simulation:
             assert self._spec.tiers is not None
             tokens = len(request.fetching) * self._spec.block_tokens
             load_s = tokens * self._spec.tiers.storage_load_s
-            self._at(self._now_s + load_s, self._fetched, engine, request)
+            self._at(self._now_s + load_s, self._go_on_with, engine, engine.fetched, request)
 
-    def _fetched(self, engine: SimulatedPrefill, request: Waiting) -> None:
-        engine.fetched(request)
+    def _go_on_with(
+        self, engine: SimulatedPrefill, done: Callable[[Waiting], None], request: Waiting
+    ) -> None:
+        """Something is done for a request, upon which others may be scheduled, too."""
         if self._lives(engine):
+            done(request)
             self._step_if_asleep(engine)
 
     def _finish(self, engine: SimulatedPrefill) -> None:
@@ -398,15 +401,11 @@ class Simulation:
             record.recomputed_tokens = known * block_tokens
             self._computed.update(new)
             if self._spec.first_token_s:
-                self._at(first_s, self._sent, engine, request)
+                self._at(first_s, self._go_on_with, engine, engine.sent, request)
             else:
                 engine.sent(request)
         answer_s = first_s + self._spec.feedback_latency_s
         self._at(answer_s, self._prefilled, request.rid, cached_tokens)
-
-    def _sent(self, engine: SimulatedPrefill, request: Waiting) -> None:
-        engine.sent(request)
-        self._step_if_asleep(engine)
 
     def _prefilled(self, rid: str, cached_tokens: int | None) -> None:
         if rid not in self._attempts:
