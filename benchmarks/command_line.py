@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import resource
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_sbs.outputs import try_to_write
@@ -18,6 +20,15 @@ def command_parser(prog: str, about: str, epilog: str) -> argparse.ArgumentParse
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def interruptible(prog: str, run: Callable[[], int]) -> int:
+    """What ``run`` returns; if it is interrupted a line on standard error, and 130."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
 
 
 def raise_file_limit() -> float:

@@ -212,8 +212,8 @@ class SyntheticCluster:
                     return
                 ended, messages = engine.finish()
                 self._say(one, messages, now_s, at_s)
-                for completed in ended.completed:
-                    self._prefilled(completed.request.rid, at_s)
+                for request in ended.completed:
+                    self._prefilled(request.rid, at_s)
             if not any(rank.waiting for rank in engine.ranks):
                 at_s = max(at_s, one.coming[0].ready_s) if one.coming else math.inf
             if at_s > now_s:

@@ -20,7 +20,6 @@ from sglang_sbs.cli import main as console_command
     [
         "simulate paper-3k --plot {out}/x.html",
         "simulate plan --scenario paper-3k --slo-ttft 1 --plot {out}/x.png",
-        "simulate paper --out {out}",
     ],
 )
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_simulated(
@@ -30,7 +29,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("cli", "experiments.plan", "experiments.paper"):
+    for name in ("cli", "experiments.plan"):
         module = import_module(f"sglang_sbs.simulator.{name}")
         monkeypatch.setattr(module, "run_with_progress", simulated)
     with pytest.raises(SystemExit) as ended:

@@ -179,8 +179,8 @@ class _Prefill(_Instance):
     def _finish(self) -> None:
         ended, messages = self._engine.finish()
         self._say(messages)
-        for completed in ended.completed:
-            room, connection = self._asked.pop(completed.request.rid)
+        for request in ended.completed:
+            room, connection = self._asked.pop(request.rid)
             connection.answer(COMPLETE)
             self.fleet.computed(room)
         self._busy = bool(self._asked)

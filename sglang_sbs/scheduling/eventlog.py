@@ -9,7 +9,7 @@ their ``now_s`` to a fresh ``Scheduler(config)`` must give the recorded commands
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,8 +64,10 @@ class EventLogWriter:
         self._buffer += len(data).to_bytes(4, "big") + data
 
 
-def read_event_log(path: Path) -> Iterator[LogRecord]:
-    """The records of a log, a torn last one left out.
+def read_event_log(
+    path: Path, on_torn: Callable[[int], None] = lambda _bytes: None
+) -> Iterator[LogRecord]:
+    """The records of a log, a torn last one left out; ``on_torn`` is told how many bytes it has.
 
     Raises:
         ValueError: not an event log, or written by an incompatible version.
@@ -74,9 +76,10 @@ def read_event_log(path: Path) -> Iterator[LogRecord]:
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path} is not an sglang-sbs event log")
-        while len(head := file.read(4)) == 4:
+        while head := file.read(4):
             data = file.read(int.from_bytes(head, "big"))
-            if len(data) < int.from_bytes(head, "big"):
+            if len(head) < 4 or len(data) < int.from_bytes(head, "big"):
+                on_torn(len(head) + len(data))
                 return
             try:
                 yield decoder.decode(data)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_sbs.simulator.cluster.decode import REQUESTS_PER_RANK, STEP_COSTS, DecodeSpec
 from sglang_sbs.simulator.cluster.spec import TopologyError
-from sglang_sbs.simulator.experiments import bound, matrix, paper, plan, sweep, tables
+from sglang_sbs.simulator.experiments import matrix, plan, sweep, tables
 from sglang_sbs.simulator.experiments.decode_runs import DECODE_POLICIES, DecodeJob, run_decode
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, given, names, run_with_progress
@@ -28,7 +28,8 @@ from sglang_sbs.simulator.workloads.scenario import (
 
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,round_robin,random_rank"
 
-_COMMANDS = {"paper": paper.main, "plan": plan.main, "matrix": matrix.main, "bound": bound.main}
+_COMMANDS = {"plan": plan.main, "matrix": matrix.main}
+_MOVED = {"paper": "scripts/paper-claims", "bound": "scripts/ttft-bound"}
 AGENTIC_S = 200.0
 """Simulated seconds of agents, unless told otherwise: a turn with its answer takes 20."""
 
@@ -52,9 +53,7 @@ examples:
   sglang-sbs simulate --replay router.events      re-run a log of --sbs-event-log, bit for bit
 
 more (each has --help):
-  sglang-sbs simulate paper       the paper's claims beside ours, with its figures
   sglang-sbs simulate matrix      is sbs nowhere worse than any other policy? cell by cell
-  sglang-sbs simulate bound       how small the mean TTFT could be, whoever schedules
   sglang-sbs simulate plan        how many instances and what chunk a workload needs
 """
 
@@ -105,6 +104,8 @@ def _main(words: list[str]) -> int:
     if words and words[0] in _COMMANDS:
         return _COMMANDS[words[0]](words[1:])
     parser, cluster_actions = build_parser()
+    if words and words[0] in _MOVED:
+        parser.error(f"{words[0]}: in a checkout this is {_MOVED[words[0]]}")
     args = parser.parse_args(words)
     if args.replay is not None:
         return _replay(args.replay)

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_sbs.scheduling import Scheduler
-from sglang_sbs.scheduling.eventlog import MAGIC, read_event_log
-
-_HEAD_BYTES = 4
-"""Each record of a log begins with its length."""
+from sglang_sbs.scheduling.eventlog import read_event_log
 
 
 @dataclass(slots=True)
@@ -29,8 +26,12 @@ def replay(path: Path) -> ReplayResult:
     """Feed the recorded events to a fresh scheduler of the recorded configuration. Raises: OSError,
     ValueError: the log cannot be read."""
     scheduler: Scheduler | None = None
-    result = ReplayResult(torn_bytes=_torn_bytes(path))
-    for record in read_event_log(path):
+    result = ReplayResult()
+
+    def torn(size: int) -> None:
+        result.torn_bytes = size
+
+    for record in read_event_log(path, torn):
         if record.event is None:
             scheduler = Scheduler(record.config)
             continue
@@ -43,16 +44,3 @@ def replay(path: Path) -> ReplayResult:
             result.difference = f"{record.event}: now {commands}, recorded {record.commands}"
             break
     return result
-
-
-def _torn_bytes(path: Path) -> int:
-    size = path.stat().st_size
-    whole = len(MAGIC)
-    with path.open("rb") as file:
-        file.seek(whole)
-        while len(head := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
-            end = file.tell() + int.from_bytes(head, "big")
-            if end > size:
-                break
-            whole = file.seek(end)
-    return max(0, size - whole)

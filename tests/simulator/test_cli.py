@@ -153,7 +153,7 @@ def test_a_cost_file_is_a_cost_called_by_its_stem(tmp_path, capsys):
     assert "cost fast" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["paper-3k"], ["paper"], ["plan", "--scenario", "paper-3k"]])
+@pytest.mark.parametrize("command", [["paper-3k"], ["matrix"], ["plan", "--scenario", "paper-3k"]])
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -339,12 +339,20 @@ def test_without_a_whole_pass_there_is_no_chunk_use_to_show():
     ]
 
 
-@pytest.mark.parametrize("command", ["paper-3k", "matrix", "paper"])
+@pytest.mark.parametrize("name", ["paper", "bound paper-3k --seeds 3"])
+def test_what_is_in_a_checkout_only_is_named(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(name.split())
+    assert ended.value.code == 2
+    assert "in a checkout this is scripts/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["paper-3k", "matrix"])
 def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for module in ("cli", "experiments.matrix", "experiments.paper"):
+    for module in ("cli", "experiments.matrix"):
         monkeypatch.setattr(f"sglang_sbs.simulator.{module}.run_with_progress", interrupt)
     assert main([command]) == 130
     assert capsys.readouterr() == ("", "sglang-sbs simulate: interrupted\n")
@@ -371,8 +379,6 @@ def test_a_trace_in_another_encoding_is_refused_by_every_command(command, tmp_pa
         ("paper-decode", ["--json", "--plot"]),
         ("plan --scenario paper-3k --slo-ttft 1", ["--json", "--plot"]),
         ("matrix", ["--json"]),
-        ("bound paper-3k", ["--json"]),
-        ("paper", ["--json", "--out"]),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_run(command, flags, tmp_path, capsys):
@@ -380,7 +386,7 @@ def test_what_cannot_be_written_is_refused_before_the_run(command, flags, tmp_pa
     file.write_text("kept")
     folder.mkdir()
     for flag in flags:
-        for path in [file / "below.png", *([folder] if flag != "--out" else [file])]:
+        for path in [file / "below.png", folder]:
             with pytest.raises(SystemExit) as ended:
                 main([*command.split(), flag, str(path)])
             assert ended.value.code == 2

@@ -89,11 +89,10 @@ def boot_engines(
 
 
 def _cache(spec: ClusterSpec, storage: SharedStorage | None) -> BlockCache:
-    room, size, heard = spec.kv_capacity_tokens, spec.block_tokens, spec.publishes_blocks
-    lower = None
+    size, lower = spec.block_tokens, None
     if spec.tiers is not None and spec.tiers.host_kv_tokens >= size:
         lower = LowerTiers(spec.tiers.host_kv_tokens // size, storage)
-    return BlockCache(room, size, events=heard, lower=lower)
+    return BlockCache(spec.kv_capacity_tokens, size, lower=lower)
 
 
 def block_events(engine: SimulatedPrefill) -> list[BlocksRemoved | BlocksStored]:

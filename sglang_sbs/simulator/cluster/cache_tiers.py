@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -44,6 +45,16 @@ SharedStorage = set[int]
 """Blocks that any rank can have."""
 
 
+@dataclass(slots=True)
+class BlockEvents:
+    """What became of the blocks of a rank since they were last asked for, removals first."""
+
+    removed: list[int] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    host_removed: list[int] = field(default_factory=list)
+    host_stored: list[int] = field(default_factory=list)
+
+
 class LowerTiers:
     """Below one rank's device memory."""
 
@@ -51,10 +62,9 @@ class LowerTiers:
         self._capacity = capacity_blocks
         self._host: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
-        self._storage = storage
-        self.stored: list[int] = []
-        """Since they were last taken, as the next: what came to host memory."""
-        self.removed: list[int] = []
+        self.storage = storage
+        self.events = BlockEvents()
+        """Of the cache above, too."""
 
     def write(self, blocks: Sequence[int]) -> None:
         """The device has them, or they were fetched."""
@@ -64,14 +74,14 @@ class LowerTiers:
         # The end first: it is what must go first.
         for block in reversed(blocks):
             if block not in host:
-                self.stored.append(block)
+                self.events.host_stored.append(block)
                 host[block] = None
             host.move_to_end(block)
         while len(host) > self._capacity:
             block, _ = host.popitem(last=False)
-            self.removed.append(block)
-        if self._storage is not None:
-            self._storage.update(blocks)
+            self.events.host_removed.append(block)
+        if self.storage is not None:
+            self.storage.update(blocks)
 
     def bring(self, blocks: Sequence[int], new: Sequence[int]) -> None:
         """The ``new`` ones of a prompt come, and take the place of none of the others."""
@@ -88,11 +98,9 @@ class LowerTiers:
     def to_fetch(self, blocks: Sequence[int], start: int, limit: int) -> list[int]:
         """The blocks from ``start`` on that only storage has, up to the first that nobody has."""
         fetched: list[int] = []
-        if self._storage is None:
-            return fetched
         for block in blocks[start:limit]:
             if block not in self._host:
-                if block not in self._storage:
+                if self.storage is None or block not in self.storage:
                     break
                 fetched.append(block)
         return fetched

@@ -21,8 +21,9 @@ import msgspec
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
 from sglang_sbs.scheduling.decode.rules import DecodeBoard, DecodeLoad, potential
 from sglang_sbs.scheduling.request import Request
+from sglang_sbs.simulator.cluster.cost import PassCost
+from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.wire import EndForward
-from sglang_sbs.wire.endforward import Kind
 
 _SAMPLE_STEPS = 5
 _PREFILL, _DECODE = "p", "d"
@@ -75,12 +76,9 @@ class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class DecodeOutcome:
     """Samples after the warm-up."""
 
-    kv_mean: list[float] = field(default_factory=list)
-    kv_sd: list[float] = field(default_factory=list)
-    kv_max: list[int] = field(default_factory=list)
+    kv: list[tuple[float, list[int]]] = field(default_factory=list)
+    """(time_s, K of every rank)."""
     running_max: list[int] = field(default_factory=list)
-    bands: list[tuple[float, list[int]]] = field(default_factory=list)
-    """(time_s, K of every rank) for the picture."""
     tokens: int = 0
     completed: int = 0
     """Requests that finished."""
@@ -88,23 +86,20 @@ class DecodeOutcome:
     balanced_s: float = 0.0
     """What the same steps would have taken with B and K equal on all ranks."""
 
-    def sample(self, now_s: float, kv: list[int], running_max: int) -> None:
-        self.kv_mean.append(statistics.fmean(kv))
-        self.kv_sd.append(statistics.pstdev(kv))
-        self.kv_max.append(max(kv))
-        self.running_max.append(running_max)
-        self.bands.append((now_s, kv))
+    def band(self) -> tuple[list[float], list[float]]:
+        """Of each sample: the mean and the standard deviation of K over the ranks."""
+        samples = [kv for _, kv in self.kv]
+        return [statistics.fmean(kv) for kv in samples], [statistics.pstdev(kv) for kv in samples]
 
     def row(self) -> dict[str, float]:
         """KV band (mean -/+ one standard deviation over ranks), peak, CV and throughput, also what
         it would be with the same requests in perfect balance: no placement can do better."""
-        mean = statistics.mean(self.kv_mean)
-        sd = statistics.mean(self.kv_sd)
+        mean, sd = map(statistics.mean, self.band())
         return {
             "kv_sigma_low": mean - sd,
             "kv_sigma_high": mean + sd,
             "kv_cv": sd / mean,
-            "kv_peak": max(self.kv_max),
+            "kv_peak": max(max(kv) for _, kv in self.kv),
             "batch_max": statistics.mean(self.running_max),
             "tokens_per_s": self.tokens / self.time_s,
             "balanced_tokens_per_s": self.tokens / self.balanced_s,
@@ -120,63 +115,6 @@ class _Rank:
     accepted_total: int = 0
 
 
-@dataclass(slots=True)
-class _Prefill:
-    """The prefill instance, one DP rank: a pass takes all that was sent before its launch."""
-
-    sent: list[tuple[str, int]] = field(default_factory=list)
-    running: list[tuple[str, int]] = field(default_factory=list)
-    launch_s: float = 0.0
-    forward_id: int = 0
-    seq: int = 0
-    accepted_requests: int = 0
-    accepted_tokens: int = 0
-    computed_tokens: int = 0
-
-    def launch(self, now_s: float) -> EndForward:
-        self.running, self.sent = self.sent, []
-        self.launch_s = now_s
-        self.forward_id += 1
-        self.accepted_requests += len(self.running)
-        self.accepted_tokens += self._tokens
-        return self.message("launch", now_s)
-
-    def finish(self, now_s: float) -> EndForward:
-        self.computed_tokens += self._tokens
-        message = self.message("forward", now_s)
-        self.running = []
-        return message
-
-    @property
-    def _tokens(self) -> int:
-        return sum(tokens for _, tokens in self.running)
-
-    def message(self, kind: Kind, now_s: float) -> EndForward:
-        ended = kind == "forward"
-        self.seq += 1
-        return EndForward(
-            instance_id=_PREFILL,
-            boot_id=_PREFILL,
-            role="prefill",
-            dp_rank=0,
-            dp_size=1,
-            seq=self.seq - 1,
-            kind=kind,
-            forward_id=self.forward_id,
-            mode="extend" if self.running else "idle",
-            launch_s=self.launch_s if self.running else 0.0,
-            end_s=now_s if ended else 0.0,
-            forward_s=now_s - self.launch_s if ended else 0.0,
-            extend_tokens=self._tokens,
-            tokens_per_rank=[self._tokens],
-            chunk_tokens=_PREFILL_CHUNK_TOKENS,
-            accepted_requests=self.accepted_requests,
-            accepted_tokens=self.accepted_tokens,
-            computed_tokens=self.computed_tokens,
-            rids=[rid for rid, _ in self.running] if kind == "launch" else [],
-        )
-
-
 class DecodeSimulation:
     """Closed loop: whenever a request finishes, another arrives."""
 
@@ -185,7 +123,15 @@ class DecodeSimulation:
         self._rng = random.Random(spec.seed)
         self._scheduler = Scheduler(config)
         self._ranks = [_Rank() for _ in range(spec.ranks)]
-        self._prefill = _Prefill()
+        self._prefill = SimulatedPrefill(
+            _PREFILL,
+            dp_size=1,
+            chunk_tokens=_PREFILL_CHUNK_TOKENS,
+            cost=PassCost(fixed_s=0.0),
+            jitter=0.0,
+            rng=self._rng,
+        )
+        """A pass takes all that was sent before its launch."""
         self._finish: list[tuple[int, str]] = []
         self._live: dict[str, tuple[int, int, int]] = {}
         """rid -> (rank, input, output)."""
@@ -244,7 +190,8 @@ class DecodeSimulation:
                 outcome.time_s += step_ms / 1e3
                 outcome.balanced_s += (cost.fixed_ms + own_ms / len(self._ranks)) / 1e3
                 if step % _SAMPLE_STEPS == 0:
-                    outcome.sample(self._now_s, kv, running_max)
+                    outcome.kv.append((self._now_s, kv))
+                    outcome.running_max.append(running_max)
             for rank in self._ranks:
                 rank.kv_tokens += rank.running
             if step % spec.report_steps == 0:
@@ -276,15 +223,17 @@ class DecodeSimulation:
     def _next_pass(self, *, spread_ages: bool) -> None:
         """End the running prefill pass and launch the next with all that was sent meanwhile."""
         prefill = self._prefill
-        if prefill.running:
-            done = [rid for rid, _ in prefill.running]
-            self._hear(prefill.finish(self._now_s))
-            for rid in done:
-                self._tell(events.PrefillDone(rid=rid))
-            if not prefill.sent:
-                self._hear(prefill.message("idle", self._now_s))
-        if prefill.sent:
-            self._hear(prefill.launch(self._now_s))
+        if prefill.device:
+            prefill.device[0].end_s = self._now_s  # nobody knew how long its steps would take
+            ended, messages = prefill.finish()
+            self._hear(messages)
+            for request in ended.completed:
+                self._tell(events.PrefillDone(rid=request.rid))
+        for _ in range(2):  # what is sent upon the word that it is idle is launched at once
+            if not prefill.device:
+                launched, messages = prefill.step(self._now_s)
+                prefill.waits_for(launched)
+                self._hear(messages)
         placed, self._placed = self._placed, []
         if self._foresight_steps:  # longest first, as the scheduler does
             placed.sort(key=lambda command: -self._lengths[command.rid][0])
@@ -344,18 +293,18 @@ class DecodeSimulation:
                 accepted_requests=rank.accepted_total,
                 rids=rank.accepted,
             )
-            self._hear(message)
+            self._hear([message])
             rank.seq += 1
             rank.accepted = []
 
-    def _hear(self, report: EndForward) -> None:
-        self._tell(events.ForwardEnded(instance=report.instance_id, report=report))
+    def _hear(self, reports: Sequence[EndForward]) -> None:
+        for report in reports:
+            self._tell(events.ForwardEnded(instance=report.instance_id, report=report))
 
     def _tell(self, event: events.Event) -> None:
         for command in self._scheduler.handle(event, self._now_s):
             if isinstance(command, events.Dispatch):
                 self._placed.append(command)
-                prompt, _ = self._lengths[command.rid]
-                self._prefill.sent.append((command.rid, prompt))
+                self._prefill.deliver(command.rid, 0, self._lengths[command.rid][0])
             elif isinstance(command, events.WakeAt):
                 self._wake_s = command.time_s

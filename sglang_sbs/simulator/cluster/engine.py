@@ -34,11 +34,11 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
 
 from sglang_sbs.scheduling.paging import padded
+from sglang_sbs.simulator.cluster.cache_tiers import BlockEvents
 from sglang_sbs.simulator.cluster.cost import PassCost
-from sglang_sbs.simulator.cluster.kv_cache import BlockCache, BlockEvents, Blocks, Hold
+from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Kind
 
@@ -49,6 +49,7 @@ _MOST_FETCHES = 3
 @dataclass(slots=True, eq=False)
 class Waiting:
     rid: str
+    rank: int
     prompt_tokens: int
     remaining: int
     blocks: Blocks = ()
@@ -58,8 +59,8 @@ class Waiting:
     """Of the rank's cache, from then on."""
     loaded_tokens: int = 0
     """Of what it found: in host memory."""
-    fetching: bool = False
-    """Some of it is on its way from storage: those behind it go first."""
+    fetching: Blocks = ()
+    """What is on its way from storage: those behind it go first."""
     fetched: Blocks = ()
     """What came from storage, until it is scheduled."""
     fetched_tokens: int = 0
@@ -69,20 +70,6 @@ class Waiting:
     def computed_tokens(self) -> int:
         """Tokens it has KV of once the passes it is in are over."""
         return self.prompt_tokens - self.remaining
-
-
-class Fetch(NamedTuple):
-    """Blocks that a rank gets from storage for a request."""
-
-    request: Waiting
-    blocks: Blocks
-
-
-class Completed(NamedTuple):
-    """A request whose prompt ends in a pass."""
-
-    request: Waiting
-    dp_rank: int
 
 
 @dataclass(slots=True)
@@ -98,7 +85,8 @@ class DevicePass:
     """Extend tokens per rank."""
     requests: list[int]
     """Requests per rank."""
-    completed: list[Completed]
+    completed: list[Waiting]
+    """Requests whose prompt ends in it."""
     cached_tokens: list[int]
     """Per rank: found in the cache by the requests that are first scheduled in it."""
 
@@ -116,6 +104,10 @@ class Rank:
     accepted_tokens: int = 0
     computed_tokens: int = 0
     cache: BlockCache | None = None
+
+    def enqueue(self, request: Waiting) -> None:
+        self.waiting.append(request)
+        self.waiting_tokens += request.remaining
 
 
 @dataclass(eq=False)
@@ -153,19 +145,19 @@ class SimulatedPrefill:
         """At most two with overlap, one without; the first one runs."""
         self.asleep = True
         """The loop has nothing to do until a request comes."""
-        self._inbox: list[tuple[int, Waiting]] = []
+        self._inbox: list[Waiting] = []
         self._early: set[str] = set()
         """Handshake done before the rank read the request from its socket."""
         self._last_launched = False
         self._forward_id = 0
         self._free_s = -math.inf
-        self._fetches: list[Fetch] = []
+        self._fetches: list[Waiting] = []
 
     def deliver(
         self, rid: str, rank: int, tokens: int, blocks: Blocks = (), *, handshaken: bool = True
     ) -> None:
         """A request reached the rank's socket; it is ingested by the next iteration."""
-        self._inbox.append((rank, Waiting(rid, tokens, tokens, blocks)))
+        self._inbox.append(Waiting(rid, rank, tokens, tokens, blocks))
         if handshaken:
             self._early.add(rid)
 
@@ -176,7 +168,7 @@ class SimulatedPrefill:
             self._early.add(rid)
             return
         self.ranks[rank].bootstrapping_tokens -= request.remaining
-        self._enqueue(self.ranks[rank], request)
+        self.ranks[rank].enqueue(request)
 
     def step(self, launch_s: float) -> tuple[DevicePass | None, list[EndForward]]:
         """The first half of an iteration: ingest, form a batch and hand it to the device, which
@@ -207,18 +199,17 @@ class SimulatedPrefill:
         ended = self.device.popleft()
         for rank, tokens in zip(self.ranks, ended.tokens, strict=True):
             rank.computed_tokens += tokens
-        for request, index in ended.completed:
-            if request.hold is not None:
-                cache = self.ranks[index].cache
-                assert cache is not None
+        for request in ended.completed:
+            cache = self.ranks[request.rank].cache
+            if cache is not None and request.hold is not None:
                 cache.publish(request.hold, request.prompt_tokens)
         return ended, self.messages("forward", ended)
 
-    def sent(self, completed: Completed) -> None:
+    def sent(self, request: Waiting) -> None:
         """The KV of a completed request has reached decode: its blocks may be evicted."""
-        cache = self.ranks[completed.dp_rank].cache
-        if cache is not None and completed.request.hold is not None:
-            cache.end(completed.request.hold)
+        cache = self.ranks[request.rank].cache
+        if cache is not None and request.hold is not None:
+            cache.end(request.hold)
 
     def take_block_events(self) -> list[tuple[int, BlockEvents]]:
         """What the ranks publish of their caches, once per pass: (DP rank, events)."""
@@ -226,27 +217,27 @@ class SimulatedPrefill:
         taken = ((i, cache.take_events()) for i, cache in enumerate(self.caches, first))
         return [(index, events) for index, events in taken if events is not None]
 
-    def take_fetches(self) -> list[Fetch]:
-        """What ranks have begun to get from storage since then; :meth:`fetched` ends it."""
+    def take_fetches(self) -> list[Waiting]:
+        """For whom ranks have begun to get blocks from storage since then; :meth:`fetched` ends
+        it."""
         fetches, self._fetches = self._fetches, []
         return fetches
 
     @staticmethod
-    def fetched(fetch: Fetch) -> None:
-        """The blocks are here: the request may be scheduled."""
-        fetch.request.fetching = False
-        fetch.request.fetched = [*fetch.request.fetched, *fetch.blocks]
+    def fetched(request: Waiting) -> None:
+        """The blocks are here: it may be scheduled."""
+        request.fetched, request.fetching = [*request.fetched, *request.fetching], ()
 
     def _ingest(self) -> None:
-        for index, request in self._inbox:
-            rank = self.ranks[index]
+        for request in self._inbox:
+            rank = self.ranks[request.rank]
             rank.unreported.append(request.rid)
             rank.accepted_requests += 1
             rank.accepted_tokens += request.prompt_tokens
             self._fetch(rank, request)
             if request.rid in self._early:
                 self._early.discard(request.rid)
-                self._enqueue(rank, request)
+                rank.enqueue(request)
             else:
                 rank.bootstrapping[request.rid] = request
                 rank.bootstrapping_tokens += request.remaining
@@ -256,29 +247,18 @@ class SimulatedPrefill:
         """Begin to get what only storage has; whether there is any."""
         if (cache := rank.cache) is None or request.fetches == _MOST_FETCHES:
             return False
-        if not (blocks := cache.to_fetch(request.blocks, request.prompt_tokens)):
-            return False
-        request.fetching = True
-        request.fetches += 1
-        request.fetched_tokens += len(blocks) * cache.block_tokens
-        self._fetches.append(Fetch(request, blocks))
-        return True
-
-    def _enqueue(self, rank: Rank, request: Waiting) -> None:
-        rank.waiting.append(request)
-        rank.waiting_tokens += request.remaining
+        request.fetching = cache.to_fetch(request.blocks, request.prompt_tokens)
+        if request.fetching:
+            request.fetches += 1
+            request.fetched_tokens += len(request.fetching) * cache.block_tokens
+            self._fetches.append(request)
+        return bool(request.fetching)
 
     def _launch(self, launch_s: float) -> DevicePass | None:
         """None if no rank has room in its cache for anything that waits."""
-        tokens, requests, pairs, cached, loads_s = [], [], [], [], []
-        completed: list[Completed] = []
-        for index, rank in enumerate(self.ranks):
-            used, count, rank_pairs, hit, loaded = self._fill(index, rank, completed)
-            tokens.append(used)
-            requests.append(count)
-            pairs.append(rank_pairs)
-            cached.append(hit)
-            loads_s.append(loaded * self.host_load_s)
+        completed: list[Waiting] = []
+        filled = zip(*(self._fill(rank, completed) for rank in self.ranks), strict=True)
+        tokens, requests, pairs, cached, loads_s = map(list, filled)
         if not any(requests):
             return None
         computed = padded(tokens, self.captured_tokens)
@@ -294,10 +274,9 @@ class SimulatedPrefill:
             self._forward_id, launch_s, start_s, self._free_s, tokens, requests, completed, cached
         )
 
-    def _fill(
-        self, index: int, rank: Rank, completed: list[Completed]
-    ) -> tuple[int, int, float, int, int]:
-        """Tokens, requests, attention pairs, cached tokens and loaded ones of the rank's batch."""
+    def _fill(self, rank: Rank, completed: list[Waiting]) -> tuple[int, int, float, int, float]:
+        """Tokens, requests, attention pairs and cached tokens of the rank's batch, and the seconds
+        that loading takes."""
         page, cache = self.page_size, rank.cache
         most = self.prefill_max_requests or self.chunk_tokens
         room, tokens, count, pairs, cached, loaded = self.chunk_tokens, 0, 0, 0.0, 0, 0
@@ -340,9 +319,9 @@ class SimulatedPrefill:
             if request.remaining:
                 rank.waiting.appendleft(request)
                 break
-            completed.append(Completed(request, index))
+            completed.append(request)
         rank.waiting_tokens -= tokens
-        return tokens, count, pairs, cached, loaded
+        return tokens, count, pairs, cached, loaded * self.host_load_s
 
     def messages(self, kind: Kind, about: DevicePass | None = None) -> list[EndForward]:
         """What every rank says; ``about``: the pass that was launched or has ended, which is not in

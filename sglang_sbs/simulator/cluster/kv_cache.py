@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from sglang_sbs.simulator.cluster.cache_tiers import LowerTiers
+from sglang_sbs.simulator.cluster.cache_tiers import BlockEvents, LowerTiers
 
 Blocks = Sequence[int]
 """Names of a prompt's full blocks from the first on; equal names: equal tokens up to there."""
@@ -32,32 +32,16 @@ class Hold:
     """Blocks taken and not computed yet, with the last one, which is not full."""
 
 
-@dataclass(slots=True)
-class BlockEvents:
-    """What became of the blocks of a rank since they were last asked for, removals first."""
-
-    removed: list[int] = field(default_factory=list)
-    stored: list[int] = field(default_factory=list)
-    host_removed: list[int] = field(default_factory=list)
-    host_stored: list[int] = field(default_factory=list)
-
-
 class BlockCache:
     def __init__(
-        self,
-        capacity_tokens: int,
-        block_tokens: int,
-        *,
-        events: bool = True,
-        lower: LowerTiers | None = None,
+        self, capacity_tokens: int, block_tokens: int, *, lower: LowerTiers | None = None
     ) -> None:
         self.block_tokens = block_tokens
-        self._lower = lower
+        self._lower = lower or LowerTiers(0, None)
         self.capacity = capacity_tokens // block_tokens
         """Blocks."""
         self.room = 0
         """Blocks that requests have taken and not computed yet."""
-        self._events = BlockEvents() if events else None
         self._locks: dict[int, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
@@ -83,18 +67,17 @@ class BlockCache:
     def loadable(self, blocks: Blocks, hit: int, prompt_tokens: int) -> int:
         """How many more can be loaded from host memory, after the ``hit`` first ones."""
         limit = self._limit(blocks, prompt_tokens)
-        return self._lower.in_host(blocks, hit, limit) - hit if self._lower is not None else 0
+        return self._lower.in_host(blocks, hit, limit) - hit
 
     def to_fetch(self, blocks: Blocks, prompt_tokens: int) -> list[int]:
         """Those that have to come from storage first."""
-        if self._lower is None:
+        if self._lower.storage is None:
             return []
         hit = self.match(blocks, prompt_tokens)
         return self._lower.to_fetch(blocks, hit, self._limit(blocks, prompt_tokens))
 
     def fetched(self, blocks: Blocks, new: Blocks) -> None:
         """The ``new`` ones of a prompt have come from storage to host memory."""
-        assert self._lower is not None
         self._lower.bring(blocks, new)
 
     def start(self, blocks: Blocks, hit: int, prompt_tokens: int) -> Hold | None:
@@ -109,8 +92,7 @@ class BlockCache:
         self.room += room
         while len(self) + self.room > self.capacity:
             block, _ = self._evictable.popitem(last=False)
-            if self._events is not None:
-                self._events.removed.append(block)
+            self._lower.events.removed.append(block)
         return hold
 
     def publish(self, hold: Hold, computed_tokens: int) -> None:
@@ -118,10 +100,8 @@ class BlockCache:
         another request of the rank has computed at the same time is kept once."""
         full = min(len(hold.blocks), computed_tokens // self.block_tokens)
         new = hold.blocks[hold.locked : full]
-        if self._events is not None:
-            self._events.stored += [block for block in new if block not in self]
-        if self._lower is not None:
-            self._lower.write(hold.blocks[:full])
+        self._lower.events.stored += [block for block in new if block not in self]
+        self._lower.write(hold.blocks[:full])
         self._lock(new)
         self.room -= len(new)
         hold.room -= len(new)
@@ -134,17 +114,9 @@ class BlockCache:
         self._unlock(hold)
 
     def take_events(self) -> BlockEvents | None:
-        """What happened since the last call; None if nothing did or nobody listens."""
-        events = self._events
-        if events is None:
-            return None
-        if self._lower is not None:
-            events.host_stored, self._lower.stored = self._lower.stored, []
-            events.host_removed, self._lower.removed = self._lower.removed, []
-        if events == BlockEvents():
-            return None
-        self._events = BlockEvents()
-        return events
+        """What happened since the last call; None if nothing did."""
+        events, self._lower.events = self._lower.events, BlockEvents()
+        return None if events == BlockEvents() else events
 
     def _lock(self, blocks: Blocks) -> None:
         for block in blocks:

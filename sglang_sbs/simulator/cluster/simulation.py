@@ -18,7 +18,7 @@ from sglang_sbs.scheduling import Scheduler, SchedulerConfig, events
 from sglang_sbs.simulator.cluster import boot
 from sglang_sbs.simulator.cluster.arrival import Arrival, ClosedLoop
 from sglang_sbs.simulator.cluster.cache_tiers import SharedStorage
-from sglang_sbs.simulator.cluster.engine import Completed, Fetch, SimulatedPrefill
+from sglang_sbs.simulator.cluster.engine import SimulatedPrefill, Waiting
 from sglang_sbs.simulator.cluster.kv_cache import Blocks
 from sglang_sbs.simulator.cluster.network import (
     DispatchNetwork,
@@ -359,14 +359,18 @@ class Simulation:
 
     def _wait_for_storage(self, engine: SimulatedPrefill) -> None:
         """What ranks get from storage takes its time."""
-        for fetch in engine.take_fetches():
+        for request in engine.take_fetches():
             assert self._spec.tiers is not None
-            load_s = len(fetch.blocks) * self._spec.block_tokens * self._spec.tiers.storage_load_s
-            self._at(self._now_s + load_s, self._fetched, engine, fetch)
+            tokens = len(request.fetching) * self._spec.block_tokens
+            load_s = tokens * self._spec.tiers.storage_load_s
+            self._at(self._now_s + load_s, self._go_on_with, engine, engine.fetched, request)
 
-    def _fetched(self, engine: SimulatedPrefill, fetch: Fetch) -> None:
-        engine.fetched(fetch)
+    def _go_on_with(
+        self, engine: SimulatedPrefill, done: Callable[[Waiting], None], request: Waiting
+    ) -> None:
+        """Something is done for a request, upon which others may be scheduled, too."""
         if self._lives(engine):
+            done(request)
             self._step_if_asleep(engine)
 
     def _finish(self, engine: SimulatedPrefill) -> None:
@@ -378,15 +382,14 @@ class Simulation:
         self._report(engine.name, messages)
         self._publish(engine)
         first_s = self._now_s + self._spec.first_token_s
-        for completed in ended.completed:
-            self._complete(engine, completed, first_s)
+        for request in ended.completed:
+            self._complete(engine, request, first_s)
         pause_s = max(0.0, self._spec.launch_gap_s - self._spec.prepare_s)
         self._at(self._now_s + pause_s, self._step, engine)
 
-    def _complete(self, engine: SimulatedPrefill, completed: Completed, first_s: float) -> None:
+    def _complete(self, engine: SimulatedPrefill, request: Waiting, first_s: float) -> None:
         """A prompt is computed; ``first_s``: when its KV is at decode."""
-        request, cached_tokens = completed.request, None
-        record = self._attempts[request.rid]
+        cached_tokens, record = None, self._attempts[request.rid]
         record.prefilled_s = first_s
         record.cached_tokens = request.cached_tokens
         record.loaded_tokens = request.loaded_tokens
@@ -398,15 +401,11 @@ class Simulation:
             record.recomputed_tokens = known * block_tokens
             self._computed.update(new)
             if self._spec.first_token_s:
-                self._at(first_s, self._sent, engine, completed)
+                self._at(first_s, self._go_on_with, engine, engine.sent, request)
             else:
-                engine.sent(completed)
+                engine.sent(request)
         answer_s = first_s + self._spec.feedback_latency_s
         self._at(answer_s, self._prefilled, request.rid, cached_tokens)
-
-    def _sent(self, engine: SimulatedPrefill, completed: Completed) -> None:
-        engine.sent(completed)
-        self._step_if_asleep(engine)
 
     def _prefilled(self, rid: str, cached_tokens: int | None) -> None:
         if rid not in self._attempts:
@@ -439,8 +438,9 @@ class Simulation:
     def _publish(self, engine: SimulatedPrefill) -> None:
         """KV events: once per pass, and none is lost, as they can be asked for again."""
         heard_s = self._now_s + self._spec.feedback_latency_s
-        for event in boot.block_events(engine):
-            self._at(heard_s, self._hear_of_blocks, engine, event)
+        for event in boot.block_events(engine):  # taken in any case, or they would pile up
+            if self._spec.publishes_blocks:
+                self._at(heard_s, self._hear_of_blocks, engine, event)
 
     def _hear_of_blocks(self, engine: SimulatedPrefill, event: events.Event) -> None:
         if self._lives(engine):

@@ -6,7 +6,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +54,6 @@ def _at(
     return [Cell(f"{label}load {one:g}", scenario, one, duration_s, spec) for one in loads]
 
 
-def _joined(*some: list[Cell]) -> list[Cell]:
-    return [cell for cells in some for cell in cells]
-
-
 _FEW, _SOME, _MANY = (0.6, 1.0), (0.2, 0.6, 1.0), (0.2, 0.6, 1.0, 1.2)
 _SECONDS_BY_INSTANCES = {1: 140.0, 2: 100.0, 6: 60.0, 12: 45.0}
 """About as many requests in each."""
@@ -85,36 +81,28 @@ _SIGNALS: dict[str, dict[str, Any]] = {
     "lengths wrong by 30 %": {"length_error": 0.3},
 }
 
-REGIMES: dict[str, list[Cell]] = {
-    "load": _joined(
-        _at("", (0.05, 0.1, 0.2), duration_s=160.0), _at("", (0.4, 0.6, 0.8, 1.0, 1.2))
-    ),
-    "latency": _joined(
-        *(_at(f"{ms} ms, ", _MANY, dispatch_latency_s=ms / 1e3) for ms in (0, 20, 50))
-    ),
-    "network": _joined(
-        *(
-            _at(f"{label}, ", (0.4, 0.6, 0.8, 1.0), **{"gang_gate_s": 0.0, **spec})
-            for label, spec in _NETWORKS.items()
-        )
-    ),
-    "jitter": _joined(*(_at(f"jitter {one:g}, ", _SOME, pass_jitter=one) for one in (0.15, 0.3))),
-    "instances": _joined(
-        *(
-            _at(f"{count} instances, ", _MANY, duration_s=seconds, prefill_instances=count)
-            for count, seconds in _SECONDS_BY_INSTANCES.items()
-        )
-    ),
-    "uneven": _joined(*(_at(f"{one}, ", _FEW, instances=has) for one, has in _UNEVEN.items())),
-    "signals": _joined(*(_at(f"{one}, ", _FEW, **spec) for one, spec in _SIGNALS.items())),
-    "long": _at("3-64K, ", (0.2, 0.4, 0.6, 0.75), "paper-long", 200.0),
-    "fixed": _joined(
+_CONDITIONS: dict[str, list[list[Cell]]] = {
+    "load": [_at("", (0.05, 0.1, 0.2), duration_s=160.0), _at("", (0.4, 0.6, 0.8, 1.0, 1.2))],
+    "latency": [_at(f"{ms} ms, ", _MANY, dispatch_latency_s=ms / 1e3) for ms in (0, 20, 50)],
+    "network": [
+        _at(f"{label}, ", (0.4, 0.6, 0.8, 1.0), **{"gang_gate_s": 0.0, **spec})
+        for label, spec in _NETWORKS.items()
+    ],
+    "jitter": [_at(f"jitter {one:g}, ", _SOME, pass_jitter=one) for one in (0.15, 0.3)],
+    "instances": [
+        _at(f"{count} instances, ", _MANY, duration_s=seconds, prefill_instances=count)
+        for count, seconds in _SECONDS_BY_INSTANCES.items()
+    ],
+    "uneven": [_at(f"{one}, ", _FEW, instances=has) for one, has in _UNEVEN.items()],
+    "signals": [_at(f"{one}, ", _FEW, **spec) for one, spec in _SIGNALS.items()],
+    "long": [_at("3-64K, ", (0.2, 0.4, 0.6, 0.75), "paper-long", 200.0)],
+    "fixed": [
         _at("all 1600 tokens, ", (0.6, 0.8), "fixed:1600"),
         _at("all 2000 tokens, ", (0.6, 0.8), "fixed:2000"),
         _at("chunk 1024, ", (0.8,), chunk_tokens=1024),
-    ),
-    "pages": _at("page 64, ", (0.6, 1.0, 1.1), page_size=64),
-    "bounds": _joined(
+    ],
+    "pages": [_at("page 64, ", (0.6, 1.0, 1.1), page_size=64)],
+    "bounds": [
         _at("64K now and then, ", _FEW, "one-long"),
         _at("on/off 0.5 s, ", _FEW, "onoff"),
         _at("chunk + 1, ", (0.4, 0.8), "fixed:3073"),
@@ -124,8 +112,9 @@ REGIMES: dict[str, list[Cell]] = {
             cell._replace(load=cell.load / 8)
             for cell in _at("one rank, ", _FEW, duration_s=160.0, dp_size=1)
         ],
-    ),
+    ],
 }
+REGIMES = {name: list(chain(*conditions)) for name, conditions in _CONDITIONS.items()}
 """``fixed``: prompts of which no two fit into a chunk, and chunks that most prompts do not fit.
 ``bounds``: what is at the edge of what a cluster is asked. Instances of one rank get an eighth of
 the load."""
@@ -160,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     costs = common.cost_words(args.cost, parser)
     none = args.regimes == "none"
     regimes = [] if none else names(args.regimes, list(REGIMES), "--regimes", parser)
-    cells = _joined(*(REGIMES[regime] for regime in regimes))
+    cells = list(chain(*(REGIMES[regime] for regime in regimes)))
     for path in args.trace:
         try:
             make_scenario(f"trace:{path}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS, EmptyWindowError, Job, max_load
-from sglang_sbs.simulator.experiments.tables import ResultTable, groups, mean_of
+from sglang_sbs.simulator.experiments.tables import ResultTable, crossed, groups, mean_of
 from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.cluster import add_cluster, cluster_fields
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
@@ -146,16 +146,11 @@ def best_chunk(cells: Sequence[Row], policy: str, instances: int, capacity: str 
 def capacity_table(cells: Sequence[Row], slo_ttft_s: float) -> ResultTable:
     """Max QPS by policy and instances, at the best chunk; with several seeds the least and the most
     of them, too."""
-    counts = sorted({c["prefill_instances"] for c in cells})
-    table = ResultTable(
-        f"max QPS of the cluster at mean TTFT {slo_ttft_s:g} s (at the best chunk)"
-        f"{_over(cells, 'least-most')}",
-        ["policy", *(f"{n} instances" for n in counts)],
-    )
-    for policy in dict.fromkeys(c["policy"] for c in cells):
-        best = [best_chunk(cells, policy, n) for n in counts]
-        table.rows.append([policy, *map(_capacity_words, best)])
-    return table
+    best = {at: best_chunk(cells, *at) for at in groups(cells, "policy", "prefill_instances")}
+    title = f"max QPS of the cluster at mean TTFT {slo_ttft_s:g} s (at the best chunk)"
+    title += _over(cells, "least-most")
+    heads = {n: f"{n} instances" for n in sorted({n for _, n in best})}
+    return crossed(title, "policy", heads, best, _capacity_words)
 
 
 def _capacity_words(cell: Row) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from sglang_sbs.simulator.parallel import Row
+
+_Cell = TypeVar("_Cell")
 
 
 @dataclass(slots=True)
@@ -32,6 +34,20 @@ class ResultTable:
         console.print(table)
 
 
+def crossed(
+    title: str,
+    first: str,
+    columns: Mapping[Any, str],
+    cells: Mapping[tuple[Any, ...], _Cell],
+    words: Callable[[_Cell], str],
+) -> ResultTable:
+    """A row per name, in their order in ``cells``, which is by (name, column); ``columns``: their
+    heads."""
+    names = dict.fromkeys(name for name, _ in cells)
+    rows = [[name, *(words(cells[name, one]) for one in columns)] for name in names]
+    return ResultTable(title, [first, *columns.values()], rows)
+
+
 def mean_of(rows: Sequence[Row], key: str) -> float:
     """Mean over the rows that have the value; NaN if none does."""
     values = [row[key] for row in rows if row[key] is not None and not math.isnan(row[key])]
@@ -46,39 +62,67 @@ def groups(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
     return found
 
 
+def result_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """All that there is to say of runs at some loads."""
+    found_any = any(row["hit_rate"] > 0 for row in rows)
+    return [
+        *load_tables(rows),
+        *_day_tables(rows),
+        *_by_load(
+            rows,
+            "active DP ranks per pass, tokens of the heaviest rank / mean",
+            lambda mine: _means(mine, "{:.2f} {:.2f}", "active_rank_count", "max_over_mean"),
+        ),
+        *_by_load(
+            [row for row in rows if "agents" in row],
+            "mean until the last token in s, thousand tokens per second and instance, active ranks "
+            "per pass",
+            _loop_cell,
+            column="load {load:g}, {agents} agents",
+        ),
+        *_class_tables([row for row in rows if row.get("classes")]),
+        *_by_load(rows if found_any else [], "hit rate, computed / optimum", _cache_cell),
+        *_by_load(
+            [row for row in rows if "pools" in row],
+            "p50 / p99 of one decision in ms of CPU, cores of the busiest scheduler, requests of "
+            "the largest pool / mean",
+            _pool_cell,
+            of="{pools} pools",
+        ),
+    ]
+
+
+def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """Mean and p99 TTFT, chunk utilisation and what was refused."""
+    return _by_load(rows, "mean / p99 TTFT in s, chunk use", _load_cell)
+
+
 def _by_load(
     rows: Sequence[Row],
     title: str,
     cell: Callable[[Sequence[Row]], str],
     *,
     first: str = "policy",
-    column: Callable[[Row], str] = lambda row: f"load {row['load']:g}",
+    column: str = "load {load:g}",
     of: str = "{scenario}",
 ) -> list[ResultTable]:
     """A row per policy, a column per load; a table per cost model and chunk size."""
-    tables = []
-    for (cost, chunk), shown in groups(rows, "cost", "chunk_tokens").items():
-        columns = {row["load"]: column(row) for row in shown}
-        subject = of.format(**shown[0])
-        table = ResultTable(
-            f"{title}; {subject}, cost {cost}, chunk {chunk}", [first, *columns.values()]
+    return [
+        crossed(
+            f"{title}; {of.format(**shown[0])}, cost {cost}, chunk {chunk}",
+            first,
+            {row["load"]: column.format(**row) for row in shown},
+            groups(shown, "policy", "load"),
+            cell,
         )
-        cells = groups(shown, "policy", "load")
-        for (policy,) in groups(shown, "policy"):
-            table.rows.append([policy, *(cell(cells[policy, load]) for load in columns)])
-        tables.append(table)
-    return tables
+        for (cost, chunk), shown in groups(rows, "cost", "chunk_tokens").items()
+    ]
 
 
 def _means(mine: Sequence[Row], form: str, *keys: str) -> str:
     """Means of these fields, in this form; nothing where the first has no value."""
     means = [mean_of(mine, key) for key in keys]
     return "" if math.isnan(means[0]) else form.format(*means)
-
-
-def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """Mean and p99 TTFT, chunk utilisation and what was refused."""
-    return _by_load(rows, "mean / p99 TTFT in s, chunk use", _load_cell)
 
 
 def _load_cell(mine: Sequence[Row]) -> str:
@@ -94,126 +138,75 @@ def _load_cell(mine: Sequence[Row]) -> str:
     )
 
 
-def balance_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """How evenly passes are spread over DP ranks."""
-    keys = "active_rank_count", "max_over_mean"
-    title = "active DP ranks per pass, tokens of the heaviest rank / mean"
-    return _by_load(rows, title, lambda mine: _means(mine, "{:.2f} {:.2f}", *keys))
+def _pool_cell(mine: Sequence[Row]) -> str:
+    p50_s, p99_s = mean_of(mine, "decision_p50_s"), mean_of(mine, "decision_p99_s")
+    shares = _means(mine, "{:.2f} {:.2f}", "decision_share", "pool_max_over_mean")
+    return f"{1e3 * p50_s:.2f}/{1e3 * p99_s:.2f} {shares}"
 
 
-def pool_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """What deciding takes, and how even the pools are. None without ``--pools``."""
-    title = (
-        "p50 / p99 of one decision in ms of CPU, cores of the busiest scheduler, requests of the "
-        "largest pool / mean"
-    )
-
-    def cell(mine: Sequence[Row]) -> str:
-        p50_s, p99_s = mean_of(mine, "decision_p50_s"), mean_of(mine, "decision_p99_s")
-        shares = _means(mine, "{:.2f} {:.2f}", "decision_share", "pool_max_over_mean")
-        return f"{1e3 * p50_s:.2f}/{1e3 * p99_s:.2f} {shares}"
-
-    return _by_load([row for row in rows if "pools" in row], title, cell, of="{pools} pools")
+def _cache_cell(mine: Sequence[Row]) -> str:
+    optimal = sum(r["optimal_tokens"] for r in mine)
+    computed = sum(r["computed_tokens"] for r in mine)
+    return f"{mean_of(mine, 'hit_rate'):.0%} {computed / optimal:.2f}" if optimal else ""
 
 
-def cache_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """Hit rate and computed tokens by the clairvoyant optimum. None where no prompt found
-    anything."""
-
-    def cell(mine: Sequence[Row]) -> str:
-        optimal = sum(r["optimal_tokens"] for r in mine)
-        computed = sum(r["computed_tokens"] for r in mine)
-        return f"{mean_of(mine, 'hit_rate'):.0%} {computed / optimal:.2f}" if optimal else ""
-
-    found = any(row["hit_rate"] > 0 for row in rows)
-    return _by_load(rows, "hit rate, computed / optimum", cell) if found else []
+def _loop_cell(mine: Sequence[Row]) -> str:
+    e2e_s, tokens = mean_of(mine, "e2e_mean_s"), mean_of(mine, "tokens_per_s_instance")
+    return f"{e2e_s:.1f} {tokens / 1e3:.1f}K {mean_of(mine, 'active_rank_count'):.2f}"
 
 
-def day_tables(rows: Sequence[Row]) -> list[ResultTable]:
+def _class_cell(mine: Sequence[Row]) -> str:
+    some = [row["of_class"] for row in mine if row["of_class"] is not None]
+    ttft_s, p99_s = mean_of(some, "ttft_mean_s"), mean_of(some, "ttft_p99_s")
+    return f"{ttft_s:.3f}/{p99_s:.2f} {mean_of(some, 'goodput'):.1%}"
+
+
+def _class_tables(rows: Sequence[Row]) -> list[ResultTable]:
+    """TTFT and goodput of each class and tenant."""
+    split = [
+        {**row, "policy": f"{row['policy']}, {name}", "of_class": row["classes"].get(name)}
+        for row in rows
+        for name in dict.fromkeys(name for other in rows for name in other["classes"])
+    ]
+    slo_s = split[0]["slo_s"] if split else 0.0
+    title = f"by class: mean / p99 TTFT in s, share within {slo_s:g} s"
+    return _by_load(split, title, _class_cell, first="policy, class")
+
+
+def _day_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """How each policy follows a load that rises and falls: a row per policy and mean load, a column
     per part of the day; a table per cost model and chunk size."""
     tables = []
     of_days = [row for row in rows if "ttft_by_part_s" in row]
     for (cost, chunk), shown in groups(of_days, "cost", "chunk_tokens").items():
         parts = len(shown[0]["ttft_by_part_s"])
-        table = ResultTable(
-            f"mean TTFT in s by part of the day; cost {cost}, chunk {chunk}",
-            ["policy, mean load", *(f"{part + 1}/{parts}" for part in range(parts))],
-        )
-        for (policy, load), mine in groups(shown, "policy", "load").items():
-            columns = zip(*(r["ttft_by_part_s"] for r in mine), strict=True)
-            cells = [f"{statistics.fmean(column):.3f}" for column in columns]
-            table.rows.append([f"{policy}, {load:g}", *cells])
-        tables.append(table)
+        cells = {
+            (f"{policy}, {load:g}", part): statistics.fmean(r["ttft_by_part_s"][part] for r in mine)
+            for (policy, load), mine in groups(shown, "policy", "load").items()
+            for part in range(parts)
+        }
+        title = f"mean TTFT in s by part of the day; cost {cost}, chunk {chunk}"
+        heads = {part: f"{part + 1}/{parts}" for part in range(parts)}
+        tables.append(crossed(title, "policy, mean load", heads, cells, "{:.3f}".format))
     return tables
-
-
-def loop_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """Mean end-to-end latency, tokens per second and instance, and active ranks per pass. None
-    without a closed loop."""
-    title = (
-        "mean until the last token in s, thousand tokens per second and instance, active ranks per "
-        "pass"
-    )
-
-    def cell(mine: Sequence[Row]) -> str:
-        e2e_s, tokens = mean_of(mine, "e2e_mean_s"), mean_of(mine, "tokens_per_s_instance")
-        return f"{e2e_s:.1f} {tokens / 1e3:.1f}K {mean_of(mine, 'active_rank_count'):.2f}"
-
-    of_agents = [row for row in rows if "agents" in row]
-    return _by_load(
-        of_agents, title, cell, column=lambda row: f"load {row['load']:g}, {row['agents']} agents"
-    )
-
-
-def class_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """TTFT and goodput of each class and tenant. None where all requests are of one kind."""
-    of_classes = [row for row in rows if row.get("classes")]
-    if not of_classes:
-        return []
-    split = [
-        {**row, "policy": f"{row['policy']}, {name}", "of_class": row["classes"].get(name)}
-        for row in of_classes
-        for name in dict.fromkeys(name for other in of_classes for name in other["classes"])
-    ]
-
-    def cell(mine: Sequence[Row]) -> str:
-        some = [row["of_class"] for row in mine if row["of_class"] is not None]
-        ttft_s, p99_s = mean_of(some, "ttft_mean_s"), mean_of(some, "ttft_p99_s")
-        return f"{ttft_s:.3f}/{p99_s:.2f} {mean_of(some, 'goodput'):.1%}"
-
-    title = f"by class: mean / p99 TTFT in s, share within {split[0]['slo_s']:g} s"
-    return _by_load(split, title, cell, first="policy, class")
-
-
-def result_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """All that there is to say of runs at some loads."""
-    kinds = (load_tables, day_tables, balance_tables, loop_tables)
-    more = (class_tables, cache_tables, pool_tables)
-    return [table for kind in (*kinds, *more) for table in kind(rows)]
 
 
 def capacity_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Max QPS at the SLO: a row per policy, a column per chunk size; a table per cost model."""
-    tables = []
     slo_s, scenario = rows[0]["slo_ttft_s"], rows[0]["scenario"]
-    for (cost,), shown in groups(rows, "cost").items():
-        chunks = sorted({r["chunk_tokens"] for r in shown})
-        table = ResultTable(
-            f"max QPS of the cluster at mean TTFT {slo_s:g} s, chunk use there; {scenario}, "
-            f"cost {cost}",
-            ["policy", *(f"chunk {chunk}" for chunk in chunks)],
-        )
-        cells = groups(shown, "policy", "chunk_tokens")
-        for (policy,) in groups(shown, "policy"):
-            places = [cells[policy, chunk] for chunk in chunks]
-            words = [
+    title = f"max QPS of the cluster at mean TTFT {slo_s:g} s, chunk use there; {scenario}, cost"
+    return [
+        crossed(
+            f"{title} {cost}",
+            "policy",
+            {chunk: f"chunk {chunk}" for chunk in sorted({r["chunk_tokens"] for r in shown})},
+            groups(shown, "policy", "chunk_tokens"),
+            lambda mine: (
                 f"{mean_of(mine, 'max_qps'):.1f}{_means(mine, ' {:.0%}', 'chunk_utilization')}"
-                for mine in places
-            ]
-            table.rows.append([policy, *words])
-        tables.append(table)
-    return tables
+            ),
+        )
+        for (cost,), shown in groups(rows, "cost").items()
+    ]
 
 
 def decode_table(rows: Sequence[Row]) -> ResultTable:

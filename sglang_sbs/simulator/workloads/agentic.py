@@ -59,25 +59,21 @@ class _Thread:
 class AgentLoop:
     """One run: who sends first, and what follows an answer."""
 
-    def __init__(
-        self, agents: int, duration_s: float, seed: int, *, under_way: bool = True
-    ) -> None:
-        """``duration_s``: nothing is sent later. ``under_way``: agents are met in the middle of
-        their tasks, else they begin."""
+    def __init__(self, agents: int, duration_s: float, seed: int) -> None:
+        """``duration_s``: nothing is sent later."""
         self._duration_s = duration_s
         self._seed = seed
         self._threads: dict[int, _Thread] = {}
         self._started = 0
         self.history: list[int] = []
-        """Pages that were computed before the run began, by agents that are under way: or a run
-        would begin with computing all contexts at once."""
+        """Pages that were computed before the run, as agents are met in the middle of their tasks:
+        or it would begin with computing all contexts at once."""
         rng = random.Random(f"agents {seed}")
         self.first: list[Arrival] = []
         """What is sent without an answer before it, in time order."""
         for _ in range(agents):
             thread = self._begin()
-            if under_way:
-                self._skip(thread, rng.randrange(thread.turns))
+            self._skip(thread, rng.randrange(thread.turns))
             self.first.append(self._turn(thread, rng.uniform(0.0, _SPREAD_S)))
         self.first.sort()
 

@@ -18,6 +18,7 @@ from sglang_sbs.simulator.cluster.arrival import Arrival
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens per ``hash_id`` of a Mooncake trace."""
+_OUTPUT_TOKENS = 200
 MOST_PROMPT_TOKENS = 10_000_000
 """Longer prompts are taken for a mistake in what was written."""
 DAY_LOW, DAY_HIGH = 0.2, 1.1
@@ -54,20 +55,14 @@ def _pareto_alpha(shortest: int, longest: int, mean: float) -> float:
 
 
 def synthetic(
-    qps: float,
-    duration_s: float,
-    length_of: LengthOf,
-    seed: int,
-    *,
-    burstiness: float = 1.0,
-    output_tokens: int = 200,
+    qps: float, duration_s: float, length_of: LengthOf, seed: int, *, burstiness: float = 1.0
 ) -> list[Arrival]:
     """Gamma arrivals with coefficient of variation ``burstiness`` (1: Poisson)."""
     rng = random.Random(seed)
     shape = 1 / burstiness**2
     arrivals, now_s = [], 0.0
     while (now_s := now_s + rng.gammavariate(shape, 1 / (qps * shape))) < duration_s:
-        arrivals.append(Arrival(now_s, length_of(rng), output_tokens))
+        arrivals.append(Arrival(now_s, length_of(rng), _OUTPUT_TOKENS))
     return arrivals
 
 
@@ -102,7 +97,7 @@ def with_long(
 ) -> list[Arrival]:
     """The same with a long prompt now and then."""
     times_s = [every_s * (number + 0.5) for number in range(int(duration_s / every_s))]
-    long = [Arrival(at_s, prompt_tokens, 200) for at_s in times_s]
+    long = [Arrival(at_s, prompt_tokens, _OUTPUT_TOKENS) for at_s in times_s]
     return sorted([*arrivals, *long], key=lambda arrival: arrival.at_s)
 
 

@@ -28,7 +28,7 @@ def iterate(prefill: SimulatedPrefill, now_s: float):
 
 def rids(device_pass) -> list[str]:
     """Requests whose prompt ends in the pass."""
-    return [completed.request.rid for completed in device_pass.completed]
+    return [request.rid for request in device_pass.completed]
 
 
 def test_an_idle_engine_launches_on_the_first_request_and_the_rest_of_the_gang_waits():

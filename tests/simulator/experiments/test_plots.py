@@ -5,35 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sglang_sbs.policy_looks import LOOKS
-from sglang_sbs.scheduling import SchedulerConfig
-from sglang_sbs.simulator.cluster.decode import DecodeSimulation, DecodeSpec
 from sglang_sbs.simulator.experiments import plots
 from sglang_sbs.simulator.experiments.page import Picture, policies_table, write_page
-from sglang_sbs.simulator.experiments.sweep import Job, run_outcome
 from sglang_sbs.simulator.experiments.tables import ResultTable
-from sglang_sbs.simulator.workloads.scenario import make_scenario
-
-
-def test_the_timeline_draws_every_pass_of_its_window():
-    scenario = make_scenario("paper-3k", prefill_instances=2, dp_size=2)
-    outcome = run_outcome(scenario, Job("paper-3k", "eta", 0.2, 1, 10.0))
-    figure = plots.pass_timeline({"eta": outcome, "again": outcome}, dict(scenario.spec.prefill))
-    first, second = figure.axes
-    middle_s = outcome.requests[-1].arrived_s / 2
-    shown = [p for p in outcome.passes if p.end_s >= middle_s and p.start_s <= middle_s + 4]
-    assert len(first.patches) == len(second.patches) == 3 * len(shown) + 2 > 2
-    full, heaviest, mean = (bar.get_height() for bar in first.patches[1:4])
-    assert full >= heaviest >= mean > 0
-    assert plots.png_of(figure).startswith(b"\x89PNG")
-
-
-def test_the_kv_band_has_a_panel_per_policy():
-    spec = DecodeSpec(ranks=4, concurrency=20, steps=60, warm_up_steps=20)
-    outcome = DecodeSimulation(spec, SchedulerConfig()).run()
-    figure = plots.kv_bands({"sbs": outcome, "round_robin": outcome})
-    assert len(figure.axes) == 2
-    assert all(len(axis.lines) == 4 + 1 for axis in figure.axes)
-    plots.png_of(figure)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

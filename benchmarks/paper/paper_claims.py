@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sglang_sbs.simulator.experiments.claims import BySeed, Claim, Estimate, Side, Unit, change
-from sglang_sbs.simulator.experiments.queueing import QUEUEING
+from benchmarks.paper.claims import BySeed, Claim, Estimate, Side, Unit, change
+from benchmarks.paper.queueing import QUEUEING
 from sglang_sbs.simulator.experiments.tables import ResultTable, mean_of
 from sglang_sbs.simulator.parallel import Row
 

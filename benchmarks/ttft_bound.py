@@ -1,4 +1,4 @@
-"""``sglang-sbs simulate bound``: how small the mean TTFT could be, whoever schedules.
+"""``scripts/ttft-bound``: how small the mean TTFT could be, whoever schedules.
 
 The bound holds for every schedule that computes each prompt in one pass, also for one that knows
 all arrivals, lengths and pass times beforehand and spreads the tokens of a pass evenly over the DP
@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 
+from benchmarks.command_line import command_parser, interruptible
 from sglang_sbs.simulator.cluster.arrival import Arrival
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.experiments import sweep
@@ -43,6 +44,7 @@ from sglang_sbs.simulator.options.common import names, run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.scenario import WARM_UP_S
 
+_PROG = "scripts/ttft-bound"
 BOUND = "bound"
 _SCENARIOS = ("paper-3k", "paper-5k")
 _DRAIN_S = 2.0
@@ -58,7 +60,7 @@ The second figure of a cell is the bound as a share of the policy's mean; no oth
 a smaller share of that.
 
 example:
-  sglang-sbs simulate bound paper-3k --policies sbs,eta,random_rank --loads 0.6,0.8,1.0 --seeds 3
+  scripts/ttft-bound paper-3k --policies sbs,eta,random_rank --loads 0.6,0.8,1.0 --seeds 3
 """
 
 
@@ -154,7 +156,7 @@ def _around(price: float) -> list[float]:
 
 def build_parser() -> argparse.ArgumentParser:
     what = "How small could the mean TTFT be, whoever schedules?"
-    parser = common.command("bound", what, _EPILOG)
+    parser = command_parser(_PROG, what, _EPILOG)
     parser.add_argument("scenario", choices=_SCENARIOS)
     parser.add_argument("--policies", default="sbs,eta,random_rank", help="held against it (all)")
     parser.add_argument(
@@ -169,7 +171,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write; exit code 2 for bad arguments."""
+    """Run, print, write; exit code 2 for bad arguments, 130 if interrupted."""
+    return interruptible(_PROG, lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     common.check_outputs(args, parser)

@@ -1,4 +1,4 @@
-"""``sglang-sbs simulate paper``: the paper's every claim beside ours, and its figures."""
+"""``scripts/paper-claims``: the paper's every claim beside ours, and its figures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import orjson
 
+from benchmarks.command_line import command_parser, interruptible
+from benchmarks.paper import paper_claims
+from benchmarks.paper.claims import VERDICTS, Claim, claims_table, summary
+from benchmarks.paper.queueing import queueing_job, queueing_row
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
-from sglang_sbs.simulator.experiments import paper_claims
-from sglang_sbs.simulator.experiments.claims import VERDICTS, Claim, claims_table, summary
 from sglang_sbs.simulator.experiments.decode_runs import DecodeJob, run_decode, run_decode_outcome
 from sglang_sbs.simulator.experiments.page import Part, Picture, policies_table, write_page
-from sglang_sbs.simulator.experiments.queueing import queueing_job, queueing_row
 from sglang_sbs.simulator.experiments.sweep import Job, max_load, run_job, run_outcome
 from sglang_sbs.simulator.experiments.tables import ResultTable, decode_table, mean_of
 from sglang_sbs.simulator.options import common
@@ -24,6 +25,7 @@ from sglang_sbs.simulator.options.common import run_with_progress
 from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.scenario import make_scenario
 
+_PROG = "scripts/paper-claims"
 _DECODE_POLICIES = ("skewed", "round_robin", "least_requests", "sbs_iqr", "sbs_potential")
 _KV_PICTURE = ("skewed", "round_robin", "sbs_iqr", "sbs_potential")
 _INTRODUCTION = (
@@ -43,7 +45,7 @@ verdicts:
 {_VERDICTS}
 
 example:
-  sglang-sbs simulate paper --quick --out out/paper --json paper.json
+  scripts/paper-claims --quick --out out/paper --json paper.json
 """
 
 
@@ -80,7 +82,7 @@ QUICK = Effort(short_s=40.0, long_s=80.0, steps=8_000, picture_steps=4_000)
 
 def build_parser() -> argparse.ArgumentParser:
     what = "Simulate every claim of arXiv 2512.16134 and say which reproduce."
-    parser = common.command("paper", what, _EPILOG, "[options]")
+    parser = command_parser(_PROG, what, _EPILOG)
     seeds_help = "seeds, of which means and intervals are (default 3)"
     common.add_common(parser, default_seeds=3, seeds_help=seeds_help)
     common.add_overlap(parser, default=False)
@@ -91,7 +93,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write; exit code 2 for bad arguments."""
+    """Run, print, write; exit code 2 for bad arguments, 130 if interrupted."""
+    return interruptible(_PROG, lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     common.check_outputs(args, parser)
@@ -216,6 +222,7 @@ def write_out(
     out: Path, rows: Sequence[Row], told: Sequence[Part], cost: str, seed: int, effort: Effort
 ) -> None:
     """The page with what is told, and the pictures (of this cost and seed)."""
+    from benchmarks.paper import pictures
     from sglang_sbs.simulator.experiments import plots
 
     scenario = make_scenario("paper-3k", cost=find_cost(cost), **effort.spec)
@@ -233,8 +240,8 @@ def write_out(
     out.mkdir(parents=True, exist_ok=True)
     for name, caption, figure in (
         ("ttft", "TTFT by load", ttft),
-        ("kv-band", "KV load of the decode DP ranks over time", plots.kv_bands(kv)),
-        ("timeline", timeline, plots.pass_timeline(gantt, dict(scenario.spec.prefill))),
+        ("kv-band", "KV load of the decode DP ranks over time", pictures.kv_bands(kv)),
+        ("timeline", timeline, pictures.pass_timeline(gantt, dict(scenario.spec.prefill))),
     ):
         png = plots.png_of(figure)
         (out / f"{name}.png").write_bytes(png)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_sbs.simulator.cli import main
-from sglang_sbs.simulator.cluster.arrival import Arrival
-from sglang_sbs.simulator.cluster.cost import COSTS
-from sglang_sbs.simulator.experiments.bound import (
+from benchmarks.ttft_bound import (
     BOUND,
     Machines,
     bound_row,
     least_waits_s,
+    main,
     mean_ttft_bound_s,
 )
+from sglang_sbs.simulator.cluster.arrival import Arrival
+from sglang_sbs.simulator.cluster.cost import COSTS
 from sglang_sbs.simulator.experiments.sweep import Job, run_job
 
 DP = 2
@@ -105,7 +105,7 @@ def test_no_simulated_policy_is_below_it_and_the_default_not_far_above(load: flo
 
 def test_the_command(tmp_path, capsys):
     rows = tmp_path / "rows.json"
-    words = f"bound paper-3k --loads 0.2 --duration 22 --policies eta --json {rows} --workers 1"
+    words = f"paper-3k --loads 0.2 --duration 22 --policies eta --json {rows} --workers 1"
     assert main(words.split()) == 0
     bound, eta = json.loads(rows.read_text())
     assert (bound["policy"], eta["policy"]) == (BOUND, "eta")
@@ -115,6 +115,18 @@ def test_the_command(tmp_path, capsys):
 
 def test_the_warm_up_must_fit(capsys):
     with pytest.raises(SystemExit) as error:
-        main(["bound", "paper-3k", "--duration", "20"])
+        main(["paper-3k", "--duration", "20"])
     assert error.value.code == 2
     assert "--duration" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_written_are_refused_before_the_run(tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    for path in (tmp_path / "file" / "below.json", tmp_path):
+        with pytest.raises(SystemExit) as ended:
+            main(["paper-3k", "--json", str(path)])
+        assert ended.value.code == 2
+        captured = capsys.readouterr()
+        assert f"--json {path}: cannot be written" in " ".join(captured.err.split())
+        assert not captured.out
+    assert (tmp_path / "file").read_text() == "kept"

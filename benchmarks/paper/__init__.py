@@ -1,0 +1,1 @@
+"""``scripts/paper-claims``: every claim of the paper beside what is simulated."""
