@@ -267,6 +267,8 @@ class PrefixIndex:
         self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int
     ) -> list[Upcoming]:
         """Ranks that are computing some of a prompt right now, for another request."""
+        if not self._upcoming.begins_like(blocks):
+            return []  # most of the time, and asked often
         count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
         if count <= 0:
             return []

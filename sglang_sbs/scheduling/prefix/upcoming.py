@@ -47,6 +47,10 @@ class UpcomingBlocks:
         else:
             self._by_root.pop(root, None)
 
+    def begins_like(self, blocks: Sequence[int]) -> bool:
+        """Whether anybody has the first of these blocks."""
+        return bool(blocks) and blocks[0] in self._by_root
+
     def sharing(self, blocks: Sequence[int], count: int) -> Iterator[tuple[Sent, int]]:
         """Those that have some of the first ``count`` blocks, and how many."""
         for sent in self._by_root.get(blocks[0], ())[-_MOST:]:

@@ -138,8 +138,18 @@ class RequestQueue:
         """All waiting requests in the policy's order, in turn where several tenants wait. Not to be
         changed meanwhile."""
         if self.turns.several:
-            return map(self._looked_up, self.turns.in_turn())
-        return (self._looked_up(request) for _, _, request in self._ordered)
+            yield from map(self._looked_up, self.turns.in_turn())
+            return
+        prefix = self.prefix
+        for _, _, request in self._ordered:
+            # Asked here as well: a call for each would be much of what a decision takes.
+            if request.blocks and not (
+                prefix is not None
+                and request.hits_version == prefix.version
+                and request.upcoming_version == prefix.upcoming_version
+            ):
+                self._looked_up(request)
+            yield request
 
     def first(self, count: int) -> Iterator[Request]:
         """The first of :meth:`in_order`, with hits as they were looked up last."""

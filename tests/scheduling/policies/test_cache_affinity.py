@@ -300,6 +300,24 @@ def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits
         assert here.belongs_here(request) is not waits
 
 
+def test_who_was_left_for_a_home_is_taken_once_nothing_is_cached_there():
+    """Also in the same decision, which remembers who was left."""
+    it = cluster(prefill=3)
+    by_id = dict(it.scheduler.prefill)
+    starts_s = {"p0": 100.0, "p1": 105.0, "p2": 105.0}
+    decision = CacheAffinity(
+        by_id, by_id["p1"], lambda one: starts_s[one.id], load=0.9, waiting=1000
+    )
+    hits = Hits({"p0": [800, 0]}, 800)
+    request = Request("r", 1, 900, None, 100.0, 200.0, blocks=PREFIX, block_tokens=PAGE, hits=hits)
+    assert not BatchAffinity(decision, by_id["p1"]).belongs_here(request)
+    assert not BatchAffinity(decision, by_id["p2"]).belongs_here(request)
+    assert BatchAffinity(decision, by_id["p0"]).belongs_here(request)
+    assert decision.deferred == 2
+    request.hits, request.uncached_tokens = Hits({}, 0), 900
+    assert BatchAffinity(decision, by_id["p2"]).belongs_here(request)
+
+
 def test_who_has_a_home_goes_to_its_rank():
     p0 = cluster().scheduler.prefill["p0"]
     decision = CacheAffinity([p0], p0, lambda one: 0.0, load=0.5, waiting=1)

@@ -26,6 +26,7 @@ from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import FETCH_S, Home
 from sglang_sbs.scheduling.policies.pbaa import LEAST_HIT_SHARE, first_part
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
+from sglang_sbs.scheduling.prefix.places import Hits
 from sglang_sbs.scheduling.prefix.upcoming import Upcoming, shared_blocks
 from sglang_sbs.scheduling.request import Request
 
@@ -94,6 +95,9 @@ class CacheAffinity:
         self._sharing: Counter[int | None] = Counter()
         """Requests that were looked at, by the prefix they share."""
         self._looked_at: set[str] = set()
+        self.elsewhere: dict[str, Hits] = {}
+        """Requests that were left for a home that has some of them, and what was cached then. While
+        that is so, they are left by each instance that has nothing of them."""
         self.deferred = 0
         """How often a request was left for another instance, or for one that computes the same."""
 
@@ -172,9 +176,9 @@ class CacheAffinity:
     def best_on(self, request: Request, view: _View) -> _Best:
         """The best rank of an instance: the one that has most of it, or the emptiest."""
         hits = request.hits.by_instance.get(view.instance.id)
-        cached = 0 if hits is None else hits[view.emptiest]
-        best_s = self.done_s(request, view, cached, view.backlog[view.emptiest])
         best = view.emptiest
+        cached = 0 if hits is None else hits[best]
+        best_s = self.done_s(request, view, cached, view.backlog[best])
         if hits is not None:
             most = max(hits)
             if most > cached:
@@ -191,14 +195,16 @@ class CacheAffinity:
 
         What is computed again is cached there afterwards, so others that share it pay as well.
         """
+        alone_s = self.alone_s(request, view, cached, backlog)
+        again = request.prompt_tokens - cached - request.uncached_tokens
+        if not again:
+            return alone_s
         instance = view.instance
         model = instance.model
-        uncached = request.prompt_tokens - cached
-        again = uncached - request.uncached_tokens
         attention_s = model.rank_s(0, again * (cached + again / 2))
         again_s = (model.slope_s_per_token() * again + attention_s) / instance.dp_size
         payers = max(1, self._sharing[request.cached_until])
-        return self.alone_s(request, view, cached, backlog) + self._weight * again_s / payers
+        return alone_s + self._weight * again_s / payers
 
     @staticmethod
     def alone_s(request: Request, view: _View, cached: int, backlog: int) -> float:
@@ -209,7 +215,8 @@ class CacheAffinity:
         uncached = request.prompt_tokens - cached
         attention_s = model.rank_s(0, uncached * (cached + uncached / 2))
         passes = -(-(backlog + paged(uncached, instance.page)) // chunk)
-        fill = min(chunk, backlog + uncached)
+        fill = backlog + uncached
+        fill = fill if fill < chunk else chunk
         slope_s = model.slope_s_per_token() / instance.dp_size
         pass_s = max(
             view.next_pass_s,
@@ -234,6 +241,8 @@ class BatchAffinity:
         self._home_of = home_of
         self._decision = decision
         self._instance = instance
+        self._least_tokens = LEAST_HIT_SHARE * instance.chunk_tokens
+        """Nobody waits for less."""
         self._taken: dict[int, list[Request]] = {}
         """Requests in the batch, by their first block."""
         self.deferred = 0
@@ -253,16 +262,26 @@ class BatchAffinity:
         """
         if not request.blocks:
             return True
-        if request.hits.best_tokens:
-            self._decision.look_at(request)
+        hits, decision = request.hits, self._decision
+        if (
+            hits is decision.elsewhere.get(request.rid)
+            and self._instance.id not in hits.by_instance
+            and self._home_of is None
+            and hits.best_tokens >= self._least_tokens
+        ):
+            self.deferred += 1
+            decision.deferred += 1
+            return False
+        if hits.best_tokens:
+            decision.look_at(request)
         twins = self._taken.get(request.blocks[0])
         if (
             self._is_elsewhere(request)
-            or self._decision.is_coming(request)
+            or decision.is_coming(request)
             or (twins is not None and self._is_taken(request, twins))
         ):
             self.deferred += 1
-            self._decision.deferred += 1
+            decision.deferred += 1
             return False
         if twins is None:
             self._taken[request.blocks[0]] = [request]
@@ -273,11 +292,14 @@ class BatchAffinity:
     def _is_elsewhere(self, request: Request) -> bool:
         here = self._instance.id
         gain = request.uncached_tokens_on(here) - request.uncached_tokens
-        if self._home_of is not None or gain < LEAST_HIT_SHARE * self._instance.chunk_tokens:
+        if self._home_of is not None or gain < self._least_tokens:
             return False
         home = self._decision.home_of(request).instance
         # Where nothing of it is cached, one instance is as good as the other.
-        return home != here and home in request.hits.by_instance
+        if home == here or home not in request.hits.by_instance:
+            return False
+        self._decision.elsewhere[request.rid] = request.hits
+        return True
 
     def rank_of(self, request: Request, capacity: Sequence[int]) -> int | None:
         """The rank of the instance for a request of which it has something; None: none now.
@@ -323,7 +345,7 @@ class BatchAffinity:
         for twin in twins:
             tokens = shared_blocks(request.blocks, twin.blocks, most) * request.block_tokens
             gain = tokens - request.hits.best_tokens
-            if gain >= LEAST_HIT_SHARE * self._instance.chunk_tokens:
+            if gain >= self._least_tokens:
                 after_s = here.start_s + decision.alone_s(twin, here, 0, 0)
                 if after_s + decision.done_s(request, here, tokens, 0) < least_s:
                     return True

@@ -398,6 +398,8 @@ class AdaptiveTrigger(PrefillPolicy):
         gathered = self._gather(instance, one, affinity, c_avail, places, keep_tokens)
         if gathered is None:
             return None
+        if gathered == ([], []):
+            return Plan()
         head, rest = self._shared(instance, one, *gathered)
         allocation = place_fitting(
             head,
@@ -452,13 +454,10 @@ class AdaptiveTrigger(PrefillPolicy):
         head: list[Request] = []
         rest: list[Request] = []
         taken = refused = forbidden = 0
+        most_taken, most_both = room + spare, 2 * most if spare else most
+        full = most_taken <= 0 or most_both <= 0
         for request in one.queue.in_order():
-            if (
-                taken >= room + spare
-                or len(head) + len(rest) >= (2 * most if spare else most)
-                or affinity.deferred >= MAX_DEFERRED
-                or refused >= MOST_REFUSED
-            ):
+            if full or affinity.deferred >= MAX_DEFERRED or refused >= MOST_REFUSED:
                 break
             if request.exclude and not permitted(request, instance, one.instances):
                 forbidden += 1
@@ -479,6 +478,7 @@ class AdaptiveTrigger(PrefillPolicy):
             ):
                 (head if taken < room and len(head) < most else rest).append(request)
                 taken += paged(request.uncached_tokens_on(instance.id), page)
+                full = taken >= most_taken or len(head) + len(rest) >= most_both
         return None if forbidden == len(one.queue) else (head, rest)
 
     def _shared(
