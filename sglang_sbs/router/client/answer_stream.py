@@ -113,10 +113,7 @@ class Downstream:
 
     async def open(self, content_type: str) -> None:
         """Send the head and what was pushed so far, in one go. A second call does nothing.
-
-        Raises:
-            ConnectionResetError: the client is gone.
-        """
+        Raises: ConnectionResetError, the client is gone."""
         if self.response is not None:
             return
         self.response = response = web.StreamResponse(headers={"Content-Type": content_type})
@@ -137,11 +134,8 @@ class Downstream:
             self.push(data)
 
     async def finish(self) -> web.StreamResponse:
-        """End the body.
-
-        Raises:
-            ConnectionResetError: the client does not take it; its connection is closed.
-        """
+        """End the body. Raises: ConnectionResetError, the client does not take it; its connection
+        is closed."""
         assert self.response is not None
         self._ended = True
         transport = self._transport
@@ -156,10 +150,7 @@ class Downstream:
 
 async def send(request: web.Request, answer: Answer) -> web.StreamResponse:
     """Send a whole answer: a large one as the client takes it, a piece in a turn.
-
-    Raises:
-        ConnectionResetError: the client is gone, or took too little and its connection is closed.
-    """
+    Raises: ConnectionResetError, it is gone, or took too little and its connection is closed."""
     if len(answer.body) <= LARGE_PIECE_BYTES:
         return answer.response()
     headers = {"Content-Type": answer.content_type, **answer.headers}

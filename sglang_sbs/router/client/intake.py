@@ -94,13 +94,9 @@ class BodyShare:
     """Another body got its room."""
 
     async def read(self, request: web.Request, limit_bytes: int) -> bytes | bytearray:
-        """The whole body.
-
-        Raises:
-            HTTPRequestEntityTooLarge: it is longer than ``limit_bytes``.
-            RouterError: 408, it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``; 503,
-                there is no room for it.
-        """
+        """The whole body. Raises: HTTPRequestEntityTooLarge, it is longer than ``limit_bytes``;
+        RouterError (408), it comes at less than ``MIN_BYTES_PER_S`` after ``GRACE_S``; (503), there
+        is no room for it."""
         if (request.content_length or 0) > limit_bytes:
             raise web.HTTPRequestEntityTooLarge(limit_bytes)
         if request.content.is_eof():  # it came with the head

@@ -15,10 +15,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})
 
 def normalise_worker_url(url: str) -> str:
     """``scheme://host:port`` in lower case; ``http://`` is assumed where no scheme is given.
-
-    Raises:
-        ValueError: not an http(s) URL with a host, or a port outside 1..65535.
-    """
+    Raises: ValueError, not an http(s) URL with a host, or a port outside 1..65535."""
     if len(url) > _MAX_URL_CHARS:
         raise ValueError(f"worker URL {url[:40]!r}… has {len(url)} characters")
     text = url.strip()

@@ -54,11 +54,8 @@ class BlockNamer:
     def names(
         self, ids: list[int] | array[int], blocks: BlockFormat, namespace: Namespace = PLAIN
     ) -> array[int]:
-        """Names of the full pages, the first ``MAX_NAMES`` of them.
-
-        Raises:
-            ValueError: something is no token id.
-        """
+        """Names of the full pages, the first ``MAX_NAMES`` of them. Raises: ValueError, something
+        is no token id."""
         try:
             tokens = array("I", ids)
         except (TypeError, OverflowError) as error:

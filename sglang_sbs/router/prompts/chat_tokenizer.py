@@ -63,11 +63,8 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> ChatTokenizer:
-        """From a model directory; ``chat_template`` overrides the model's own.
-
-        Raises:
-            ValueError: naming the file that is missing or broken.
-        """
+        """From a model directory; ``chat_template`` overrides the model's own. Raises: ValueError,
+        naming the file that is missing or broken."""
         path = directory / "tokenizer.json" if directory.is_dir() else directory
         if not path.is_file():
             raise ValueError(

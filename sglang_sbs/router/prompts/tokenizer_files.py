@@ -18,9 +18,7 @@ def tokenizer_folder(named: Path) -> Path:
     ``huggingface_hub`` does the work, so its variables count (``HF_HOME``, ``HF_TOKEN``,
     ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``), and the engines of this machine share its cache.
 
-    Raises:
-        ValueError: neither a path that exists nor a model that can be had.
-    """
+    Raises: ValueError, neither a path that exists nor a model that can be had."""
     if named.exists():
         return named
     from huggingface_hub import snapshot_download

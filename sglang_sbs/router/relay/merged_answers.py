@@ -21,10 +21,11 @@ from sglang_sbs.router.relay.engine_json import (
 )
 from sglang_sbs.router.requests.plan import Plan, Unit
 from sglang_sbs.router.requests.raw_json import (
+    MEMBERS,
+    OBJECTS,
     JsonError,
     Raw,
-    checked_members,
-    checked_objects,
+    decoded,
     is_null,
     member_pieces,
     value_of,
@@ -181,17 +182,13 @@ class NoAnswer(ValueError):
 
 def merge_answers(plan: Plan, answers: Sequence[bytes | bytearray]) -> list[bytes | memoryview]:
     """One body from the complete answers of all units, in their order, in pieces: what is long in
-    them is not copied.
-
-    Raises:
-        NoAnswer: one is no JSON object, or has choices that are none.
-    """
+    them is not copied. Raises: NoAnswer, one is no JSON object, or has choices that are none."""
     usage = UsageSum(plan.samples)
     choices: list[bytes | Raw] = []
     first: dict[str, Raw] = {}
     for position, (unit, answer) in enumerate(zip(plan.units, answers, strict=True)):
         try:
-            members = checked_members(answer)
+            members = decoded(MEMBERS, answer)
             if not first:
                 first = members
             if plan.kind != "generate":
@@ -219,7 +216,7 @@ def _choices_of(unit: Unit, choices: Raw | None) -> list[bytes | Raw]:
         return []
     index = b"%d" % unit.index
     pieces: list[bytes | Raw] = []
-    for one in checked_objects(choices):
+    for one in decoded(OBJECTS, choices):
         members: dict[str, Raw | bytes] = {**one} | {"index": index}
         pieces += (b",", b"{", *member_pieces(members.items()), b"}")
     return pieces

@@ -25,8 +25,7 @@ from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.attempts import Attempts
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
-from sglang_sbs.router.relay.exchange import Exchange
-from sglang_sbs.router.relay.in_flight import InFlight
+from sglang_sbs.router.relay.in_flight import Exchange, InFlight
 from sglang_sbs.router.relay.leg_answers import Body
 from sglang_sbs.router.relay.pair import Pair
 from sglang_sbs.router.requests.headers import Asked, session_header
@@ -73,10 +72,8 @@ class Relay:
 
         ``headers`` are those that both legs get; ``asked`` is what the others say.
 
-        Raises:
-            RouterError: as long as nothing was sent to the client.
-            asyncio.CancelledError: the client is gone; both legs are aborted.
-        """
+        Raises: RouterError, as long as nothing was sent to the client; asyncio.CancelledError, the
+        client is gone; both legs are aborted."""
         task = asyncio.current_task()
         assert task is not None
         # From the first byte on: a request whose body is still coming is waited for at the end.
@@ -168,7 +165,7 @@ class Relay:
             # Thousands of answers may be kept, so nothing else of their pairs is.
             pair = await self.attempts.run(exchange, unit, None)
             answers[unit.index] = await self._body_of(plan, pair, unit.index)
-            engines[unit.index] = pair.request.decode
+            engines[unit.index] = pair.decode
 
         await self._run_all(exchange, run)
         size = sum(map(len, answers))
@@ -192,18 +189,18 @@ class Relay:
         except StopIteration as over:
             answer = over.value
         except JsonError as error:
-            raise _no_answer(pair.request.decode) from error
+            raise _no_answer(pair.decode) from error
         try:
             if pair.prefill_reply is not None:
                 await self._spaced(len(pair.body) + pair.prefill_reply.size_bytes)
             return await _joined(dumped_pieces(self._edited(plan, pair, answer, position)))
         except JsonError as error:
-            raise _no_answer(pair.request.prefill, "prefill") from error
+            raise _no_answer(pair.prefill, "prefill") from error
 
     async def _spaced(self, size_bytes: int) -> None:
         """Wait until a piece of work on so many bytes may be done."""
         if size_bytes > SHORT_BYTES:
-            await asyncio.sleep(self.attempts.pace.wait_s(size_bytes))
+            await asyncio.sleep(self.in_flight.pace.wait_s(size_bytes))
 
     @staticmethod
     def _edited(

@@ -58,10 +58,7 @@ class Asked(NamedTuple):
 
 def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> Asked:
     """Read the SLO and the tenant. ``tenant_header``: its name in lower case, if there is one.
-
-    Raises:
-        RouterError: 400, naming the header and what to write.
-    """
+    Raises: RouterError (400), naming the header and what to write."""
     slo = _only(headers, SLO_HEADER)
     tenant = None if tenant_header is None else _only(headers, tenant_header)
     if tenant is not None and len(tenant) > MOST_TENANT_CHARS:
