@@ -18,6 +18,7 @@ from aiohttp import StreamReader
 from router_harness import Cluster, cluster, until
 
 from sglang_sbs.router import lanes as router_lanes
+from sglang_sbs.router.client.answer_stream import joined
 from sglang_sbs.router.errors import LegFailure, RouterError
 from sglang_sbs.router.lanes import LONG_BYTES, Lanes, Pace
 from sglang_sbs.router.options.config import BreakerConfig, PlanLimits
@@ -484,7 +485,7 @@ async def test_a_large_answer_is_put_together_in_slices() -> None:
 
     busy = asyncio.create_task(others())
     pieces = [b"a" * MIB, memoryview(b"b" * 8 * MIB), *[b"c"] * 10_000]
-    assert await relay._joined(pieces) == b"".join(pieces)
+    assert await joined(pieces) == b"".join(pieces)
     busy.cancel()
     assert 16 <= turns <= 32
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from sglang_sbs.dashboard.pages import Handler
 from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.api.bodies import json_answer, json_object
+from sglang_sbs.router.api.bodies import json_answer, json_object, too_large
 from sglang_sbs.router.api.served_router import Router
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
@@ -77,8 +77,7 @@ class Tokenizing:
             try:
                 raw = await share.read(request, _MAX_BODY_BYTES)
             except web.HTTPRequestEntityTooLarge:
-                detail = f"the body is over {_MAX_BODY_BYTES} bytes, the limit of this endpoint"
-                raise RouterError(413, "payload_too_large", detail) from None
+                raise too_large(_MAX_BODY_BYTES) from None
             if server.lanes.long_bytes > _MOST_BACKLOG_BYTES:
                 detail = "too much text waits to be tokenized"
                 raise RouterError(503, "busy", detail, retry_after_s=1.0)

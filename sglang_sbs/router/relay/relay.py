@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from sglang_sbs.router.answer import Answer
-from sglang_sbs.router.client.answer_stream import Downstream
+from sglang_sbs.router.client.answer_stream import Downstream, joined
 from sglang_sbs.router.client.intake import Bodies, BodyShare
 from sglang_sbs.router.errors import Leg, LegFailure, RouterError, transport_failure, without_frames
 from sglang_sbs.router.lanes import Lanes
@@ -45,8 +45,6 @@ PATHS: dict[RouteKind, str] = {
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
 """A body of that size and so many values is planned at once: a thread would cost more than that."""
-_JOINED_BYTES = 512 << 10
-"""Of an answer, copied in one turn of the event loop."""
 
 
 @dataclass(eq=False, repr=False)
@@ -176,7 +174,7 @@ class Relay:
                 merged = await self.lanes.run(size, merged_answers.merge_answers, plan, answers)
         except merged_answers.NoAnswer as error:
             raise _no_answer(engines[error.args[0]]) from error
-        return Answer(200, await _joined(merged), "application/json")
+        return Answer(200, await joined(merged), "application/json")
 
     async def _body_of(self, plan: Plan, pair: Pair, position: int) -> Body:
         if not plan.edits_answers:
@@ -193,7 +191,7 @@ class Relay:
         try:
             if pair.prefill_reply is not None:
                 await self._spaced(len(pair.body) + pair.prefill_reply.size_bytes)
-            return await _joined(dumped_pieces(self._edited(plan, pair, answer, position)))
+            return await joined(dumped_pieces(self._edited(plan, pair, answer, position)))
         except JsonError as error:
             raise _no_answer(pair.prefill, "prefill") from error
 
@@ -300,22 +298,6 @@ class Relay:
             for task in left:
                 task.cancel()
             raise
-
-
-async def _joined(pieces: Sequence[bytes | memoryview]) -> Body:
-    """In slices: to copy a large answer at once would take long."""
-    if sum(map(len, pieces)) <= _JOINED_BYTES:
-        return b"".join(pieces)
-    whole = bytearray()
-    due = _JOINED_BYTES
-    for piece in pieces:
-        view = memoryview(piece)
-        for at in range(0, len(view), _JOINED_BYTES):
-            whole += view[at : at + _JOINED_BYTES]
-            if len(whole) >= due:
-                due = len(whole) + _JOINED_BYTES
-                await asyncio.sleep(0)
-    return whole
 
 
 def _aborted() -> RouterError:
