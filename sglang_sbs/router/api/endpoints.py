@@ -298,10 +298,8 @@ class Control:
         return json_answer({"loads": loads, "workers": short})
 
     async def engine_metrics(self, request: web.Request) -> web.StreamResponse:
-        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one.
-
-        Open to everybody: however many ask at once share one answer.
-        """
+        """The engines' own Prometheus pages (they have one with ``--enable-metrics``) as one. Open
+        to everybody: however many ask at once share one answer."""
         if self._metrics is None or self._metrics.done():
             self._metrics = asyncio.create_task(self._merged_metrics())
         parts = await asyncio.shield(self._metrics)

@@ -41,11 +41,9 @@ def split_worker_url(url: str) -> tuple[str, str, int]:
 
 
 def rank_url(url: str, number: int, host: str = "") -> str:
-    """Where a DP rank serves HTTP if every rank does, and rank 0 at ``url``.
-
-    SGLang's Rust server (``srt/rust_server/server.py``): ``--port`` plus the rank's ``number`` on
-    its node. ``host``: of that node; empty: the first, which is the host of ``url``.
-    """
+    """Where a DP rank serves HTTP if every rank does, and rank 0 at ``url``. SGLang's Rust server
+    (``srt/rust_server/server.py``): ``--port`` plus the rank's ``number`` on its node. ``host``: of
+    that node; empty: the first, which is the host of ``url``."""
     scheme, own_host, port = split_worker_url(url)
     return f"{scheme}://{bracketed(host or own_host)}:{port + number}"
 

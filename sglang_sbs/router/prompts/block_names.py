@@ -77,11 +77,9 @@ class BlockNamer:
         return names if scope is None else _scoped(names, scope)
 
     def text_names(self, text: bytes, page_tokens: int, namespace: Namespace = PLAIN) -> array[int]:
-        """Names for text nobody tokenized, which no engine publishes.
-
-        Pages are taken to have ``TEXT_BYTES_PER_TOKEN`` bytes per token. Good for recognising what
-        was sent before, not for what an engine says.
-        """
+        """Names for text nobody tokenized, which no engine publishes. Pages are taken to have
+        ``TEXT_BYTES_PER_TOKEN`` bytes per token. Good for recognising what was sent before, not for
+        what an engine says."""
         seed = _TEXT_SEED
         if namespace != PLAIN:
             parts = (namespace.cache_salt, namespace.extra_key, namespace.lora)

@@ -48,10 +48,8 @@ class ChatTokenizer:
         special_tokens: Mapping[str, str],
         max_length: int | None = None,
     ) -> None:
-        """``max_length``: tokens that the model takes, as its files say.
-
-        Raises: jinja2.TemplateError, ``template`` is none.
-        """
+        """``max_length``: tokens that the model takes, as its files say. Raises:
+        jinja2.TemplateError, ``template`` is none."""
         self.max_length = max_length
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -99,14 +97,12 @@ class ChatTokenizer:
 
     def text_ids(self, text: str, most_tokens: float = math.inf) -> array[int]:
         """Of a prompt that is text, as for ``/generate``: with the beginning-of-sequence token.
-
         Raises: TooLong, TooManyTokens."""
         return self.pieces.encode(text, add_special_tokens=True, most_tokens=most_tokens)
 
     def chat_ids(self, body: Mapping[str, Any], most_tokens: float = math.inf) -> PromptIds:
-        """Of a ``/v1/chat/completions`` body.
-
-        Raises: TemplateError, TooLong; TooManyTokens, where there is nothing but text in it."""
+        """Of a ``/v1/chat/completions`` body. Raises: TemplateError, TooLong; TooManyTokens, where
+        there is nothing but text in it."""
         if self.template is None:
             raise TemplateError("the tokenizer has none; give one with --chat-template")
         chat = self.template.render(body)

@@ -177,7 +177,9 @@ class Attempts:
         if ids_json and not self.tokenizers.may_get_ids(plan.kind, prefill, placement.decode):
             ids_json = None
         self.sent_as_ids += ids_json is not None
-        gang = (assignment.gang or _alone()) if self.config.sends_gangs else None
+        gang = None
+        if self.config.sends_gangs:  # who was not told what it is sent with is sent alone
+            gang = assignment.gang or GangPart(random.getrandbits(TAG_BITS), members=1, ranks=1)
         asks = prefill.info is not None and prefill.info.cached_details and plan.may_ask_cached
         bodies = leg_bodies(
             run.unit,
@@ -218,8 +220,3 @@ class Attempts:
 
 def _unavailable(role: Leg, url: str, why: str) -> LegFailure:
     return LegFailure(role, url, 503, f"{role}_unavailable", f"worker {url} {why}")
-
-
-def _alone() -> GangPart:
-    """Of a request that nobody told what it is sent with."""
-    return GangPart(tag=random.getrandbits(TAG_BITS), members=1, ranks=1)

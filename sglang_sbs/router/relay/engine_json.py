@@ -184,9 +184,7 @@ def completion_tokens_of(data: bytes | bytearray) -> int | None:
 
 def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
     """Prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's ``sglext``.
-
-    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``.
-    """
+    ``usage`` has cached tokens only of engines started with ``--enable-cache-report``."""
     meta, usage = body.get("meta_info"), body.get("usage")
     if isinstance(meta, dict):
         prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")

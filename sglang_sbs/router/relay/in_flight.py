@@ -292,10 +292,8 @@ class InFlight:
                 attempt.trace.first_byte_ns = time.time_ns()
 
     def fail_worker(self, worker: Worker) -> None:
-        """End what waits for a worker that answers nothing any more.
-
-        Streams under way get a last chance: they are ended if nothing comes for a while.
-        """
+        """End what waits for a worker that answers nothing any more. Streams under way get a last
+        chance: they are ended if nothing comes for a while."""
         for rid, attempt in list(self._attempts.items()):
             pair, placement = attempt.pair, attempt.placement
             if pair is None or placement is None:

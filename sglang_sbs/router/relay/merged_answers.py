@@ -42,11 +42,9 @@ MAX_EVENT_BYTES = 16 << 20
 
 
 class SseSplitter:
-    """Cuts a byte stream into the payloads of its ``data:`` events.
-
-    Every byte is looked at once, in however many pieces a long event comes. A long payload is not
-    copied: it is a view of the buffer that it came into.
-    """
+    """Cuts a byte stream into the payloads of its ``data:`` events. Every byte is looked at once,
+    in however many pieces a long event comes. A long payload is not copied: it is a view of the
+    buffer that it came into."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -108,11 +106,9 @@ def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> Non
 
 
 def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
-    """The same for ``/v1/completions`` with ``echo``, in place: into the first choice.
-
-    Prefill's choice has the prompt's tokens and behind them the one it sampled, which decode has
-    too. In a stream only the first event carries the prompt.
-    """
+    """The same for ``/v1/completions`` with ``echo``, in place: into the first choice. Prefill's
+    choice has the prompt's tokens and behind them the one it sampled, which decode has too. In a
+    stream only the first event carries the prompt."""
     choice, source = _first_choice(output), _first_choice(prefill)
     ours, theirs = choice.get("logprobs"), source.get("logprobs")
     if not isinstance(theirs, dict):

@@ -32,11 +32,9 @@ def session_header(headers: bytes) -> str:
 
 
 def forwarded_headers(headers: Sequence[tuple[str, str]], request_id: str) -> bytes:
-    """The client's headers both legs get, as header lines; everything else stays here.
-
-    Also dropped thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the
-    rank chosen here.
-    """
+    """The client's headers both legs get, as header lines; everything else stays here. Also dropped
+    thereby: ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the rank chosen
+    here."""
     lines = []
     if _HEADER_VALUE.fullmatch(request_id):
         lines.append(f"{_ID_HEADER}: {request_id}\r\n")

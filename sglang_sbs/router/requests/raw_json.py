@@ -137,9 +137,7 @@ def json_of_ids(ids: array[int]) -> bytes:
 
 def first_byte(raw: Raw | bytes | bytearray, position: int = 0) -> bytes:
     """What the value begins with: ``{``, ``[``, ``"``, or the start of a number or word.
-
-    ``position`` 1: what the first entry of a list begins with, 2: of that list in it.
-    """
+    ``position`` 1: what the first entry of a list begins with, 2: of that list in it."""
     head = bytes(memoryview(raw)[:_SMALL_BYTES])
     for _ in range(position):
         head = head.lstrip()[1:]
