@@ -264,13 +264,12 @@ class Control:
         flushed = [worker for worker in workers if worker.url not in failing]
         for worker in flushed:
             self._server.dispatcher.cache_flushed(worker.url, worker.dp_size)
+        message = f"Successfully flushed cache on all {len(flushed)} HTTP workers"
+        if failed:
+            message = f"Cache flush: {len(flushed)} succeeded, {len(failed)} failed"
         answer = {
             "status": "partial_success" if failed else "success",
-            "message": (
-                f"Cache flush: {len(flushed)} succeeded, {len(failed)} failed"
-                if failed
-                else f"Successfully flushed cache on all {len(flushed)} HTTP workers"
-            ),
+            "message": message,
             "workers_flushed": len(flushed),
             "total_http_workers": len(workers),
             "total_workers": len(workers),

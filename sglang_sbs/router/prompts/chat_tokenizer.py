@@ -90,8 +90,11 @@ class ChatTokenizer:
             template = own_file.read_text("utf-8")
         else:
             template = _first_template(config.get("chat_template"))
+        # Where a model has none, transformers writes a huge number.
+        longest = config.get("model_max_length")
+        known = isinstance(longest, int) and 0 <= longest < 1 << 63
         try:
-            return cls(tokenizer, template, special, _max_length(config))
+            return cls(tokenizer, template, special, longest if known else None)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template of {path.parent}: {error}") from error
 
@@ -123,12 +126,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"--tokenizer-path: {path}: {error}") from error
     return value if isinstance(value, dict) else {}
-
-
-def _max_length(config: Mapping[str, Any]) -> int | None:
-    """``model_max_length``; where a model has none, transformers writes a huge number."""
-    value = config.get("model_max_length")
-    return value if isinstance(value, int) and 0 <= value < 1 << 63 else None
 
 
 def _token_text(value: Any) -> str | None:

@@ -92,13 +92,14 @@ class Attempts:
                     run.broken_off.add(failure.worker)
                 harmful = len(run.broken_off) >= _MOST_BROKEN_OFF
                 last = run.attempts >= self.config.max_attempts or harmful
-                if run.opened or not failure.retryable or last:
-                    if last and failure.retryable and not run.opened:
-                        self.metrics.gave_up(failure, path)
-                        if harmful:
-                            gone = " and ".join(sorted(run.broken_off))
-                            why = f"{gone} went away under it: not sent to another engine"
-                            logger.warning("%s: %s", name, why)
+                retryable = failure.retryable and not run.opened
+                if retryable and last:
+                    self.metrics.gave_up(failure, path)
+                    if harmful:
+                        gone = " and ".join(sorted(run.broken_off))
+                        why = f"{gone} went away under it: not sent to another engine"
+                        logger.warning("%s: %s", name, why)
+                if last or not retryable:
                     raise
                 without_frames(failure)
                 run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))

@@ -62,7 +62,9 @@ def asked_in(headers: Sequence[tuple[str, str]], tenant_header: str | None) -> A
     if tenant is not None and len(tenant) > MOST_TENANT_CHARS:
         most = f"write at most {MOST_TENANT_CHARS}"
         raise bad_request(f"{tenant_header} has {len(tenant)} characters: {most}")
-    return Asked(None if slo is None else _milliseconds(slo) / 1e3, tenant or "")
+    if slo is not None and (not _MILLISECONDS.fullmatch(slo) or float(slo) <= 0):
+        raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {slo!r:.40}")
+    return Asked(None if slo is None else float(slo) / 1e3, tenant or "")
 
 
 def _only(headers: Sequence[tuple[str, str]], name: str) -> str | None:
@@ -70,9 +72,3 @@ def _only(headers: Sequence[tuple[str, str]], name: str) -> str | None:
     if len(values) > 1:
         raise bad_request(f"{name} is there {len(values)} times: write it once")
     return values[0] if values else None
-
-
-def _milliseconds(text: str) -> float:
-    if not _MILLISECONDS.fullmatch(text) or float(text) <= 0:
-        raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {text!r:.40}")
-    return float(text)
