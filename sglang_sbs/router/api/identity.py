@@ -41,6 +41,7 @@ KEYS_KEPT_S = 2 * KEYS_LIVE_S
 ASK_AGAIN_S = 10.0
 """Least time between two fetches for a key that is not known, or after a failed one."""
 _FETCH_S = 10.0
+_LARGEST_BYTES = 1 << 20
 _ROLE_CLAIM = "roles"
 _OTHER_ROLE_CLAIMS = ("role", "roles", "groups", "group")
 
@@ -131,6 +132,8 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     status, raw = await ask(session, "GET", url, headers=None, timeout_s=_FETCH_S)
     if status != 200:
         raise ValueError(f"{url}: HTTP {status}")
+    if len(raw) > _LARGEST_BYTES:
+        raise ValueError(f"{url}: more than {_LARGEST_BYTES} bytes")
     value = json.loads(raw)
     if not isinstance(value, dict):
         raise ValueError(f"{url}: not a JSON object")
